@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one exception of cpx: what is wrong, where, what was expected and what was found.
+#pragma once
+
+#include <cpx/core/config.hpp>
+
+#include <concepts>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+namespace cpx {
+
+/// Everything cpx throws. `what()` reads "file:line: WHERE: WHAT: expected E, got G".
+///
+/// The parts can be read back one by one, so that a caller can act on them or print them in another form.
+class error : public std::runtime_error {
+public:
+    error(std::string where, std::string what, std::string expected, std::string got,
+          std::source_location location = std::source_location::current())
+        : std::runtime_error(text(where, what, expected, got, location)), where_(std::move(where)),
+          problem_(std::move(what)), expected_(std::move(expected)), got_(std::move(got)) {}
+
+    /// Returns the function, file or object that rejects its input.
+    std::string const& where() const noexcept { return where_; }
+    /// Returns the thing that is wrong.
+    std::string const& problem() const noexcept { return problem_; }
+    std::string const& expected() const noexcept { return expected_; }
+    std::string const& got() const noexcept { return got_; }
+
+private:
+    static std::string text(std::string const& where, std::string const& what, std::string const& expected,
+                            std::string const& got, std::source_location location) {
+        std::string file = location.file_name();
+        auto const slash = file.find_last_of('/');
+        if (slash != std::string::npos) file.erase(0, slash + 1);
+        std::string message = file + ':' + std::to_string(location.line()) + ": " + where + ": " + what;
+        if (!expected.empty()) message += ": expected " + expected;
+        if (!got.empty()) message += ", got " + got;
+        return message;
+    }
+
+    std::string where_, problem_, expected_, got_;
+};
+
+namespace detail {
+
+inline std::string show(std::string text) { return text; }
+inline std::string show(char const* text) { return text; }
+inline std::string show(bool value) { return value ? "true" : "false"; }
+template <class T>
+    requires(std::integral<T> && !std::same_as<T, bool>) || std::floating_point<T>
+std::string show(T value) {
+    return std::to_string(value);
+}
+
+} // namespace detail
+
+/// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers or texts, turned into text only on failure.
+///
+/// For checks made once a batch or once a call, never once a token. The location is the caller's.
+template <class E, class G>
+void require(bool holds, char const* where, char const* what, E const& expected, G const& got,
+             std::source_location location = std::source_location::current()) {
+    if (!holds) throw error(where, what, detail::show(expected), detail::show(got), location);
+}
+
+} // namespace cpx
