@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Version, index type and the one marker that lets the same arithmetic run on host and device.
+// Version, and the one marker that lets the same arithmetic run on host and device.
 #pragma once
-
-#include <cstdint>
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
 
@@ -11,11 +9,3 @@
 #else
 #define CPX_HOST_DEVICE
 #endif
-
-namespace cpx {
-
-/// Counts and offsets of tokens, rows, elements and bytes: 64 bits everywhere, because a shard of 2^19 tokens
-/// by 4096 channels already has 2^31 elements.
-using index = std::int64_t;
-
-} // namespace cpx

@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a token lives, and half-open ranges of rows, tokens, columns or heads.
+// The number type of cpx, where a token lives, and half-open ranges of rows, tokens, columns or heads.
 #pragma once
 
 #include <cpx/core/config.hpp>
 
+#include <cstdint>
+
 namespace cpx {
+
+/// Counts and offsets of tokens, rows, elements and bytes: 64 bits everywhere, because a shard of 2^19 tokens
+/// by 4096 channels already has 2^31 elements.
+using index = std::int64_t;
 
 /// Where a token lives: the rank that holds it and its row in that rank's local buffer.
 struct slot {
