@@ -2,8 +2,6 @@
 // The one exception of cpx: what is wrong, where, what was expected and what was found.
 #pragma once
 
-#include <cpx/core/config.hpp>
-
 #include <concepts>
 #include <source_location>
 #include <stdexcept>

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
+#pragma once
+
+#include <cpx/core/error.hpp>
+#include <cpx/core/index.hpp>
+
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace cpx {
+
+/// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
+///
+/// Sequence `s` holds the global rows `offset(s) .. offset(s + 1)`. Lengths of 0 and 1, odd lengths and repeated
+/// offsets at the end are ordinary. Immutable and cheap to copy: copies share the offsets.
+///
+/// Offsets are physical. When sequences are padded, `valid` gives the tokens that count, at the front of each
+/// sequence; layouts, plans and operators see physical tokens, losses and masks see valid ones.
+class thd {
+public:
+    /// An empty batch.
+    thd() : thd(std::vector<index>{0}) {}
+
+    /// Takes offsets and, if there is padding, the valid length of every sequence.
+    ///
+    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0 or decrease,
+    /// valid lengths that are not one a sequence or exceed its physical length.
+    explicit thd(std::vector<index> offsets, std::vector<index> valid = {}) {
+        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
+        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
+        for (std::size_t s = 1; s < offsets.size(); ++s)
+            if (offsets[s] < offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
+                throw error("thd", "offset " + std::to_string(s) + " decreases",
+                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]));
+        require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
+                offsets.size() - 1, valid.size());
+        for (std::size_t s = 0; s < valid.size(); ++s)
+            if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
+                throw error("thd", "valid length of sequence " + std::to_string(s),
+                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]));
+        data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
+    }
+
+    /// Takes int32 or int64 offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
+    ///
+    /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
+    template <class Integer>
+        requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
+    static thd from_offsets(std::span<Integer const> offsets, index buffer_rows = -1,
+                            std::span<Integer const> valid = {}) {
+        thd batch(std::vector<index>(offsets.begin(), offsets.end()), std::vector<index>(valid.begin(), valid.end()));
+        require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
+                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
+        return batch;
+    }
+
+    /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
+    static thd uniform(index count, index length) {
+        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative", count < 0 ? count : length);
+        std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
+        for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
+        return thd(std::move(offsets));
+    }
+
+    /// Returns the batch of sequences with these lengths.
+    static thd from_lengths(std::span<index const> lengths) {
+        std::vector<index> offsets(1, 0);
+        for (index const length : lengths) offsets.push_back(offsets.back() + length);
+        return thd(std::move(offsets));
+    }
+
+    index sequences() const { return static_cast<index>(data_->offsets.size()) - 1; }
+    /// Returns all tokens, padding included: the global rows of the batch.
+    index tokens() const { return data_->offsets.back(); }
+    index offset(index s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
+    index length(index s) const { return offset(s + 1) - offset(s); }
+    /// Returns the tokens of sequence `s` that are not padding.
+    index valid(index s) const { return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)]; }
+    std::span<index const> offsets() const { return data_->offsets; }
+    std::span<index const> valid_lengths() const { return data_->valid; }
+
+    /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
+    index sequence(index row) const {
+        auto const& offsets = data_->offsets;
+        return static_cast<index>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+    }
+
+    friend bool operator==(thd const& a, thd const& b) {
+        return a.data_ == b.data_ || (a.data_->offsets == b.data_->offsets && a.data_->valid == b.data_->valid);
+    }
+
+private:
+    struct lengths {
+        std::vector<index> offsets, valid;
+    };
+    std::shared_ptr<lengths const> data_;
+};
+
+} // namespace cpx
