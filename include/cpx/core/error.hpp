@@ -3,11 +3,21 @@
 #pragma once
 
 #include <concepts>
-#include <source_location>
 #include <stdexcept>
 #include <string>
 
 namespace cpx {
+
+/// The file and line of a call. As a default argument, `caller::here()` is the place of whoever leaves it out.
+///
+/// Stands for std::source_location, which clang 14 does not have.
+struct caller {
+    char const* file = "";
+    int line = 0;
+    static constexpr caller here(char const* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
+};
 
 /// Everything cpx throws. `what()` reads "file:line: WHERE: WHAT: expected E, got G".
 ///
@@ -15,8 +25,8 @@ namespace cpx {
 class error : public std::runtime_error {
 public:
     error(std::string where, std::string what, std::string expected, std::string got,
-          std::source_location location = std::source_location::current())
-        : std::runtime_error(text(where, what, expected, got, location)), where_(std::move(where)),
+          caller from = caller::here())
+        : std::runtime_error(text(where, what, expected, got, from)), where_(std::move(where)),
           problem_(std::move(what)), expected_(std::move(expected)), got_(std::move(got)) {}
 
     /// Returns the function, file or object that rejects its input.
@@ -28,11 +38,11 @@ public:
 
 private:
     static std::string text(std::string const& where, std::string const& what, std::string const& expected,
-                            std::string const& got, std::source_location location) {
-        std::string file = location.file_name();
+                            std::string const& got, caller from) {
+        std::string file = from.file;
         auto const slash = file.find_last_of('/');
         if (slash != std::string::npos) file.erase(0, slash + 1);
-        std::string message = file + ':' + std::to_string(location.line()) + ": " + where + ": " + what;
+        std::string message = file + ':' + std::to_string(from.line) + ": " + where + ": " + what;
         if (!expected.empty()) message += ": expected " + expected;
         if (!got.empty()) message += ", got " + got;
         return message;
@@ -59,8 +69,8 @@ std::string show(T value) {
 /// For checks made once a batch or once a call, never once a token. The location is the caller's.
 template <class E, class G>
 void require(bool holds, char const* where, char const* what, E const& expected, G const& got,
-             std::source_location location = std::source_location::current()) {
-    if (!holds) throw error(where, what, detail::show(expected), detail::show(got), location);
+             caller from = caller::here()) {
+    if (!holds) throw error(where, what, detail::show(expected), detail::show(got), from);
 }
 
 } // namespace cpx

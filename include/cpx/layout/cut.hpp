@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where chunks begin.
+#pragma once
+
+#include <cpx/core/config.hpp>
+#include <cpx/core/extent.hpp>
+#include <cpx/core/index.hpp>
+
+#include <concepts>
+
+namespace cpx {
+
+/// Says where chunk `c` of `C` begins in a run of `n` tokens, and moves that place to where a sequence may be cut.
+///
+/// `begin(c, C, n)` ascends in `c` from 0; `snap(t, n)` ascends in `t` from 0 to at most `n`, the length of the
+/// sequence that holds token `t`. Two steps, because a run may be the whole batch: the first looks at the run only, the
+/// second at the sequence that is cut.
+template <class C>
+concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index n) {
+    { k.begin(c, c, n) } -> std::same_as<index>;
+    { k.snap(n, n) } -> std::same_as<index>;
+};
+
+/// floor(n c / C): equal parts when C divides n, otherwise parts that differ by one token.
+struct balanced {
+    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return n * c / chunks; }
+    CPX_HOST_DEVICE constexpr index snap(index t, index) const { return t; }
+    friend constexpr bool operator==(balanced, balanced) = default;
+};
+
+/// Balanced, then rounded to the nearest multiple of `Unit` tokens of the sequence, or to its end.
+///
+/// Cuts at multiples of the delta rule's chunk (64) make `carry::serial` bitwise equal to one rank.
+/// Holds over the batch, too: there the multiple is counted from the start of the sequence that is cut.
+/// `aligned<cpx::dynamic>{unit}` takes the unit at run time.
+template <int Unit = 64>
+struct aligned : private extent<Unit> {
+    constexpr aligned() = default;
+    CPX_HOST_DEVICE constexpr explicit aligned(int unit)
+        requires(Unit == dynamic)
+        : extent<Unit>(unit) {}
+
+    CPX_HOST_DEVICE constexpr int unit() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return balanced{}.begin(c, chunks, n); }
+    CPX_HOST_DEVICE constexpr index snap(index t, index n) const {
+        index const nearest = (t + unit() / 2) / unit() * unit();
+        return nearest < n ? nearest : n;
+    }
+    friend constexpr bool operator==(aligned const&, aligned const&) = default;
+};
+
+} // namespace cpx

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// One of two layouts, chosen for each run by its length.
+#pragma once
+
+#include <cpx/layout/concept.hpp>
+
+namespace cpx {
+
+/// One of two layouts over the same ranks; which one is a value.
+template <layout A, layout B>
+struct either {
+    A first;
+    B second;
+    bool use_first = true;
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return use_first ? first.ranks() : second.ranks(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return use_first ? first.chunks() : second.chunks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return use_first ? first.owner(chunk) : second.owner(chunk); }
+};
+
+/// `A` for the runs whose length the rule accepts, `B` for the others.
+///
+/// miles' rule, "zigzag where 2W divides the length, else sequential":
+///
+///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index n) { return n % 8 == 0; }};
+///
+/// `Rule` must be copyable and give the same answer on every rank.
+template <layout A, layout B, std::predicate<index> Rule>
+struct by_length {
+    A first;
+    B second;
+    Rule rule;
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
+    CPX_HOST_DEVICE constexpr either<A, B> at(index n) const { return {first, second, rule(n)}; }
+};
+
+template <class A, class B, class Rule>
+by_length(A, B, Rule) -> by_length<A, B, Rule>;
+
+} // namespace cpx

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shardings in which every rank holds every token: a share of the heads, or everything.
+#pragma once
+
+#include <cpx/layout/sharding.hpp>
+
+#include <memory>
+
+namespace cpx {
+
+namespace detail {
+
+/// What `head_sharded` and `replicated` have in common: all rows, in sequence order, on every rank.
+template <int W>
+class every_row_sharding : private extent<W> {
+public:
+    static constexpr bool every_row = true;
+    static constexpr int static_ranks = W;
+
+    every_row_sharding(extent<W> ranks, thd batch) : extent<W>(ranks), batch_(std::move(batch)) {
+        require(this->get() > 0, "sharding", "ranks", "at least 1", this->get());
+    }
+    int ranks() const { return this->get(); }
+    thd const& batch() const { return batch_; }
+    index rows(int) const { return batch_.tokens(); }
+
+    template <class F>
+    void for_each_piece(int, F&& f) const {
+        if (batch_.tokens() > 0) f(range{0, batch_.tokens()});
+    }
+    template <class F>
+    void for_each_holder(range rows, index&, F&& f) const {
+        for (int rank = 0; rank < ranks(); ++rank) f(rank, rows);
+    }
+    friend bool operator==(every_row_sharding const& a, every_row_sharding const& b) {
+        return a.ranks() == b.ranks() && a.batch_ == b.batch_;
+    }
+
+private:
+    thd batch_;
+};
+
+} // namespace detail
+
+/// Every rank holds every token in sequence order and its share of the heads of each section (Ulysses).
+///
+/// Let G be the largest number of heads of a section; the others must divide it, as grouped heads do (q = 16, k = 2).
+/// Rank r holds heads [floor(G r / W), floor(G (r+1) / W)) of the largest sections and of the others the heads
+/// that those use. Shares may be uneven; a head that several ranks need, because of its group or because W > G,
+/// stands on each of them.
+///
+/// A local row is the rank's share of section 0, then of section 1, and so on.
+template <int W = dynamic>
+class head_sharded : public detail::every_row_sharding<W> {
+public:
+    /// Throws `cpx::error` on sections that are empty, have no heads, no width, or do not divide the largest.
+    head_sharded(thd batch, std::vector<section> sections)
+        requires(W != dynamic)
+        : head_sharded(extent<W>{}, std::move(batch), std::move(sections)) {}
+    head_sharded(int ranks, thd batch, std::vector<section> sections)
+        requires(W == dynamic)
+        : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections)) {}
+
+    std::span<section const> sections() const { return *sections_; }
+
+    /// Returns the heads that `rank` holds of a section of `heads` heads.
+    range heads(int rank, index heads) const {
+        index const first = groups_ * rank / this->ranks();
+        index const last = std::max(first + 1, groups_ * (rank + 1) / this->ranks());
+        return {first * heads / groups_, (last * heads + groups_ - 1) / groups_};
+    }
+
+    friend bool operator==(head_sharded const& a, head_sharded const& b) {
+        using base = detail::every_row_sharding<W>;
+        return static_cast<base const&>(a) == static_cast<base const&>(b) && *a.sections_ == *b.sections_;
+    }
+
+private:
+    head_sharded(extent<W> ranks, thd batch, std::vector<section> sections)
+        : detail::every_row_sharding<W>(ranks, std::move(batch)) {
+        require(!sections.empty(), "head_sharded", "number of sections", "at least 1", 0);
+        for (section const& s : sections) groups_ = std::max(groups_, s.heads);
+        for (std::size_t i = 0; i < sections.size(); ++i) {
+            auto const name = [&](char const* what) { return what + (" of section " + std::to_string(i)); };
+            if (sections[i].heads < 1 || groups_ % sections[i].heads != 0)
+                throw error("head_sharded", name("heads"), "a divisor of " + std::to_string(groups_),
+                            std::to_string(sections[i].heads));
+            if (sections[i].width < 1)
+                throw error("head_sharded", name("width"), "at least 1", std::to_string(sections[i].width));
+        }
+        sections_ = std::make_shared<std::vector<section> const>(std::move(sections));
+    }
+
+    index groups_ = 1;
+    std::shared_ptr<std::vector<section> const> sections_;
+};
+
+/// Every rank holds everything, in sequence order. As a target: an all-gather. Its transpose sums in rank order.
+template <int W = dynamic>
+class replicated : public detail::every_row_sharding<W> {
+public:
+    explicit replicated(thd batch)
+        requires(W != dynamic)
+        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch)) {}
+    replicated(int ranks, thd batch)
+        requires(W == dynamic)
+        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch)) {}
+
+    std::span<section const> sections() const { return {}; }
+    range heads(int, index heads) const { return {0, heads}; }
+};
+
+} // namespace cpx

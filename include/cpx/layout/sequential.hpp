@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rank r owns the r-th part.
+#pragma once
+
+#include <cpx/layout/concept.hpp>
+
+namespace cpx {
+
+/// W chunks; rank r owns chunk r. Wanted by recurrences. Over the batch: flash-linear-attention's context parallelism.
+template <int W = dynamic>
+struct sequential : private extent<W> {
+    constexpr sequential() = default;
+    CPX_HOST_DEVICE constexpr explicit sequential(int ranks)
+        requires(W == dynamic)
+        : extent<W>(ranks) {}
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk; }
+    friend constexpr bool operator==(sequential const&, sequential const&) = default;
+};
+
+} // namespace cpx

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// A layout, a scope and a cut bound to a batch: which rank holds which rows.
+#pragma once
+
+#include <cpx/core/error.hpp>
+#include <cpx/core/thd.hpp>
+#include <cpx/layout/algorithm.hpp>
+
+#include <span>
+#include <vector>
+
+namespace cpx {
+
+/// What a layout cuts: each sequence of the batch, or the whole batch as one run, regardless of boundaries.
+enum class scope { sequence, batch };
+
+/// A group of `heads` equal heads of `width` elements in the feature axis, e.g. q = {16, 128}.
+struct section {
+    index heads = 1;
+    index width = 1;
+    friend constexpr bool operator==(section, section) = default;
+};
+
+/// How a tensor is spread over the ranks. Plans and operators ask these questions and no others:
+///
+/// - `for_each_piece(rank, f)` calls `f(range)` with the global rows that a rank holds, ascending: its local order.
+/// - `for_each_holder(rows, run, f)` calls `f(rank, range)` for all ranks that hold rows of a range. If rows have one
+///   holder, the ranges ascend and tile `rows`; if every rank holds every row, each rank is given all of `rows`. `run`
+///   is a hint, where to look first, and is left at the run of the last row; begin with 0.
+/// - `sections()`, `heads(rank, h)`: which of the `h` heads of a section a rank holds; no sections: whole rows.
+template <class S>
+concept any_sharding = std::copyable<S> && requires(S const s, int rank, index& run) {
+    { s.ranks() } -> std::same_as<int>;
+    { s.batch() } -> std::same_as<thd const&>;
+    { s.rows(rank) } -> std::same_as<index>;
+    { s.sections() } -> std::convertible_to<std::span<section const>>;
+    { s.heads(rank, run) } -> std::same_as<range>;
+    { S::every_row } -> std::convertible_to<bool>;
+    s.for_each_piece(rank, [](range) {});
+    s.for_each_holder(range{}, run, [](int, range) {});
+};
+
+/// Rows sharded by tokens: every row lives on one rank, whole.
+///
+/// Immutable; copies share the batch. `sharding(batch, zigzag<4>{})`, or with all three choices spelled,
+/// `sharding<zigzag<4>, scope::batch, aligned<64>>(batch)`; see also `shard`.
+template <layout_policy P, scope Scope = scope::sequence, cut Cut = balanced>
+class sharding {
+public:
+    using layout_type = P;
+    using cut_type = Cut;
+    static constexpr scope cuts = Scope;
+    static constexpr bool every_row = false;
+    static constexpr int static_ranks = cpx::static_ranks<P>;
+
+    /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist.
+    explicit sharding(thd batch, P policy = {}, Cut cut = {}) : batch_(std::move(batch)), policy_(policy), cut_(cut) {
+        require(policy_.ranks() > 0, "sharding", "ranks of the layout", "at least 1", policy_.ranks());
+        if constexpr (layout<P>) check(policy_);
+    }
+
+    int ranks() const { return policy_.ranks(); }
+    thd const& batch() const { return batch_; }
+    P const& policy() const { return policy_; }
+    Cut const& cut() const { return cut_; }
+    std::span<section const> sections() const { return {}; }
+    range heads(int, index heads) const { return {0, heads}; }
+
+    /// Returns the runs that are cut: the sequences, or 1.
+    index runs() const { return Scope == scope::sequence ? batch_.sequences() : 1; }
+    /// Returns the global rows of run `i`.
+    range run(index i) const {
+        if constexpr (Scope == scope::sequence)
+            return {batch_.offset(i), batch_.offset(i + 1)};
+        else
+            return {0, batch_.tokens()};
+    }
+
+    /// Returns how many rows `rank` holds. Cost: O(runs * chunks of the rank).
+    index rows(int rank) const {
+        index count = 0;
+        for_each_piece(rank, [&](range piece) { count += piece.size(); });
+        return count;
+    }
+
+    template <class F>
+    void for_each_piece(int rank, F&& f) const {
+        std::vector<int> owned; // a rank owns few of the chunks, and most layouts are asked for them once
+        for (index i = 0; i < runs(); ++i) {
+            range const rows = run(i);
+            auto const l = layout_at(policy_, rows.size());
+            int const chunks = l.chunks();
+            if (!layout<P> || i == 0) {
+                if constexpr (!layout<P>) check(l);
+                owned.clear();
+                for (int c = 0; c < chunks; ++c)
+                    if (l.owner(c) == rank) owned.push_back(c);
+            }
+            for (int const c : owned) {
+                range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+                if (!piece.empty()) f(piece);
+            }
+        }
+    }
+
+    template <class F>
+    void for_each_holder(range rows, index& i, F&& f) const {
+        while (!rows.empty()) {
+            while (run(i).first > rows.first) --i;
+            while (run(i).last <= rows.first) ++i;
+            range const whole = run(i);
+            range const part = intersect(rows, whole);
+            auto const l = layout_at(policy_, whole.size());
+            int const chunks = l.chunks();
+            int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
+            int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
+            for (index first = part.first; first < part.last; ++c) {
+                index const last = std::min(begin(whole, c + 1, chunks), part.last);
+                if (first < last) f(l.owner(c), range{first, last});
+                first = last;
+            }
+            rows.first = part.last;
+        }
+    }
+
+    friend bool operator==(sharding const& a, sharding const& b) {
+        if constexpr (std::equality_comparable<P> && std::equality_comparable<Cut>)
+            return a.policy_ == b.policy_ && a.cut_ == b.cut_ && a.batch_ == b.batch_;
+        else
+            return a.ranks() == b.ranks() && a.batch_ == b.batch_;
+    }
+
+private:
+    template <layout L>
+    void check(L const& l) const {
+        require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
+        require(batch_.tokens() < (index{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
+                batch_.tokens());
+        for (int c = 0; c < l.chunks(); ++c)
+            if (l.owner(c) < 0 || l.owner(c) >= l.ranks())
+                throw error("sharding", "owner of chunk " + std::to_string(c),
+                            "a rank from 0 to " + std::to_string(l.ranks() - 1), std::to_string(l.owner(c)));
+    }
+
+    index begin(range rows, int c, int chunks) const {
+        if (c == chunks) return rows.last;
+        index const at = cut_.begin(c, chunks, rows.size());
+        if constexpr (Scope == scope::sequence) {
+            return rows.first + cut_.snap(at, rows.size());
+        } else {
+            if (at >= rows.last) return rows.last;
+            index const s = batch_.sequence(at);
+            return batch_.offset(s) + cut_.snap(at - batch_.offset(s), batch_.length(s));
+        }
+    }
+
+    thd batch_;
+    [[no_unique_address]] P policy_;
+    [[no_unique_address]] Cut cut_;
+};
+
+/// Returns the sharding of `batch` by a policy: `shard(batch, zigzag<4>{})`, `shard<scope::batch>(batch, ...)`.
+template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
+sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}) {
+    return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut);
+}
+
+} // namespace cpx

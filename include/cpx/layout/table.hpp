@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owners chosen at run time, one for each chunk.
+#pragma once
+
+#include <cpx/core/error.hpp>
+#include <cpx/layout/concept.hpp>
+
+#include <memory>
+#include <vector>
+
+namespace cpx {
+
+/// As many chunks as the table has entries; rank `owners[c]` owns chunk c. Copies share the table.
+///
+/// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
+class table {
+public:
+    /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
+    table(int ranks, std::vector<int> owners) : ranks_(ranks) {
+        require(ranks > 0, "table", "ranks", "at least 1", ranks);
+        require(!owners.empty(), "table", "number of chunks", "at least 1", 0);
+        for (std::size_t c = 0; c < owners.size(); ++c)
+            if (owners[c] < 0 || owners[c] >= ranks)
+                throw error("table", "owner of chunk " + std::to_string(c), "0 to " + std::to_string(ranks - 1),
+                            std::to_string(owners[c]));
+        owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
+    }
+
+    int ranks() const { return ranks_; }
+    int chunks() const { return static_cast<int>(owners_->size()); }
+    int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }
+    friend bool operator==(table const& a, table const& b) {
+        return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_;
+    }
+
+private:
+    int ranks_;
+    std::shared_ptr<std::vector<int> const> owners_;
+};
+
+} // namespace cpx

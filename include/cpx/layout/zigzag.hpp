@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rank r owns the r-th part from the front and the r-th part from the back.
+#pragma once
+
+#include <cpx/layout/concept.hpp>
+
+namespace cpx {
+
+/// 2W chunks; rank r owns chunks r and 2W-1-r, so that causal attention costs every rank the same.
+///
+/// Over sequences: Transformer Engine's THD partition and miles; over the batch: Megatron's dense rows.
+template <int W = dynamic>
+struct zigzag : private extent<W> {
+    constexpr zigzag() = default;
+    CPX_HOST_DEVICE constexpr explicit zigzag(int ranks)
+        requires(W == dynamic)
+        : extent<W>(ranks) {}
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk < ranks() ? chunk : 2 * ranks() - 1 - chunk; }
+    friend constexpr bool operator==(zigzag const&, zigzag const&) = default;
+};
+
+} // namespace cpx

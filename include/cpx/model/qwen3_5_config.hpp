@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sizes of a dense Qwen3.5 language model, read from its Hugging Face config.json and checked against each other.
+#pragma once
+
+#include <cpx/core/error.hpp>
+#include <cpx/core/index.hpp>
+#include <cpx/model/file.hpp>
+#include <cpx/model/json.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace cpx {
+
+/// How a layer mixes tokens: by the gated delta rule or by softmax attention.
+enum class layer_type { linear_attention, full_attention };
+
+/// The settings of a dense Qwen3.5 language model, under the names that its config.json uses.
+///
+/// Only what the file says counts: a setting that it leaves out is an error, never the default of some library version.
+struct qwen3_5_config {
+    index hidden_size = 0;
+    index intermediate_size = 0;
+    index vocab_size = 0;
+    index num_hidden_layers = 0;
+    std::vector<layer_type> layer_types; // one a layer
+    double rms_norm_eps = 0;
+    bool tie_word_embeddings = false;
+
+    index num_attention_heads = 0; // full attention
+    index num_key_value_heads = 0;
+    index head_dim = 0;
+
+    index linear_num_key_heads = 0; // linear attention
+    index linear_num_value_heads = 0;
+    index linear_key_head_dim = 0;
+    index linear_value_head_dim = 0;
+    index linear_conv_kernel_dim = 0;
+
+    double rope_theta = 0;
+    double partial_rotary_factor = 0;
+    std::vector<index> mrope_section; // rotary pairs of the axes t, h, w; empty if the file has none
+
+    /// Returns how many channels of a head are rotated: the first ones, `head_dim * partial_rotary_factor` cut to an integer.
+    index rotary_dim() const { return static_cast<index>(static_cast<double>(head_dim) * partial_rotary_factor); }
+
+    /// Reads a config.json. Throws `cpx::error` as `parse` does, and if the file is not readable or not JSON.
+    static qwen3_5_config read(std::filesystem::path const& path) { return parse(json_value::read(path)); }
+
+    /// Reads the document of a config.json.
+    ///
+    /// model_type is "qwen3_5_text", or "qwen3_5" with the same in text_config; tie_word_embeddings is then taken from
+    /// the outer object if it is there. Rotary settings in rope_parameters win over those beside it, as in transformers.
+    /// Text gives the three axes of mrope_section equal positions, so that plain rotary embedding is the result.
+    ///
+    /// Throws one `cpx::error` that names the document and lists every setting that is missing, of the wrong type,
+    /// out of range, at odds with another or not supported; or says that the model is not known.
+    static qwen3_5_config parse(json_value const& document);
+};
+
+namespace detail {
+
+/// Collects what is wrong with a document, to report it at once.
+class config_problems {
+public:
+    explicit config_problems(std::string where) : where_(std::move(where)) {}
+
+    void add(std::string what, std::string expected, std::string got) {
+        found_.emplace_back(where_, std::move(what), std::move(expected), std::move(got));
+    }
+
+    /// Notes a problem with `object`'s `key` unless `holds`.
+    void require(bool holds, json_value const& object, std::string_view key, std::string expected, std::string got) {
+        if (!holds) add(object.pointer() + '/' + std::string(key), std::move(expected), std::move(got));
+    }
+
+    /// Returns the value under `key`, or `T{}` and notes the problem if there is no such T.
+    template <class T>
+    T get(json_value const& object, std::string_view key) {
+        try {
+            return object.get<T>(key);
+        } catch (error const& problem) {
+            found_.push_back(problem);
+            return T{};
+        }
+    }
+
+    /// Returns the positive number under `key`, or 0 and notes the problem. Integers are those that an int can hold.
+    template <class T>
+    T positive(json_value const& object, std::string_view key) {
+        auto const count = found_.size();
+        T value{};
+        if constexpr (std::integral<T>) value = get<std::int32_t>(object, key);
+        else value = get<T>(object, key);
+        if (found_.size() == count && !(value > 0)) require(false, object, key, "more than 0", object.at(key).got());
+        return value > 0 ? value : T{};
+    }
+
+    /// Throws if anything was noted: the problem itself, or all of them in one text.
+    void report() const {
+        if (found_.size() == 1) throw found_.front();
+        std::string all;
+        for (auto const& one : found_)
+            all += "\n  " + one.problem() + ": expected " + one.expected() + ", got " + one.got();
+        if (!found_.empty()) throw error(where_, std::to_string(found_.size()) + " settings are wrong" + all, "", "");
+    }
+
+private:
+    std::string where_;
+    std::vector<error> found_;
+};
+
+/// Returns the object that holds the language model's settings. Throws `cpx::error` if it is not one of Qwen3.5.
+inline json_value qwen3_5_text(json_value const& document) {
+    auto const type = [](json_value const& object) {
+        return object.has("model_type") ? object.at("model_type").got() : std::string("no model_type");
+    };
+    auto const expected = R"(model_type "qwen3_5_text", or "qwen3_5" with "qwen3_5_text" in text_config)";
+    if (type(document) == R"("qwen3_5_text")") return document;
+    if (type(document) != R"("qwen3_5")" || !document.has("text_config"))
+        throw error(document.where(), "a model this program does not know", expected, type(document));
+    auto const text = document.at("text_config");
+    if (type(text) != R"("qwen3_5_text")")
+        throw error(document.where(), "a model this program does not know", expected, type(text) + " in text_config");
+    return text;
+}
+
+inline void read_layers(qwen3_5_config& config, json_value const& text, config_problems& problems) {
+    config.num_hidden_layers = problems.positive<index>(text, "num_hidden_layers");
+    for (auto const& name : problems.get<std::vector<std::string>>(text, "layer_types")) {
+        auto const linear = name == "linear_attention";
+        if (!linear && name != "full_attention")
+            problems.add(text.pointer() + "/layer_types/" + std::to_string(config.layer_types.size()),
+                         R"("linear_attention" or "full_attention")", quote(name));
+        config.layer_types.push_back(linear ? layer_type::linear_attention : layer_type::full_attention);
+    }
+    auto const count = static_cast<index>(config.layer_types.size());
+    if (config.num_hidden_layers > 0 && text.has("layer_types"))
+        problems.require(count == config.num_hidden_layers, text, "layer_types",
+                         "one a layer, " + std::to_string(config.num_hidden_layers), std::to_string(count));
+}
+
+inline void read_rotary(qwen3_5_config& config, json_value const& text, config_problems& problems) {
+    problems.require(!text.has("rope_scaling"), text, "rope_scaling", "nothing here, rope_parameters instead", "a value");
+    auto const parameters = text.has("rope_parameters") ? text.at("rope_parameters") : text;
+    auto const holder = [&](char const* key) { return parameters.has(key) ? parameters : text; };
+    for (auto const* key : {"rope_type", "type"})
+        if (parameters.has(key))
+            problems.require(problems.get<std::string>(parameters, key) == "default", parameters, key, R"("default")",
+                             parameters.at(key).got());
+
+    config.rope_theta = problems.positive<double>(holder("rope_theta"), "rope_theta");
+    auto const factor = holder("partial_rotary_factor");
+    config.partial_rotary_factor = problems.positive<double>(factor, "partial_rotary_factor");
+    if (config.partial_rotary_factor == 0 || config.head_dim == 0) return;
+    if (config.partial_rotary_factor > 1) {
+        problems.require(false, factor, "partial_rotary_factor", "at most 1",
+                         factor.at("partial_rotary_factor").got());
+        return;
+    }
+    auto const rotary = config.rotary_dim();
+    problems.require(rotary > 0 && rotary % 2 == 0, factor, "partial_rotary_factor",
+                     "an even number of rotated channels, at least 2",
+                     std::to_string(rotary) + " of head_dim " + std::to_string(config.head_dim));
+    if (!parameters.has("mrope_section")) return;
+    auto const before = problems.count();
+    config.mrope_section = problems.get<std::vector<index>>(parameters, "mrope_section");
+    if (problems.count() != before) return;
+}
+
+} // namespace detail
+
+} // namespace cpx

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// Projection of rows by a weight, one token independent of the others.
+#pragma once
+
+#include <cpx/ops/local/lanes.hpp>
+#include <cpx/ops/local/shape.hpp>
+
+#include <array>
+
+namespace cpx {
+namespace detail {
+
+/// Rows of x and rows of the weight whose products one pass over the channels computes.
+inline constexpr std::size_t linear_rows = 4, linear_outputs = 2;
+
+/// Returns all `linear_rows * linear_outputs` products of a row of x and a row of the weight.
+///
+/// A product is the sum over lanes of partial sums over ascending channels. Every product takes this one path: what
+/// the rows beside it hold, and whether they are there at all, cannot change its bits.
+template <class T>
+std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear_rows> x,
+                                                     std::array<T const*, linear_outputs> weight, index channels) {
+    std::array<lanes<T>, linear_rows * linear_outputs> sums;
+    std::array<lanes<T>, linear_rows + linear_outputs> tails;
+    unroll<sums.size()>([&](auto i) { sums[i] = lanes<T>::Zero(); });
+    for (index left = channels; left > 0; left -= lane_count<T>) {
+        if (left < lane_count<T>) {
+            auto const fill = [left](T const*& row, lanes<T>& tail) { row = (tail = load(row, left)).data(); };
+            for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
+            for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
+        }
+        std::array<lanes<T>, linear_rows> of_x;
+        unroll<linear_rows>([&](auto i) { of_x[i] = load(x[i]); });
+        unroll<linear_outputs>([&](auto j) {
+            lanes<T> const of_weight = load(weight[j]);
+            unroll<linear_rows>([&](auto i) { sums[i * linear_outputs + j] += of_x[i] * of_weight; });
+        });
+        for (T const*& row : x) row += lane_count<T>;
+        for (T const*& row : weight) row += lane_count<T>;
+    }
+    std::array<T, linear_rows * linear_outputs> result;
+    unroll<sums.size()>([&](auto i) { result[i] = sums[i].sum(); });
+    return result;
+}
+
+} // namespace detail
+
+/// Computes `y = x W^T`.
+///
+/// x: (rows, in), weight: (out, in), y: (rows, out), not overlapping x or weight. An element of y is a function of
+/// its row of x and its row of the weight alone, bit for bit.
+/// Cost: rows * out * in multiplications, rounded up to 4 rows; allocates nothing.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void linear(rows<T const> x, rows<T const> weight, rows<T> y) {
+    detail::require_shape("linear", "weight", weight, weight.count(), x.width());
+    detail::require_shape("linear", "y", y, x.count(), weight.count());
+    // The rows of x pass over a tile of the weight that stays in the cache.
+    index const tile = std::max<index>(32, (index{1} << 15) / std::max<index>(x.width(), 1));
+    for (index begin = 0; begin < weight.count(); begin += tile) {
+        index const end = std::min(begin + tile, weight.count());
+        for (index row = 0; row < x.count(); row += detail::linear_rows) {
+            std::array<T const*, detail::linear_rows> from;
+            for (index i = 0; i < std::ssize(from); ++i) from[i] = x.row(std::min(row + i, x.count() - 1));
+            for (index out = begin; out < end; out += detail::linear_outputs) {
+                std::array<T const*, detail::linear_outputs> w;
+                for (index j = 0; j < std::ssize(w); ++j) w[j] = weight.row(std::min(out + j, end - 1));
+                auto const result = detail::products(from, w, x.width());
+                for (index i = 0; i < std::min<index>(std::ssize(from), x.count() - row); ++i)
+                    for (index j = 0; j < std::min<index>(std::ssize(w), end - out); ++j)
+                        y(row + i, out + j) = result[i * std::ssize(w) + j];
+            }
+        }
+    }
+}
+
+} // namespace cpx

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// What ranks must agree on before they run a plan together.
+#pragma once
+
+#include <cpx/layout/sharding.hpp>
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace cpx {
+
+namespace detail {
+
+/// Mixes one number into a 64-bit hash. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
+/// OOPSLA 2014, the finaliser of SplitMix64.
+constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+    std::uint64_t z = (hash ^ value) + 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+template <class Numbers>
+std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
+    hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
+    for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
+    return hash;
+}
+
+/// Returns the name of a type without "cpx::", as the compiler spells it.
+template <class T>
+constexpr std::string_view type_name() {
+    std::string_view name = __PRETTY_FUNCTION__;
+    auto const first = name.find("T = ");
+    if (first == std::string_view::npos) return name;
+    name.remove_prefix(first + 4);
+    name = name.substr(0, name.find_first_of(";]"));
+    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
+}
+
+} // namespace detail
+
+/// A summary of a plan that is the same on every rank if, and in practice only if, the plans fit each other.
+///
+/// A fixed number of bytes, so that ranks can show it to one another without knowing anything yet.
+struct identity {
+    static constexpr std::array<char const*, 10> number_names{
+        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)", "source sharding (hash)", "target sharding (hash)",
+        "source width", "target width", "parameter", "bytes an element"};
+    std::array<char, 16> operation{};
+    std::array<char, 80> source{}, target{};
+    std::array<std::uint64_t, number_names.size()> numbers{};
+
+    friend bool operator==(identity const&, identity const&) = default;
+
+    enum number : std::size_t { ranks, sequences, tokens, offsets, source_hash, target_hash, source_width, target_width, parameter, element };
+    std::uint64_t& operator[](number n) { return numbers[n]; }
+
+    /// Returns the identity of the plan that moves everything back.
+    identity transposed() const {
+        identity back = *this;
+        std::swap(back.source, back.target);
+        std::swap(back[source_hash], back[target_hash]);
+        std::swap(back[source_width], back[target_width]);
+        return back;
+    }
+
+    /// Returns a 64-bit hash of everything: the plan's fingerprint.
+    std::uint64_t fingerprint() const {
+        std::uint64_t hash = detail::mix_all(0, operation);
+        hash = detail::mix_all(detail::mix_all(hash, source), target);
+        return detail::mix_all(hash, numbers);
+    }
+
+    /// Returns the number of the first field that differs from `other`, or -1.
+    int first_difference(identity const& other) const {
+        for (int field = 0; field < fields; ++field)
+            if (value(field) != other.value(field)) return field;
+        return -1;
+    }
+
+    static constexpr int fields = 3 + static_cast<int>(number_names.size());
+    static std::string name(int field) {
+        static constexpr std::array<char const*, 3> texts{"operation", "source layout", "target layout"};
+        return field < 3 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 3)];
+    }
+    std::string value(int field) const {
+        if (field == 0) return operation.data();
+        if (field == 1) return source.data();
+        if (field == 2) return target.data();
+        return std::to_string(numbers[static_cast<std::size_t>(field - 3)]);
+    }
+
+    /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
+    std::string text() const {
+        return std::string(operation.data()) + ' ' + source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
+    }
+
+    template <std::size_t N>
+    static void set(std::array<char, N>& field, std::string_view text) {
+        std::memcpy(field.data(), text.data(), std::min(text.size(), N - 1)); // the last byte stays 0
+    }
+};
+
+namespace detail {
+
+template <any_sharding S>
+std::string sharding_name(S const& s) {
+    if constexpr (S::every_row) {
+        return std::string(type_name<S>());
+    } else {
+        (void)s;
+        return std::string(type_name<typename S::layout_type>()) +
+               (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
+               std::string(type_name<typename S::cut_type>());
+    }
+}
+
+/// Hashes what types do not tell: run-time sizes, owners, cuts, sections.
+template <any_sharding S>
+std::uint64_t sharding_hash(S const& s) {
+    std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
+    for (section const& part : s.sections()) hash = mix_all(hash, std::array{part.heads, part.width});
+    if constexpr (!S::every_row) {
+        index const n = s.runs() > 0 ? s.run(0).size() : 0; // a length rule is known by its answer for the first run
+        auto const l = layout_at(s.policy(), n);
+        for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+        for (index const t : {index{1}, index{7}, index{100}, index{1000}}) // a cut is known by its answers
+            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, t), t)));
+    }
+    return hash;
+}
+
+template <any_sharding A, any_sharding B>
+identity identify(std::string_view operation, A const& from, B const& to, index parameter = 0) {
+    identity id;
+    identity::set(id.operation, operation);
+    identity::set(id.source, sharding_name(from));
+    identity::set(id.target, sharding_name(to));
+    thd const& batch = from.batch();
+    id.numbers = {static_cast<std::uint64_t>(from.ranks()), static_cast<std::uint64_t>(batch.sequences()),
+                  static_cast<std::uint64_t>(batch.tokens()), mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
+                  sharding_hash(from), sharding_hash(to), 0, 0, static_cast<std::uint64_t>(parameter), 0};
+    return id;
+}
+
+} // namespace detail
+
+} // namespace cpx

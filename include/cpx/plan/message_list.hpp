@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Collects the messages of one rank, in the order on which both ends agree.
+#pragma once
+
+#include <cpx/plan/plan.hpp>
+
+namespace cpx::detail {
+
+/// The sends, or the receives, of one rank while its plan is made.
+///
+/// Rows are added in ascending global order. Rows that follow one another in the batch become one run, and only those:
+/// that rule looks at global rows alone, so both ends of a message make the same runs.
+class message_list {
+public:
+    explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
+
+    /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
+    void add(int peer, index first, range rows) {
+        entry& e = entries_[static_cast<std::size_t>(peer)];
+        if (e.end == rows.first && !e.rows.empty())
+            e.rows.back().count += rows.size();
+        else
+            e.rows.push_back({first, rows.size()});
+        e.end = rows.last;
+    }
+
+    /// Returns one past the last global row added for `peer`.
+    index end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
+
+    /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
+    template <class Columns>
+    std::vector<message> finish(bool whole_rows, Columns&& columns) {
+        std::vector<message> messages;
+        for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
+            if (entries_[peer].rows.empty()) continue;
+            message m{static_cast<int>(peer), std::move(entries_[peer].rows), {}};
+            if (!whole_rows) m.columns = columns(m.peer);
+            if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
+        }
+        return messages;
+    }
+    std::vector<message> finish() {
+        return finish(true, [](int) { return std::vector<run>{}; });
+    }
+
+private:
+    struct entry {
+        std::vector<run> rows;
+        index end = 0;
+    };
+    std::vector<entry> entries_;
+};
+
+} // namespace cpx::detail

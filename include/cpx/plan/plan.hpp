@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who sends which rows and columns to whom, for one rank.
+#pragma once
+
+#include <cpx/core/error.hpp>
+#include <cpx/plan/identity.hpp>
+
+#include <vector>
+
+namespace cpx {
+
+/// `count` consecutive rows or columns of one rank's buffer.
+struct run {
+    index first = 0;
+    index count = 0;
+    friend constexpr bool operator==(run, run) = default;
+};
+
+inline index total(std::vector<run> const& runs) {
+    index count = 0;
+    for (run const r : runs) count += r.count;
+    return count;
+}
+
+/// One message: the rectangle of some rows and some columns, in row-major order.
+///
+/// Both ends list the same number of runs with the same counts, each with its own places. No columns: whole rows.
+struct message {
+    int peer = 0;
+    std::vector<run> rows;
+    std::vector<run> columns;
+    friend bool operator==(message const&, message const&) = default;
+};
+
+/// What a plan does to a place of the source: moves it to one place, copies it to one or more, or adds it to others.
+enum class flow { moves, copies, sums };
+
+/// All that one rank sends and receives in one exchange: at most one message a peer.
+///
+/// A message to itself stands for the rows that stay; they are copied once, never sent. Messages ascend by peer.
+/// Widths are elements a row; 0 means that the plan moves whole rows of any width.
+/// Made by `relayout`, `halo`, `carry`, or `transposed` from another plan.
+struct plan {
+    int rank = 0;
+    index source_rows = 0, target_rows = 0;
+    index source_width = 0, target_width = 0;
+    std::vector<message> sends, receives;
+    flow kind = flow::moves;
+    identity id;
+
+    int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
+    /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
+    std::uint64_t fingerprint() const { return id.fingerprint(); }
+
+    /// Returns the messages to other ranks.
+    index messages() const {
+        index count = 0;
+        for (message const& m : sends) count += m.peer != rank;
+        return count;
+    }
+    /// Returns the rows, whole or in part, that leave this rank.
+    index sent_rows() const {
+        index count = 0;
+        for (message const& m : sends) count += m.peer != rank ? total(m.rows) : 0;
+        return count;
+    }
+    /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
+    index sent_elements(index width) const {
+        index count = 0;
+        for (message const& m : sends)
+            if (m.peer != rank) count += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
+        return count;
+    }
+    /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
+    bool covers_target() const {
+        index cells = 0;
+        for (message const& m : receives) cells += total(m.rows) * (m.columns.empty() ? 1 : total(m.columns));
+        return cells == target_rows * (target_width ? target_width : 1);
+    }
+
+    /// Returns the plan that moves everything back: the backward of this one.
+    ///
+    /// Where this plan copies a place of the source to several ranks, the transposed plan adds what they hold in rank
+    /// order, so that the sum has the same bits whatever the timing.
+    plan transposed() const {
+        flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
+        return {rank, target_rows, source_rows, target_width, source_width, receives, sends, back, id.transposed()};
+    }
+
+    friend bool operator==(plan const&, plan const&) = default;
+};
+
+} // namespace cpx
