@@ -13,7 +13,7 @@
 
 namespace cpx::detail {
 
-/// Returns `text` in quotes: at most its first 64 bytes, control characters and all beyond ASCII as \\xHH.
+/// Returns `text` in quotes: at most its first 64 bytes, control characters and all beyond ASCII as \xHH.
 ///
 /// Errors show names and values that come from files; this keeps such a text from flooding or disguising a message.
 inline std::string quote(std::string_view text) {

@@ -87,9 +87,9 @@ public:
         return {std::shared_ptr<nlohmann::json const>(value_, &*member), where_, std::move(pointer)};
     }
 
-    /// Returns this value as a bool, integer, floating-point number, string, or vector of those, and as nothing near it.
+    /// Returns this value as `T`: bool, an integer, a floating-point number, std::string, or a std::vector of those.
     ///
-    /// Throws `cpx::error` for a value of another type and for an integer that `T` cannot hold; 4.0 is not an integer.
+    /// Throws `cpx::error` for a value of another type and for an integer that `T` cannot hold. 4.0 is not an integer.
     template <class T>
     T as() const {
         if constexpr (std::same_as<T, bool>) {
@@ -110,7 +110,7 @@ public:
             if (value_->is_string()) return value_->get<std::string>();
             fail("a string");
         } else {
-            static_assert(std::same_as<T, std::vector<typename T::value_type>>, "cpx: json_value::as knows no such type");
+            static_assert(std::same_as<T, std::vector<typename T::value_type>>, "cpx: a JSON value is never of this type");
             if (!value_->is_array()) fail("an array");
             T values;
             values.reserve(value_->size());
@@ -129,7 +129,9 @@ public:
     }
 
     /// Throws the `cpx::error` that says this value is not what was `expected`.
-    [[noreturn]] void fail(std::string expected) const { throw error(where(), show(pointer_), std::move(expected), got()); }
+    [[noreturn]] void fail(std::string expected) const {
+        throw error(where(), show(pointer_), std::move(expected), got());
+    }
 
     /// Returns the value as an error shows it: short texts and numbers in full, arrays and objects by their size.
     std::string got() const {
@@ -140,7 +142,8 @@ public:
     }
 
 private:
-    json_value(std::shared_ptr<nlohmann::json const> value, std::shared_ptr<std::string const> where, std::string pointer)
+    json_value(std::shared_ptr<nlohmann::json const> value, std::shared_ptr<std::string const> where,
+               std::string pointer)
         : value_(std::move(value)), where_(std::move(where)), pointer_(std::move(pointer)) {}
 
     static std::string escape(std::string_view key) {
@@ -150,9 +153,8 @@ private:
     }
     /// A pointer is made of keys of the file, so that it is shown as carefully as any value.
     static std::string show(std::string const& pointer) {
-        if (pointer.empty()) return "the document";
         auto const quoted = detail::quote(pointer);
-        return quoted == '"' + pointer + '"' ? pointer : quoted;
+        return pointer.empty() ? "the document" : quoted == '"' + pointer + '"' ? pointer : quoted;
     }
 
     std::shared_ptr<nlohmann::json const> value_;

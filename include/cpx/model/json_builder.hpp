@@ -20,7 +20,9 @@ namespace cpx::detail {
 /// quadratic in the members of an object.
 class json_builder {
 public:
-    json_builder(nlohmann::json& root, std::string const& where, int depth) : root_(root), where_(where), depth_(depth) {}
+    /// `where` names the text in errors; both references must outlive the builder.
+    json_builder(nlohmann::json& root, std::string const& where, int depth)
+        : root_(root), where_(where), depth_(depth) {}
 
     bool null() { return put(nullptr); }
     bool boolean(bool value) { return put(value); }

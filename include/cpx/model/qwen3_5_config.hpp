@@ -7,11 +7,15 @@
 #include <cpx/model/file.hpp>
 #include <cpx/model/json.hpp>
 
+#include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <filesystem>
+#include <iterator>
 #include <numeric>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -92,13 +96,23 @@ public:
     /// Returns the positive number under `key`, or 0 and notes the problem. Integers are those that an int can hold.
     template <class T>
     T positive(json_value const& object, std::string_view key) {
-        auto const count = found_.size();
+        auto const before = count();
         T value{};
         if constexpr (std::integral<T>) value = get<std::int32_t>(object, key);
         else value = get<T>(object, key);
-        if (found_.size() == count && !(value > 0)) require(false, object, key, "more than 0", object.at(key).got());
+        if (count() == before) require(value > 0, object, key, "more than 0", object.at(key).got());
         return value > 0 ? value : T{};
     }
+
+    /// Notes a problem unless the value under `key` is `value`.
+    template <class T>
+    void only(json_value const& object, std::string_view key, T const& value, std::string expected) {
+        auto const before = count();
+        auto const found = get<T>(object, key);
+        if (count() == before) require(found == value, object, key, std::move(expected), object.at(key).got());
+    }
+
+    std::size_t count() const { return found_.size(); }
 
     /// Throws if anything was noted: the problem itself, or all of them in one text.
     void report() const {
@@ -131,47 +145,87 @@ inline json_value qwen3_5_text(json_value const& document) {
 
 inline void read_layers(qwen3_5_config& config, json_value const& text, config_problems& problems) {
     config.num_hidden_layers = problems.positive<index>(text, "num_hidden_layers");
-    for (auto const& name : problems.get<std::vector<std::string>>(text, "layer_types")) {
+    auto const before = problems.count();
+    auto const names = problems.get<std::vector<std::string>>(text, "layer_types");
+    if (problems.count() != before) return;
+    for (auto const& name : names) {
         auto const linear = name == "linear_attention";
+        auto const place = text.pointer() + "/layer_types/" + std::to_string(config.layer_types.size());
         if (!linear && name != "full_attention")
-            problems.add(text.pointer() + "/layer_types/" + std::to_string(config.layer_types.size()),
-                         R"("linear_attention" or "full_attention")", quote(name));
+            problems.add(place, R"("linear_attention" or "full_attention")", quote(name));
         config.layer_types.push_back(linear ? layer_type::linear_attention : layer_type::full_attention);
     }
-    auto const count = static_cast<index>(config.layer_types.size());
-    if (config.num_hidden_layers > 0 && text.has("layer_types"))
-        problems.require(count == config.num_hidden_layers, text, "layer_types",
-                         "one a layer, " + std::to_string(config.num_hidden_layers), std::to_string(count));
+    auto const layers = config.num_hidden_layers;
+    problems.require(layers == 0 || layers == std::ssize(names), text, "layer_types",
+                     "as many as num_hidden_layers, " + std::to_string(layers), std::to_string(names.size()));
 }
 
 inline void read_rotary(qwen3_5_config& config, json_value const& text, config_problems& problems) {
-    problems.require(!text.has("rope_scaling"), text, "rope_scaling", "nothing here, rope_parameters instead", "a value");
+    problems.require(!text.has("rope_scaling"), text, "rope_scaling", "nothing, and rope_parameters instead", "a value");
     auto const parameters = text.has("rope_parameters") ? text.at("rope_parameters") : text;
+    if (!parameters.is_object()) return problems.add(parameters.pointer(), "an object", parameters.got());
     auto const holder = [&](char const* key) { return parameters.has(key) ? parameters : text; };
     for (auto const* key : {"rope_type", "type"})
-        if (parameters.has(key))
-            problems.require(problems.get<std::string>(parameters, key) == "default", parameters, key, R"("default")",
-                             parameters.at(key).got());
+        if (parameters.has(key)) problems.only(parameters, key, std::string("default"), R"("default")");
 
     config.rope_theta = problems.positive<double>(holder("rope_theta"), "rope_theta");
     auto const factor = holder("partial_rotary_factor");
     config.partial_rotary_factor = problems.positive<double>(factor, "partial_rotary_factor");
     if (config.partial_rotary_factor == 0 || config.head_dim == 0) return;
-    if (config.partial_rotary_factor > 1) {
-        problems.require(false, factor, "partial_rotary_factor", "at most 1",
-                         factor.at("partial_rotary_factor").got());
-        return;
-    }
+    if (config.partial_rotary_factor > 1)
+        return problems.add(factor.pointer() + "/partial_rotary_factor", "at most 1",
+                            std::to_string(config.partial_rotary_factor));
     auto const rotary = config.rotary_dim();
     problems.require(rotary > 0 && rotary % 2 == 0, factor, "partial_rotary_factor",
                      "an even number of rotated channels, at least 2",
                      std::to_string(rotary) + " of head_dim " + std::to_string(config.head_dim));
+
     if (!parameters.has("mrope_section")) return;
     auto const before = problems.count();
-    config.mrope_section = problems.get<std::vector<index>>(parameters, "mrope_section");
+    auto const section = problems.get<std::vector<std::int32_t>>(parameters, "mrope_section");
     if (problems.count() != before) return;
+    config.mrope_section.assign(section.begin(), section.end());
+    auto const sum = std::accumulate(section.begin(), section.end(), index{0});
+    problems.require(section.size() == 3 && std::ranges::min(section) >= 0 && sum == rotary / 2, parameters,
+                     "mrope_section", "3 sizes with the sum " + std::to_string(rotary / 2),
+                     std::to_string(section.size()) + " with the sum " + std::to_string(sum));
 }
 
 } // namespace detail
+
+inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
+    auto const text = detail::qwen3_5_text(document);
+    detail::config_problems problems(document.where());
+    qwen3_5_config config;
+    detail::read_layers(config, text, problems);
+    for (auto const& [key, member] : {std::pair{"hidden_size", &qwen3_5_config::hidden_size},
+                                      {"intermediate_size", &qwen3_5_config::intermediate_size},
+                                      {"vocab_size", &qwen3_5_config::vocab_size},
+                                      {"num_attention_heads", &qwen3_5_config::num_attention_heads},
+                                      {"num_key_value_heads", &qwen3_5_config::num_key_value_heads},
+                                      {"head_dim", &qwen3_5_config::head_dim},
+                                      {"linear_num_key_heads", &qwen3_5_config::linear_num_key_heads},
+                                      {"linear_num_value_heads", &qwen3_5_config::linear_num_value_heads},
+                                      {"linear_key_head_dim", &qwen3_5_config::linear_key_head_dim},
+                                      {"linear_value_head_dim", &qwen3_5_config::linear_value_head_dim},
+                                      {"linear_conv_kernel_dim", &qwen3_5_config::linear_conv_kernel_dim}})
+        config.*member = problems.positive<index>(text, key);
+    config.rms_norm_eps = problems.positive<double>(text, "rms_norm_eps");
+    auto const& outer = document.has("tie_word_embeddings") ? document : text;
+    config.tie_word_embeddings = problems.get<bool>(outer, "tie_word_embeddings");
+    detail::read_rotary(config, text, problems);
+
+    problems.only(text, "hidden_act", std::string("silu"), R"("silu")");
+    if (text.has("attention_bias")) problems.only(text, "attention_bias", false, "false");
+    if (text.has("attn_output_gate")) problems.only(text, "attn_output_gate", true, "true");
+    auto const multiple = [&](char const* key, index many, char const* of, index few) {
+        problems.require(many == 0 || few == 0 || many % few == 0, text, key,
+                         "a multiple of " + std::string(of) + ", " + std::to_string(few), std::to_string(many));
+    };
+    multiple("num_attention_heads", config.num_attention_heads, "num_key_value_heads", config.num_key_value_heads);
+    multiple("linear_num_value_heads", config.linear_num_value_heads, "linear_num_key_heads", config.linear_num_key_heads);
+    problems.report();
+    return config;
+}
 
 } // namespace cpx

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -28,7 +29,7 @@
 
 namespace cpx {
 
-static_assert(std::endian::native == std::endian::little, "cpx: safetensors are little-endian; swap bytes to read them here");
+static_assert(std::endian::native == std::endian::little, "cpx: safetensors are little-endian, and so must this machine be");
 
 /// The tensors of one safetensors file, held in memory; copies share it.
 ///
@@ -85,8 +86,8 @@ public:
 
     /// Returns the elements of a tensor, row-major, as float, double or index.
     ///
-    /// Floating-point numbers become double exactly and are rounded to nearest to become float. Integers and bools keep
-    /// their value. Throws `cpx::error` where they cannot, where a finite number overflows float, if a floating-point
+    /// Floating-point numbers become double exactly and are rounded to nearest to become float. Integers keep their
+    /// value, BOOL becomes 0 or 1. Throws `cpx::error` where they cannot, where a finite number overflows float, if a floating-point
     /// tensor is read as index, and if the tensor is missing.
     template <class T>
         requires std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, index>
@@ -106,7 +107,7 @@ public:
         case dtype::u32: convert<std::uint32_t>(view, values); break;
         case dtype::u16: convert<std::uint16_t>(view, values); break;
         case dtype::u8: convert<std::uint8_t>(view, values); break;
-        case dtype::boolean: convert<std::uint8_t>(view, values, [](std::uint8_t byte) { return byte != 0; }); break;
+        case dtype::boolean: convert<std::uint8_t>(view, values, [](auto byte) { return byte != 0; }); break;
         }
         return values;
     }
@@ -133,7 +134,8 @@ private:
         std::memcpy(&header, file_->data(), prefix);
         auto const most = std::min(longest_header, size - prefix);
         if (header > most)
-            throw error(where_, "length of the header", "at most " + std::to_string(most) + " bytes", std::to_string(header));
+            throw error(where_, "length of the header", "at most " + std::to_string(most) + " bytes",
+                        std::to_string(header));
         std::string_view const text(file_->data() + prefix, header);
         if (!text.starts_with('{')) throw error(where_, "header", "a JSON object", detail::quote(text.substr(0, 8)));
         data_ = std::as_bytes(std::span(*file_)).subspan(prefix + header);
@@ -155,12 +157,14 @@ private:
     /// Adds one tensor; returns its name and the bytes it takes of the data.
     std::pair<std::string const*, range> add(std::string const& name, json_value const& entry) {
         auto const wrong = [&](char const* what, std::string expected, std::string got) {
-            return error(where_, std::string(what) + " of tensor " + detail::quote(name), std::move(expected), std::move(got));
+            return error(where_, std::string(what) + " of tensor " + detail::quote(name), std::move(expected),
+                         std::move(got));
         };
         auto const code = entry.get<std::string>("dtype");
         auto const known = std::ranges::find(dtype_names, code);
         if (known == dtype_names.end())
-            throw wrong("dtype", "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8 or BOOL", detail::quote(code));
+            throw wrong("dtype", "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8 or BOOL",
+                        detail::quote(code));
         auto const type = static_cast<dtype>(known - dtype_names.begin());
 
         auto shape = entry.get<std::vector<index>>("shape");
@@ -178,7 +182,8 @@ private:
         if (taken.first < 0 || taken.last < taken.first || taken.last > have)
             throw wrong("data_offsets", "0 <= begin <= end <= " + std::to_string(have), show(offsets));
         if (taken.size() != needed)
-            throw wrong("size", std::to_string(needed) + " bytes for " + code + " " + show(shape), std::to_string(taken.size()));
+            throw wrong("size", std::to_string(needed) + " bytes for " + code + " " + show(shape),
+                        std::to_string(taken.size()));
 
         auto const bytes = data_.subspan(static_cast<std::size_t>(taken.first), static_cast<std::size_t>(needed));
         auto const place = tensors_.emplace(name, tensor_view{name, type, std::move(shape), bytes}).first;
@@ -191,8 +196,8 @@ private:
         index covered = 0;
         for (auto const& [taken, name] : ranges) {
             if (taken.first != covered)
-                throw error(where_, std::string(taken.first < covered ? "overlap" : "gap") + " before tensor " +
-                            detail::quote(*name), "data from byte " + std::to_string(covered), "byte " + std::to_string(taken.first));
+                throw error(where_, (taken.first < covered ? "overlap before tensor " : "gap before tensor ") +
+                            detail::quote(*name), "a begin of " + std::to_string(covered), std::to_string(taken.first));
             covered = taken.last;
         }
         if (covered != static_cast<index>(data_.size()))
@@ -206,16 +211,17 @@ private:
         // Most like: the longest common beginning and end together, which suits dotted names.
         std::vector<std::pair<index, std::string_view>> near;
         for (auto const& [other, value] : map) {
-            auto const head = std::ranges::mismatch(name, other).in1 - name.begin();
-            auto const tail = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
-            near.emplace_back(-std::min<index>(head + tail, static_cast<index>(other.size())), other);
+            auto const head = std::mismatch(name.begin(), name.end(), other.begin(), other.end()).first - name.begin();
+            auto const tail = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first;
+            near.emplace_back(-std::min<index>(head + (tail - name.rbegin()), std::ssize(other)), other);
         }
-        auto const shown = near.begin() + std::min<index>(3, static_cast<index>(near.size()));
+        auto const shown = near.begin() + std::min<index>(3, std::ssize(near));
         std::ranges::partial_sort(near, shown);
         std::string names;
-        for (auto item = near.begin(); item != shown; ++item) names += (names.empty() ? "" : ", ") + detail::quote(item->second);
-        throw error(where_, kind + detail::quote(name) + " is missing",
-                    "one of " + std::to_string(map.size()) + (names.empty() ? "" : " such as " + names), "none of that name");
+        for (auto item = near.begin(); item != shown; ++item)
+            names += (names.empty() ? ", such as " : ", ") + detail::quote(item->second);
+        throw error(where_, kind + detail::quote(name), "one of the " + std::to_string(map.size()) + " in the file" + names,
+                    "none of that name");
     }
 
     static std::string show(std::vector<index> const& numbers) {

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The maximal runs of consecutive tokens of one sequence among a rank's rows.
+#pragma once
+
+#include <cpx/layout/sharding.hpp>
+
+#include <vector>
+
+namespace cpx {
+
+/// Tokens `token .. token + count` of `sequence`, in local rows `row .. row + count`.
+struct segment {
+    index sequence = 0;
+    index token = 0;
+    index row = 0;
+    index count = 0;
+    friend constexpr bool operator==(segment, segment) = default;
+};
+
+/// Returns the segments of `rank`, ascending; every row lies in exactly one. Cost: O(pieces + sequences touched).
+template <any_sharding S>
+std::vector<segment> segments(S const& s, int rank) {
+    std::vector<segment> list;
+    thd const& batch = s.batch();
+    index row = 0, sequence = 0;
+    s.for_each_piece(rank, [&](range piece) {
+        while (!piece.empty()) {
+            while (batch.offset(sequence + 1) <= piece.first) ++sequence;
+            range const part = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
+            index const token = part.first - batch.offset(sequence);
+            if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
+                list.back().count += part.size();
+            else
+                list.push_back({sequence, token, row, part.size()});
+            row += part.size();
+            piece.first = part.last;
+        }
+    });
+    return list;
+}
+
+/// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
+inline std::vector<index> offsets(std::vector<segment> const& segments) {
+    std::vector<index> list{0};
+    for (segment const& s : segments) list.push_back(s.row + s.count);
+    return list;
+}
+
+} // namespace cpx
