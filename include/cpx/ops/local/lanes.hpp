@@ -7,41 +7,47 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <utility>
 
 namespace cpx::detail {
 
-/// The elements of one vector register.
+/// The bytes of one vector register, and the elements it holds.
+inline constexpr index lane_bytes = std::max(EIGEN_MAX_ALIGN_BYTES, 16);
 template <class T>
-inline constexpr index lane_count = std::max<index>(EIGEN_MAX_ALIGN_BYTES, 16) / static_cast<index>(sizeof(T));
+inline constexpr index lane_count = lane_bytes / static_cast<index>(sizeof(T));
 
-/// A register's worth of neighbouring columns.
+template <class T>
+struct lanes_of {
+    typedef T type __attribute__((vector_size(lane_bytes)));
+};
+
+/// A register's worth of neighbouring columns: a vector type of gcc and clang, because an array of fixed size is kept
+/// in memory by gcc -O2.
 ///
 /// Loops over the columns of a row step by whole lanes and fill the last ones with zeros. So there is no scalar
 /// remainder that a compiler may round in another way (by fusing a multiplication with an addition, say), and the
 /// bits of an element do not depend on the column it stands in.
 template <class T>
-using lanes = Eigen::Array<T, static_cast<int>(lane_count<T>), 1>;
+using lanes = typename lanes_of<T>::type;
 
-/// Returns the elements at `from`.
+/// Reads the elements at `from`, which need not be aligned.
 template <class T>
-lanes<T> load(T const* from) {
-    return Eigen::Map<lanes<T> const>(from);
+void load(T const* from, lanes<T>& to) {
+    std::memcpy(&to, from, sizeof to);
 }
 
-/// Returns the `valid` elements at `from`, then zeros.
+/// Reads the `valid` elements at `from`, then zeros.
 template <class T>
-lanes<T> load(T const* from, index valid) {
-    if (valid >= lane_count<T>) return Eigen::Map<lanes<T> const>(from);
-    lanes<T> result = lanes<T>::Zero();
-    std::copy_n(from, valid, result.data());
-    return result;
+void load(T const* from, index valid, lanes<T>& to) {
+    to = lanes<T>{};
+    std::memcpy(&to, from, static_cast<std::size_t>(std::min(valid, lane_count<T>)) * sizeof(T));
 }
 
 /// Writes the first `valid` elements to `to`.
 template <class T>
 void store(lanes<T> const& from, T* to, index valid = lane_count<T>) {
-    std::copy_n(from.data(), std::min(valid, lane_count<T>), to);
+    std::memcpy(to, &from, static_cast<std::size_t>(std::min(valid, lane_count<T>)) * sizeof(T));
 }
 
 /// Calls `f` with 0, 1, ..., N - 1, as compile-time constants: the loops around accumulators must leave no index

@@ -20,26 +20,31 @@ inline constexpr std::size_t linear_rows = 4, linear_outputs = 2;
 template <class T>
 std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear_rows> x,
                                                      std::array<T const*, linear_outputs> weight, index channels) {
-    std::array<lanes<T>, linear_rows * linear_outputs> sums;
-    std::array<lanes<T>, linear_rows + linear_outputs> tails;
-    unroll<sums.size()>([&](auto i) { sums[i] = lanes<T>::Zero(); });
-    for (index left = channels; left > 0; left -= lane_count<T>) {
-        if (left < lane_count<T>) {
-            auto const fill = [left](T const*& row, lanes<T>& tail) { row = (tail = load(row, left)).data(); };
-            for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
-            for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
+    index const whole = channels / lane_count<T> * lane_count<T>;
+    lanes<T> sums[linear_rows][linear_outputs] = {};
+    lanes<T> tails[linear_rows + linear_outputs];
+    // First the whole lanes, then copies of the last ones: one loop, so that both are rounded alike.
+    for (index const end : {whole, channels > whole ? index{1} : index{0}}) {
+        for (index channel = 0; channel < end; channel += lane_count<T>) {
+            lanes<T> of_x[linear_rows];
+            unroll<linear_rows>([&](auto i) { load<T>(x[i] + channel, of_x[i]); });
+            unroll<linear_outputs>([&](auto j) {
+                lanes<T> of_weight;
+                load<T>(weight[j] + channel, of_weight);
+                unroll<linear_rows>([&](auto i) { sums[i][j] += of_x[i] * of_weight; });
+            });
         }
-        std::array<lanes<T>, linear_rows> of_x;
-        unroll<linear_rows>([&](auto i) { of_x[i] = load(x[i]); });
-        unroll<linear_outputs>([&](auto j) {
-            lanes<T> const of_weight = load(weight[j]);
-            unroll<linear_rows>([&](auto i) { sums[i * linear_outputs + j] += of_x[i] * of_weight; });
-        });
-        for (T const*& row : x) row += lane_count<T>;
-        for (T const*& row : weight) row += lane_count<T>;
+        auto const fill = [=](T const*& row, lanes<T>& tail) {
+            load<T>(row + whole, channels - whole, tail);
+            row = reinterpret_cast<T const*>(&tail);
+        };
+        for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
+        for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
     }
-    std::array<T, linear_rows * linear_outputs> result;
-    unroll<sums.size()>([&](auto i) { result[i] = sums[i].sum(); });
+    std::array<T, linear_rows * linear_outputs> result{};
+    unroll<result.size()>([&](auto i) {
+        for (index lane = 0; lane < lane_count<T>; ++lane) result[i] += sums[i / linear_outputs][i % linear_outputs][lane];
+    });
     return result;
 }
 

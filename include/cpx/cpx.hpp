@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// cpx: context-parallel exchange. Everything on the host that needs no third-party library.
+#pragma once
+
+#include <cpx/core/config.hpp> // version
+#include <cpx/core/error.hpp>
+#include <cpx/core/extent.hpp>
+#include <cpx/core/index.hpp>
+#include <cpx/core/rows.hpp>
+#include <cpx/core/thd.hpp>
+
+#include <cpx/layout/algorithm.hpp>
+#include <cpx/layout/concept.hpp>
+#include <cpx/layout/cut.hpp>
+#include <cpx/layout/either.hpp>
+#include <cpx/layout/head_sharded.hpp> // and replicated
+#include <cpx/layout/sequential.hpp>
+#include <cpx/layout/sharded.hpp>
+#include <cpx/layout/sharding.hpp>
+#include <cpx/layout/striped.hpp>
+#include <cpx/layout/table.hpp>
+#include <cpx/layout/zigzag.hpp>
+
+#include <cpx/plan/carry.hpp>
+#include <cpx/plan/halo.hpp>
+#include <cpx/plan/relayout.hpp>
+#include <cpx/plan/route.hpp>
+#include <cpx/plan/traffic.hpp>
+
+#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/threads.hpp>

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a plan over a transport.
+#pragma once
+
+#include <cpx/core/rows.hpp>
+#include <cpx/plan/relayout.hpp>
+#include <cpx/transport/concept.hpp>
+
+namespace cpx {
+
+namespace detail {
+
+inline constexpr run one{0, 1};
+
+template <class Byte, class T>
+std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
+    std::vector<parcel<Byte>> list;
+    list.reserve(messages.size());
+    index const element = static_cast<index>(sizeof(T));
+    for (message const& m : messages) {
+        bool const whole = m.columns.empty();
+        list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
+                        whole ? buffer.width() * element : element, m.rows,
+                        whole ? std::span(&one, 1) : std::span(m.columns)});
+    }
+    return list;
+}
+
+/// Moves out of `list` the message to `rank` itself, if there is one.
+template <class Byte>
+parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
+    auto const own = std::ranges::find(list, rank, &parcel<Byte>::peer);
+    if (own == list.end()) return {};
+    parcel<Byte> const taken = *own;
+    list.erase(own);
+    return taken;
+}
+
+/// Lists the values of one field and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
+inline std::string disagreement(std::vector<identity> const& all, int field) {
+    std::string text;
+    std::vector<bool> told(all.size());
+    for (std::size_t r = 0; r < all.size(); ++r) {
+        if (told[r]) continue;
+        std::string const value = all[r].value(field);
+        std::string who;
+        int count = 0;
+        for (std::size_t other = r; other < all.size(); ++other) {
+            if (all[other].value(field) != value) continue;
+            told[other] = true;
+            who += ' ' + std::to_string(other);
+            ++count;
+        }
+        text += (text.empty() ? "" : ", ") + value + (count > 1 ? " (ranks" : " (rank") + who + ')';
+    }
+    return text;
+}
+
+template <class T>
+void check_buffer(char const* which, rows<T> const& buffer, index count, index width, caller here) {
+    std::string const where = std::string("exchange, ") + which;
+    require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
+    require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
+    require(buffer.stride() >= buffer.width(), where.c_str(), "stride of the buffer",
+            "at least its width " + std::to_string(buffer.width()), buffer.stride(), here);
+    require(buffer.data() != nullptr || count * buffer.width() == 0, where.c_str(), "buffer", "memory", "null", here);
+}
+
+/// Copies what stays and lets the transport move the rest into `receives`.
+template <class A, class Comm>
+void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives, Comm& comm) {
+    auto sends = parcels<std::byte const>(p.sends, from);
+    copy(take_own(sends, p.rank), take_own(receives, p.rank));
+    comm.exchange(id, sends, receives);
+}
+
+/// Returns runs of the same counts, side by side from 0 on.
+inline std::vector<run> side_by_side(std::vector<run> runs) {
+    index first = 0;
+    for (run& r : runs) {
+        r.first = first;
+        first += r.count;
+    }
+    return runs;
+}
+
+/// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.
+template <class A, class B, class Comm>
+void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm) {
+    std::vector<message> compact;
+    std::vector<std::vector<B>> staged;
+    std::vector<incoming> receives;
+    compact.reserve(p.receives.size()); // parcels point into it
+    for (message const& m : p.receives) {
+        index const width = m.columns.empty() ? to.width() : total(m.columns);
+        compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
+        staged.emplace_back(static_cast<std::size_t>(total(m.rows) * width));
+        rows<B> const buffer(staged.back(), width);
+        receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
+    }
+    exchange_messages(p, id, from, std::move(receives), comm);
+    for (std::size_t i = 0; i < p.receives.size(); ++i) {
+        B const* value = staged[i].data();
+        run const whole{0, to.width()};
+        auto const& columns = p.receives[i].columns;
+        for (run const r : p.receives[i].rows)
+            for (index row = r.first; row < r.first + r.count; ++row)
+                for (run const c : columns.empty() ? std::span(&whole, 1) : std::span(columns))
+                    for (index column = c.first; column < c.first + c.count; ++column) to(row, column) += *value++;
+    }
+}
+
+} // namespace detail
+
+/// Lets all ranks compare what they are about to run, once for each fingerprint.
+///
+/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks differ
+/// and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two ranks.
+template <transport Comm>
+void agree(Comm& comm, identity const& mine) {
+    static identity const agreement = [] {
+        identity id;
+        identity::set(id.operation, "agreement");
+        return id;
+    }();
+    if (comm.agreed().contains(mine.fingerprint())) return;
+    std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
+    std::vector<outgoing> sends;
+    std::vector<incoming> receives;
+    index const bytes = static_cast<index>(sizeof(identity));
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        auto& slot = all[static_cast<std::size_t>(peer)];
+        if (peer == comm.rank()) {
+            slot = mine;
+            continue;
+        }
+        sends.push_back({peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+        receives.push_back({peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+    }
+    comm.exchange(agreement, sends, receives);
+    for (int field = 0; field < identity::fields; ++field)
+        for (identity const& other : all)
+            if (other.value(field) != mine.value(field))
+                throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
+                            detail::disagreement(all, field));
+    comm.agreed().insert(mine.fingerprint());
+}
+
+/// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
+///
+/// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to` is
+/// written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
+/// a plan that sums adds in rank order.
+/// Collective: every rank calls it with its part of the same plan. Rows that stay are copied once.
+///
+/// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`); later
+/// if a rank fails or misses the transport's deadline.
+template <class A, class B, transport Comm>
+    requires std::same_as<std::remove_const_t<A>, B>
+void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
+    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
+            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
+            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    detail::check_buffer("source", from, p.source_rows, p.source_width, here);
+    detail::check_buffer("target", to, p.target_rows, p.target_width, here);
+    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(), to.width(), here);
+    identity id = p.id;
+    id[identity::element] = sizeof(B);
+    if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
+    agree(comm, id);
+
+    if (p.kind == flow::sums || !p.covers_target())
+        for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+    if (p.kind == flow::sums)
+        detail::exchange_sum(p, id, from, to, comm);
+    else
+        detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
+}
+
+/// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
+///
+/// A tensor of another sharding than the plan's does not compile; one of the same type and another value throws.
+template <any_sharding From, any_sharding To, class A, class B, any_sharding X, any_sharding Y, transport Comm>
+void exchange(relayout_plan<From, To> const& p, sharded<A, X> const& from, sharded<B, Y> const& to, Comm& comm,
+              caller here = caller::here()) {
+    static_assert(std::same_as<From, X>, "cpx: exchange of a tensor that is not sharded as the plan's source; make the "
+                                         "plan with relayout(tensor.sharding(), ...)");
+    static_assert(std::same_as<To, Y>, "cpx: exchange into a tensor that is not sharded as the plan's target; make the "
+                                       "plan with relayout(..., tensor.sharding(), ...)");
+    require(from.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
+    require(to.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
+    exchange(static_cast<plan const&>(p), from.data(), to.data(), comm, here);
+}
+
+} // namespace cpx
