@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rules that every source file of cpx obeys: who may include whom, and how long a file and a line may be.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <regex>
+#include <string>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path const root = CPX_SOURCE_DIR;
+
+/// Height of each floor: a header includes its own floor and lower ones. Floors of one height do not see each other.
+std::map<std::string, int> const floors = {{"core", 0},      {"layout", 1}, {"mesh", 1}, {"plan", 2},
+                                           {"transport", 3}, {"ops", 4},    {"cuda", 4}, {"model", 5}};
+
+/// Third-party headers, and the only headers of cpx that may include them.
+struct third_party {
+    std::regex header;
+    std::regex includer;
+};
+std::vector<third_party> const allowed = {
+    {std::regex("Eigen/.*"), std::regex("cpx/ops/eigen\\.hpp")},
+    {std::regex("nlohmann/.*"), std::regex("cpx/model/.*")},
+};
+
+std::vector<std::string> lines(fs::path const& file) {
+    std::ifstream in(file);
+    std::vector<std::string> result;
+    for (std::string line; std::getline(in, line);) result.push_back(line);
+    return result;
+}
+
+/// Returns the source files below `folder`, which may be missing.
+std::vector<fs::path> sources(char const* folder) {
+    std::vector<fs::path> result;
+    if (!fs::exists(root / folder)) return result;
+    std::regex const source(".*\\.(hpp|cpp|cuh|cu)");
+    for (auto const& entry : fs::recursive_directory_iterator(root / folder))
+        if (std::regex_match(entry.path().string(), source)) result.push_back(entry.path());
+    return result;
+}
+
+struct include {
+    std::string from; ///< "cpx/FLOOR/NAME.hpp", or "cpx/cpx.hpp"
+    std::string to;   ///< what stands between the brackets
+};
+
+/// Returns every #include of the headers of cpx; quotes are kept, so that they match nothing.
+std::vector<include> includes() {
+    std::vector<include> result;
+    std::regex const directive("\\s*#\\s*include\\s*(<([^>]+)>|\".*\").*");
+    for (fs::path const& header : sources("include"))
+        for (std::string const& line : lines(header))
+            if (std::smatch match; std::regex_match(line, match, directive))
+                result.push_back({fs::relative(header, root / "include").generic_string(),
+                                  match[2].matched ? match[2].str() : match[1].str()});
+    return result;
+}
+
+/// Returns FLOOR of "cpx/FLOOR/NAME.hpp", or nothing if there is none.
+std::string floor_of(std::string const& header) {
+    std::smatch match;
+    return std::regex_match(header, match, std::regex("cpx/([^/]+)/.+")) ? match[1].str() : std::string();
+}
+
+/// Returns the number of characters of UTF-8 text.
+auto columns(std::string const& line) {
+    return std::count_if(line.begin(), line.end(), [](char c) { return (c & 0xC0) != 0x80; });
+}
+
+} // namespace
+
+TEST_SUITE("hygiene") {
+    TEST_CASE("a header includes its own floor and lower ones only") {
+        for (auto const& [from, to] : includes()) {
+            CAPTURE(from);
+            CAPTURE(to);
+            if (from == "cpx/cpx.hpp" || to.rfind("cpx/", 0) != 0) continue;
+            REQUIRE_MESSAGE(floors.count(floor_of(from)) == 1, "this floor is not known");
+            REQUIRE_MESSAGE(floors.count(floor_of(to)) == 1, "this floor is not known");
+            CHECK((floor_of(from) == floor_of(to) || floors.at(floor_of(from)) > floors.at(floor_of(to))));
+        }
+    }
+
+    TEST_CASE("the umbrella includes host floors of cpx and nothing else") {
+        for (auto const& [from, to] : includes()) {
+            if (from != "cpx/cpx.hpp") continue;
+            CAPTURE(to);
+            CHECK(floors.count(floor_of(to)) == 1);
+            CHECK(floors.at(floor_of(to)) <= floors.at("transport"));
+        }
+    }
+
+    TEST_CASE("a header includes cpx, the standard library, and third parties only where they are allowed") {
+        for (auto const& [from, to] : includes()) {
+            CAPTURE(from);
+            CAPTURE(to);
+            bool known = std::regex_match(to, std::regex("cpx/.*|[a-z0-9_]+"));
+            for (third_party const& party : allowed)
+                known = known || (std::regex_match(to, party.header) && std::regex_match(from, party.includer));
+            CHECK(known);
+        }
+    }
+
+    TEST_CASE("a header has an SPDX line and a #pragma once") {
+        for (fs::path const& header : sources("include")) {
+            CAPTURE(header.string());
+            auto const text = lines(header);
+            REQUIRE(!text.empty());
+            CHECK(text.front() == "// SPDX-License-Identifier: Apache-2.0");
+            CHECK(std::count(text.begin(), text.end(), "#pragma once") == 1);
+        }
+    }
+
+    TEST_CASE("no header has more than 400 lines") {
+        for (char const* folder : {"include", "kernels"})
+            for (fs::path const& header : sources(folder)) {
+                CAPTURE(header.string());
+                CHECK(lines(header).size() <= 400);
+            }
+    }
+
+    TEST_CASE("no line has more than 120 columns") {
+        for (char const* folder : {"include", "kernels", "examples", "tests", "bench"})
+            for (fs::path const& source : sources(folder)) {
+                std::size_t number = 0;
+                for (std::string const& line : lines(source)) {
+                    ++number;
+                    if (columns(line) > 120) FAIL_CHECK(source.string() << ':' << number << ": " << columns(line));
+                }
+            }
+    }
+}
