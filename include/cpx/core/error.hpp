@@ -24,7 +24,7 @@ struct caller {
 /// The parts can be read back one by one, so that a caller can act on them or print them in another form.
 class error : public std::runtime_error {
 public:
-    error(std::string where, std::string what, std::string expected, std::string got,
+    error(std::string where, std::string what, std::string expected = "", std::string got = "",
           caller from = caller::here())
         : std::runtime_error(text(where, what, expected, got, from)), where_(std::move(where)),
           problem_(std::move(what)), expected_(std::move(expected)), got_(std::move(got)) {}

@@ -12,15 +12,15 @@ namespace detail {
 
 /// What `head_sharded` and `replicated` have in common: all rows, in sequence order, on every rank.
 template <int W>
-class every_row_sharding : private extent<W> {
+class every_row_sharding {
 public:
     static constexpr bool every_row = true;
     static constexpr int static_ranks = W;
 
-    every_row_sharding(extent<W> ranks, thd batch) : extent<W>(ranks), batch_(std::move(batch)) {
-        require(this->get() > 0, "sharding", "ranks", "at least 1", this->get());
+    every_row_sharding(extent<W> ranks, thd batch) : ranks_(ranks), batch_(std::move(batch)) {
+        require(ranks_.get() > 0, "sharding", "ranks", "at least 1", ranks_.get());
     }
-    int ranks() const { return this->get(); }
+    int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
     index rows(int) const { return batch_.tokens(); }
 
@@ -37,6 +37,7 @@ public:
     }
 
 private:
+    [[no_unique_address]] extent<W> ranks_;
     thd batch_;
 };
 

@@ -21,18 +21,14 @@ namespace cpx {
 /// the deadline.
 class threads {
 public:
-    struct options {
-        /// The longest that a rank waits for the others in one exchange.
-        std::chrono::milliseconds deadline = std::chrono::minutes(10);
-    };
-
-    /// Calls `program(comm)` on `ranks` threads and waits for them all.
+    /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
+    /// the others in one exchange.
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
     template <class F>
-    static void run(int ranks, F&& program, options with = {}) {
+    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10)) {
         require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
-        world shared(ranks, with);
+        world shared(ranks, deadline);
         std::vector<std::thread> members;
         for (int rank = 0; rank < ranks; ++rank)
             members.emplace_back([&shared, &program, rank] {
@@ -57,7 +53,7 @@ public:
     /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs.
     void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         std::unique_lock lock(world_.mutex);
-        auto const deadline = std::chrono::steady_clock::now() + world_.with.deadline;
+        auto const deadline = std::chrono::steady_clock::now() + world_.deadline;
         try {
             check_failure();
             for (outgoing const& parcel : sends) {
@@ -87,8 +83,8 @@ private:
     };
 
     struct world {
-        world(int ranks, options with)
-            : with(with), members(static_cast<std::size_t>(ranks)),
+        world(int ranks, std::chrono::milliseconds longest_wait)
+            : deadline(longest_wait), members(static_cast<std::size_t>(ranks)),
               posts(static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks)) {}
 
         post& at(int from, int to) {
@@ -115,11 +111,11 @@ private:
             try {
                 std::rethrow_exception(exception);
             } catch (...) {
-                std::throw_with_nested(error("threads::run", "rank " + std::to_string(failed) + " failed", "", reason));
+                std::throw_with_nested(error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason));
             }
         }
 
-        options with;
+        std::chrono::milliseconds deadline;
         std::mutex mutex;
         std::vector<member> members;
         std::vector<post> posts;
@@ -158,14 +154,14 @@ private:
         std::string const who = "rank " + std::to_string(peer);
         if (!in_time)
             throw error("threads", "rank " + std::to_string(rank_) + " waited for " + who + ' ' + what,
-                        "within " + std::to_string(world_.with.deadline.count()) + " ms", "nothing");
+                        "within " + std::to_string(world_.deadline.count()) + " ms", "nothing");
         throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what, who + " to take part",
                     "its return");
     }
 
     void check_failure() const {
         if (world_.failed >= 0)
-            throw error("threads", "rank " + std::to_string(world_.failed) + " failed", "", world_.reason);
+            throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
     }
 
     /// Takes back what nobody has taken yet, because the caller is about to free it.

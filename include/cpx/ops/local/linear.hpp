@@ -24,7 +24,7 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
     lanes<T> sums[linear_rows][linear_outputs] = {};
     lanes<T> tails[linear_rows + linear_outputs];
     // First the whole lanes, then copies of the last ones: one loop, so that both are rounded alike.
-    for (index const end : {whole, channels > whole ? index{1} : index{0}}) {
+    for (index const end : {whole, index{1}}) {
         for (index channel = 0; channel < end; channel += lane_count<T>) {
             lanes<T> of_x[linear_rows];
             unroll<linear_rows>([&](auto i) { load<T>(x[i] + channel, of_x[i]); });
@@ -34,6 +34,7 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
                 unroll<linear_rows>([&](auto i) { sums[i][j] += of_x[i] * of_weight; });
             });
         }
+        if (channels == whole) break;
         auto const fill = [=](T const*& row, lanes<T>& tail) {
             load<T>(row + whole, channels - whole, tail);
             row = reinterpret_cast<T const*>(&tail);
@@ -43,7 +44,8 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
     }
     std::array<T, linear_rows * linear_outputs> result{};
     unroll<result.size()>([&](auto i) {
-        for (index lane = 0; lane < lane_count<T>; ++lane) result[i] += sums[i / linear_outputs][i % linear_outputs][lane];
+        lanes<T> const& sum = sums[i / linear_outputs][i % linear_outputs];
+        for (index lane = 0; lane < lane_count<T>; ++lane) result[i] += sum[lane];
     });
     return result;
 }
