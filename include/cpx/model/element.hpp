@@ -25,7 +25,7 @@ inline float from_half(std::uint16_t bits) {
     return std::copysign(magnitude, bits & 0x8000 ? -1.0f : 1.0f);
 }
 
-/// Returns whether `T` has room for `value`: exactly for an integer or bool, after rounding for a floating-point number.
+/// Returns whether `T` has room for `value`: an integer or bool exactly, a floating-point number when rounded.
 ///
 /// Infinities and NaN fit every floating-point type; no floating-point number is taken for an integer.
 template <class T, class Value>

@@ -110,7 +110,7 @@ public:
             if (value_->is_string()) return value_->get<std::string>();
             fail("a string");
         } else {
-            static_assert(std::same_as<T, std::vector<typename T::value_type>>, "cpx: a JSON value is never of this type");
+            static_assert(std::same_as<T, std::vector<typename T::value_type>>, "cpx: no JSON value is of this type");
             if (!value_->is_array()) fail("an array");
             T values;
             values.reserve(value_->size());

@@ -49,7 +49,7 @@ struct qwen3_5_config {
     double partial_rotary_factor = 0;
     std::vector<index> mrope_section; // rotary pairs of the axes t, h, w; empty if the file has none
 
-    /// Returns how many channels of a head are rotated: the first ones, `head_dim * partial_rotary_factor` cut to an integer.
+    /// Returns how many of the first channels of a head are rotated: `head_dim * partial_rotary_factor`, rounded down.
     index rotary_dim() const { return static_cast<index>(static_cast<double>(head_dim) * partial_rotary_factor); }
 
     /// Reads a config.json. Throws `cpx::error` as `parse` does, and if the file is not readable or not JSON.
@@ -57,8 +57,8 @@ struct qwen3_5_config {
 
     /// Reads the document of a config.json.
     ///
-    /// model_type is "qwen3_5_text", or "qwen3_5" with the same in text_config; tie_word_embeddings is then taken from
-    /// the outer object if it is there. Rotary settings in rope_parameters win over those beside it, as in transformers.
+    /// model_type is "qwen3_5_text", or "qwen3_5" with the same in text_config, where tie_word_embeddings may stand
+    /// beside text_config. Rotary settings in rope_parameters win over those beside it, as in transformers.
     /// Text gives the three axes of mrope_section equal positions, so that plain rotary embedding is the result.
     ///
     /// Throws one `cpx::error` that names the document and lists every setting that is missing, of the wrong type,
@@ -161,7 +161,7 @@ inline void read_layers(qwen3_5_config& config, json_value const& text, config_p
 }
 
 inline void read_rotary(qwen3_5_config& config, json_value const& text, config_problems& problems) {
-    problems.require(!text.has("rope_scaling"), text, "rope_scaling", "nothing, and rope_parameters instead", "a value");
+    problems.require(!text.has("rope_scaling"), text, "rope_scaling", "rope_parameters instead", "a value");
     auto const parameters = text.has("rope_parameters") ? text.at("rope_parameters") : text;
     if (!parameters.is_object()) return problems.add(parameters.pointer(), "an object", parameters.got());
     auto const holder = [&](char const* key) { return parameters.has(key) ? parameters : text; };
@@ -223,7 +223,8 @@ inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
                          "a multiple of " + std::string(of) + ", " + std::to_string(few), std::to_string(many));
     };
     multiple("num_attention_heads", config.num_attention_heads, "num_key_value_heads", config.num_key_value_heads);
-    multiple("linear_num_value_heads", config.linear_num_value_heads, "linear_num_key_heads", config.linear_num_key_heads);
+    multiple("linear_num_value_heads", config.linear_num_value_heads, "linear_num_key_heads",
+             config.linear_num_key_heads);
     problems.report();
     return config;
 }

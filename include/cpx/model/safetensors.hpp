@@ -29,7 +29,7 @@
 
 namespace cpx {
 
-static_assert(std::endian::native == std::endian::little, "cpx: safetensors are little-endian, and so must this machine be");
+static_assert(std::endian::native == std::endian::little, "cpx: safetensors are read on little-endian machines");
 
 /// The tensors of one safetensors file, held in memory; copies share it.
 ///
@@ -87,8 +87,8 @@ public:
     /// Returns the elements of a tensor, row-major, as float, double or index.
     ///
     /// Floating-point numbers become double exactly and are rounded to nearest to become float. Integers keep their
-    /// value, BOOL becomes 0 or 1. Throws `cpx::error` where they cannot, where a finite number overflows float, if a floating-point
-    /// tensor is read as index, and if the tensor is missing.
+    /// value, BOOL becomes 0 or 1. Throws `cpx::error` where an integer cannot or a finite number overflows float, if a
+    /// floating-point tensor is read as index, and if the tensor is missing.
     template <class T>
         requires std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, index>
     std::vector<T> read(std::string_view name) const {
@@ -220,8 +220,8 @@ private:
         std::string names;
         for (auto item = near.begin(); item != shown; ++item)
             names += (names.empty() ? ", such as " : ", ") + detail::quote(item->second);
-        throw error(where_, kind + detail::quote(name), "one of the " + std::to_string(map.size()) + " in the file" + names,
-                    "none of that name");
+        throw error(where_, kind + detail::quote(name),
+                    "one of the " + std::to_string(map.size()) + " in the file" + names, "none of that name");
     }
 
     static std::string show(std::vector<index> const& numbers) {
