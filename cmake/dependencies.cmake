@@ -35,13 +35,14 @@ function(cpx_need package)
         cpx_headers(doctest 2.4 doctest::doctest . ${github}/doctest/doctest/archive/v2.4.9.tar.gz
             19b2df757f2f3703a5e63cee553d85596875f06d91a3333acd80a969ef210856)
     elseif(package STREQUAL rapidcheck)
-        FetchContent_Declare(rapidcheck
+        FetchContent_Declare(rapidcheck SYSTEM
             URL ${github}/emil-e/rapidcheck/archive/ff6af6fc683159deb51c543b065eba14dfcf329b.zip
             URL_HASH SHA256=60951dbc4de162622f51a4a34117c269a9921833a51dddce36f4cc80a5f7cf9f
             FIND_PACKAGE_ARGS GLOBAL)
         FetchContent_MakeAvailable(rapidcheck)
     elseif(package STREQUAL benchmark)
-        FetchContent_Declare(benchmark URL ${github}/google/benchmark/archive/v1.7.1.tar.gz
+        FetchContent_Declare(benchmark SYSTEM
+            URL ${github}/google/benchmark/archive/v1.7.1.tar.gz
             URL_HASH SHA256=6430e4092653380d9dc4ccb45a1e2dc9259d581f4866dc0759713126056bc1d7
             FIND_PACKAGE_ARGS 1.7 GLOBAL)
         FetchContent_MakeAvailable(benchmark)

@@ -1,0 +1,2268 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of cpx in one file, made from include/cpx by cmake/amalgamate.cmake: do not edit.
+#ifndef CPX_SINGLE_INCLUDE
+#define CPX_SINGLE_INCLUDE
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <concepts>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+// cpx/core/config.hpp
+// Version, and the one marker that lets the same arithmetic run on host and device.
+
+#define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
+
+#if defined(__CUDACC__)
+#define CPX_HOST_DEVICE __host__ __device__
+#else
+#define CPX_HOST_DEVICE
+#endif
+
+// cpx/core/error.hpp
+// The one exception of cpx: what is wrong, where, what was expected and what was found.
+
+namespace cpx {
+
+/// The file and line of a call. As a default argument, `caller::here()` is the place of whoever leaves it out.
+///
+/// Stands for std::source_location, which clang 14 does not have.
+struct caller {
+    char const* file = "";
+    int line = 0;
+    static constexpr caller here(char const* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
+};
+
+/// Everything cpx throws. `what()` reads "file:line: WHERE: WHAT: expected E, got G".
+///
+/// The parts can be read back one by one, so that a caller can act on them or print them in another form.
+class error : public std::runtime_error {
+public:
+    error(std::string where, std::string what, std::string expected = "", std::string got = "",
+          caller from = caller::here())
+        : std::runtime_error(text(where, what, expected, got, from)), where_(std::move(where)),
+          problem_(std::move(what)), expected_(std::move(expected)), got_(std::move(got)) {}
+
+    /// Returns the function, file or object that rejects its input.
+    std::string const& where() const noexcept { return where_; }
+    /// Returns the thing that is wrong.
+    std::string const& problem() const noexcept { return problem_; }
+    std::string const& expected() const noexcept { return expected_; }
+    std::string const& got() const noexcept { return got_; }
+
+private:
+    static std::string text(std::string const& where, std::string const& what, std::string const& expected,
+                            std::string const& got, caller from) {
+        std::string file = from.file;
+        auto const slash = file.find_last_of('/');
+        if (slash != std::string::npos) file.erase(0, slash + 1);
+        std::string message = file + ':' + std::to_string(from.line) + ": " + where + ": " + what;
+        if (!expected.empty()) message += ": expected " + expected;
+        if (!got.empty()) message += ", got " + got;
+        return message;
+    }
+
+    std::string where_, problem_, expected_, got_;
+};
+
+namespace detail {
+
+inline std::string show(std::string text) { return text; }
+inline std::string show(char const* text) { return text; }
+inline std::string show(bool value) { return value ? "true" : "false"; }
+template <class T>
+    requires(std::integral<T> && !std::same_as<T, bool>) || std::floating_point<T>
+std::string show(T value) {
+    return std::to_string(value);
+}
+
+} // namespace detail
+
+/// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers or texts, turned into text only on failure.
+///
+/// For checks made once a batch or once a call, never once a token. The location is the caller's.
+template <class E, class G>
+void require(bool holds, char const* where, char const* what, E const& expected, G const& got,
+             caller from = caller::here()) {
+    if (!holds) throw error(where, what, detail::show(expected), detail::show(got), from);
+}
+
+} // namespace cpx
+
+// cpx/core/extent.hpp
+// A size that is known at compile time or only at run time, under one name.
+
+namespace cpx {
+
+/// Stands for "known at run time only" where a size is a template argument.
+inline constexpr int dynamic = -1;
+
+/// A positive int: a type when `N` is given, one stored number when it is `dynamic`.
+///
+/// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
+template <int N>
+struct extent {
+    static_assert(N > 0, "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
+    constexpr extent() = default;
+    CPX_HOST_DEVICE constexpr int get() const { return N; }
+    friend constexpr bool operator==(extent, extent) = default;
+};
+
+template <>
+struct extent<dynamic> {
+    constexpr extent() = default;
+    CPX_HOST_DEVICE constexpr explicit extent(int n) : value(n) {}
+    CPX_HOST_DEVICE constexpr int get() const { return value; }
+    friend constexpr bool operator==(extent, extent) = default;
+
+    int value = 1;
+};
+
+} // namespace cpx
+
+// cpx/core/index.hpp
+// The number type of cpx, where a token lives, and half-open ranges of rows, tokens, columns or heads.
+
+namespace cpx {
+
+/// Counts and offsets of tokens, rows, elements and bytes: 64 bits everywhere, because a shard of 2^19 tokens
+/// by 4096 channels already has 2^31 elements.
+using index = std::int64_t;
+
+/// Where a token lives: the rank that holds it and its row in that rank's local buffer.
+struct slot {
+    int rank = 0;
+    index row = 0;
+    friend constexpr bool operator==(slot, slot) = default;
+};
+
+/// Numbers `first, first + 1, ..., last - 1`.
+struct range {
+    index first = 0;
+    index last = 0;
+    CPX_HOST_DEVICE constexpr index size() const { return last - first; }
+    CPX_HOST_DEVICE constexpr bool empty() const { return last <= first; }
+    friend constexpr bool operator==(range, range) = default;
+};
+
+/// Returns the numbers that lie in both ranges; empty if none does.
+CPX_HOST_DEVICE constexpr range intersect(range a, range b) {
+    index const first = a.first > b.first ? a.first : b.first;
+    index const last = a.last < b.last ? a.last : b.last;
+    return {first, last > first ? last : first};
+}
+
+} // namespace cpx
+
+// cpx/core/rows.hpp
+// A view of a rank's local rows.
+
+namespace cpx {
+
+/// A view of (count, width) elements, row-major; row `i` begins at `data + i * stride`.
+///
+/// Owns nothing. `stride > width` views some columns of wider rows, such as q inside a fused qkv projection.
+template <class T>
+class rows {
+public:
+    constexpr rows() = default;
+    CPX_HOST_DEVICE constexpr rows(T* data, index count, index width) : rows(data, count, width, width) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index count, index width, index stride)
+        : data_(data), count_(count), width_(width), stride_(stride) {}
+
+    /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
+    template <class V>
+        requires std::is_same_v<std::remove_const_t<T>, V>
+    rows(std::vector<V>& values, index width)
+        : rows(values.data(), width > 0 ? static_cast<index>(values.size()) / width : 0, width) {
+        require(count_ * width == static_cast<index>(values.size()), "rows", "size of the vector",
+                "a multiple of the width " + std::to_string(width), values.size());
+    }
+    template <class V>
+        requires std::is_same_v<T, V const>
+    rows(std::vector<V> const& values, index width) : rows(const_cast<std::vector<V>&>(values), width) {}
+
+    CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
+
+    CPX_HOST_DEVICE constexpr T* data() const { return data_; }
+    CPX_HOST_DEVICE constexpr index count() const { return count_; }
+    CPX_HOST_DEVICE constexpr index width() const { return width_; }
+    /// Returns the elements from the beginning of one row to the beginning of the next.
+    CPX_HOST_DEVICE constexpr index stride() const { return stride_; }
+    CPX_HOST_DEVICE constexpr T* row(index i) const { return data_ + i * stride_; }
+    CPX_HOST_DEVICE constexpr T& operator()(index i, index column) const { return data_[i * stride_ + column]; }
+
+    /// Returns rows `[first, first + count)`.
+    CPX_HOST_DEVICE constexpr rows sub(index first, index count) const {
+        return {data_ + first * stride_, count, width_, stride_};
+    }
+    /// Returns columns `[first, first + width)` of every row.
+    CPX_HOST_DEVICE constexpr rows columns(index first, index width) const {
+        return {data_ + first, count_, width, stride_};
+    }
+
+private:
+    T* data_ = nullptr;
+    index count_ = 0, width_ = 0, stride_ = 0;
+};
+
+} // namespace cpx
+
+// cpx/core/thd.hpp
+// The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
+
+namespace cpx {
+
+/// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
+///
+/// Sequence `s` holds the global rows `offset(s) .. offset(s + 1)`. Lengths of 0 and 1, odd lengths and repeated
+/// offsets at the end are ordinary. Immutable and cheap to copy: copies share the offsets.
+///
+/// Offsets are physical. When sequences are padded, `valid` gives the tokens that count, at the front of each
+/// sequence; layouts, plans and operators see physical tokens, losses and masks see valid ones.
+class thd {
+public:
+    /// An empty batch.
+    thd() : thd(std::vector<index>{0}) {}
+
+    /// Takes offsets and, if there is padding, the valid length of every sequence.
+    ///
+    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0 or decrease,
+    /// valid lengths that are not one a sequence or exceed its physical length.
+    explicit thd(std::vector<index> offsets, std::vector<index> valid = {}) {
+        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
+        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
+        for (std::size_t s = 1; s < offsets.size(); ++s)
+            if (offsets[s] < offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
+                throw error("thd", "offset " + std::to_string(s) + " decreases",
+                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]));
+        require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
+                offsets.size() - 1, valid.size());
+        for (std::size_t s = 0; s < valid.size(); ++s)
+            if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
+                throw error("thd", "valid length of sequence " + std::to_string(s),
+                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]));
+        data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
+    }
+
+    /// Takes int32 or int64 offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
+    ///
+    /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
+    template <class Integer>
+        requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
+    static thd from_offsets(std::span<Integer const> offsets, index buffer_rows = -1,
+                            std::span<Integer const> valid = {}) {
+        thd batch(std::vector<index>(offsets.begin(), offsets.end()), std::vector<index>(valid.begin(), valid.end()));
+        require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
+                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
+        return batch;
+    }
+
+    /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
+    static thd uniform(index count, index length) {
+        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative", count < 0 ? count : length);
+        std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
+        for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
+        return thd(std::move(offsets));
+    }
+
+    /// Returns the batch of sequences with these lengths.
+    static thd from_lengths(std::span<index const> lengths) {
+        std::vector<index> offsets(1, 0);
+        for (index const length : lengths) offsets.push_back(offsets.back() + length);
+        return thd(std::move(offsets));
+    }
+
+    index sequences() const { return static_cast<index>(data_->offsets.size()) - 1; }
+    /// Returns all tokens, padding included: the global rows of the batch.
+    index tokens() const { return data_->offsets.back(); }
+    index offset(index s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
+    index length(index s) const { return offset(s + 1) - offset(s); }
+    /// Returns the tokens of sequence `s` that are not padding.
+    index valid(index s) const { return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)]; }
+    std::span<index const> offsets() const { return data_->offsets; }
+    std::span<index const> valid_lengths() const { return data_->valid; }
+
+    /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
+    index sequence(index row) const {
+        auto const& offsets = data_->offsets;
+        return static_cast<index>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+    }
+
+    friend bool operator==(thd const& a, thd const& b) {
+        return a.data_ == b.data_ || (a.data_->offsets == b.data_->offsets && a.data_->valid == b.data_->valid);
+    }
+
+private:
+    struct lengths {
+        std::vector<index> offsets, valid;
+    };
+    std::shared_ptr<lengths const> data_;
+};
+
+} // namespace cpx
+
+// cpx/layout/concept.hpp
+// What a layout is: how many ranks, how many chunks, and who owns each chunk.
+
+namespace cpx {
+
+/// Cuts a run of tokens into `chunks()` chunks and gives chunk `c` to rank `owner(c)`, `0 <= owner(c) < ranks()`.
+///
+/// Everything else (rows, segments, routes, halos, carries, pictures) is derived from these three functions.
+/// A rank holds its chunks in ascending order. Chunks may be empty.
+template <class L>
+concept layout = std::copyable<L> && requires(L const l, int chunk) {
+    { l.ranks() } -> std::same_as<int>;
+    { l.chunks() } -> std::same_as<int>;
+    { l.owner(chunk) } -> std::same_as<int>;
+};
+
+/// Chooses a layout from the length of the run that it cuts: `at(n)` is the layout of a run of `n` tokens.
+///
+/// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.
+template <class R>
+concept length_rule = std::copyable<R> && requires(R const r, index n) {
+    { r.ranks() } -> std::same_as<int>;
+    { r.at(n) } -> layout;
+};
+
+/// What a sharding can be made of.
+template <class P>
+concept layout_policy = layout<P> || length_rule<P>;
+
+/// A layout that is wholly known at compile time, so that routes between two of them are, too.
+template <class L>
+concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initializable<L>;
+
+/// Returns the layout with which `policy` cuts a run of `n` tokens.
+template <layout_policy P>
+CPX_HOST_DEVICE constexpr auto layout_at(P const& policy, [[maybe_unused]] index n) {
+    if constexpr (layout<P>)
+        return policy;
+    else
+        return policy.at(n);
+}
+
+/// The number of ranks of a policy or sharding if its type tells, else `dynamic`.
+template <class P>
+inline constexpr int static_ranks = [] {
+    if constexpr (requires { P::static_ranks; })
+        return P::static_ranks;
+    else if constexpr (std::is_empty_v<P> && std::default_initializable<P>)
+        return P{}.ranks();
+    else
+        return dynamic;
+}();
+
+} // namespace cpx
+
+// cpx/layout/cut.hpp
+// Where chunks begin.
+
+namespace cpx {
+
+/// Says where chunk `c` of `C` begins in a run of `n` tokens, and moves that place to where a sequence may be cut.
+///
+/// `begin(c, C, n)` ascends in `c` from 0; `snap(t, n)` ascends in `t` from 0 to at most `n`, the length of the
+/// sequence that holds token `t`. Two steps, because a run may be the whole batch: the first looks at the run only, the
+/// second at the sequence that is cut.
+template <class C>
+concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index n) {
+    { k.begin(c, c, n) } -> std::same_as<index>;
+    { k.snap(n, n) } -> std::same_as<index>;
+};
+
+/// floor(n c / C): equal parts when C divides n, otherwise parts that differ by one token.
+struct balanced {
+    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return n * c / chunks; }
+    CPX_HOST_DEVICE constexpr index snap(index t, index) const { return t; }
+    friend constexpr bool operator==(balanced, balanced) = default;
+};
+
+/// Balanced, then rounded to the nearest multiple of `Unit` tokens of the sequence, or to its end.
+///
+/// Cuts at multiples of the delta rule's chunk (64) make `carry::serial` bitwise equal to one rank.
+/// Holds over the batch, too: there the multiple is counted from the start of the sequence that is cut.
+/// `aligned<cpx::dynamic>{unit}` takes the unit at run time.
+template <int Unit = 64>
+struct aligned : private extent<Unit> {
+    constexpr aligned() = default;
+    CPX_HOST_DEVICE constexpr explicit aligned(int unit)
+        requires(Unit == dynamic)
+        : extent<Unit>(unit) {}
+
+    CPX_HOST_DEVICE constexpr int unit() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return balanced{}.begin(c, chunks, n); }
+    CPX_HOST_DEVICE constexpr index snap(index t, index n) const {
+        index const nearest = (t + unit() / 2) / unit() * unit();
+        return nearest < n ? nearest : n;
+    }
+    friend constexpr bool operator==(aligned const&, aligned const&) = default;
+};
+
+} // namespace cpx
+
+// cpx/layout/algorithm.hpp
+// What follows from a layout and a cut, for one run of n tokens: chunk, slot, token, rows.
+
+namespace cpx {
+
+/// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
+/// where to look first. Cost: O(1) if the guess is right, else O(log count).
+template <class Begins>
+CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, Begins const& begins) {
+    int low = 0, high = count;
+    if (begins(guess) <= at) {
+        low = guess;
+        if (guess + 1 == count || at < begins(guess + 1)) return guess;
+    } else {
+        high = guess;
+    }
+    while (low + 1 < high) {
+        int const middle = low + (high - low) / 2;
+        (begins(middle) <= at ? low : high) = middle;
+    }
+    return low;
+}
+
+/// Returns the chunk that holds token `t` of a run of `n`, `0 <= t < n`.
+template <layout_policy P, cut C = balanced>
+CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index t, index n, C const& cut = {}) {
+    int const chunks = layout_at(policy, n).chunks();
+    return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n), [&](int c) {
+        return cut.snap(cut.begin(c, chunks, n), n);
+    });
+}
+
+/// Returns the tokens of chunk `c` in a run of `n`.
+template <layout_policy P, cut C = balanced>
+CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index n, C const& cut = {}) {
+    int const chunks = layout_at(policy, n).chunks();
+    auto const begin = [&](int chunk) { return chunk == chunks ? n : cut.snap(cut.begin(chunk, chunks, n), n); };
+    return {begin(c), begin(c + 1)};
+}
+
+/// Returns where token `t` of a run of `n` lives. Law: `token(p, locate(p, t, n), n) == t`. Cost: O(chunks).
+template <layout_policy P, cut C = balanced>
+CPX_HOST_DEVICE constexpr slot locate(P const& policy, index t, index n, C const& cut = {}) {
+    auto const l = layout_at(policy, n);
+    int const chunk = chunk_of(policy, t, n, cut);
+    slot place{l.owner(chunk), t - tokens_of(policy, chunk, n, cut).first};
+    for (int c = 0; c < chunk; ++c)
+        if (l.owner(c) == place.rank) place.row += tokens_of(policy, c, n, cut).size();
+    return place;
+}
+
+/// Returns how many of `n` tokens `rank` holds. Cost: O(chunks).
+template <layout_policy P, cut C = balanced>
+CPX_HOST_DEVICE constexpr index rows_of(P const& policy, int rank, index n, C const& cut = {}) {
+    auto const l = layout_at(policy, n);
+    index rows = 0;
+    for (int c = 0; c < l.chunks(); ++c)
+        if (l.owner(c) == rank) rows += tokens_of(policy, c, n, cut).size();
+    return rows;
+}
+
+/// Returns the token that lives at `place` in a run of `n`, or -1 if that rank has no such row. Cost: O(chunks).
+template <layout_policy P, cut C = balanced>
+CPX_HOST_DEVICE constexpr index token(P const& policy, slot place, index n, C const& cut = {}) {
+    auto const l = layout_at(policy, n);
+    for (int c = 0; c < l.chunks(); ++c) {
+        if (l.owner(c) != place.rank) continue;
+        range const tokens = tokens_of(policy, c, n, cut);
+        if (place.row < tokens.size()) return tokens.first + place.row;
+        place.row -= tokens.size();
+    }
+    return -1;
+}
+
+/// Returns whether every token of a run of `n` has exactly one slot and every slot exactly one token.
+///
+/// A constant expression, so that a layout can prove it where it is defined:
+/// `static_assert(cpx::is_partition(my_layout{}, 64));`. Cost: O(n chunks).
+template <layout_policy P, cut C = balanced>
+CPX_HOST_DEVICE constexpr bool is_partition(P const& policy, index n, C const& cut = {}) {
+    index rows = 0;
+    for (int rank = 0; rank < policy.ranks(); ++rank) rows += rows_of(policy, rank, n, cut);
+    for (index t = 0; t < n; ++t) {
+        slot const place = locate(policy, t, n, cut);
+        if (place.rank < 0 || place.rank >= policy.ranks() || token(policy, place, n, cut) != t) return false;
+    }
+    return rows == n;
+}
+
+} // namespace cpx
+
+// cpx/layout/either.hpp
+// One of two layouts, chosen for each run by its length.
+
+namespace cpx {
+
+/// One of two layouts over the same ranks; which one is a value.
+template <layout A, layout B>
+struct either {
+    A first;
+    B second;
+    bool use_first = true;
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return use_first ? first.ranks() : second.ranks(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return use_first ? first.chunks() : second.chunks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return use_first ? first.owner(chunk) : second.owner(chunk); }
+};
+
+/// `A` for the runs whose length the rule accepts, `B` for the others.
+///
+/// miles' rule, "zigzag where 2W divides the length, else sequential":
+///
+///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index n) { return n % 8 == 0; }};
+///
+/// `Rule` must be copyable and give the same answer on every rank.
+template <layout A, layout B, std::predicate<index> Rule>
+struct by_length {
+    A first;
+    B second;
+    Rule rule;
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
+    CPX_HOST_DEVICE constexpr either<A, B> at(index n) const { return {first, second, rule(n)}; }
+};
+
+template <class A, class B, class Rule>
+by_length(A, B, Rule) -> by_length<A, B, Rule>;
+
+} // namespace cpx
+
+// cpx/layout/sharding.hpp
+// A layout, a scope and a cut bound to a batch: which rank holds which rows.
+
+namespace cpx {
+
+/// What a layout cuts: each sequence of the batch, or the whole batch as one run, regardless of boundaries.
+enum class scope { sequence, batch };
+
+/// A group of `heads` equal heads of `width` elements in the feature axis, e.g. q = {16, 128}.
+struct section {
+    index heads = 1;
+    index width = 1;
+    friend constexpr bool operator==(section, section) = default;
+};
+
+/// How a tensor is spread over the ranks. Plans and operators ask these questions and no others:
+///
+/// - `for_each_piece(rank, f)` calls `f(range)` with the global rows that a rank holds, ascending: its local order.
+/// - `for_each_holder(rows, run, f)` calls `f(rank, range)` for all ranks that hold rows of a range. If rows have one
+///   holder, the ranges ascend and tile `rows`; if every rank holds every row, each rank is given all of `rows`. `run`
+///   is a hint, where to look first, and is left at the run of the last row; begin with 0.
+/// - `sections()`, `heads(rank, h)`: which of the `h` heads of a section a rank holds; no sections: whole rows.
+template <class S>
+concept any_sharding = std::copyable<S> && requires(S const s, int rank, index& run) {
+    { s.ranks() } -> std::same_as<int>;
+    { s.batch() } -> std::same_as<thd const&>;
+    { s.rows(rank) } -> std::same_as<index>;
+    { s.sections() } -> std::convertible_to<std::span<section const>>;
+    { s.heads(rank, run) } -> std::same_as<range>;
+    { S::every_row } -> std::convertible_to<bool>;
+    s.for_each_piece(rank, [](range) {});
+    s.for_each_holder(range{}, run, [](int, range) {});
+};
+
+/// Rows sharded by tokens: every row lives on one rank, whole.
+///
+/// Immutable; copies share the batch. `sharding(batch, zigzag<4>{})`, or with all three choices spelled,
+/// `sharding<zigzag<4>, scope::batch, aligned<64>>(batch)`; see also `shard`.
+template <layout_policy P, scope Scope = scope::sequence, cut Cut = balanced>
+class sharding {
+public:
+    using layout_type = P;
+    using cut_type = Cut;
+    static constexpr scope cuts = Scope;
+    static constexpr bool every_row = false;
+    static constexpr int static_ranks = cpx::static_ranks<P>;
+
+    /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist.
+    explicit sharding(thd batch, P policy = {}, Cut cut = {}) : batch_(std::move(batch)), policy_(policy), cut_(cut) {
+        require(policy_.ranks() > 0, "sharding", "ranks of the layout", "at least 1", policy_.ranks());
+        if constexpr (layout<P>) check(policy_);
+    }
+
+    int ranks() const { return policy_.ranks(); }
+    thd const& batch() const { return batch_; }
+    P const& policy() const { return policy_; }
+    Cut const& cut() const { return cut_; }
+    std::span<section const> sections() const { return {}; }
+    range heads(int, index heads) const { return {0, heads}; }
+
+    /// Returns the runs that are cut: the sequences, or 1.
+    index runs() const { return Scope == scope::sequence ? batch_.sequences() : 1; }
+    /// Returns the global rows of run `i`.
+    range run(index i) const {
+        if constexpr (Scope == scope::sequence)
+            return {batch_.offset(i), batch_.offset(i + 1)};
+        else
+            return {0, batch_.tokens()};
+    }
+
+    /// Returns how many rows `rank` holds. Cost: O(runs * chunks of the rank).
+    index rows(int rank) const {
+        index count = 0;
+        for_each_piece(rank, [&](range piece) { count += piece.size(); });
+        return count;
+    }
+
+    template <class F>
+    void for_each_piece(int rank, F&& f) const {
+        std::vector<int> owned; // a rank owns few of the chunks, and most layouts are asked for them once
+        for (index i = 0; i < runs(); ++i) {
+            range const rows = run(i);
+            auto const l = layout_at(policy_, rows.size());
+            int const chunks = l.chunks();
+            if (!layout<P> || i == 0) {
+                if constexpr (!layout<P>) check(l);
+                owned.clear();
+                for (int c = 0; c < chunks; ++c)
+                    if (l.owner(c) == rank) owned.push_back(c);
+            }
+            for (int const c : owned) {
+                range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+                if (!piece.empty()) f(piece);
+            }
+        }
+    }
+
+    template <class F>
+    void for_each_holder(range rows, index& i, F&& f) const {
+        while (!rows.empty()) {
+            while (run(i).first > rows.first) --i;
+            while (run(i).last <= rows.first) ++i;
+            range const whole = run(i);
+            range const part = intersect(rows, whole);
+            auto const l = layout_at(policy_, whole.size());
+            int const chunks = l.chunks();
+            int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
+            int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
+            for (index first = part.first; first < part.last; ++c) {
+                index const last = std::min(begin(whole, c + 1, chunks), part.last);
+                if (first < last) f(l.owner(c), range{first, last});
+                first = last;
+            }
+            rows.first = part.last;
+        }
+    }
+
+    friend bool operator==(sharding const& a, sharding const& b) {
+        if constexpr (std::equality_comparable<P> && std::equality_comparable<Cut>)
+            return a.policy_ == b.policy_ && a.cut_ == b.cut_ && a.batch_ == b.batch_;
+        else
+            return a.ranks() == b.ranks() && a.batch_ == b.batch_;
+    }
+
+private:
+    template <layout L>
+    void check(L const& l) const {
+        require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
+        require(batch_.tokens() < (index{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
+                batch_.tokens());
+        for (int c = 0; c < l.chunks(); ++c)
+            if (l.owner(c) < 0 || l.owner(c) >= l.ranks())
+                throw error("sharding", "owner of chunk " + std::to_string(c),
+                            "a rank from 0 to " + std::to_string(l.ranks() - 1), std::to_string(l.owner(c)));
+    }
+
+    index begin(range rows, int c, int chunks) const {
+        if (c == chunks) return rows.last;
+        index const at = cut_.begin(c, chunks, rows.size());
+        if constexpr (Scope == scope::sequence) {
+            return rows.first + cut_.snap(at, rows.size());
+        } else {
+            if (at >= rows.last) return rows.last;
+            index const s = batch_.sequence(at);
+            return batch_.offset(s) + cut_.snap(at - batch_.offset(s), batch_.length(s));
+        }
+    }
+
+    thd batch_;
+    [[no_unique_address]] P policy_;
+    [[no_unique_address]] Cut cut_;
+};
+
+/// Returns the sharding of `batch` by a policy: `shard(batch, zigzag<4>{})`, `shard<scope::batch>(batch, ...)`.
+template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
+sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}) {
+    return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut);
+}
+
+} // namespace cpx
+
+// cpx/layout/head_sharded.hpp
+// Shardings in which every rank holds every token: a share of the heads, or everything.
+
+namespace cpx {
+
+namespace detail {
+
+/// What `head_sharded` and `replicated` have in common: all rows, in sequence order, on every rank.
+template <int W>
+class every_row_sharding {
+public:
+    static constexpr bool every_row = true;
+    static constexpr int static_ranks = W;
+
+    every_row_sharding(extent<W> ranks, thd batch) : ranks_(ranks), batch_(std::move(batch)) {
+        require(ranks_.get() > 0, "sharding", "ranks", "at least 1", ranks_.get());
+    }
+    int ranks() const { return ranks_.get(); }
+    thd const& batch() const { return batch_; }
+    index rows(int) const { return batch_.tokens(); }
+
+    template <class F>
+    void for_each_piece(int, F&& f) const {
+        if (batch_.tokens() > 0) f(range{0, batch_.tokens()});
+    }
+    template <class F>
+    void for_each_holder(range rows, index&, F&& f) const {
+        for (int rank = 0; rank < ranks(); ++rank) f(rank, rows);
+    }
+    friend bool operator==(every_row_sharding const& a, every_row_sharding const& b) {
+        return a.ranks() == b.ranks() && a.batch_ == b.batch_;
+    }
+
+private:
+    [[no_unique_address]] extent<W> ranks_;
+    thd batch_;
+};
+
+} // namespace detail
+
+/// Every rank holds every token in sequence order and its share of the heads of each section (Ulysses).
+///
+/// Let G be the largest number of heads of a section; the others must divide it, as grouped heads do (q = 16, k = 2).
+/// Rank r holds heads [floor(G r / W), floor(G (r+1) / W)) of the largest sections and of the others the heads
+/// that those use. Shares may be uneven; a head that several ranks need, because of its group or because W > G,
+/// stands on each of them.
+///
+/// A local row is the rank's share of section 0, then of section 1, and so on.
+template <int W = dynamic>
+class head_sharded : public detail::every_row_sharding<W> {
+public:
+    /// Throws `cpx::error` on sections that are empty, have no heads, no width, or do not divide the largest.
+    head_sharded(thd batch, std::vector<section> sections)
+        requires(W != dynamic)
+        : head_sharded(extent<W>{}, std::move(batch), std::move(sections)) {}
+    head_sharded(int ranks, thd batch, std::vector<section> sections)
+        requires(W == dynamic)
+        : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections)) {}
+
+    std::span<section const> sections() const { return *sections_; }
+
+    /// Returns the heads that `rank` holds of a section of `heads` heads.
+    range heads(int rank, index heads) const {
+        index const first = groups_ * rank / this->ranks();
+        index const last = std::max(first + 1, groups_ * (rank + 1) / this->ranks());
+        return {first * heads / groups_, (last * heads + groups_ - 1) / groups_};
+    }
+
+    friend bool operator==(head_sharded const& a, head_sharded const& b) {
+        using base = detail::every_row_sharding<W>;
+        return static_cast<base const&>(a) == static_cast<base const&>(b) && *a.sections_ == *b.sections_;
+    }
+
+private:
+    head_sharded(extent<W> ranks, thd batch, std::vector<section> sections)
+        : detail::every_row_sharding<W>(ranks, std::move(batch)) {
+        require(!sections.empty(), "head_sharded", "number of sections", "at least 1", 0);
+        for (section const& s : sections) groups_ = std::max(groups_, s.heads);
+        for (std::size_t i = 0; i < sections.size(); ++i) {
+            auto const name = [&](char const* what) { return what + (" of section " + std::to_string(i)); };
+            if (sections[i].heads < 1 || groups_ % sections[i].heads != 0)
+                throw error("head_sharded", name("heads"), "a divisor of " + std::to_string(groups_),
+                            std::to_string(sections[i].heads));
+            if (sections[i].width < 1)
+                throw error("head_sharded", name("width"), "at least 1", std::to_string(sections[i].width));
+        }
+        sections_ = std::make_shared<std::vector<section> const>(std::move(sections));
+    }
+
+    index groups_ = 1;
+    std::shared_ptr<std::vector<section> const> sections_;
+};
+
+/// Every rank holds everything, in sequence order. As a target: an all-gather. Its transpose sums in rank order.
+template <int W = dynamic>
+class replicated : public detail::every_row_sharding<W> {
+public:
+    explicit replicated(thd batch)
+        requires(W != dynamic)
+        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch)) {}
+    replicated(int ranks, thd batch)
+        requires(W == dynamic)
+        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch)) {}
+
+    std::span<section const> sections() const { return {}; }
+    range heads(int, index heads) const { return {0, heads}; }
+};
+
+} // namespace cpx
+
+// cpx/layout/sequential.hpp
+// Rank r owns the r-th part.
+
+namespace cpx {
+
+/// W chunks; rank r owns chunk r. Wanted by recurrences. Over the batch: flash-linear-attention's context parallelism.
+template <int W = dynamic>
+struct sequential : private extent<W> {
+    constexpr sequential() = default;
+    CPX_HOST_DEVICE constexpr explicit sequential(int ranks)
+        requires(W == dynamic)
+        : extent<W>(ranks) {}
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk; }
+    friend constexpr bool operator==(sequential const&, sequential const&) = default;
+};
+
+} // namespace cpx
+
+// cpx/layout/sharded.hpp
+// Rows with their sharding in the type.
+
+namespace cpx {
+
+/// A view of one rank's rows of a tensor that is sharded as `S` says.
+///
+/// The type is what keeps a zigzag shard out of an operator that wants another sharding. Where two shardings have the
+/// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
+/// Owns no rows. The number of rows is checked where the view is used, against the plan of the rank that uses it.
+template <class T, any_sharding S>
+class sharded {
+public:
+    sharded(rows<T> data, S sharding) : data_(data), sharding_(std::move(sharding)) {}
+
+    operator sharded<T const, S>() const { return {data_, sharding_}; }
+
+    rows<T> const& data() const { return data_; }
+    S const& sharding() const { return sharding_; }
+
+    /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
+    sharded columns(index first, index width) const { return {data_.columns(first, width), sharding_}; }
+
+private:
+    rows<T> data_;
+    S sharding_;
+};
+
+template <class T, class S>
+sharded(rows<T>, S) -> sharded<T, S>;
+
+} // namespace cpx
+
+// cpx/layout/striped.hpp
+// Chunks dealt to the ranks in turn.
+
+namespace cpx {
+
+/// `W * Stripes` chunks; rank r owns chunks r, r + W, r + 2W, ... as cards are dealt.
+///
+/// Source: Brandon et al., "Striped Attention", 2023, arXiv 2311.09431, with stripes of many tokens instead of one.
+template <int W = dynamic, int Stripes = 4>
+struct striped : private extent<W> {
+    static_assert(Stripes > 0, "cpx: striped needs at least 1 stripe a rank");
+    constexpr striped() = default;
+    CPX_HOST_DEVICE constexpr explicit striped(int ranks)
+        requires(W == dynamic)
+        : extent<W>(ranks) {}
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return Stripes * ranks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk % ranks(); }
+    friend constexpr bool operator==(striped const&, striped const&) = default;
+};
+
+} // namespace cpx
+
+// cpx/layout/table.hpp
+// Owners chosen at run time, one for each chunk.
+
+namespace cpx {
+
+/// As many chunks as the table has entries; rank `owners[c]` owns chunk c. Copies share the table.
+///
+/// For dispatchers that balance load at run time, such as MagiAttention's (there: over the batch).
+class table {
+public:
+    /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
+    table(int ranks, std::vector<int> owners) : ranks_(ranks) {
+        require(ranks > 0, "table", "ranks", "at least 1", ranks);
+        require(!owners.empty(), "table", "number of chunks", "at least 1", 0);
+        for (std::size_t c = 0; c < owners.size(); ++c)
+            if (owners[c] < 0 || owners[c] >= ranks)
+                throw error("table", "owner of chunk " + std::to_string(c), "0 to " + std::to_string(ranks - 1),
+                            std::to_string(owners[c]));
+        owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
+    }
+
+    int ranks() const { return ranks_; }
+    int chunks() const { return static_cast<int>(owners_->size()); }
+    int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }
+    friend bool operator==(table const& a, table const& b) {
+        return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_;
+    }
+
+private:
+    int ranks_;
+    std::shared_ptr<std::vector<int> const> owners_;
+};
+
+} // namespace cpx
+
+// cpx/layout/zigzag.hpp
+// Rank r owns the r-th part from the front and the r-th part from the back.
+
+namespace cpx {
+
+/// 2W chunks; rank r owns chunks r and 2W-1-r, so that causal attention costs every rank the same.
+///
+/// Over sequences: Transformer Engine's THD partition and miles; over the batch: Megatron's dense rows.
+template <int W = dynamic>
+struct zigzag : private extent<W> {
+    constexpr zigzag() = default;
+    CPX_HOST_DEVICE constexpr explicit zigzag(int ranks)
+        requires(W == dynamic)
+        : extent<W>(ranks) {}
+
+    CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
+    CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk < ranks() ? chunk : 2 * ranks() - 1 - chunk; }
+    friend constexpr bool operator==(zigzag const&, zigzag const&) = default;
+};
+
+} // namespace cpx
+
+// cpx/plan/identity.hpp
+// What ranks must agree on before they run a plan together.
+
+namespace cpx {
+
+namespace detail {
+
+/// Mixes one number into a 64-bit hash. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
+/// OOPSLA 2014, the finaliser of SplitMix64.
+constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+    std::uint64_t z = (hash ^ value) + 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+template <class Numbers>
+std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
+    hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
+    for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
+    return hash;
+}
+
+/// Returns the name of a type without "cpx::", as the compiler spells it.
+template <class T>
+constexpr std::string_view type_name() {
+    std::string_view name = __PRETTY_FUNCTION__;
+    auto const first = name.find("T = ");
+    if (first == std::string_view::npos) return name;
+    name.remove_prefix(first + 4);
+    name = name.substr(0, name.find_first_of(";]"));
+    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
+}
+
+} // namespace detail
+
+/// A summary of a plan that is the same on every rank if, and in practice only if, the plans fit each other.
+///
+/// A fixed number of bytes, so that ranks can show it to one another without knowing anything yet.
+struct identity {
+    static constexpr std::array<char const*, 10> number_names{
+        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)", "source sharding (hash)", "target sharding (hash)",
+        "source width", "target width", "parameter", "bytes an element"};
+    std::array<char, 16> operation{};
+    std::array<char, 80> source{}, target{};
+    std::array<std::uint64_t, number_names.size()> numbers{};
+
+    friend bool operator==(identity const&, identity const&) = default;
+
+    enum number : std::size_t { ranks, sequences, tokens, offsets, source_hash, target_hash, source_width, target_width, parameter, element };
+    std::uint64_t& operator[](number n) { return numbers[n]; }
+
+    /// Returns the identity of the plan that moves everything back.
+    identity transposed() const {
+        identity back = *this;
+        std::swap(back.source, back.target);
+        std::swap(back[source_hash], back[target_hash]);
+        std::swap(back[source_width], back[target_width]);
+        return back;
+    }
+
+    /// Returns a 64-bit hash of everything: the plan's fingerprint.
+    std::uint64_t fingerprint() const {
+        std::uint64_t hash = detail::mix_all(0, operation);
+        hash = detail::mix_all(detail::mix_all(hash, source), target);
+        return detail::mix_all(hash, numbers);
+    }
+
+    /// Returns the number of the first field that differs from `other`, or -1.
+    int first_difference(identity const& other) const {
+        for (int field = 0; field < fields; ++field)
+            if (value(field) != other.value(field)) return field;
+        return -1;
+    }
+
+    static constexpr int fields = 3 + static_cast<int>(number_names.size());
+    static std::string name(int field) {
+        static constexpr std::array<char const*, 3> texts{"operation", "source layout", "target layout"};
+        return field < 3 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 3)];
+    }
+    std::string value(int field) const {
+        if (field == 0) return operation.data();
+        if (field == 1) return source.data();
+        if (field == 2) return target.data();
+        return std::to_string(numbers[static_cast<std::size_t>(field - 3)]);
+    }
+
+    /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
+    std::string text() const {
+        return std::string(operation.data()) + ' ' + source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
+    }
+
+    template <std::size_t N>
+    static void set(std::array<char, N>& field, std::string_view text) {
+        std::memcpy(field.data(), text.data(), std::min(text.size(), N - 1)); // the last byte stays 0
+    }
+};
+
+namespace detail {
+
+template <any_sharding S>
+std::string sharding_name(S const& s) {
+    if constexpr (S::every_row) {
+        return std::string(type_name<S>());
+    } else {
+        (void)s;
+        return std::string(type_name<typename S::layout_type>()) +
+               (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
+               std::string(type_name<typename S::cut_type>());
+    }
+}
+
+/// Hashes what types do not tell: run-time sizes, owners, cuts, sections.
+template <any_sharding S>
+std::uint64_t sharding_hash(S const& s) {
+    std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
+    for (section const& part : s.sections()) hash = mix_all(hash, std::array{part.heads, part.width});
+    if constexpr (!S::every_row) {
+        index const n = s.runs() > 0 ? s.run(0).size() : 0; // a length rule is known by its answer for the first run
+        auto const l = layout_at(s.policy(), n);
+        for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+        for (index const t : {index{1}, index{7}, index{100}, index{1000}}) // a cut is known by its answers
+            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, t), t)));
+    }
+    return hash;
+}
+
+template <any_sharding A, any_sharding B>
+identity identify(std::string_view operation, A const& from, B const& to, index parameter = 0) {
+    identity id;
+    identity::set(id.operation, operation);
+    identity::set(id.source, sharding_name(from));
+    identity::set(id.target, sharding_name(to));
+    thd const& batch = from.batch();
+    id.numbers = {static_cast<std::uint64_t>(from.ranks()), static_cast<std::uint64_t>(batch.sequences()),
+                  static_cast<std::uint64_t>(batch.tokens()), mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
+                  sharding_hash(from), sharding_hash(to), 0, 0, static_cast<std::uint64_t>(parameter), 0};
+    return id;
+}
+
+} // namespace detail
+
+} // namespace cpx
+
+// cpx/plan/plan.hpp
+// Who sends which rows and columns to whom, for one rank.
+
+namespace cpx {
+
+/// `count` consecutive rows or columns of one rank's buffer.
+struct run {
+    index first = 0;
+    index count = 0;
+    friend constexpr bool operator==(run, run) = default;
+};
+
+inline index total(std::vector<run> const& runs) {
+    index count = 0;
+    for (run const r : runs) count += r.count;
+    return count;
+}
+
+/// One message: the rectangle of some rows and some columns, in row-major order.
+///
+/// Both ends list the same number of runs with the same counts, each with its own places. No columns: whole rows.
+struct message {
+    int peer = 0;
+    std::vector<run> rows;
+    std::vector<run> columns;
+    friend bool operator==(message const&, message const&) = default;
+};
+
+/// What a plan does to a place of the source: moves it to one place, copies it to one or more, or adds it to others.
+enum class flow { moves, copies, sums };
+
+/// All that one rank sends and receives in one exchange: at most one message a peer.
+///
+/// A message to itself stands for the rows that stay; they are copied once, never sent. Messages ascend by peer.
+/// Widths are elements a row; 0 means that the plan moves whole rows of any width.
+/// Made by `relayout`, `halo`, `carry`, or `transposed` from another plan.
+struct plan {
+    int rank = 0;
+    index source_rows = 0, target_rows = 0;
+    index source_width = 0, target_width = 0;
+    std::vector<message> sends, receives;
+    flow kind = flow::moves;
+    identity id;
+
+    int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
+    /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
+    std::uint64_t fingerprint() const { return id.fingerprint(); }
+
+    /// Returns the messages to other ranks.
+    index messages() const {
+        index count = 0;
+        for (message const& m : sends) count += m.peer != rank;
+        return count;
+    }
+    /// Returns the rows, whole or in part, that leave this rank.
+    index sent_rows() const {
+        index count = 0;
+        for (message const& m : sends) count += m.peer != rank ? total(m.rows) : 0;
+        return count;
+    }
+    /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
+    index sent_elements(index width) const {
+        index count = 0;
+        for (message const& m : sends)
+            if (m.peer != rank) count += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
+        return count;
+    }
+    /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
+    bool covers_target() const {
+        index cells = 0;
+        for (message const& m : receives) cells += total(m.rows) * (m.columns.empty() ? 1 : total(m.columns));
+        return cells == target_rows * (target_width ? target_width : 1);
+    }
+
+    /// Returns the plan that moves everything back: the backward of this one.
+    ///
+    /// Where this plan copies a place of the source to several ranks, the transposed plan adds what they hold in rank
+    /// order, so that the sum has the same bits whatever the timing.
+    plan transposed() const {
+        flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
+        return {rank, target_rows, source_rows, target_width, source_width, receives, sends, back, id.transposed()};
+    }
+
+    friend bool operator==(plan const&, plan const&) = default;
+};
+
+} // namespace cpx
+
+// cpx/plan/message_list.hpp
+// Collects the messages of one rank, in the order on which both ends agree.
+
+namespace cpx::detail {
+
+/// The sends, or the receives, of one rank while its plan is made.
+///
+/// Rows are added in ascending global order. Rows that follow one another in the batch become one run, and only those:
+/// that rule looks at global rows alone, so both ends of a message make the same runs.
+class message_list {
+public:
+    explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
+
+    /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
+    void add(int peer, index first, range rows) {
+        entry& e = entries_[static_cast<std::size_t>(peer)];
+        if (e.end == rows.first && !e.rows.empty())
+            e.rows.back().count += rows.size();
+        else
+            e.rows.push_back({first, rows.size()});
+        e.end = rows.last;
+    }
+
+    /// Returns one past the last global row added for `peer`.
+    index end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
+
+    /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
+    template <class Columns>
+    std::vector<message> finish(bool whole_rows, Columns&& columns) {
+        std::vector<message> messages;
+        for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
+            if (entries_[peer].rows.empty()) continue;
+            message m{static_cast<int>(peer), std::move(entries_[peer].rows), {}};
+            if (!whole_rows) m.columns = columns(m.peer);
+            if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
+        }
+        return messages;
+    }
+    std::vector<message> finish() {
+        return finish(true, [](int) { return std::vector<run>{}; });
+    }
+
+private:
+    struct entry {
+        std::vector<run> rows;
+        index end = 0;
+    };
+    std::vector<entry> entries_;
+};
+
+} // namespace cpx::detail
+
+// cpx/plan/segments.hpp
+// The maximal runs of consecutive tokens of one sequence among a rank's rows.
+
+namespace cpx {
+
+/// Tokens `token .. token + count` of `sequence`, in local rows `row .. row + count`.
+struct segment {
+    index sequence = 0;
+    index token = 0;
+    index row = 0;
+    index count = 0;
+    friend constexpr bool operator==(segment, segment) = default;
+};
+
+/// Returns the segments of `rank`, ascending; every row lies in exactly one. Cost: O(pieces + sequences touched).
+template <any_sharding S>
+std::vector<segment> segments(S const& s, int rank) {
+    std::vector<segment> list;
+    thd const& batch = s.batch();
+    index row = 0, sequence = 0;
+    s.for_each_piece(rank, [&](range piece) {
+        while (!piece.empty()) {
+            while (batch.offset(sequence + 1) <= piece.first) ++sequence;
+            range const part = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
+            index const token = part.first - batch.offset(sequence);
+            if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
+                list.back().count += part.size();
+            else
+                list.push_back({sequence, token, row, part.size()});
+            row += part.size();
+            piece.first = part.last;
+        }
+    });
+    return list;
+}
+
+/// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
+inline std::vector<index> offsets(std::vector<segment> const& segments) {
+    std::vector<index> list{0};
+    for (segment const& s : segments) list.push_back(s.row + s.count);
+    return list;
+}
+
+/// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
+inline std::vector<index> positions(std::vector<segment> const& segments) {
+    std::vector<index> list;
+    for (segment const& s : segments)
+        for (index i = 0; i < s.count; ++i) list.push_back(s.token + i);
+    return list;
+}
+
+} // namespace cpx
+
+// cpx/plan/carry.hpp
+// The plans by which recurrent states are handed along the segments of a sequence.
+
+namespace cpx {
+
+/// How states reach the segments of a sequence that is cut; a type, so that it shows which results are exact.
+///
+/// `serial` hands the state itself from segment to segment: the operations of one rank in the order of one rank, one
+/// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
+struct serial {};
+
+/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a predecessor
+/// and a successor) at once, and joins them on every rank that needs them. Equal to one rank within rounding.
+struct scan {};
+
+template <class How>
+concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
+
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always where
+/// every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only, never with `scan`.
+template <carry_kind How, any_sharding S>
+constexpr bool is_exact(S const& sharding, index chunk) {
+    if constexpr (S::every_row)
+        return true;
+    else if constexpr (std::same_as<How, serial> && requires { sharding.cut().unit(); })
+        return sharding.cut().unit() % chunk == 0;
+    else
+        return sharding.ranks() == 1;
+}
+
+/// The place of one segment in the chain of its sequence's segments.
+struct link {
+    index level = 0;            ///< how many segments come before it
+    bool has_successor = false; ///< whether a segment comes after it
+    index map_row = -1;         ///< its row among the rank's maps M; -1: its M is not needed
+    index ends = 0, maps = 0;   ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
+};
+
+/// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
+///
+/// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end states
+/// to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M (source rows:
+/// `link::map_row`) that come before a rank's last segment of a sequence, in level order from `link::ends` and
+/// `link::maps` on.
+template <any_sharding S>
+struct carry_plan {
+    S sharding;
+    int rank = 0;
+    std::vector<segment> segments;
+    std::vector<link> links;
+    std::vector<std::vector<index>> levels;
+    std::vector<plan> steps;
+    plan ends, maps;
+};
+
+namespace detail {
+
+/// A plan over states while it is made. States have no global order by which they could be merged into runs.
+class state_plan {
+public:
+    explicit state_plan(int ranks) : sends_(ranks), receives_(ranks) {}
+
+    void send(int peer, index row) { sends_.add(peer, row, apart()); }
+    void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
+    index target_rows() const { return target_rows_; }
+    plan finish(int rank, index source_rows, identity const& id) {
+        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id};
+    }
+
+private:
+    range apart() {
+        count_ += 2;
+        return {count_, count_ + 1};
+    }
+    message_list sends_, receives_;
+    index target_rows_ = 0, count_ = 0;
+};
+
+/// Returns the ranks that hold the segments of `sequence`, in token order.
+template <any_sharding S>
+void find_chain(S const& sharding, int rank, index sequence, index& hint, std::vector<int>& chain) {
+    chain.clear();
+    range const tokens{sharding.batch().offset(sequence), sharding.batch().offset(sequence + 1)};
+    if (tokens.empty()) return;
+    if constexpr (S::every_row)
+        chain.push_back(rank);
+    else
+        sharding.for_each_holder(tokens, hint, [&](int holder, range) {
+            if (chain.empty() || chain.back() != holder) chain.push_back(holder);
+        });
+}
+
+} // namespace detail
+
+/// Returns the plans by which `rank` hands recurrent states on. Pure: no communication.
+///
+/// Works in place on any sharding: a rank may hold several segments of a sequence (zigzag: two).
+/// Cost: O(chunks) for every sequence of the batch, because all ranks must know how many steps there are.
+///
+/// Throws `cpx::error` if `rank` is not one of the sharding's.
+template <any_sharding S>
+carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
+    int const ranks = sharding.ranks();
+    require(rank >= 0 && rank < ranks, "carry", "rank", "0 to " + std::to_string(ranks - 1), rank, here);
+    carry_plan<S> c{sharding, rank, segments(sharding, rank), {}, {}, {}, {}, {}};
+
+    std::vector<detail::state_plan> steps;
+    detail::state_plan ends(ranks), maps(ranks);
+    std::vector<int> chain, last_level(static_cast<std::size_t>(ranks), -1);
+    index own_maps = 0, hint = 0;
+    auto const at = [](auto& list, auto i) -> auto& { return list[static_cast<std::size_t>(i)]; };
+
+    for (index s = 0; s < sharding.batch().sequences(); ++s) {
+        detail::find_chain(sharding, rank, s, hint, chain);
+        int const length = static_cast<int>(chain.size());
+        while (static_cast<int>(steps.size()) + 1 < length) steps.emplace_back(ranks);
+        while (static_cast<int>(c.levels.size()) < length) c.levels.emplace_back();
+        for (int l = 0; l < length; ++l) at(last_level, at(chain, l)) = l;
+
+        index const first_end = ends.target_rows(), first_map = maps.target_rows();
+        for (int l = 0; l < length; ++l) {
+            int const holder = at(chain, l);
+            bool const has_successor = l + 1 < length, needs_map = l > 0 && has_successor;
+            if (l < at(last_level, rank)) { // before this rank's last segment: its own summaries are gathered, too
+                ends.receive(holder);
+                if (l > 0) maps.receive(holder);
+            }
+            if (holder != rank) continue;
+            index const mine = static_cast<index>(c.links.size());
+            if (has_successor) at(steps, l).send(at(chain, l + 1), static_cast<index>(at(c.levels, l).size()));
+            if (l > 0) at(steps, l - 1).receive(at(chain, l - 1));
+            for (int r = 0; r < ranks; ++r) {
+                if (at(last_level, r) <= l) continue;
+                ends.send(r, mine);
+                if (needs_map) maps.send(r, own_maps);
+            }
+            at(c.levels, l).push_back(mine);
+            c.links.push_back({l, has_successor, needs_map ? own_maps++ : -1, first_end, first_map});
+        }
+        for (int const r : chain) at(last_level, r) = -1;
+    }
+
+    identity const id = detail::identify("carry", sharding, sharding);
+    for (std::size_t l = 0; l < steps.size(); ++l)
+        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id));
+    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id);
+    c.maps = maps.finish(rank, own_maps, id);
+    return c;
+}
+
+} // namespace cpx
+
+// cpx/plan/halo.hpp
+// The plan that brings every segment the rows before it.
+
+namespace cpx {
+
+/// Rows before a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
+struct history {
+    bool halo = false;
+    index first = 0;
+    index count = 0;
+    friend constexpr bool operator==(history, history) = default;
+};
+
+/// Brings the rows before a rank's segments: source, its rows; target, the halo rows, each of them once.
+///
+/// The `before` rows that precede segment i are, in order, `histories[begin[i]] .. histories[begin[i + 1]]`; fewer only
+/// where the sequence begins. Rows that the rank holds itself are named, not copied. The transposed plan carries
+/// the gradients of halo rows home and adds them in rank order.
+template <any_sharding S>
+struct halo_plan : plan {
+    S sharding;
+    index before = 0;
+    std::vector<segment> segments;
+    std::vector<history> histories;
+    std::vector<std::size_t> begin;
+};
+
+namespace detail {
+
+/// Global rows, and the local row at which the first of them stands.
+struct placed_range {
+    range rows;
+    index local = 0;
+};
+
+/// Returns the range that holds global row `row`, among ranges that ascend.
+inline placed_range const& find(std::vector<placed_range> const& ranges, index row) {
+    auto const after = std::upper_bound(ranges.begin(), ranges.end(), row,
+                                        [](index value, placed_range const& r) { return value < r.rows.first; });
+    return *(after - 1);
+}
+
+} // namespace detail
+
+/// Returns the plan by which `rank` gets the `before` rows that precede each of its segments, and gives its own.
+///
+/// A halo may come from several ranks, when segments are shorter than `before`. Each halo row is received once, even if
+/// several segments need it. Pure: no communication. Cost: O(pieces).
+///
+/// Throws `cpx::error` if `rank` is not one of the sharding's, or `before` is negative.
+template <any_sharding S>
+halo_plan<S> halo(S const& sharding, int rank, index before, caller here = caller::here()) {
+    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank, here);
+    require(before >= 0, "halo", "rows before a segment", "not negative", before, here);
+    thd const& batch = sharding.batch();
+    halo_plan<S> p{{}, sharding, before, segments(sharding, rank), {}, {0}};
+    p.rank = rank;
+    p.id = detail::identify("halo", sharding, sharding, before);
+    p.kind = flow::copies;
+
+    // What this rank needs: the rows before its own segments. Windows ascend, so `covered` tells what is on its way.
+    detail::message_list receives(sharding.ranks());
+    std::vector<detail::placed_range> own, foreign;
+    index hint = 0;
+    for (segment const& s : p.segments) {
+        index const start = batch.offset(s.sequence) + s.token;
+        range window{start - std::min(before, s.token), start};
+        if (!window.empty()) // never where every rank holds every row: there segments begin where sequences do
+            sharding.for_each_holder(window, hint, [&](int holder, range part) {
+                auto const& places = holder == rank ? own : foreign;
+                if (holder != rank) {
+                    index const covered = foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
+                    range const fresh{covered, std::max(covered, part.last)};
+                    if (!fresh.empty()) {
+                        receives.add(holder, p.target_rows, fresh);
+                        foreign.push_back({fresh, p.target_rows});
+                        p.target_rows += fresh.size();
+                    }
+                }
+                while (!part.empty()) {
+                    auto const& place = detail::find(places, part.first);
+                    range const known = intersect(part, place.rows);
+                    p.histories.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
+                    part.first = known.last;
+                }
+            });
+        p.begin.push_back(p.histories.size());
+        own.push_back({{start, start + s.count}, s.row});
+        p.source_rows += s.count;
+    }
+    p.receives = receives.finish();
+
+    // What others need of this rank: rows within `before` of a segment of theirs that begins after the row.
+    detail::message_list sends(sharding.ranks());
+    for (segment const& s : p.segments) {
+        index const first = batch.offset(s.sequence) + s.token, last = first + s.count;
+        range const reach{last, std::min(batch.offset(s.sequence + 1), last + before)};
+        int previous = rank;
+        if (!reach.empty())
+            sharding.for_each_holder(reach, hint, [&](int holder, range part) {
+                if (holder != previous && holder != rank) {
+                    range const needed{std::max({first, part.first - before, sends.end(holder)}), last};
+                    if (!needed.empty()) sends.add(holder, s.row + needed.first - first, needed);
+                }
+                previous = holder;
+            });
+    }
+    p.sends = sends.finish();
+    return p;
+}
+
+} // namespace cpx
+
+// cpx/plan/relayout.hpp
+// The plan from any sharding to any other.
+
+namespace cpx {
+
+/// A plan that knows from which sharding to which it leads, so that tensors of others do not compile.
+template <any_sharding From, any_sharding To>
+struct relayout_plan : plan {
+    From from;
+    To to;
+
+    relayout_plan<To, From> transposed() const { return {plan::transposed(), to, from}; }
+};
+
+namespace detail {
+
+/// Columns of one section that rank `i` ships to rank `j`: what `j` needs and `i` holds, unless `j` has it or another
+/// rank is to send it. Where ranks hold the same head, the lowest of them sends it (shares ascend with ranks).
+template <any_sharding From, any_sharding To>
+range shipped_heads(From const& from, To const& to, int i, int j, index heads) {
+    range const held = from.heads(i, heads);
+    range const needed = intersect(held, to.heads(j, heads));
+    if (i == j || !From::every_row) return needed;
+    index const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
+    range const own = from.heads(j, heads);
+    range shipped{std::max(needed.first, lower), needed.last};
+    if (j < i) shipped.first = std::max(shipped.first, own.last);
+    else shipped.last = std::min(shipped.last, own.first);
+    return shipped;
+}
+
+/// Returns the columns that rank `i` ships to rank `j`, as places in a local row of `holder` on `rank`.
+template <any_sharding From, any_sharding To, any_sharding Holder>
+std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
+                                 Holder const& holder, int rank) {
+    std::vector<run> columns;
+    index first = 0;
+    for (section const& s : sections) {
+        range const share = holder.heads(rank, s.heads);
+        range const heads = shipped_heads(from, to, i, j, s.heads);
+        if (!heads.empty()) {
+            run const part{first + (heads.first - share.first) * s.width, heads.size() * s.width};
+            columns.push_back(part);
+        }
+        first += share.size() * s.width;
+    }
+    return columns;
+}
+
+/// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
+template <any_sharding Mine, any_sharding Other>
+index overlap(Mine const& mine, int rank, Other const& other, message_list& messages) {
+    index row = 0, hint = 0;
+    mine.for_each_piece(rank, [&](range piece) {
+        index next = piece.first;
+        other.for_each_holder(piece, hint, [&](int peer, range part) {
+            if (!Other::every_row && part.first != next)
+                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
+                            "row " + std::to_string(part.first));
+            messages.add(peer, row + part.first - piece.first, part);
+            next = part.last;
+        });
+        row += piece.size();
+    });
+    return row;
+}
+
+/// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
+template <any_sharding S>
+index local_width(S const& s, int rank, std::span<section const> sections) {
+    index width = 0;
+    for (section const& part : sections) width += s.heads(rank, part.heads).size() * part.width;
+    return width;
+}
+
+} // namespace detail
+
+/// Returns the plan by which `rank` takes part in moving a tensor from one sharding to another, in one exchange.
+///
+/// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
+/// columns that their new holder does not have, in at most one message a peer.
+/// Pure: no communication; every rank makes its own part. Cost: O(runs that meet), about 0.1 us each.
+///
+/// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
+/// give every token to exactly one rank.
+template <any_sharding From, any_sharding To>
+relayout_plan<From, To> relayout(From const& from, To const& to, int rank,
+                                 caller here = caller::here()) {
+    constexpr int a = static_ranks<From>, b = static_ranks<To>;
+    static_assert(a == dynamic || b == dynamic || a == b,
+                  "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
+    require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
+    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank, here);
+    require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
+    std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
+    require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
+            "those of the source", "others", here);
+    constexpr section whole_row; // stands for the sections where only replicas decide who sends
+    bool const whole_rows = sections.empty();
+    auto const parts = whole_rows ? std::span(&whole_row, 1) : sections;
+    bool const by_columns = !whole_rows || From::every_row;
+
+    relayout_plan<From, To> p{{}, from, to};
+    p.rank = rank;
+    p.id = detail::identify("relayout", from, to);
+    p.source_width = detail::local_width(from, rank, sections);
+    p.target_width = detail::local_width(to, rank, sections);
+    for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
+    p.id[identity::target_width] = p.id[identity::source_width];
+
+    detail::message_list sends(from.ranks()), receives(from.ranks());
+    p.source_rows = detail::overlap(from, rank, to, sends);
+    p.target_rows = detail::overlap(to, rank, from, receives);
+    p.sends = sends.finish(!by_columns, [&](int peer) {
+        return detail::shipped_columns(from, to, rank, peer, parts, from, rank);
+    });
+    p.receives = receives.finish(!by_columns, [&](int peer) {
+        return detail::shipped_columns(from, to, peer, rank, parts, to, rank);
+    });
+    if (whole_rows)
+        for (auto* messages : {&p.sends, &p.receives})
+            for (message& m : *messages) m.columns.clear();
+    if constexpr (To::every_row) {
+        index everywhere = 0, once = 0;
+        for (section const& s : parts) {
+            once += s.heads * s.width;
+            for (int r = 0; r < to.ranks(); ++r) everywhere += to.heads(r, s.heads).size() * s.width;
+        }
+        if (everywhere > once) p.kind = flow::copies;
+    }
+    require(p.covers_target(), "relayout", "places of the target that nothing reaches", 0, "some", here);
+    return p;
+}
+
+} // namespace cpx
+
+// cpx/plan/route.hpp
+// Which parts of a sequence move between two layouts that are known at compile time.
+
+namespace cpx {
+
+/// Cell `cell` goes from rank `from` to rank `to`.
+struct route {
+    int cell = 0;
+    int from = 0;
+    int to = 0;
+    friend constexpr bool operator==(route, route) = default;
+};
+
+/// Returns into how many equal cells both layouts cut a run: the least common multiple of their chunks.
+///
+/// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
+/// floor(n (k c) / (k C)) = floor(n c / C).
+template <static_layout From, static_layout To>
+consteval int cells() {
+    return std::lcm(From{}.chunks(), To{}.chunks());
+}
+
+namespace detail {
+
+template <static_layout From, static_layout To>
+constexpr route route_of(int cell) {
+    constexpr From from;
+    constexpr To to;
+    int const n = cells<From, To>();
+    return {cell, from.owner(cell / (n / from.chunks())), to.owner(cell / (n / to.chunks()))};
+}
+
+template <static_layout From, static_layout To>
+consteval std::size_t count_routes() {
+    std::size_t count = 0;
+    for (int cell = 0; cell < cells<From, To>(); ++cell) {
+        route const r = route_of<From, To>(cell);
+        count += r.from != r.to;
+    }
+    return count;
+}
+
+} // namespace detail
+
+/// Returns the cells that change hands, in token order; lengths only scale them.
+///
+///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
+///
+/// Both layouts cut the same runs (one scope) with balanced cuts.
+template <static_layout From, static_layout To>
+consteval auto routes() {
+    static_assert(From{}.ranks() == To{}.ranks(),
+                  "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
+    std::array<route, detail::count_routes<From, To>()> moved{};
+    std::size_t count = 0;
+    for (int cell = 0; cell < cells<From, To>(); ++cell) {
+        route const r = detail::route_of<From, To>(cell);
+        if (r.from != r.to) moved[count++] = r;
+    }
+    return moved;
+}
+
+/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells move.
+template <static_layout From, static_layout To>
+consteval int route_messages() {
+    constexpr auto moved = routes<From, To>();
+    int count = 0;
+    for (std::size_t i = 0; i < moved.size(); ++i) {
+        bool first = true;
+        for (std::size_t k = 0; k < i; ++k)
+            if (moved[k].from == moved[i].from && moved[k].to == moved[i].to) first = false;
+        count += first;
+    }
+    return count;
+}
+
+} // namespace cpx
+
+// cpx/plan/traffic.hpp
+// How much moves between two shardings, over all ranks.
+
+namespace cpx {
+
+/// Rows that each rank holds and each rank needs: `rows[i * W + j]`; on the diagonal, rows that stay.
+///
+/// Counts rows of which at least one column goes from i to j. Cost: O(runs of the batch).
+template <any_sharding From, any_sharding To>
+std::vector<index> traffic(From const& from, To const& to) {
+    std::size_t const ranks = static_cast<std::size_t>(from.ranks());
+    std::vector<index> rows(ranks * ranks);
+    for (int i = 0; i < from.ranks(); ++i) {
+        plan const p = relayout(from, to, i);
+        for (message const& m : p.sends) rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
+    }
+    return rows;
+}
+
+/// Counts the rows that no exchange between the shardings can do without, from ownership alone, not from plans.
+///
+/// Goes over the batch once for each rank j and counts, for every row that j needs and does not have whole, the ranks
+/// that must supply it: its holder, or where every rank holds every row, the ranks with heads that j lacks.
+template <any_sharding From, any_sharding To>
+index lower_bound(From const& from, To const& to) {
+    index bound = 0;
+    section const whole{1, 1};
+    std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
+    if (sections.empty()) sections = std::span(&whole, 1);
+    for (int j = 0; j < to.ranks(); ++j) {
+        index hint = 0;
+        to.for_each_piece(j, [&](range needed) {
+            if constexpr (From::every_row) {
+                for (int i = 0; i < from.ranks(); ++i) {
+                    bool supplies = false;
+                    for (section const& s : sections)
+                        for (index h = 0; h < s.heads && i != j; ++h) {
+                            auto const holds = [&](int r) {
+                                range const heads = from.heads(r, s.heads);
+                                return heads.first <= h && h < heads.last;
+                            };
+                            bool first = holds(i) && !holds(j); // the lowest of the ranks that hold a head supplies it
+                            for (int r = 0; r < i; ++r) first = first && !holds(r);
+                            range const wanted = to.heads(j, s.heads);
+                            supplies = supplies || (first && wanted.first <= h && h < wanted.last);
+                        }
+                    if (supplies) bound += needed.size();
+                }
+            } else {
+                from.for_each_holder(needed, hint, [&](int holder, range part) {
+                    if (holder != j) bound += part.size();
+                });
+            }
+        });
+    }
+    return bound;
+}
+
+} // namespace cpx
+
+// cpx/transport/concept.hpp
+// What a transport is: it knows its rank and moves rectangles of bytes between ranks.
+
+namespace cpx {
+
+/// One end of a message: the bytes of some rows and columns of a buffer, in row-major order.
+///
+/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list the
+/// same counts of rows and columns with the same unit. `columns` is never empty.
+template <class Byte>
+struct parcel {
+    int peer = 0;
+    Byte* base = nullptr;
+    index stride = 0;
+    index unit = 0;
+    std::span<run const> rows, columns;
+
+    index bytes() const {
+        index row_count = 0, column_count = 0;
+        for (run const r : rows) row_count += r.count;
+        for (run const c : columns) column_count += c.count;
+        return row_count * column_count * unit;
+    }
+};
+
+using outgoing = parcel<std::byte const>;
+using incoming = parcel<std::byte>;
+
+/// Copies one end of a message to the other, without a buffer between them.
+inline void copy(outgoing const& from, incoming const& to) {
+    bool const dense = from.columns.size() == 1 && from.columns[0].count * from.unit == from.stride &&
+                       from.stride == to.stride; // whole rows, side by side at both ends
+    for (std::size_t i = 0; i < from.rows.size(); ++i) {
+        std::byte const* source = from.base + from.rows[i].first * from.stride;
+        std::byte* target = to.base + to.rows[i].first * to.stride;
+        if (dense) {
+            std::memcpy(target, source, static_cast<std::size_t>(from.rows[i].count * from.stride));
+            continue;
+        }
+        for (index row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
+            for (std::size_t k = 0; k < from.columns.size(); ++k)
+                std::memcpy(target + to.columns[k].first * to.unit, source + from.columns[k].first * from.unit,
+                            static_cast<std::size_t>(from.columns[k].count * from.unit));
+    }
+}
+
+/// Moves messages between the ranks of a group. Ranks are group-local, 0 .. ranks() - 1.
+///
+/// `exchange(id, sends, receives)` runs one rank's part of an exchange and returns when its sends have been taken and its
+/// receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the transport.
+/// It throws `cpx::error` when a peer fails, runs another plan (as far as the transport can see) or misses the deadline.
+/// `agreed()` remembers the fingerprints of plans that all ranks have compared.
+template <class T>
+concept transport = requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+    { t.rank() } -> std::same_as<int>;
+    { t.ranks() } -> std::same_as<int>;
+    { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
+    t.exchange(id, sends, receives);
+};
+
+} // namespace cpx
+
+// cpx/transport/exchange.hpp
+// Runs a plan over a transport.
+
+namespace cpx {
+
+namespace detail {
+
+inline constexpr run one{0, 1};
+
+template <class Byte, class T>
+std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
+    std::vector<parcel<Byte>> list;
+    list.reserve(messages.size());
+    index const element = static_cast<index>(sizeof(T));
+    for (message const& m : messages) {
+        bool const whole = m.columns.empty();
+        list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
+                        whole ? buffer.width() * element : element, m.rows,
+                        whole ? std::span(&one, 1) : std::span(m.columns)});
+    }
+    return list;
+}
+
+/// Moves out of `list` the message to `rank` itself, if there is one.
+template <class Byte>
+parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
+    auto const own = std::ranges::find(list, rank, &parcel<Byte>::peer);
+    if (own == list.end()) return {};
+    parcel<Byte> const taken = *own;
+    list.erase(own);
+    return taken;
+}
+
+/// Lists the values of one field and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
+inline std::string disagreement(std::vector<identity> const& all, int field) {
+    std::string text;
+    std::vector<bool> told(all.size());
+    for (std::size_t r = 0; r < all.size(); ++r) {
+        if (told[r]) continue;
+        std::string const value = all[r].value(field);
+        std::string who;
+        int count = 0;
+        for (std::size_t other = r; other < all.size(); ++other) {
+            if (all[other].value(field) != value) continue;
+            told[other] = true;
+            who += ' ' + std::to_string(other);
+            ++count;
+        }
+        text += (text.empty() ? "" : ", ") + value + (count > 1 ? " (ranks" : " (rank") + who + ')';
+    }
+    return text;
+}
+
+template <class T>
+void check_buffer(char const* which, rows<T> const& buffer, index count, index width, caller here) {
+    std::string const where = std::string("exchange, ") + which;
+    require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
+    require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
+    require(buffer.stride() >= buffer.width(), where.c_str(), "stride of the buffer",
+            "at least its width " + std::to_string(buffer.width()), buffer.stride(), here);
+    require(buffer.data() != nullptr || count * buffer.width() == 0, where.c_str(), "buffer", "memory", "null", here);
+}
+
+/// Copies what stays and lets the transport move the rest into `receives`.
+template <class A, class Comm>
+void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives, Comm& comm) {
+    auto sends = parcels<std::byte const>(p.sends, from);
+    copy(take_own(sends, p.rank), take_own(receives, p.rank));
+    comm.exchange(id, sends, receives);
+}
+
+/// Returns runs of the same counts, side by side from 0 on.
+inline std::vector<run> side_by_side(std::vector<run> runs) {
+    index first = 0;
+    for (run& r : runs) {
+        r.first = first;
+        first += r.count;
+    }
+    return runs;
+}
+
+/// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.
+template <class A, class B, class Comm>
+void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm) {
+    std::vector<message> compact;
+    std::vector<std::vector<B>> staged;
+    std::vector<incoming> receives;
+    compact.reserve(p.receives.size()); // parcels point into it
+    for (message const& m : p.receives) {
+        index const width = m.columns.empty() ? to.width() : total(m.columns);
+        compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
+        staged.emplace_back(static_cast<std::size_t>(total(m.rows) * width));
+        rows<B> const buffer(staged.back(), width);
+        receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
+    }
+    exchange_messages(p, id, from, std::move(receives), comm);
+    for (std::size_t i = 0; i < p.receives.size(); ++i) {
+        B const* value = staged[i].data();
+        run const whole{0, to.width()};
+        auto const& columns = p.receives[i].columns;
+        for (run const r : p.receives[i].rows)
+            for (index row = r.first; row < r.first + r.count; ++row)
+                for (run const c : columns.empty() ? std::span(&whole, 1) : std::span(columns))
+                    for (index column = c.first; column < c.first + c.count; ++column) to(row, column) += *value++;
+    }
+}
+
+} // namespace detail
+
+/// Lets all ranks compare what they are about to run, once for each fingerprint.
+///
+/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks differ
+/// and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two ranks.
+template <transport Comm>
+void agree(Comm& comm, identity const& mine) {
+    static identity const agreement = [] {
+        identity id;
+        identity::set(id.operation, "agreement");
+        return id;
+    }();
+    if (comm.agreed().contains(mine.fingerprint())) return;
+    std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
+    std::vector<outgoing> sends;
+    std::vector<incoming> receives;
+    index const bytes = static_cast<index>(sizeof(identity));
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        auto& slot = all[static_cast<std::size_t>(peer)];
+        if (peer == comm.rank()) {
+            slot = mine;
+            continue;
+        }
+        sends.push_back({peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+        receives.push_back({peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+    }
+    comm.exchange(agreement, sends, receives);
+    for (int field = 0; field < identity::fields; ++field)
+        for (identity const& other : all)
+            if (other.value(field) != mine.value(field))
+                throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
+                            detail::disagreement(all, field));
+    comm.agreed().insert(mine.fingerprint());
+}
+
+/// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
+///
+/// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to` is
+/// written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
+/// a plan that sums adds in rank order.
+/// Collective: every rank calls it with its part of the same plan. Rows that stay are copied once.
+///
+/// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`); later
+/// if a rank fails or misses the transport's deadline.
+template <class A, class B, transport Comm>
+    requires std::same_as<std::remove_const_t<A>, B>
+void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
+    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
+            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
+            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    detail::check_buffer("source", from, p.source_rows, p.source_width, here);
+    detail::check_buffer("target", to, p.target_rows, p.target_width, here);
+    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(), to.width(), here);
+    identity id = p.id;
+    id[identity::element] = sizeof(B);
+    if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
+    agree(comm, id);
+
+    if (p.kind == flow::sums || !p.covers_target())
+        for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+    if (p.kind == flow::sums)
+        detail::exchange_sum(p, id, from, to, comm);
+    else
+        detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
+}
+
+/// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
+///
+/// A tensor of another sharding than the plan's does not compile; one of the same type and another value throws.
+template <any_sharding From, any_sharding To, class A, class B, any_sharding X, any_sharding Y, transport Comm>
+void exchange(relayout_plan<From, To> const& p, sharded<A, X> const& from, sharded<B, Y> const& to, Comm& comm,
+              caller here = caller::here()) {
+    static_assert(std::same_as<From, X>, "cpx: exchange of a tensor that is not sharded as the plan's source; make the "
+                                         "plan with relayout(tensor.sharding(), ...)");
+    static_assert(std::same_as<To, Y>, "cpx: exchange into a tensor that is not sharded as the plan's target; make the "
+                                       "plan with relayout(..., tensor.sharding(), ...)");
+    require(from.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
+    require(to.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
+    exchange(static_cast<plan const&>(p), from.data(), to.data(), comm, here);
+}
+
+} // namespace cpx
+
+// cpx/transport/threads.hpp
+// W ranks as threads of one process: the whole of cpx without a GPU or a launcher.
+
+namespace cpx {
+
+/// One rank of a group of threads. Messages are copied once, from the sender's rows to the receiver's.
+///
+///     cpx::threads::run(4, [&](cpx::threads& comm) { ... every rank's program ... });
+///
+/// A rank that throws ends the others: their next or present exchange throws an error that names it. No wait outlasts
+/// the deadline.
+class threads {
+public:
+    /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
+    /// the others in one exchange.
+    ///
+    /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
+    template <class F>
+    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10)) {
+        require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
+        world shared(ranks, deadline);
+        std::vector<std::thread> members;
+        for (int rank = 0; rank < ranks; ++rank)
+            members.emplace_back([&shared, &program, rank] {
+                try {
+                    threads comm(shared, rank);
+                    program(comm);
+                    shared.leave(rank);
+                } catch (std::exception const& e) {
+                    shared.fail(rank, e.what());
+                } catch (...) {
+                    shared.fail(rank, "an exception that is not a std::exception");
+                }
+            });
+        for (auto& member : members) member.join();
+        shared.rethrow();
+    }
+
+    int rank() const { return rank_; }
+    int ranks() const { return static_cast<int>(world_.members.size()); }
+    std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
+
+    /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs.
+    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+        std::unique_lock lock(world_.mutex);
+        auto const deadline = std::chrono::steady_clock::now() + world_.deadline;
+        try {
+            check_failure();
+            for (outgoing const& parcel : sends) {
+                world_.at(rank_, parcel.peer) = {post::ready, &parcel, &id};
+                world_.member_at(parcel.peer).wake.notify_one();
+            }
+            for (incoming const& parcel : receives) receive(lock, deadline, id, parcel);
+            for (outgoing const& parcel : sends)
+                wait(lock, deadline, parcel.peer, "to take a message",
+                     [&] { return world_.at(rank_, parcel.peer).state == post::empty; });
+        } catch (...) {
+            withdraw(lock, sends);
+            throw;
+        }
+    }
+
+private:
+    struct post {
+        enum { empty, ready, copying } state = empty;
+        outgoing const* parcel = nullptr;
+        identity const* id = nullptr;
+    };
+
+    struct member {
+        std::condition_variable wake;
+        bool left = false;
+    };
+
+    struct world {
+        world(int ranks, std::chrono::milliseconds longest_wait)
+            : deadline(longest_wait), members(static_cast<std::size_t>(ranks)),
+              posts(static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks)) {}
+
+        post& at(int from, int to) {
+            return posts[static_cast<std::size_t>(from) * members.size() + static_cast<std::size_t>(to)];
+        }
+        member& member_at(int rank) { return members[static_cast<std::size_t>(rank)]; }
+
+        void leave(int rank) {
+            std::lock_guard lock(mutex);
+            member_at(rank).left = true;
+            for (member& m : members) m.wake.notify_all();
+        }
+        void fail(int rank, std::string why) {
+            std::lock_guard lock(mutex);
+            if (failed < 0) {
+                failed = rank;
+                reason = std::move(why);
+                exception = std::current_exception();
+            }
+            for (member& m : members) m.wake.notify_all();
+        }
+        void rethrow() {
+            if (failed < 0) return;
+            try {
+                std::rethrow_exception(exception);
+            } catch (...) {
+                std::throw_with_nested(error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason));
+            }
+        }
+
+        std::chrono::milliseconds deadline;
+        std::mutex mutex;
+        std::vector<member> members;
+        std::vector<post> posts;
+        int failed = -1;
+        std::string reason;
+        std::exception_ptr exception;
+    };
+
+    threads(world& shared, int rank) : world_(shared), rank_(rank) {}
+
+    void receive(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline, identity const& id,
+                 incoming const& parcel) {
+        post& from = world_.at(parcel.peer, rank_);
+        wait(lock, deadline, parcel.peer, "to send a message", [&] { return from.state == post::ready; });
+        if (int const field = id.first_difference(*from.id); field >= 0)
+            throw error("threads", "ranks are in different exchanges: " + identity::name(field),
+                        id.value(field) + " as on rank " + std::to_string(rank_) + " (" + id.text() + ")",
+                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() + ")");
+        require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(), from.parcel->bytes());
+        from.state = post::copying;
+        lock.unlock();
+        copy(*from.parcel, parcel);
+        lock.lock();
+        from.state = post::empty;
+        world_.member_at(parcel.peer).wake.notify_one();
+    }
+
+    template <class Done>
+    void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline, int peer,
+              char const* what, Done done) {
+        auto& me = world_.member_at(rank_);
+        auto const over = [&] { return done() || world_.failed >= 0 || world_.member_at(peer).left; };
+        bool const in_time = me.wake.wait_until(lock, deadline, over);
+        if (done()) return;
+        check_failure();
+        std::string const who = "rank " + std::to_string(peer);
+        if (!in_time)
+            throw error("threads", "rank " + std::to_string(rank_) + " waited for " + who + ' ' + what,
+                        "within " + std::to_string(world_.deadline.count()) + " ms", "nothing");
+        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what, who + " to take part",
+                    "its return");
+    }
+
+    void check_failure() const {
+        if (world_.failed >= 0)
+            throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
+    }
+
+    /// Takes back what nobody has taken yet, because the caller is about to free it.
+    void withdraw(std::unique_lock<std::mutex>& lock, std::span<outgoing const> sends) {
+        for (outgoing const& parcel : sends) {
+            post& own = world_.at(rank_, parcel.peer);
+            world_.member_at(rank_).wake.wait(lock, [&] { return own.state != post::copying; });
+            own.state = post::empty;
+        }
+    }
+
+    world& world_;
+    int rank_;
+    std::unordered_set<std::uint64_t> agreed_;
+};
+
+static_assert(transport<threads>);
+
+} // namespace cpx
+
+// cpx/cpx.hpp
+// cpx: context-parallel exchange. Everything on the host that needs no third-party library.
+
+#endif
