@@ -7,12 +7,30 @@
 
 namespace cpx {
 
-/// How states reach the segments of a sequence that is cut.
+/// How states reach the segments of a sequence that is cut; a type, so that it shows which results are exact.
 ///
 /// `serial` hands the state itself from segment to segment: the operations of one rank in the order of one rank, one
-/// exchange a step. `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has
-/// both a predecessor and a successor) at once, and joins them on every rank that needs them.
-enum class carry_by { scan, serial };
+/// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
+struct serial {};
+
+/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a predecessor
+/// and a successor) at once, and joins them on every rank that needs them. Equal to one rank within rounding.
+struct scan {};
+
+template <class How>
+concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
+
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always where
+/// every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only, never with `scan`.
+template <carry_kind How, any_sharding S>
+constexpr bool is_exact(S const& sharding, index chunk) {
+    if constexpr (S::every_row)
+        return true;
+    else if constexpr (std::same_as<How, serial> && requires { sharding.cut().unit(); })
+        return sharding.cut().unit() % chunk == 0;
+    else
+        return sharding.ranks() == 1;
+}
 
 /// The place of one segment in the chain of its sequence's segments.
 struct link {

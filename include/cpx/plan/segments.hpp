@@ -46,4 +46,12 @@ inline std::vector<index> offsets(std::vector<segment> const& segments) {
     return list;
 }
 
+/// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
+inline std::vector<index> positions(std::vector<segment> const& segments) {
+    std::vector<index> list;
+    for (segment const& s : segments)
+        for (index i = 0; i < s.count; ++i) list.push_back(s.token + i);
+    return list;
+}
+
 } // namespace cpx

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host operators of cpx, with Eigen inside.
+#pragma once
+
+#include <cpx/ops/attention.hpp>
+#include <cpx/ops/causal_conv1d.hpp>
+#include <cpx/ops/gated_delta_net.hpp>
+#include <cpx/ops/gated_delta_rule.hpp>
+#include <cpx/ops/local/linear.hpp>
+#include <cpx/ops/local/norm.hpp>
+#include <cpx/ops/local/rotary.hpp>

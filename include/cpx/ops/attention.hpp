@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal softmax attention of sharded queries on all keys of their sequences.
+#pragma once
+
+#include <cpx/layout/sharded.hpp>
+#include <cpx/ops/local/attention.hpp>
+#include <cpx/plan/segments.hpp>
+
+namespace cpx {
+
+/// Heads of an attention, over all ranks. `query_heads` is a multiple of `key_heads`.
+struct attention_heads {
+    index query_heads = 1, key_heads = 1;
+    index dim = 1;
+};
+
+/// Computes `o = softmax(scale q K^T) V` for every query, over the keys of its sequence up to its own token.
+///
+/// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
+/// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that `rank` holds.
+/// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
+///
+/// Throws `cpx::error` on shapes, batches or heads that do not fit.
+template <class T, any_sharding Q, any_sharding K>
+void attention(int rank, sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
+               attention_heads const& heads, double scale, sharded<T, Q> const& o, caller here = caller::here()) {
+    static_assert(K::every_row, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
+                                "them to replicated or head_sharded first");
+    char const* const where = "attention";
+    require(heads.key_heads > 0 && heads.query_heads % heads.key_heads == 0, where, "query heads",
+            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.query_heads, here);
+    require(q.sharding().batch() == k.sharding().batch() && v.sharding() == k.sharding(), where, "batch of keys and values",
+            "the queries' batch", "another", here);
+    require(o.sharding() == q.sharding(), where, "sharding of o", "that of q", "another", here);
+    thd const& batch = q.sharding().batch();
+    range const queries = q.sharding().heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
+    index const group = heads.query_heads / heads.key_heads, dim = heads.dim;
+    require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
+            "key heads on this rank", "those that its query heads read", "others", here);
+    index const held = q.sharding().rows(rank);
+    detail::require_shape(where, "q", q.data(), held, queries.size() * dim);
+    detail::require_shape(where, "o", o.data(), held, queries.size() * dim);
+    detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim);
+    detail::require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim);
+
+    auto const segments = cpx::segments(q.sharding(), rank);
+    auto const tokens = positions(segments);
+    for (segment const& s : segments)
+        for (index h = 0; h < queries.size(); ++h) {
+            index const key_head = (queries.first + h) / group - keys.first;
+            auto const seen = [&](sharded<T const, K> const& x) { // later keys are masked for all of these queries
+                return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
+            };
+            attend_head<T>(q.data().sub(s.row, s.count).columns(h * dim, dim),
+                           std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)),
+                           seen(k), seen(v), static_cast<T>(scale),
+                           o.data().sub(s.row, s.count).columns(h * dim, dim));
+        }
+}
+
+} // namespace cpx

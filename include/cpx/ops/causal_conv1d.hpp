@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal depthwise convolution over sequences on any sharding.
+#pragma once
+
+#include <cpx/layout/sharded.hpp>
+#include <cpx/ops/local/causal_conv.hpp>
+#include <cpx/plan/halo.hpp>
+#include <cpx/transport/exchange.hpp>
+
+#include <span>
+
+namespace cpx {
+
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence begins.
+///
+/// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K) and
+/// bias: (channels) or empty, for the channels that this rank holds (see `local_rows`).
+/// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
+/// Bitwise the same on every sharding.
+///
+/// Throws `cpx::error` on shapes that do not fit, and what `exchange` throws.
+template <class A, class T, any_sharding S, transport Comm>
+    requires std::same_as<std::remove_const_t<A>, T>
+void causal_conv1d(halo_plan<S> const& plan, sharded<A, S> const& x, rows<T const> weight, std::span<T const> bias,
+                   activation act, sharded<T, S> const& y, Comm& comm, caller here = caller::here()) {
+    require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, "causal_conv1d", "sharding of x and y",
+            "the plan's", "another", here);
+    require(plan.before == weight.width() - 1, "causal_conv1d", "rows before a segment in the plan", weight.width() - 1,
+            plan.before, here);
+    index const channels = x.data().width();
+    require(bias.empty() || std::ssize(bias) == channels, "causal_conv1d", "size of bias", channels, bias.size(), here);
+    std::vector<T> halo_rows(static_cast<std::size_t>(plan.target_rows * channels));
+    rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
+    exchange(plan, x.data(), halo, comm, here);
+
+    std::vector<T> before(static_cast<std::size_t>(plan.before * channels));
+    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+        segment const& s = plan.segments[i];
+        index count = 0;
+        for (std::size_t h = plan.begin[i]; h < plan.begin[i + 1]; ++h) {
+            history const& part = plan.histories[h];
+            rows<T const> const from = part.halo ? rows<T const>(halo) : rows<T const>(x.data());
+            for (index row = 0; row < part.count; ++row, ++count)
+                std::copy_n(from.row(part.first + row), channels, before.data() + count * channels);
+        }
+        convolve_segment<T>({before.data(), count, channels}, rows<T const>(x.data()).sub(s.row, s.count), weight,
+                            bias.empty() ? nullptr : bias.data(), act, y.data().sub(s.row, s.count));
+    }
+}
+
+} // namespace cpx

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gated delta rule over sequences on any sharding.
+#pragma once
+
+#include <cpx/layout/sharded.hpp>
+#include <cpx/ops/eigen.hpp>
+#include <cpx/ops/local/delta_rule.hpp>
+#include <cpx/plan/carry.hpp>
+#include <cpx/transport/exchange.hpp>
+
+namespace cpx {
+
+/// Heads of a gated delta rule, over all ranks. `value_heads` is a multiple of `key_heads`: value head h reads
+/// q and k of head h / (value_heads / key_heads).
+struct delta_rule_heads {
+    index key_heads = 1, value_heads = 1;
+    index key_dim = 1, value_dim = 1;
+};
+
+/// The tensors of a gated delta rule on one rank, all of one sharding; widths are those of the heads that the rank holds.
+///
+/// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: log decay, beta: (rows, value heads).
+/// States: (sequences, value heads * key_dim * value_dim), or empty rows for none. `initial` is read on the rank where
+/// a sequence begins; `final` is written on the rank where it ends (rank 0 if it has no tokens) and elsewhere left alone.
+template <class T, any_sharding S>
+struct delta_rule_tensors {
+    sharded<T const, S> q, k, v, g, beta;
+    sharded<T, S> o;
+    rows<T const> initial = {};
+    rows<T> final = {};
+};
+
+namespace detail {
+
+/// One rank's part of a gated delta rule: runs segments, head by head.
+template <class T, any_sharding S>
+class delta_rule_run {
+public:
+    delta_rule_run(S const& sharding, int rank, delta_rule_tensors<T, S> const& tensors, delta_rule_heads const& heads,
+                   delta_rule_options const& options)
+        : t_(tensors), heads_(heads), options_(options), keys_(sharding.heads(rank, heads.key_heads)),
+          values_(sharding.heads(rank, heads.value_heads)) {}
+
+    index state_width() const { return values_.size() * heads_.key_dim * heads_.value_dim; }
+    index map_width() const { return values_.size() * heads_.key_dim * heads_.key_dim; }
+
+    /// Writes the outputs of a segment; `state` is its start state before and its end state after.
+    void forward(segment const& s, T* state) const {
+        for (index h = 0; h < values_.size(); ++h) {
+            auto const v = columns(t_.v, s, h, heads_.value_dim);
+            delta_rule_forward<T>(key_columns(t_.q, s, h), key_columns(t_.k, s, h), v, columns(t_.g, s, h, 1),
+                                  columns(t_.beta, s, h, 1), s.token, options_, matrix_at(state, h, heads_.value_dim),
+                                  t_.o.data().sub(s.row, s.count).columns(h * heads_.value_dim, heads_.value_dim));
+        }
+    }
+
+    /// Folds a segment: `end` is its end state from a zero start; `map`, unless null, takes its M.
+    void fold(segment const& s, T* end, T* map) const {
+        for (index h = 0; h < values_.size(); ++h)
+            delta_rule_fold<T>(key_columns(t_.k, s, h), columns(t_.v, s, h, heads_.value_dim), columns(t_.g, s, h, 1),
+                               columns(t_.beta, s, h, 1), s.token, options_, matrix_at(end, h, heads_.value_dim),
+                               map ? matrix_at(map, h, heads_.key_dim) : rows<T>());
+    }
+
+    /// Computes `state = M state + E` for every head.
+    void join(T const* map, T const* end, T* state) const {
+        matrix<T> next;
+        for (index h = 0; h < values_.size(); ++h) {
+            auto const s = cpx::map(matrix_at(state, h, heads_.value_dim));
+            next = cpx::map(matrix_at(map, h, heads_.key_dim)) * s + cpx::map(matrix_at(end, h, heads_.value_dim));
+            cpx::map(matrix_at(state, h, heads_.value_dim)) = next;
+        }
+    }
+
+private:
+    template <class P>
+    rows<P> matrix_at(P* states, index head, index width) const {
+        return {states + head * heads_.key_dim * width, heads_.key_dim, width};
+    }
+    rows<T const> columns(sharded<T const, S> const& x, segment const& s, index head, index width) const {
+        return x.data().sub(s.row, s.count).columns(head * width, width);
+    }
+    rows<T const> key_columns(sharded<T const, S> const& x, segment const& s, index value_head) const {
+        index const group = heads_.value_heads / heads_.key_heads;
+        return columns(x, s, (values_.first + value_head) / group - keys_.first, heads_.key_dim);
+    }
+
+    delta_rule_tensors<T, S> const& t_;
+    delta_rule_heads const& heads_;
+    delta_rule_options const& options_;
+    range keys_, values_;
+};
+
+/// Runs the segments level by level and hands each end state to the next segment's rank.
+template <class T, any_sharding S, class Comm, class Start, class Finish>
+void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& plan, Start start, Finish finish,
+                  Comm& comm, caller here) {
+    auto const width = run.state_width();
+    std::vector<T> states;
+    for (std::size_t level = 0; level < plan.levels.size(); ++level) {
+        auto const& members = plan.levels[level];
+        if (level == 0) states.resize(members.size() * static_cast<std::size_t>(width));
+        for (std::size_t i = 0; i < members.size(); ++i) {
+            segment const& s = plan.segments[static_cast<std::size_t>(members[i])];
+            T* const state = states.data() + static_cast<index>(i) * width;
+            if (level == 0) start(s, state);
+            run.forward(s, state);
+            if (!plan.links[static_cast<std::size_t>(members[i])].has_successor) finish(s, state);
+        }
+        if (level == plan.steps.size()) break;
+        cpx::plan const& step = plan.steps[level];
+        std::vector<T> next(static_cast<std::size_t>(step.target_rows * width));
+        exchange(step, rows<T const>(states.data(), step.source_rows, width),
+                 rows<T>(next.data(), step.target_rows, width), comm, here);
+        states = std::move(next);
+    }
+}
+
+/// Folds the segments, gathers what comes before each of them, then runs them all.
+template <class T, any_sharding S, class Comm, class Start, class Finish>
+void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& plan, Start start, Finish finish,
+                  Comm& comm, caller here) {
+    index const width = run.state_width(), map_width = run.map_width();
+    auto const buffer = [](index count, index columns) { return std::vector<T>(static_cast<std::size_t>(count * columns)); };
+    auto ends = buffer(plan.ends.source_rows, width), all_ends = buffer(plan.ends.target_rows, width);
+    auto maps = buffer(plan.maps.source_rows, map_width), all_maps = buffer(plan.maps.target_rows, map_width);
+    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+        link const& place = plan.links[i];
+        T* const end = ends.data() + static_cast<index>(i) * width;
+        if (place.level == 0) { // its start is known: no need to fold it
+            start(plan.segments[i], end);
+            run.forward(plan.segments[i], end);
+            if (!place.has_successor) finish(plan.segments[i], end);
+        } else if (place.has_successor) {
+            run.fold(plan.segments[i], end, maps.data() + place.map_row * map_width);
+        }
+    }
+    exchange(plan.ends, rows<T const>(ends.data(), plan.ends.source_rows, width),
+             rows<T>(all_ends.data(), plan.ends.target_rows, width), comm, here);
+    exchange(plan.maps, rows<T const>(maps.data(), plan.maps.source_rows, map_width),
+             rows<T>(all_maps.data(), plan.maps.target_rows, map_width), comm, here);
+    auto state = buffer(1, width);
+    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+        link const& place = plan.links[i];
+        if (place.level == 0) continue;
+        T const* end = all_ends.data() + place.ends * width;
+        T const* map = all_maps.data() + place.maps * map_width;
+        std::copy_n(end, width, state.data());
+        for (index level = 1; level < place.level; ++level, map += map_width) run.join(map, end += width, state.data());
+        run.forward(plan.segments[i], state.data());
+        if (!place.has_successor) finish(plan.segments[i], state.data());
+    }
+}
+
+} // namespace detail
+
+/// Computes the gated delta rule in place on any sharding,
+///
+///     S_t = a_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t,    a_t = exp(g_t).
+///
+/// `plan` is `carry(sharding, rank)`; `How` is `serial` or `scan`, see there and `is_exact`.
+/// Collective. Communication: `serial`, one state (value heads * key_dim * value_dim) a cut; `scan`, for each segment one
+/// state, and a map (value heads * key_dim^2) if it lies between two others, to each rank with a later segment.
+/// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10.
+///
+/// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
+template <carry_kind How, class T, any_sharding S, transport Comm>
+void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t, delta_rule_heads const& heads,
+                      delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
+    char const* const where = "gated_delta_rule";
+    require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
+            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
+    for (auto const* x : {&t.q, &t.k, &t.v, &t.g, &t.beta})
+        require(x->sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
+    require(t.o.sharding() == plan.sharding, where, "sharding of o", "the plan's", "another", here);
+    index const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
+    index const keys = plan.sharding.heads(plan.rank, heads.key_heads).size();
+    index const values = plan.sharding.heads(plan.rank, heads.value_heads).size();
+    detail::require_shape(where, "q", t.q.data(), rows_held, keys * heads.key_dim);
+    detail::require_shape(where, "k", t.k.data(), rows_held, keys * heads.key_dim);
+    detail::require_shape(where, "v", t.v.data(), rows_held, values * heads.value_dim);
+    detail::require_shape(where, "g", t.g.data(), rows_held, values);
+    detail::require_shape(where, "beta", t.beta.data(), rows_held, values);
+    detail::require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim);
+
+    detail::delta_rule_run<T, S> const run(plan.sharding, plan.rank, t, heads, options);
+    index const sequences = plan.sharding.batch().sequences(), width = run.state_width();
+    if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width);
+    if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width);
+    auto const start_of = [&](index sequence, T* state) {
+        if (t.initial.data()) std::copy_n(t.initial.row(sequence), width, state);
+        else std::fill_n(state, width, T{});
+    };
+    auto const start = [&](segment const& s, T* state) { start_of(s.sequence, state); };
+    auto const finish = [&](segment const& s, T const* state) {
+        if (t.final.data()) std::copy_n(state, width, t.final.row(s.sequence));
+    };
+    detail::carry_states(how, run, plan, start, finish, comm, here);
+    for (index s = 0; t.final.data() && s < sequences; ++s)
+        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) start_of(s, t.final.row(s));
+}
+
+} // namespace cpx
