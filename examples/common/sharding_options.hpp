@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shardings from the command line: text such as "zigzag:batch", "aligned:64" and "0,8,20" becomes cpx types.
+#pragma once
+
+#include <cpx/cpx.hpp>
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace examples {
+
+inline constexpr int most_ranks = 4096;
+inline constexpr cpx::index most_tokens = 1'000'000'000'000;
+
+/// Returns the number that `text` spells, from `least` to `most`. `where` and `what` name it in the error.
+inline cpx::index parse_number(std::string_view text, cpx::index least, cpx::index most, char const* where,
+                               std::string const& what) {
+    cpx::index number = 0;
+    auto const [end, failure] = std::from_chars(text.data(), text.data() + text.size(), number);
+    bool const whole = failure == std::errc{} && end == text.data() + text.size();
+    cpx::require(whole && least <= number && number <= most, where, what.c_str(),
+                 "a whole number from " + std::to_string(least) + " to " + std::to_string(most),
+                 '"' + std::string(text) + '"');
+    return number;
+}
+
+/// Returns the numbers of "0,8,20".
+inline std::vector<cpx::index> parse_numbers(std::string_view text, cpx::index least, cpx::index most,
+                                             char const* where, char const* what) {
+    std::vector<cpx::index> numbers;
+    for (std::size_t first = 0; first <= text.size();) {
+        std::size_t const comma = std::min(text.find(',', first), text.size());
+        std::string const name = what + (' ' + std::to_string(numbers.size()));
+        numbers.push_back(parse_number(text.substr(first, comma - first), least, most, where, name));
+        first = comma + 1;
+    }
+    return numbers;
+}
+
+/// Returns the batch of the offsets (cu_seqlens) in "0,8,20".
+inline cpx::thd parse_batch(std::string_view text, char const* where = "--cu") {
+    return cpx::thd(parse_numbers(text, 0, most_tokens, where, "offset"));
+}
+
+inline int parse_ranks(std::string_view text, char const* where = "--ranks") {
+    return static_cast<int>(parse_number(text, 1, most_ranks, where, "number of ranks"));
+}
+
+/// Where chunks may begin: anywhere, or at multiples of `unit` tokens of a sequence.
+struct cut_spec {
+    int unit = 0; ///< 0: balanced
+};
+
+/// Returns what "balanced" or "aligned:64" means.
+inline cut_spec parse_cut(std::string_view text, char const* where = "--cut") {
+    if (text == "balanced") return {};
+    std::string_view const aligned = "aligned:";
+    cpx::require(text.substr(0, aligned.size()) == aligned, where, "cut", "balanced or aligned:UNIT",
+                 '"' + std::string(text) + '"');
+    return {static_cast<int>(parse_number(text.substr(aligned.size()), 1, 1 << 30, where, "unit of aligned"))};
+}
+
+/// A sharding by name, not yet bound to a batch.
+struct sharding_spec {
+    std::string name = "zigzag";
+    cpx::scope scope = cpx::scope::sequence;
+    std::vector<int> owners = {};            ///< of a table: the rank that owns each chunk
+    std::vector<cpx::section> sections = {}; ///< of head_sharded; if empty, one head of width 1 a rank
+
+    /// Returns whether every rank holds every token, so that there is nothing to cut.
+    bool every_row() const { return name == "head_sharded" || name == "replicated"; }
+};
+
+/// Returns what "NAME", "NAME:sequence" or "NAME:batch" means. A table lists its owners: "table=0,1,1,0:batch".
+inline sharding_spec parse_sharding(std::string_view text, char const* where = "--layout") {
+    auto const fail = [&](char const* what, char const* expected, std::string_view got) {
+        throw cpx::error(where, what, expected, '"' + std::string(got) + '"');
+    };
+    std::size_t const colon = text.find(':');
+    std::string_view name = text.substr(0, colon);
+    sharding_spec spec;
+    if (name.substr(0, 6) == "table=") {
+        for (cpx::index const owner : parse_numbers(name.substr(6), 0, most_ranks - 1, where, "owner of chunk"))
+            spec.owners.push_back(static_cast<int>(owner));
+        name = "table";
+    } else if (name != "sequential" && name != "zigzag" && name != "striped" && name != "head_sharded" &&
+               name != "replicated") {
+        fail("layout", "sequential, zigzag, striped, table=OWNER,OWNER..., head_sharded or replicated", name);
+    }
+    spec.name = name;
+    if (colon == std::string_view::npos) return spec;
+
+    std::string_view const scope = text.substr(colon + 1);
+    if (spec.every_row()) fail("scope of a sharding in which every rank holds every token", "none", scope);
+    if (scope != "sequence" && scope != "batch") fail("scope", "sequence or batch", scope);
+    if (scope == "batch") spec.scope = cpx::scope::batch;
+    return spec;
+}
+
+/// Returns "zigzag over sequence", "table 0,1,1,0 over batch" or "head_sharded".
+inline std::string describe(sharding_spec const& spec) {
+    std::string text = spec.name;
+    for (std::size_t c = 0; c < spec.owners.size(); ++c) text += (c ? "," : " ") + std::to_string(spec.owners[c]);
+    if (spec.every_row()) return text;
+    return text + (spec.scope == cpx::scope::batch ? " over batch" : " over sequence");
+}
+
+/// Calls `f(layout)` with the layout that `spec` names, in its own type. Returns its result.
+///
+/// `f` is compiled for 4 types. Throws `cpx::error` on head_sharded and replicated, which have no chunks.
+template <class F>
+auto with_layout(sharding_spec const& spec, int ranks, F&& f) {
+    if (spec.name == "sequential") return f(cpx::sequential<>(ranks));
+    if (spec.name == "zigzag") return f(cpx::zigzag<>(ranks));
+    if (spec.name == "striped") return f(cpx::striped<>(ranks));
+    if (spec.name == "table") return f(cpx::table(ranks, spec.owners));
+    throw cpx::error("with_layout", "layout", "sequential, zigzag, striped or table", spec.name);
+}
+
+/// Calls `f(sharding)` with the sharding by tokens that `spec` and `cut` describe, in its own type. Returns its result.
+///
+/// `f` is compiled for 16 types: 4 layouts, 2 scopes, 2 cuts. Throws `cpx::error` on head_sharded and replicated.
+template <class F>
+auto with_token_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
+    auto const with_scope = [&](auto const& layout, auto const& where) {
+        if (spec.scope == cpx::scope::batch) return f(cpx::shard<cpx::scope::batch>(batch, layout, where));
+        return f(cpx::shard<cpx::scope::sequence>(batch, layout, where));
+    };
+    return with_layout(spec, ranks, [&](auto const& layout) {
+        if (cut.unit == 0) return with_scope(layout, cpx::balanced{});
+        return with_scope(layout, cpx::aligned<cpx::dynamic>(cut.unit));
+    });
+}
+
+/// Calls `f(sharding)` with head_sharded or replicated: 2 types.
+template <class F>
+auto with_every_row_sharding(cpx::thd const& batch, sharding_spec const& spec, int ranks, F&& f) {
+    if (spec.name == "replicated") return f(cpx::replicated<>(ranks, batch));
+    std::vector<cpx::section> const one_head_a_rank{{ranks, 1}};
+    return f(cpx::head_sharded<>(ranks, batch, spec.sections.empty() ? one_head_a_rank : spec.sections));
+}
+
+/// As `with_token_sharding`, for head_sharded and replicated, too: `f` is compiled for 18 types.
+template <class F>
+auto with_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
+    if (spec.every_row()) return with_every_row_sharding(batch, spec, ranks, f);
+    return with_token_sharding(batch, spec, cut, ranks, f);
+}
+
+/// As `with_sharding`, but `f` is compiled for 4 types only: layouts become tables of their owners, and balanced cuts
+/// aligned ones with a unit of 1. For what is compiled for every pair of shardings; operators want the types above.
+template <class F>
+auto with_table_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
+    if (spec.every_row()) return with_every_row_sharding(batch, spec, ranks, f);
+    cpx::table const owners = with_layout(spec, ranks, [&](auto const& layout) {
+        std::vector<int> list;
+        for (int chunk = 0; chunk < layout.chunks(); ++chunk) list.push_back(layout.owner(chunk));
+        return cpx::table(ranks, list);
+    });
+    cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
+    if (spec.scope == cpx::scope::batch) return f(cpx::shard<cpx::scope::batch>(batch, owners, where));
+    return f(cpx::shard<cpx::scope::sequence>(batch, owners, where));
+}
+
+} // namespace examples
