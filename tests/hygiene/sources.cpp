@@ -48,7 +48,7 @@ std::vector<fs::path> sources(char const* folder) {
 }
 
 struct include {
-    std::string from; ///< "cpx/FLOOR/NAME.hpp", or "cpx/cpx.hpp"
+    std::string from; ///< such as "cpx/FLOOR/NAME.hpp"
     std::string to;   ///< what stands between the brackets
 };
 
@@ -64,10 +64,10 @@ std::vector<include> includes() {
     return result;
 }
 
-/// Returns FLOOR of "cpx/FLOOR/NAME.hpp", or nothing if there is none.
+/// Returns FLOOR of "cpx/FLOOR/NAME.hpp" and of "cpx/FLOOR.hpp", or nothing if there is none.
 std::string floor_of(std::string const& header) {
     std::smatch match;
-    return std::regex_match(header, match, std::regex("cpx/([^/]+)/.+")) ? match[1].str() : std::string();
+    return std::regex_match(header, match, std::regex("cpx/([^/.]+)[/.].+")) ? match[1].str() : std::string();
 }
 
 /// Returns the number of characters of UTF-8 text.
