@@ -3,17 +3,16 @@
 #pragma once
 
 #include <cpx/core/rows.hpp>
-#include <cpx/ops/eigen.hpp>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 namespace cpx::detail {
 
 /// The bytes of one vector register, and the elements it holds.
-inline constexpr index lane_bytes = std::max(EIGEN_MAX_ALIGN_BYTES, 16);
+inline constexpr index lane_bytes = __BIGGEST_ALIGNMENT__;
 template <class T>
 inline constexpr index lane_count = lane_bytes / static_cast<index>(sizeof(T));
 
@@ -22,8 +21,7 @@ struct lanes_of {
     typedef T type __attribute__((vector_size(lane_bytes)));
 };
 
-/// A register's worth of neighbouring columns: a vector type of gcc and clang, because an array of fixed size is kept
-/// in memory by gcc -O2.
+/// A register's worth of neighbouring columns; a type of gcc and clang with elementwise arithmetic.
 ///
 /// Loops over the columns of a row step by whole lanes and fill the last ones with zeros. So there is no scalar
 /// remainder that a compiler may round in another way (by fusing a multiplication with an addition, say), and the
@@ -37,21 +35,44 @@ void load(T const* from, lanes<T>& to) {
     std::memcpy(&to, from, sizeof to);
 }
 
-/// Reads the `valid` elements at `from`, then zeros.
+/// Reads the first `valid` elements, zeros after them.
 template <class T>
 void load(T const* from, index valid, lanes<T>& to) {
+    if (valid >= lane_count<T>) return load<T>(from, to);
     to = lanes<T>{};
-    std::memcpy(&to, from, static_cast<std::size_t>(std::min(valid, lane_count<T>)) * sizeof(T));
+    std::memcpy(&to, from, static_cast<std::size_t>(valid) * sizeof(T));
 }
 
-/// Writes the first `valid` elements to `to`.
+/// Writes the first `valid` elements.
 template <class T>
 void store(lanes<T> const& from, T* to, index valid = lane_count<T>) {
-    std::memcpy(to, &from, static_cast<std::size_t>(std::min(valid, lane_count<T>)) * sizeof(T));
+    if (valid >= lane_count<T>)
+        std::memcpy(to, &from, sizeof from);
+    else
+        std::memcpy(to, &from, static_cast<std::size_t>(valid) * sizeof(T));
 }
 
-/// Calls `f` with 0, 1, ..., N - 1, as compile-time constants: the loops around accumulators must leave no index
-/// at run time, or the accumulators do not stay in registers.
+/// Returns the sum of all lanes, the first one first.
+template <class T>
+T sum(lanes<T> const& values) {
+    T result = 0;
+    for (index lane = 0; lane < lane_count<T>; ++lane) result += values[lane];
+    return result;
+}
+
+/// Returns the sum of the squares of `width` elements.
+template <class T>
+T sum_of_squares(T const* row, index width) {
+    lanes<T> squares{};
+    for (index column = 0; column < width; column += lane_count<T>) {
+        lanes<T> values;
+        load<T>(row + column, width - column, values);
+        squares += values * values;
+    }
+    return sum<T>(squares);
+}
+
+/// Calls `f` with 0, 1, ..., N - 1 as compile-time constants, which keeps arrays of lanes in registers.
 template <std::size_t N, class F>
 constexpr void unroll(F&& f) {
     [&]<std::size_t... I>(std::index_sequence<I...>) {
@@ -59,55 +80,63 @@ constexpr void unroll(F&& f) {
     }(std::make_index_sequence<N>{});
 }
 
-/// The lanes that `combine` keeps in registers at a time; rows of `padded` are whole numbers of these.
+/// The lanes of a row that `combine` sums at a time.
 inline constexpr std::size_t lanes_in_flight = 4;
 
-/// A (count, width) copy of rows in aligned memory, every row filled with zeros to whole blocks of lanes.
+/// A (count, width) matrix, every row filled with zeros to whole blocks of `lanes_in_flight` lanes.
 template <class T>
 class padded {
 public:
     padded() = default;
-    padded(index count, index width) : width_(width) {
+    /// All zeros.
+    padded(index count, index width) : count_(count), width_(width) {
         constexpr index block = static_cast<index>(lanes_in_flight) * lane_count<T>;
-        values_.setZero(count, (width + block - 1) / block * block);
+        stride_ = (width + block - 1) / block * block;
+        values_.resize(static_cast<std::size_t>(count * stride_));
     }
+    /// A copy of `source`.
     explicit padded(rows<T const> source) : padded(source.count(), source.width()) {
-        for (index i = 0; i < source.count(); ++i) std::copy_n(source.row(i), source.width(), row(i));
+        for (index i = 0; i < count_; ++i) std::copy_n(source.row(i), width_, row(i));
     }
 
-    index count() const { return values_.rows(); }
+    index count() const { return count_; }
     index width() const { return width_; }
     /// Returns the elements from row to row, the zeros at the end included.
-    index stride() const { return values_.cols(); }
-    T* row(index i) { return values_.data() + i * stride(); }
-    T const* row(index i) const { return values_.data() + i * stride(); }
+    index stride() const { return stride_; }
+    T* row(index i) { return values_.data() + i * stride_; }
+    T const* row(index i) const { return values_.data() + i * stride_; }
     T& operator()(index i, index j) { return row(i)[j]; }
     T operator()(index i, index j) const { return row(i)[j]; }
-    operator rows<T>() { return {values_.data(), count(), width_, stride()}; }
-    operator rows<T const>() const { return {values_.data(), count(), width_, stride()}; }
+    rows<T> view() { return {values_.data(), count_, width_, stride_}; }
+    rows<T const> view() const { return {values_.data(), count_, width_, stride_}; }
 
 private:
-    index width_ = 0;
-    matrix<T> values_;
+    index count_ = 0, width_ = 0, stride_ = 0;
+    std::vector<T> values_;
 };
 
-/// Computes `target = scale * target + sum_j factors[j] * source_j` over the rows `j < count` of `source`.
+/// Computes `target = scale * target + sum_j factors[j] * source_j` over the first `count` rows of `source`.
 ///
-/// The sum runs over ascending j from zero, so rows with factor zero change no bit. `target` has the stride of
-/// `source` and is not one of its first `count` rows.
+/// The sum starts at zero and runs over ascending j, so a factor of zero changes no bit (unless its row holds an
+/// infinity or a NaN). `target` has the stride of `source` and is none of the rows summed.
 template <class T>
 void combine(T const* factors, index count, padded<T> const& source, T scale, T* target) {
     constexpr index step = lane_count<T>;
     for (index column = 0; column < source.stride(); column += static_cast<index>(lanes_in_flight) * step) {
-        std::array<lanes<T>, lanes_in_flight> sums;
-        unroll<lanes_in_flight>([&](auto c) { sums[c] = lanes<T>::Zero(); });
+        lanes<T> sums[lanes_in_flight] = {};
         for (index j = 0; j < count; ++j) {
             T const* const from = source.row(j) + column;
-            unroll<lanes_in_flight>([&](auto c) { sums[c] += factors[j] * load(from + c * step); });
+            T const factor = factors[j];
+            unroll<lanes_in_flight>([&](auto c) {
+                lanes<T> values;
+                load<T>(from + c * step, values);
+                sums[c] += factor * values;
+            });
         }
         unroll<lanes_in_flight>([&](auto c) {
-            T* const to = target + column + static_cast<index>(c) * step;
-            store<T>(scale * load(to) + sums[c], to);
+            lanes<T> values;
+            load<T>(target + column + c * step, values);
+            store<T>(scale * values + sums[c], target + column + c * step);
         });
     }
 }

@@ -42,11 +42,8 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
         for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
         for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
     }
-    std::array<T, linear_rows * linear_outputs> result{};
-    unroll<result.size()>([&](auto i) {
-        lanes<T> const& sum = sums[i / linear_outputs][i % linear_outputs];
-        for (index lane = 0; lane < lane_count<T>; ++lane) result[i] += sum[lane];
-    });
+    std::array<T, linear_rows * linear_outputs> result;
+    unroll<result.size()>([&](auto i) { result[i] = sum<T>(sums[i / linear_outputs][i % linear_outputs]); });
     return result;
 }
 

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal softmax attention of one query head over one sequence.
+#pragma once
+
+#include <cpx/ops/local/linear.hpp>
+
+#include <cmath>
+#include <span>
+
+namespace cpx {
+
+/// Computes `o_i = sum_j softmax_j(scale q_i . k_j) v_j` over the keys `j <= positions[i]`.
+///
+/// q: (queries, Dk), any tokens of the sequence in any order, `positions[i]` is the token of query i;
+/// k: (tokens, Dk), v: (tokens, Dv), the whole sequence; o: (queries, Dv), not overlapping the others.
+/// A row of o is a function of its query and of the keys and values up to its token, bit for bit.
+/// Cost: queries * tokens * (Dk + Dv) multiplications; copies k and v once.
+/// Source: Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, eq. 1.
+///
+/// Throws `cpx::error` if the shapes do not fit or a position is not a token of the sequence.
+template <class T>
+void attend_head(rows<T const> q, std::span<index const> positions, rows<T const> k, rows<T const> v, T scale,
+                 rows<T> o) {
+    auto const queries = static_cast<index>(positions.size());
+    detail::require_shape("attend_head", "q", q, queries, k.width());
+    detail::require_shape("attend_head", "v", v, k.count(), v.width());
+    detail::require_shape("attend_head", "o", o, queries, v.width());
+    for (index const position : positions)
+        if (position < 0 || position >= k.count())
+            require(false, "attend_head", "position", "0 to " + std::to_string(k.count() - 1), position);
+
+    // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
+    detail::padded<T> const keys(k), values(v);
+    detail::padded<T> out(1, v.width());
+    index const block = detail::linear_rows;
+    std::vector<T> weights(static_cast<std::size_t>(block * k.count()));
+    for (index first = 0; first < queries; first += block) {
+        auto const of_block = positions.subspan(static_cast<std::size_t>(first),
+                                                static_cast<std::size_t>(std::min(block, queries - first)));
+        index const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
+        rows<T> const scores(weights.data(), std::ssize(of_block), visible);
+        linear<T>(q.sub(first, scores.count()), keys.view().sub(0, visible), scores);
+        for (index i = 0; i < scores.count(); ++i) {
+            T* const weight = scores.row(i);
+            index const count = of_block[static_cast<std::size_t>(i)] + 1;
+            for (index j = 0; j < count; ++j) weight[j] *= scale;
+            T const highest = *std::max_element(weight, weight + count);
+            T total = 0;
+            for (index j = 0; j < count; ++j) total += weight[j] = std::exp(weight[j] - highest);
+            std::fill_n(out.row(0), out.stride(), T(0));
+            detail::combine(weight, count, values, T(0), out.row(0));
+            for (index d = 0; d < v.width(); ++d) o(first + i, d) = out(0, d) / total;
+        }
+    }
+}
+
+} // namespace cpx

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary position embedding of rows that hold heads side by side.
+#pragma once
+
+#include <cpx/ops/local/lanes.hpp>
+#include <cpx/ops/local/shape.hpp>
+
+#include <cmath>
+#include <span>
+#include <vector>
+
+namespace cpx {
+
+struct rotary_options {
+    double theta = 10000;
+    index rotary_dim = 0; ///< channels at the front of each head that are rotated; even
+};
+
+/// Returns `theta^(-2 i / rotary_dim)` for `i < rotary_dim / 2`, computed in T as transformers does.
+///
+/// Throws `cpx::error` if `rotary_dim` is odd or negative.
+template <class T>
+std::vector<T> rotary_frequencies(rotary_options options) {
+    index const dim = options.rotary_dim;
+    require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", dim);
+    std::vector<T> result;
+    for (index i = 0; i < dim; i += 2)
+        result.push_back(1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim)));
+    return result;
+}
+
+/// Computes the cosine and sine of the angles `position * frequency`, the angle rounded to T.
+///
+/// cos, sin: (positions.size(), frequencies.size()). Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void rotary_table(std::span<index const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin) {
+    auto const count = static_cast<index>(positions.size()), half = static_cast<index>(frequencies.size());
+    detail::require_shape("rotary_table", "cos", cos, count, half);
+    detail::require_shape("rotary_table", "sin", sin, count, half);
+    for (index row = 0; row < count; ++row)
+        for (index i = 0; i < half; ++i) {
+            T const angle =
+                static_cast<T>(positions[static_cast<std::size_t>(row)]) * frequencies[static_cast<std::size_t>(i)];
+            cos(row, i) = std::cos(angle);
+            sin(row, i) = std::sin(angle);
+        }
+}
+
+/// Rotates channel i of every head with channel i + D by the angle i of its row, D = cos.width():
+///
+///     y_i = x_i cos_i - x_{i+D} sin_i,    y_{i+D} = x_{i+D} cos_i + x_i sin_i
+///
+/// x, y: (rows, heads * head_dim), y may be x; cos, sin: (rows, D) with 2 D <= head_dim. Other channels pass through.
+/// With `sin` negated it is its own backward.
+/// Source: Su, Lu, Pan, Murtadha, Wen, Liu, "RoFormer", 2021, arXiv 2104.09864, section 3.4.2. The paper pairs
+/// channels 2 i and 2 i + 1, here they come from the two halves of the rotated channels, as in the checkpoints of Qwen.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void rotary(rows<T const> x, index head_dim, rows<T const> cos, rows<T const> sin, rows<T> y) {
+    index const half = cos.width();
+    require(head_dim > 0 && x.width() % head_dim == 0, "rotary", "width of x",
+            "a multiple of head_dim, " + std::to_string(head_dim), x.width());
+    require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half);
+    detail::require_shape("rotary", "cos", cos, x.count(), half);
+    detail::require_shape("rotary", "sin", sin, x.count(), half);
+    detail::require_shape("rotary", "y", y, x.count(), x.width());
+    for (index row = 0; row < x.count(); ++row)
+        for (index head = 0; head < x.width(); head += head_dim) {
+            T const* const from = x.row(row) + head;
+            T* const to = y.row(row) + head;
+            for (index i = 0; i < half; i += detail::lane_count<T>) {
+                index const valid = half - i;
+                detail::lanes<T> c, s, low, high;
+                detail::load<T>(cos.row(row) + i, valid, c);
+                detail::load<T>(sin.row(row) + i, valid, s);
+                detail::load<T>(from + i, valid, low);
+                detail::load<T>(from + half + i, valid, high);
+                detail::store<T>(low * c - high * s, to + i, valid);
+                detail::store<T>(high * c + low * s, to + half + i, valid);
+            }
+            if (from != to) std::copy(from + 2 * half, from + head_dim, to + 2 * half);
+        }
+}
+
+/// Computes the same with ordinary positions, one a row.
+template <class T>
+void rotary(rows<T const> x, index head_dim, std::span<index const> positions, rotary_options options, rows<T> y) {
+    auto const frequencies = rotary_frequencies<T>(options);
+    index const half = static_cast<index>(frequencies.size());
+    std::vector<T> cos(positions.size() * frequencies.size()), sin(cos.size());
+    rows<T> const c(cos.data(), std::ssize(positions), half), s(sin.data(), std::ssize(positions), half);
+    rotary_table<T>(positions, frequencies, c, s);
+    rotary<T>(x, head_dim, c, s, y);
+}
+
+} // namespace cpx

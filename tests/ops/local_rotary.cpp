@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/ops/local/rotary.hpp>
+
+#include <doctest/doctest.h>
+
+#include <ops/bits.hpp>
+
+#include <numbers>
+#include <numeric>
+
+using bits::rows, bits::scattered, bits::size;
+
+namespace {
+
+std::vector<size> counted(size count) {
+    std::vector<size> positions(static_cast<std::size_t>(count));
+    std::iota(positions.begin(), positions.end(), size{1000});
+    return positions;
+}
+
+} // namespace
+
+TEST_SUITE("ops") {
+    TEST_CASE("rotary pairs the halves of the rotated channels, and other channels pass through") {
+        std::vector<double> const x = {1, 2, 3, 4, 5, 6};
+        std::vector<size> const positions = {7};
+        scattered<double> y(1, 6);
+        cpx::rotary<double>(rows<double const>(x, 6), 6, positions, {.theta = 10000, .rotary_dim = 4}, y.view());
+        std::vector<double> const angle = {7, 7 * 0.01};
+        for (size i = 0; i < 2; ++i) {
+            auto const a = static_cast<std::size_t>(i);
+            double const c = std::cos(angle[a]), s = std::sin(angle[a]);
+            CHECK(y.view()(0, i) == doctest::Approx(x[a] * c - x[a + 2] * s).epsilon(1e-14));
+            CHECK(y.view()(0, i + 2) == doctest::Approx(x[a + 2] * c + x[a] * s).epsilon(1e-14));
+        }
+        CHECK(y.view()(0, 4) == 5);
+        CHECK(y.view()(0, 5) == 6);
+    }
+
+    TEST_CASE("rotary in double has the full precision of double") {
+        std::vector<size> const positions = {1, 12345, 262143};
+        auto const frequencies = cpx::rotary_frequencies<double>({.theta = 1e7, .rotary_dim = 64});
+        scattered<double> cos(3, 32), sin(3, 32);
+        cpx::rotary_table<double>(positions, frequencies, cos.view(), sin.view());
+        for (size row = 0; row < 3; ++row)
+            for (size i = 0; i < 32; ++i) {
+                auto const turns = static_cast<long double>(positions[static_cast<std::size_t>(row)]) *
+                                   std::pow(1e7L, -2.0L * static_cast<long double>(i) / 64);
+                double const bound = 4e-16 * std::max(1.0, static_cast<double>(turns)); // of the angle
+                CHECK(std::abs(cos.view()(row, i) - static_cast<double>(std::cos(turns))) <= bound);
+                CHECK(std::abs(sin.view()(row, i) - static_cast<double>(std::sin(turns))) <= bound);
+            }
+    }
+
+    TEST_CASE("rotary in float rounds the frequency and the angle to float") {
+        std::vector<size> const positions = {100003};
+        auto const frequencies = cpx::rotary_frequencies<float>({.theta = 1e6, .rotary_dim = 8});
+        scattered<float> cos(1, 4), sin(1, 4);
+        cpx::rotary_table<float>(positions, frequencies, cos.view(), sin.view());
+        for (size i = 0; i < 4; ++i)
+            CHECK(cos.view()(0, i) == std::cos(100003.0f * (1.0f / std::pow(1e6f, static_cast<float>(2 * i) / 8.0f))));
+    }
+
+    TEST_CASE_TEMPLATE("rotary with the sine negated is the inverse", T, float, double) {
+        auto const x = bits::uniform<T>(9, 3 * 22, 1);
+        scattered<T> cos(9, 9), sin(9, 9), y(9, 66), back(9, 66);
+        cpx::rotary_table<T>(counted(9), cpx::rotary_frequencies<T>({.theta = 1e4, .rotary_dim = 18}), cos.view(),
+                             sin.view());
+        cpx::rotary<T>(x, 22, cos, sin, y.view());
+        for (size i = 0; i < 9; ++i)
+            for (size j = 0; j < 9; ++j) sin.view()(i, j) *= -1;
+        cpx::rotary<T>(y, 22, cos, sin, back.view());
+        CHECK(bits::relative_error<T, T>(back.view(), x.view()) <= 4 * std::numeric_limits<T>::epsilon());
+    }
+
+    TEST_CASE_TEMPLATE("a row of rotary does not depend on the rows beside it, bit for bit", T, float, double) {
+        auto const x = bits::uniform<T>(23, 2 * 27, 2);
+        auto const positions = counted(23);
+        cpx::rotary_options const options = {.theta = 1e5, .rotary_dim = 22};
+        bits::check_rows_are_independent<T>(x, 54, [&](size first, rows<T const> some, rows<T> y) {
+            auto const at =
+                std::span(positions).subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(some.count()));
+            cpx::rotary<T>(some, 27, at, options, y);
+            scattered<T> in_place(some, 1, 1);
+            cpx::rotary<T>(in_place, 27, at, options, in_place.view());
+            CHECK(bits::same<T>(in_place.view(), y));
+        });
+    }
+
+    TEST_CASE_TEMPLATE("a head of rotary does not depend on the heads beside it, bit for bit", T, float, double) {
+        auto const x = bits::uniform<T>(4, 5 * 11, 3);
+        auto const positions = counted(4);
+        scattered<T> all(4, 55), one(4, 11);
+        cpx::rotary<T>(x, 11, positions, {.theta = 1e5, .rotary_dim = 10}, all.view());
+        for (size head = 0; head < 5; ++head) {
+            cpx::rotary<T>(x.view().columns(11 * head, 11), 11, positions, {.theta = 1e5, .rotary_dim = 10},
+                           one.view());
+            CHECK(bits::same<T>(one.view(), all.view().columns(11 * head, 11)));
+        }
+    }
+
+    TEST_CASE("an odd number of rotated channels, or more than a head has, is an error") {
+        auto const x = bits::uniform<float>(1, 8, 1);
+        std::vector<size> const positions = {0};
+        scattered<float> y(1, 8);
+        CHECK_THROWS_AS(cpx::rotary<float>(x, 8, positions, {.theta = 1e4, .rotary_dim = 3}, y.view()), cpx::error);
+        CHECK_THROWS_AS(cpx::rotary<float>(x, 4, positions, {.theta = 1e4, .rotary_dim = 6}, y.view()), cpx::error);
+    }
+}
