@@ -27,5 +27,6 @@
 #include <cpx/plan/route.hpp>
 #include <cpx/plan/traffic.hpp>
 
+#include <cpx/transport/counted.hpp>
 #include <cpx/transport/exchange.hpp>
 #include <cpx/transport/threads.hpp>

@@ -26,6 +26,11 @@ public:
         owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
     }
 
+    /// Takes the owners of any other layout: a table is what all layouts are once their types are forgotten.
+    template <layout L>
+        requires(!std::same_as<L, table>)
+    explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
+
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }
     int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }
@@ -34,6 +39,13 @@ public:
     }
 
 private:
+    template <layout L>
+    static std::vector<int> owners_of(L const& l) {
+        std::vector<int> owners;
+        for (int c = 0; c < l.chunks(); ++c) owners.push_back(l.owner(c));
+        return owners;
+    }
+
     int ranks_;
     std::shared_ptr<std::vector<int> const> owners_;
 };

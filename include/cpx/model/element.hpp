@@ -42,7 +42,7 @@ bool holds(Value value) {
         using magnitude = std::make_unsigned_t<Value>;
         auto const bits = static_cast<magnitude>(value);
         auto const size = static_cast<magnitude>(std::cmp_less(value, 0) ? 0 - bits : bits);
-        return std::bit_width(size) - std::countr_zero(size) <= std::numeric_limits<T>::digits;
+        return static_cast<int>(std::bit_width(size)) - std::countr_zero(size) <= std::numeric_limits<T>::digits;
     }
 }
 

@@ -8,6 +8,8 @@
 #include <cpx/model/file.hpp>
 #include <cpx/model/json.hpp>
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -246,7 +248,7 @@ private:
                 if (!detail::holds<T>(value))
                     throw error(where_, "element " + std::to_string(i) + " of tensor " + detail::quote(view.name),
                                 std::same_as<T, index> ? "an int64" : std::same_as<T, float> ? "a float" : "a double",
-                                std::to_string(value));
+                                nlohmann::json(value).dump());
                 values[i] = static_cast<T>(value);
             }
         }

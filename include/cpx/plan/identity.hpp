@@ -108,15 +108,13 @@ struct identity {
 namespace detail {
 
 template <any_sharding S>
-std::string sharding_name(S const& s) {
-    if constexpr (S::every_row) {
-        return std::string(type_name<S>());
-    } else {
-        (void)s;
+std::string sharding_name() {
+    if constexpr (requires { typename S::layout_type; })
         return std::string(type_name<typename S::layout_type>()) +
                (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
                std::string(type_name<typename S::cut_type>());
-    }
+    else
+        return std::string(type_name<S>());
 }
 
 /// Hashes what types do not tell: run-time sizes, owners, cuts, sections.
@@ -124,12 +122,14 @@ template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
     std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
     for (section const& part : s.sections()) hash = mix_all(hash, std::array{part.heads, part.width});
-    if constexpr (!S::every_row) {
+    if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
+        for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+    } else {
         index const n = s.runs() > 0 ? s.run(0).size() : 0; // a length rule is known by its answer for the first run
         auto const l = layout_at(s.policy(), n);
         for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
-        for (index const t : {index{1}, index{7}, index{100}, index{1000}}) // a cut is known by its answers
-            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, t), t)));
+        for (index t = 1; t < index{1} << 32; t *= 2) // a cut is known by its answers
+            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
     return hash;
 }
@@ -138,8 +138,8 @@ template <any_sharding A, any_sharding B>
 identity identify(std::string_view operation, A const& from, B const& to, index parameter = 0) {
     identity id;
     identity::set(id.operation, operation);
-    identity::set(id.source, sharding_name(from));
-    identity::set(id.target, sharding_name(to));
+    identity::set(id.source, sharding_name<A>());
+    identity::set(id.target, sharding_name<B>());
     thd const& batch = from.batch();
     id.numbers = {static_cast<std::uint64_t>(from.ranks()), static_cast<std::uint64_t>(batch.sequences()),
                   static_cast<std::uint64_t>(batch.tokens()), mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),

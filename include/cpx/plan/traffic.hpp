@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/plan/relayout.hpp>
+#include <cpx/plan/segments.hpp>
 
 namespace cpx {
 
@@ -20,41 +21,70 @@ std::vector<index> traffic(From const& from, To const& to) {
     return rows;
 }
 
-/// Counts the rows that no exchange between the shardings can do without, from ownership alone, not from plans.
+/// Rows that move, whole or in part, and their elements.
+struct volume {
+    index rows = 0;
+    index elements = 0;
+    friend constexpr bool operator==(volume, volume) = default;
+};
+
+/// Counts what no exchange between the shardings can do without, from ownership alone, not from plans.
 ///
-/// Goes over the batch once for each rank j and counts, for every row that j needs and does not have whole, the ranks
-/// that must supply it: its holder, or where every rank holds every row, the ranks with heads that j lacks.
+/// For every rank j: the rows that it needs and does not have whole, once for every rank that must supply a part of them:
+/// the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
+/// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
-index lower_bound(From const& from, To const& to) {
-    index bound = 0;
-    section const whole{1, 1};
+volume lower_bound(From const& from, To const& to, index width = 1) {
+    section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
+    auto const holds = [](auto const& s, int rank, section const& part, index head) {
+        range const heads = s.heads(rank, part.heads);
+        return heads.first <= head && head < heads.last;
+    };
+    volume bound;
     for (int j = 0; j < to.ranks(); ++j) {
-        index hint = 0;
-        to.for_each_piece(j, [&](range needed) {
-            if constexpr (From::every_row) {
-                for (int i = 0; i < from.ranks(); ++i) {
-                    bool supplies = false;
-                    for (section const& s : sections)
-                        for (index h = 0; h < s.heads && i != j; ++h) {
-                            auto const holds = [&](int r) {
-                                range const heads = from.heads(r, s.heads);
-                                return heads.first <= h && h < heads.last;
-                            };
-                            bool first = holds(i) && !holds(j); // the lowest of the ranks that hold a head supplies it
-                            for (int r = 0; r < i; ++r) first = first && !holds(r);
-                            range const wanted = to.heads(j, s.heads);
-                            supplies = supplies || (first && wanted.first <= h && h < wanted.last);
-                        }
-                    if (supplies) bound += needed.size();
+        index needed_rows = to.rows(j);
+        if constexpr (From::every_row) {
+            std::vector<index> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
+            for (section const& s : sections)
+                for (index head = 0; head < s.heads; ++head) {
+                    int supplier = 0;
+                    while (!holds(from, supplier, s, head)) ++supplier;
+                    if (holds(to, j, s, head) && !holds(from, j, s, head)) supplied[static_cast<std::size_t>(supplier)] += s.width;
                 }
-            } else {
-                from.for_each_holder(needed, hint, [&](int holder, range part) {
-                    if (holder != j) bound += part.size();
-                });
+            for (index const elements : supplied) {
+                bound.rows += elements > 0 ? needed_rows : 0;
+                bound.elements += elements * needed_rows;
             }
+        } else {
+            from.for_each_piece(j, [&, hint = index{0}](range own) mutable {
+                if constexpr (To::every_row) needed_rows -= own.size();
+                else
+                    to.for_each_holder(own, hint, [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
+            });
+            bound.rows += needed_rows;
+            bound.elements += needed_rows * detail::local_width(to, j, sections);
+        }
+    }
+    return bound;
+}
+
+/// Counts the rows that no halo of `before` rows can do without: those that precede a segment of a rank and are not its
+/// own, each once. Cost: O(W tokens); for reports and tests.
+template <any_sharding S>
+index halo_lower_bound(S const& sharding, index before) {
+    index bound = 0;
+    for (int rank = 0; rank < sharding.ranks(); ++rank) {
+        std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
+        for (segment const& s : segments(sharding, rank)) {
+            index const start = sharding.batch().offset(s.sequence) + s.token;
+            for (index row = start - std::min(before, s.token); row < start; ++row) needed[static_cast<std::size_t>(row)] = true;
+        }
+        sharding.for_each_piece(rank, [&](range own) {
+            for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
         });
+        bound += std::ranges::count(needed, true);
     }
     return bound;
 }

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule of one head over one segment, in chunks.
+#pragma once
+
+#include <cpx/ops/local/activation.hpp>
+#include <cpx/ops/local/linear.hpp>
+
+#include <cmath>
+#include <vector>
+
+namespace cpx {
+
+struct delta_rule_options {
+    index chunk = 64;      ///< tokens computed at once
+    bool qk_l2norm = true; ///< divide q and k by sqrt(sum x^2 + 1e-6) first
+    double scale = 0;      ///< factor of q; 0: 1 / sqrt(Dk)
+};
+
+/// Returns the log decay `g = -exp(a_log) softplus(a + dt_bias)` of one token and head; never positive.
+template <class T>
+T delta_rule_gate(T a, T a_log, T dt_bias) {
+    return -std::exp(a_log) * softplus(a + dt_bias);
+}
+
+namespace detail {
+
+/// A chunk of n tokens without its queries and without the state that reaches it.
+///
+/// The chunk changes the state S into `decay_all S + onward fresh(S)`, where `fresh(S) = u + minus_w S` holds what each
+/// token writes beyond what is already stored. Row i depends on the tokens up to i alone.
+template <class T>
+struct delta_chunk {
+    padded<T> keys;           // (n, Dk), normalised
+    padded<T> decay;          // (n, n): exp(g_{j+1} + ... + g_i) for j <= i, else 0
+    std::vector<T> decay_all; // (n): exp(g_0 + ... + g_i)
+    padded<T> minus_w;        // (n, Dk)
+    padded<T> u;              // (n, Dv)
+    padded<T> onward;         // (Dk, n): keys, decayed to the end of the chunk
+
+    /// Returns (n, width of S).
+    padded<T> fresh(padded<T> result, padded<T> const& state) const {
+        for (index i = 0; i < minus_w.count(); ++i) combine(minus_w.row(i), state.count(), state, T(1), result.row(i));
+        return result;
+    }
+
+    void advance(padded<T> const& fresh_rows, padded<T>& state) const {
+        for (index d = 0; d < state.count(); ++d)
+            combine(onward.row(d), onward.width(), fresh_rows, decay_all.back(), state.row(d));
+    }
+};
+
+/// Returns x, each row divided by its length if `l2norm`, times `scale`.
+template <class T>
+padded<T> delta_rows(rows<T const> x, bool l2norm, T scale) {
+    padded<T> result(x);
+    for (index i = 0; i < x.count(); ++i) {
+        T const factor = l2norm ? scale / std::sqrt(sum_of_squares(x.row(i), x.width()) + T(1e-6)) : scale;
+        for (index d = 0; d < x.width(); ++d) result(i, d) *= factor;
+    }
+    return result;
+}
+
+template <class T>
+delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, bool l2norm) {
+    index const n = k.count();
+    delta_chunk<T> c{delta_rows(k, l2norm, T(1)),
+                     {n, n},
+                     std::vector<T>(static_cast<std::size_t>(n)),
+                     {n, k.width()},
+                     {n, v.width()},
+                     {k.width(), n}};
+    padded<T> products(n, n);
+    linear<T>(c.keys.view(), c.keys.view(), products.view());
+    std::vector<T> factors(static_cast<std::size_t>(n));
+    T until_now = 1;
+    for (index i = 0; i < n; ++i) {
+        // A product of decays: a difference of sums of g would cancel, and a quotient of decays could be 0 / 0.
+        T const decay = std::exp(g(i, 0));
+        for (index j = 0; j < i; ++j) c.decay(i, j) = decay * c.decay(i - 1, j);
+        c.decay(i, i) = 1;
+        c.decay_all[static_cast<std::size_t>(i)] = until_now *= decay;
+
+        // Row i of the two unit triangular systems (I + A) W = diag(beta decay_all) K and (I + A) U = diag(beta) V.
+        for (index j = 0; j < i; ++j)
+            factors[static_cast<std::size_t>(j)] = -(beta(i, 0) * products(i, j) * c.decay(i, j));
+        for (index d = 0; d < k.width(); ++d) c.minus_w(i, d) = -(beta(i, 0) * until_now * c.keys(i, d));
+        for (index d = 0; d < v.width(); ++d) c.u(i, d) = beta(i, 0) * v(i, d);
+        combine(factors.data(), i, c.minus_w, T(1), c.minus_w.row(i));
+        combine(factors.data(), i, c.u, T(1), c.u.row(i));
+    }
+    for (index i = 0; i < n; ++i)
+        for (index d = 0; d < k.width(); ++d) c.onward(d, i) = c.decay(n - 1, i) * c.keys(i, d);
+    return c;
+}
+
+/// Calls `f(row, chunk)` for the chunks of a segment in turn; `row` is the chunk's first row.
+template <class T, class F>
+void for_each_chunk(char const* where, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
+                    index first, delta_rule_options const& options, F&& f) {
+    require_shape(where, "v", v, k.count(), v.width());
+    require_shape(where, "g", g, k.count(), 1);
+    require_shape(where, "beta", beta, k.count(), 1);
+    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk);
+    require(first >= 0, where, "first", "not negative", first);
+    index n = 0;
+    for (index row = 0; row < k.count(); row += n) {
+        n = std::min(options.chunk - (first + row) % options.chunk, k.count() - row);
+        f(row, prepare_chunk<T>(k.sub(row, n), v.sub(row, n), g.sub(row, n), beta.sub(row, n), options.qk_l2norm));
+    }
+}
+
+template <class T>
+void copy_out(padded<T> const& from, rows<T> to) {
+    for (index i = 0; i < to.count(); ++i) std::copy_n(from.row(i), to.width(), to.row(i));
+}
+
+} // namespace detail
+
+/// Runs the gated delta rule of one head over one segment:
+///
+///     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
+///
+/// q, k: (tokens, Dk); v, o: (tokens, Dv), o not overlapping the others; g (log decay), beta: (tokens, 1).
+/// state: (Dk, Dv), the state before the segment on entry, after it on return.
+///
+/// `first` is the token of its sequence that row 0 is. Chunks begin at multiples of `options.chunk` tokens of the
+/// sequence, so a segment may begin and end with a part of one. Law: to cut a segment at such a multiple and to hand
+/// the state on changes no bit. Row t of o depends on the tokens up to t alone, bit for bit.
+///
+/// Cost: about tokens * (2 chunk (Dk + Dv) + 3 Dk Dv) multiplications.
+/// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10 and section 3.3; its state
+/// is the transpose of S.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
+                        index first, delta_rule_options const& options, rows<T> state, rows<T> o) {
+    char const* const where = "delta_rule_forward";
+    detail::require_shape(where, "q", q, k.count(), k.width());
+    detail::require_shape(where, "state", state, k.width(), v.width());
+    detail::require_shape(where, "o", o, k.count(), v.width());
+    T const scale = static_cast<T>(options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(k.width())));
+    detail::padded<T> s(state);
+    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index row, detail::delta_chunk<T> const& chunk) {
+        index const n = chunk.keys.count();
+        auto const queries = detail::delta_rows(q.sub(row, n), options.qk_l2norm, scale);
+        auto const fresh = chunk.fresh(chunk.u, s);
+        detail::padded<T> weights(n, n), out(n, v.width());
+        linear<T>(queries.view(), chunk.keys.view(), weights.view());
+        for (index i = 0; i < n; ++i) {
+            for (index j = 0; j <= i; ++j) weights(i, j) *= chunk.decay(i, j);
+            detail::combine(queries.row(i), s.count(), s, T(0), out.row(i));
+            detail::combine(weights.row(i), i + 1, fresh, chunk.decay_all[static_cast<std::size_t>(i)], out.row(i));
+        }
+        detail::copy_out(out, o.sub(row, n));
+        chunk.advance(fresh, s);
+    });
+    detail::copy_out(s, state);
+}
+
+/// Folds one segment into the map `S_end = map S_start + end` of the state, without outputs.
+///
+/// k: (tokens, Dk), v: (tokens, Dv), g, beta: (tokens, 1), `first` and the chunks as in `delta_rule_forward`.
+/// end: (Dk, Dv), on entry the state that is already known: zero where a predecessor's state will come later, else the
+/// state before the segment; on return the same carried to the end, with the bits of `delta_rule_forward`.
+/// map: (Dk, Dk), written; a view without data if it is not wanted.
+/// Law: the map of two segments in turn is (map2 map1, map2 end1 + end2).
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index first,
+                     delta_rule_options const& options, rows<T> end, rows<T> map) {
+    char const* const where = "delta_rule_fold";
+    bool const with_map = map.data() != nullptr;
+    detail::require_shape(where, "end", end, k.width(), v.width());
+    if (with_map) detail::require_shape(where, "map", map, k.width(), k.width());
+    detail::padded<T> e(end), m;
+    if (with_map) m = {k.width(), k.width()};
+    for (index d = 0; d < m.count(); ++d) m(d, d) = 1;
+    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index, detail::delta_chunk<T> const& chunk) {
+        chunk.advance(chunk.fresh(chunk.u, e), e);
+        if (with_map) chunk.advance(chunk.fresh({chunk.keys.count(), k.width()}, m), m);
+    });
+    detail::copy_out(e, end);
+    if (with_map) detail::copy_out(m, map);
+}
+
+} // namespace cpx
