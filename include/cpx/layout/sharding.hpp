@@ -111,6 +111,7 @@ public:
             range const whole = run(i);
             range const part = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
+            if constexpr (!layout<P>) check(l);
             int const chunks = l.chunks();
             int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
             int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
@@ -137,9 +138,9 @@ private:
         require(batch_.tokens() < (index{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
                 batch_.tokens());
         for (int c = 0; c < l.chunks(); ++c)
-            if (l.owner(c) < 0 || l.owner(c) >= l.ranks())
+            if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): a length rule's layouts may have others
                 throw error("sharding", "owner of chunk " + std::to_string(c),
-                            "a rank from 0 to " + std::to_string(l.ranks() - 1), std::to_string(l.owner(c)));
+                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
     }
 
     index begin(range rows, int c, int chunks) const {

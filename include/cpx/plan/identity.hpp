@@ -125,9 +125,11 @@ std::uint64_t sharding_hash(S const& s) {
     if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
         for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
     } else {
-        index const n = s.runs() > 0 ? s.run(0).size() : 0; // a length rule is known by its answer for the first run
-        auto const l = layout_at(s.policy(), n);
-        for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+        index const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
+        for (index i = 0; i < runs; ++i) {
+            auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
+            for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+        }
         for (index t = 1; t < index{1} << 32; t *= 2) // a cut is known by its answers
             hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
