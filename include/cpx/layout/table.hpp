@@ -27,8 +27,8 @@ public:
     }
 
     /// Takes the owners of any other layout: a table is what all layouts are once their types are forgotten.
-    template <layout L>
-        requires(!std::same_as<L, table>)
+    template <class L>
+        requires(!std::same_as<L, table>) && layout<L> // in this order: whether a table is a layout is asked of this class
     explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
 
     int ranks() const { return ranks_; }

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// Any sharding behind one type, so that tests of all pairs compile one relayout and not hundreds.
+#pragma once
+
+#include <cpx/layout/sharding.hpp>
+
+#include <functional>
+#include <memory>
+
+namespace support {
+
+/// A sharding that asks a real one, hidden behind it, and knows of it only what `cpx::any_sharding` promises.
+template <bool EveryRow>
+class erased {
+public:
+    static constexpr bool every_row = EveryRow;
+
+    template <class S>
+        requires(!std::same_as<S, erased>) && cpx::any_sharding<S> && (S::every_row == EveryRow)
+    erased(S sharding) : real_(std::make_shared<model<S>>(std::move(sharding))) {}
+
+    int ranks() const { return real_->ranks(); }
+    cpx::thd const& batch() const { return real_->batch(); }
+    cpx::index rows(int rank) const { return real_->rows(rank); }
+    std::span<cpx::section const> sections() const { return real_->sections(); }
+    cpx::range heads(int rank, cpx::index count) const { return real_->heads(rank, count); }
+    template <class F>
+    void for_each_piece(int rank, F&& f) const {
+        real_->pieces(rank, std::ref(f));
+    }
+    template <class F>
+    void for_each_holder(cpx::range rows, cpx::index& run, F&& f) const {
+        real_->holders(rows, run, std::ref(f));
+    }
+
+private:
+    struct base {
+        virtual ~base() = default;
+        virtual int ranks() const = 0;
+        virtual cpx::thd const& batch() const = 0;
+        virtual cpx::index rows(int rank) const = 0;
+        virtual std::span<cpx::section const> sections() const = 0;
+        virtual cpx::range heads(int rank, cpx::index count) const = 0;
+        virtual void pieces(int rank, std::function<void(cpx::range)> const& f) const = 0;
+        virtual void holders(cpx::range rows, cpx::index& run,
+                             std::function<void(int, cpx::range)> const& f) const = 0;
+    };
+    template <class S>
+    struct model final : base {
+        explicit model(S s) : sharding(std::move(s)) {}
+        int ranks() const override { return sharding.ranks(); }
+        cpx::thd const& batch() const override { return sharding.batch(); }
+        cpx::index rows(int rank) const override { return sharding.rows(rank); }
+        std::span<cpx::section const> sections() const override { return sharding.sections(); }
+        cpx::range heads(int rank, cpx::index count) const override { return sharding.heads(rank, count); }
+        void pieces(int rank, std::function<void(cpx::range)> const& f) const override {
+            sharding.for_each_piece(rank, f);
+        }
+        void holders(cpx::range rows, cpx::index& run, std::function<void(int, cpx::range)> const& f) const override {
+            sharding.for_each_holder(rows, run, f);
+        }
+        S sharding;
+    };
+    std::shared_ptr<base const> real_;
+};
+
+using any_tokens = erased<false>;
+using any_rows = erased<true>;
+
+} // namespace support
