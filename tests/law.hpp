@@ -25,7 +25,11 @@ struct subject {
 };
 
 inline subject tokens(cpx::thd const& batch, support::spec const& s) {
-    subject a{text(s), support::make(batch, s), support::brute_owners(batch, s), {}, s.ranks,
+    subject a{text(s),
+              support::make(batch, s),
+              support::brute_owners(batch, s),
+              {},
+              s.ranks,
               matrix(static_cast<std::size_t>(s.ranks))};
     for (std::size_t row = 0; row < a.owners.size(); ++row)
         a.rows[static_cast<std::size_t>(a.owners[row])].push_back(static_cast<index>(row));
@@ -45,8 +49,9 @@ inline subject replicated(cpx::thd const& batch, int ranks) {
 inline subject heads(cpx::thd const& batch, int ranks, std::vector<cpx::section> const& sections) {
     std::string name = "heads";
     for (cpx::section const& s : sections) name += ' ' + std::to_string(s.heads) + 'x' + std::to_string(s.width);
-    return {name, support::any_rows(cpx::head_sharded<>(ranks, batch, sections)), {}, sections, ranks,
-            every_row(batch, ranks)};
+    return {name,  support::any_rows(cpx::head_sharded<>(ranks, batch, sections)),
+            {},    sections,
+            ranks, every_row(batch, ranks)};
 }
 
 /// Returns whether `rank` of `ranks` holds head `h` of a section, where the largest section has `groups` heads.
@@ -140,14 +145,16 @@ inline std::string least_traffic(subject const& a, subject const& b, std::vector
         index lacking = 0;
         for (index const column : needed) lacking += !std::ranges::binary_search(held, column);
         for (index const row : b.rows[static_cast<std::size_t>(r)])
-            missing += a.every_row() || a.owners[static_cast<std::size_t>(row)] == r ? lacking
-                                                                                     : static_cast<index>(needed.size());
+            missing += a.every_row() || a.owners[static_cast<std::size_t>(row)] == r
+                           ? lacking
+                           : static_cast<index>(needed.size());
     }
     if (sent_cells != missing)
         return "sent " + std::to_string(sent_cells) + " elements where " + std::to_string(missing) + " are missing";
     cpx::volume const bound = std::visit(
         [&](auto const& from, auto const& to) { return cpx::lower_bound(from, to, width); }, a.sharding, b.sharding);
-    if (sent_rows != bound.rows) return "sent " + std::to_string(sent_rows) + " rows, bound " + std::to_string(bound.rows);
+    if (sent_rows != bound.rows)
+        return "sent " + std::to_string(sent_rows) + " rows, bound " + std::to_string(bound.rows);
     if (sent_cells != bound.elements)
         return "sent " + std::to_string(sent_cells) + " elements, bound " + std::to_string(bound.elements);
     return "";

@@ -42,8 +42,7 @@ private:
         virtual std::span<cpx::section const> sections() const = 0;
         virtual cpx::range heads(int rank, cpx::index count) const = 0;
         virtual void pieces(int rank, std::function<void(cpx::range)> const& f) const = 0;
-        virtual void holders(cpx::range rows, cpx::index& run,
-                             std::function<void(int, cpx::range)> const& f) const = 0;
+        virtual void holders(cpx::range rows, cpx::index& run, std::function<void(int, cpx::range)> const& f) const = 0;
     };
     template <class S>
     struct model final : base {

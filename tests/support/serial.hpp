@@ -69,10 +69,14 @@ std::vector<std::vector<T>> execute(std::vector<cpx::plan> const& plans, std::ve
             for_each_cell(out->rows, in.rows, [&](cpx::index from_row, cpx::index to_row) {
                 for_each_cell(out->columns.empty() ? all : out->columns, in.columns.empty() ? all : in.columns,
                               [&](cpx::index from_column, cpx::index to_column) {
-                                  T const value = source.at(static_cast<std::size_t>(from_row * source_width + from_column));
-                                  T& place = targets.back().at(static_cast<std::size_t>(to_row * target_width + to_column));
-                                  if (p.kind == cpx::flow::sums) place += value;
-                                  else place = value;
+                                  T const value =
+                                      source.at(static_cast<std::size_t>(from_row * source_width + from_column));
+                                  T& place =
+                                      targets.back().at(static_cast<std::size_t>(to_row * target_width + to_column));
+                                  if (p.kind == cpx::flow::sums)
+                                      place += value;
+                                  else
+                                      place = value;
                               });
             });
         }

@@ -48,7 +48,8 @@ any_tokens make(cpx::thd const& batch, spec const& s) {
     case shape::zigzag: return make<Scope>(batch, cpx::zigzag<>{s.ranks}, s.unit);
     case shape::striped: return make<Scope>(batch, cpx::striped<>{s.ranks}, s.unit);
     case shape::table: return make<Scope>(batch, cpx::table(s.ranks, s.owners), s.unit);
-    default: return make<Scope>(batch, cpx::by_length{cpx::zigzag<>{s.ranks}, cpx::sequential<>{s.ranks}, &even}, s.unit);
+    default:
+        return make<Scope>(batch, cpx::by_length{cpx::zigzag<>{s.ranks}, cpx::sequential<>{s.ranks}, &even}, s.unit);
     }
 }
 
@@ -105,7 +106,8 @@ inline std::vector<int> brute_owners(cpx::thd const& batch, spec const& s) {
             result.push_back(owners[chunk]);
         }
     };
-    if (s.cuts == cpx::scope::batch) cut_run(0, batch.tokens());
+    if (s.cuts == cpx::scope::batch)
+        cut_run(0, batch.tokens());
     else
         for (cpx::index q = 0; q < batch.sequences(); ++q) cut_run(batch.offset(q), batch.offset(q + 1));
     return result;
