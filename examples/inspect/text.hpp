@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// A report in characters: one line a rank, one character a row where the batch is short enough.
+#pragma once
+
+#include "report.hpp"
+
+#include <algorithm>
+#include <array>
+#include <sstream>
+
+namespace inspect {
+
+/// Draws lanes of characters. In colour, a rank's rows stand on its colour; without, its character must do.
+class text_picture {
+public:
+    text_picture(report const& r, bool colour)
+        : report_(r), colour_(colour), columns_(std::min<index>(r.batch.tokens(), 100)) {}
+
+    std::string draw() {
+        out_ << title(report_, "->") << '\n' << summary(report_) << "\n\n";
+        ruler();
+        if (!report_.plan) {
+            lanes(report_.before);
+        } else {
+            out_ << "\nbefore: " << report_.from << '\n';
+            lanes(report_.before);
+            out_ << "\nafter: " << report_.to << "  (0, 1, ...: comes from that rank; =: stays; *: from several)\n";
+            lanes(report_.plan->after);
+            matrix();
+        }
+        if (columns_ < report_.batch.tokens())
+            out_ << "\none character stands for " << count((report_.batch.tokens() + columns_ - 1) / columns_, "row")
+                 << " or a little less; the first row of each is shown\n";
+        return out_.str();
+    }
+
+private:
+    static constexpr index most_matrix_ranks = 16, most_offsets = 10;
+
+    /// Returns the first row that column `c` stands for.
+    index row_at(index c) const {
+        return static_cast<index>(static_cast<long double>(c) * report_.batch.tokens() / columns_);
+    }
+
+    static char symbol(int rank) {
+        if (rank == several) return '*';
+        return rank < 10 ? static_cast<char>('0' + rank) : rank < 36 ? static_cast<char>('a' + rank - 10) : '#';
+    }
+
+    std::string paint(char c, int rank) const {
+        static constexpr std::array codes{25, 214, 36, 175, 74, 166, 227, 246}; // near to the colours of the SVG
+        if (!colour_ || rank == several) return {c};
+        bool const dark = rank % 8 == 0 || rank % 8 == 5;
+        return "\033[48;5;" + std::to_string(codes[static_cast<std::size_t>(rank % 8)]) + (dark ? ";97m" : ";30m") + c +
+               "\033[0m";
+    }
+
+    void label(std::string const& name) {
+        out_ << name << std::string(10 - std::min<std::size_t>(name.size(), 9), ' ');
+    }
+
+    void ruler() {
+        label("sequence");
+        for (index c = 0, last = -1; c < columns_; ++c) {
+            index const s = report_.batch.sequence(row_at(c));
+            out_ << (s == last ? '-' : '|');
+            last = s;
+        }
+        out_ << '\n';
+    }
+
+    void lanes(std::vector<lane> const& lanes) {
+        for (int rank = 0; rank < report_.ranks; ++rank) {
+            lane const& held = lanes[static_cast<std::size_t>(rank)];
+            label("rank " + std::to_string(rank));
+            auto next = held.parts.begin();
+            for (index c = 0; c < columns_; ++c) {
+                while (next != held.parts.end() && next->rows.last <= row_at(c)) ++next;
+                bool const here = next != held.parts.end() && next->rows.first <= row_at(c);
+                bool const stays = here && &lanes != &report_.before && next->source == rank;
+                out_ << (here ? paint(stays ? '=' : symbol(next->source), next->source) : ".");
+            }
+            out_ << "  " << count(held.rows(), "row") << ", cu_seqlens";
+            for (std::size_t i = 0; i < held.cu_seqlens.size() && i < most_offsets; ++i)
+                out_ << ' ' << held.cu_seqlens[i];
+            out_ << (held.cu_seqlens.size() > most_offsets ? " ...\n" : "\n");
+        }
+    }
+
+    void matrix() {
+        out_ << "\nrows from rank (down) to rank (across); on the diagonal, rows that stay\n";
+        if (report_.ranks > most_matrix_ranks) {
+            out_ << "too many ranks to show here: see --json\n";
+            return;
+        }
+        std::size_t width = 4;
+        for (auto const& row : report_.plan->rows)
+            for (index const rows : row) width = std::max(width, std::to_string(rows).size() + 2);
+        auto const cell = [&](std::string const& text) { out_ << std::string(width - text.size(), ' ') << text; };
+        cell("");
+        for (int j = 0; j < report_.ranks; ++j) cell(std::to_string(j));
+        for (int i = 0; i < report_.ranks; ++i) {
+            out_ << '\n';
+            cell(std::to_string(i));
+            for (index const rows : report_.plan->rows[static_cast<std::size_t>(i)]) cell(std::to_string(rows));
+        }
+        out_ << '\n';
+    }
+
+    report const& report_;
+    bool colour_;
+    index columns_;
+    std::ostringstream out_;
+};
+
+} // namespace inspect
