@@ -108,61 +108,36 @@ inline std::string describe(sharding_spec const& spec) {
     return text + (spec.scope == cpx::scope::batch ? " over batch" : " over sequence");
 }
 
-/// Calls `f(layout)` with the layout that `spec` names, in its own type. Returns its result.
-///
-/// `f` is compiled for 4 types. Throws `cpx::error` on head_sharded and replicated, which have no chunks.
-template <class F>
-auto with_layout(sharding_spec const& spec, int ranks, F&& f) {
-    if (spec.name == "sequential") return f(cpx::sequential<>(ranks));
-    if (spec.name == "zigzag") return f(cpx::zigzag<>(ranks));
-    if (spec.name == "striped") return f(cpx::striped<>(ranks));
-    if (spec.name == "table") return f(cpx::table(ranks, spec.owners));
-    throw cpx::error("with_layout", "layout", "sequential, zigzag, striped or table", spec.name);
+/// The type of all shardings by tokens that are known at run time only: any layout is a table of owners, and a cut at
+/// multiples of 1 token is balanced. Programs that know their layout write its own type instead, as new_layout does.
+template <cpx::scope Scope>
+using token_sharding = cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>>;
+
+/// Returns the layout that `spec` names. Throws `cpx::error` on head_sharded and replicated, which have no chunks.
+inline cpx::table make_layout(sharding_spec const& spec, int ranks) {
+    if (spec.name == "sequential") return cpx::table(cpx::sequential<>(ranks));
+    if (spec.name == "zigzag") return cpx::table(cpx::zigzag<>(ranks));
+    if (spec.name == "striped") return cpx::table(cpx::striped<>(ranks));
+    if (spec.name == "table") return cpx::table(ranks, spec.owners);
+    throw cpx::error("make_layout", "layout", "sequential, zigzag, striped or table", spec.name);
 }
 
-/// Calls `f(sharding)` with the sharding by tokens that `spec` and `cut` describe, in its own type. Returns its result.
-///
-/// `f` is compiled for 16 types: 4 layouts, 2 scopes, 2 cuts. Throws `cpx::error` on head_sharded and replicated.
+/// Calls `f(sharding)` with the sharding by tokens that `spec` and `cut` describe: 2 types. Returns its result.
 template <class F>
 auto with_token_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
-    auto const with_scope = [&](auto const& layout, auto const& where) {
-        if (spec.scope == cpx::scope::batch) return f(cpx::shard<cpx::scope::batch>(batch, layout, where));
-        return f(cpx::shard<cpx::scope::sequence>(batch, layout, where));
-    };
-    return with_layout(spec, ranks, [&](auto const& layout) {
-        if (cut.unit == 0) return with_scope(layout, cpx::balanced{});
-        return with_scope(layout, cpx::aligned<cpx::dynamic>(cut.unit));
-    });
+    cpx::table const layout = make_layout(spec, ranks);
+    cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
+    if (spec.scope == cpx::scope::batch) return f(token_sharding<cpx::scope::batch>(batch, layout, where));
+    return f(token_sharding<cpx::scope::sequence>(batch, layout, where));
 }
 
-/// Calls `f(sharding)` with head_sharded or replicated: 2 types.
-template <class F>
-auto with_every_row_sharding(cpx::thd const& batch, sharding_spec const& spec, int ranks, F&& f) {
-    if (spec.name == "replicated") return f(cpx::replicated<>(ranks, batch));
-    std::vector<cpx::section> const one_head_a_rank{{ranks, 1}};
-    return f(cpx::head_sharded<>(ranks, batch, spec.sections.empty() ? one_head_a_rank : spec.sections));
-}
-
-/// As `with_token_sharding`, for head_sharded and replicated, too: `f` is compiled for 18 types.
+/// As `with_token_sharding`, for head_sharded and replicated, too: 4 types.
 template <class F>
 auto with_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
-    if (spec.every_row()) return with_every_row_sharding(batch, spec, ranks, f);
-    return with_token_sharding(batch, spec, cut, ranks, f);
-}
-
-/// As `with_sharding`, but `f` is compiled for 4 types only: layouts become tables of their owners, and balanced cuts
-/// aligned ones with a unit of 1. For what is compiled for every pair of shardings; operators want the types above.
-template <class F>
-auto with_table_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
-    if (spec.every_row()) return with_every_row_sharding(batch, spec, ranks, f);
-    cpx::table const owners = with_layout(spec, ranks, [&](auto const& layout) {
-        std::vector<int> list;
-        for (int chunk = 0; chunk < layout.chunks(); ++chunk) list.push_back(layout.owner(chunk));
-        return cpx::table(ranks, list);
-    });
-    cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
-    if (spec.scope == cpx::scope::batch) return f(cpx::shard<cpx::scope::batch>(batch, owners, where));
-    return f(cpx::shard<cpx::scope::sequence>(batch, owners, where));
+    if (spec.name == "replicated") return f(cpx::replicated<>(ranks, batch));
+    if (spec.name != "head_sharded") return with_token_sharding(batch, spec, cut, ranks, f);
+    std::vector<cpx::section> const one_head_a_rank{{ranks, 1}};
+    return f(cpx::head_sharded<>(ranks, batch, spec.sections.empty() ? one_head_a_rank : spec.sections));
 }
 
 } // namespace examples

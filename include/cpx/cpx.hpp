@@ -19,6 +19,7 @@
 #include <cpx/layout/sharding.hpp>
 #include <cpx/layout/striped.hpp>
 #include <cpx/layout/table.hpp>
+#include <cpx/layout/tensor.hpp>
 #include <cpx/layout/zigzag.hpp>
 
 #include <cpx/plan/carry.hpp>

@@ -30,6 +30,10 @@ private:
     S sharding_;
 };
 
+/// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
+template <class A, class T>
+concept elements_of = std::same_as<std::remove_const_t<A>, T>;
+
 template <class T, class S>
 sharded(rows<T>, S) -> sharded<T, S>;
 

@@ -98,6 +98,10 @@ public:
             }
             for (int const c : owned) {
                 range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+                if (piece.size() < 0 || (c == 0 && piece.first != rows.first)) // no built-in cut, but a user's may
+                    throw error("sharding", "cut, at chunk " + std::to_string(c) + " of " + std::to_string(chunks),
+                                "chunks that ascend from the first row, " + std::to_string(rows.first),
+                                std::to_string(piece.first) + " to " + std::to_string(piece.last));
                 if (!piece.empty()) f(piece);
             }
         }

@@ -174,7 +174,7 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
     if (config.partial_rotary_factor == 0 || config.head_dim == 0) return;
     if (config.partial_rotary_factor > 1)
         return problems.add(factor.pointer() + "/partial_rotary_factor", "at most 1",
-                            std::to_string(config.partial_rotary_factor));
+                            factor.at("partial_rotary_factor").got());
     auto const rotary = config.rotary_dim();
     problems.require(rotary > 0 && rotary % 2 == 0, factor, "partial_rotary_factor",
                      "an even number of rotated channels, at least 2",
@@ -187,7 +187,7 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
     config.mrope_section.assign(section.begin(), section.end());
     auto const sum = std::accumulate(section.begin(), section.end(), index{0});
     problems.require(section.size() == 3 && std::ranges::min(section) >= 0 && sum == rotary / 2, parameters,
-                     "mrope_section", "3 sizes with the sum " + std::to_string(rotary / 2),
+                     "mrope_section", "3 sizes of at least 0 with the sum " + std::to_string(rotary / 2),
                      std::to_string(section.size()) + " with the sum " + std::to_string(sum));
 }
 

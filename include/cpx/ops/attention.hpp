@@ -21,9 +21,9 @@ struct attention_heads {
 /// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit.
-template <class T, any_sharding Q, any_sharding K>
-void attention(int rank, sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
-               attention_heads const& heads, double scale, sharded<T, Q> const& o, caller here = caller::here()) {
+template <class T, any_sharding Q, any_sharding K, elements_of<T> A, elements_of<T> B>
+void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded<B, K> const& v, attention_heads const& heads,
+               double scale, sharded<T, Q> const& o, caller here = caller::here()) {
     static_assert(K::every_row, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                                 "them to replicated or head_sharded first");
     char const* const where = "attention";
@@ -48,10 +48,10 @@ void attention(int rank, sharded<T const, Q> const& q, sharded<T const, K> const
     for (segment const& s : segments)
         for (index h = 0; h < queries.size(); ++h) {
             index const key_head = (queries.first + h) / group - keys.first;
-            auto const seen = [&](sharded<T const, K> const& x) { // later keys are masked for all of these queries
+            auto const seen = [&](sharded<B, K> const& x) -> rows<T const> { // later keys are masked for all of these
                 return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
             };
-            attend_head<T>(q.data().sub(s.row, s.count).columns(h * dim, dim),
+            attend_head<T>(rows<T const>(q.data()).sub(s.row, s.count).columns(h * dim, dim),
                            std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)),
                            seen(k), seen(v), static_cast<T>(scale),
                            o.data().sub(s.row, s.count).columns(h * dim, dim));

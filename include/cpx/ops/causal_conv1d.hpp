@@ -19,8 +19,7 @@ namespace cpx {
 /// Bitwise the same on every sharding.
 ///
 /// Throws `cpx::error` on shapes that do not fit, and what `exchange` throws.
-template <class A, class T, any_sharding S, transport Comm>
-    requires std::same_as<std::remove_const_t<A>, T>
+template <class T, any_sharding S, elements_of<T> A, transport Comm>
 void causal_conv1d(halo_plan<S> const& plan, sharded<A, S> const& x, rows<T const> weight, std::span<T const> bias,
                    activation act, sharded<T, S> const& y, Comm& comm, caller here = caller::here()) {
     require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, "causal_conv1d", "sharding of x and y",

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/layout/head_sharded.hpp>
+#include <cpx/layout/tensor.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/gated_delta_rule.hpp>
 #include <cpx/ops/local/linear.hpp>
@@ -49,37 +50,35 @@ struct gated_delta_mixer {
 
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
     template <class T, class Comm>
-    void operator()(gated_delta_net_config const& config, gated_delta_net_weights<T> const& w, rows<T const> x, rows<T> o,
-                    Comm& comm) const {
+    void operator()(gated_delta_net_config const& config, gated_delta_net_weights<T> const& w, tensor<T, S> const& x,
+                    tensor<T, S>& o, Comm& comm) const {
         S const& sharding = states.sharding;
+        int const rank = states.rank;
+        delta_rule_heads const& heads = config.heads;
+        index const keys = sharding.heads(rank, heads.key_heads).size(), q = keys * heads.key_dim;
+        index const values = sharding.heads(rank, heads.value_heads).size(), v = values * heads.value_dim;
         auto const sections = config.sections();
-        auto const& [hidden, heads, kernel, chunk, eps] = config;
-        index const keys = sharding.heads(states.rank, heads.key_heads).size();
-        index const values = sharding.heads(states.rank, heads.value_heads).size();
-        index const q = keys * heads.key_dim, v = values * heads.value_dim, qkv = 2 * q + v;
+        auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
 
-        auto const qkv_sections = std::span(sections).first(3);
-        auto const conv_weight = local_rows(sharding, states.rank, qkv_sections, w.conv);
-        std::vector<T> mixed_values(static_cast<std::size_t>(x.count() * qkv));
-        sharded<T, S> const mixed{{mixed_values.data(), x.count(), qkv}, sharding};
-        causal_conv1d(halo_rows, sharded<T const, S>{x.columns(0, qkv), sharding},
-                      rows<T const>(conv_weight.data(), qkv, kernel), std::span<T const>(), activation::silu, mixed, comm);
+        auto const conv = local_rows(sharding, rank, qkv, w.conv);
+        tensor<T, S> mixed(sharding, rank, 2 * q + v), g_beta(sharding, rank, 2 * values);
+        causal_conv1d(halo_rows, x.view().columns(0, 2 * q + v), rows<T const>(conv, config.kernel), std::span<T const>(),
+                      activation::silu, mixed.view(), comm);
 
-        auto const value_section = std::span(sections).last(1);
-        auto const A_log = local_rows(sharding, states.rank, value_section, w.A_log);
-        auto const dt_bias = local_rows(sharding, states.rank, value_section, w.dt_bias);
-        std::vector<T> gates(static_cast<std::size_t>(x.count() * 2 * values));
-        sharded<T, S> const g_beta{{gates.data(), x.count(), 2 * values}, sharding};
-        for (index row = 0; row < x.count(); ++row)
+        auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
+        auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
+        auto const b = x.data().columns(2 * q + v, values), a = x.data().columns(2 * q + v + values, values);
+        for (index row = 0; row < a.count(); ++row)
             for (index h = 0; h < values; ++h) {
                 auto const head = static_cast<std::size_t>(h);
-                g_beta.data()(row, h) = delta_rule_gate(x(row, qkv + values + h), A_log[head], dt_bias[head]);
-                g_beta.data()(row, values + h) = sigmoid(x(row, qkv + h));
+                g_beta.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
+                g_beta.data()(row, values + h) = sigmoid(b(row, h));
             }
-        delta_rule_tensors<T, S> const tensors{mixed.columns(0, q),       mixed.columns(q, q),
-                                               mixed.columns(2 * q, v),   g_beta.columns(0, values),
-                                               g_beta.columns(values, values), {o, sharding}};
-        gated_delta_rule(How{}, states, tensors, heads, {.chunk = chunk, .qk_l2norm = true}, comm);
+        auto const qkv_rows = mixed.view(), gates = g_beta.view();
+        delta_rule_tensors<T, S> const t{qkv_rows.columns(0, q),      qkv_rows.columns(q, q),
+                                         qkv_rows.columns(2 * q, v),  gates.columns(0, values),
+                                         gates.columns(values, values), sharded<T, S>(o.data(), sharding)};
+        gated_delta_rule(How{}, states, t, heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
     }
 };
 
@@ -109,37 +108,31 @@ public:
           moves_{relayout(sharding, mix, rank), relayout(back, sharding, rank)} {}
 
     /// Computes the layer: x, y (rows, hidden). Collective. Throws what `exchange` and the operators throw.
-    template <class A, class T, transport Comm>
-        requires std::same_as<std::remove_const_t<A>, T>
+    template <class T, elements_of<T> A, transport Comm>
     void operator()(gated_delta_net_weights<T> const& w, sharded<A, S> const& x, sharded<T, S> const& y, Comm& comm) const {
         rows<T const> const in = x.data();
         delta_rule_heads const& heads = config_.heads;
         index const qkv = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim;
         index const v = heads.value_heads * heads.value_dim, mixed_width = qkv + 2 * heads.value_heads;
 
-        std::vector<T> projected(static_cast<std::size_t>(in.count() * mixed_width));
-        std::vector<T> z(static_cast<std::size_t>(in.count() * v)), o(z.size());
-        rows<T> const p(projected.data(), in.count(), mixed_width), gate_rows(z.data(), in.count(), v);
-        rows<T> const o_rows(o.data(), in.count(), v);
-        linear<T>(in, w.in_proj_qkv, p.columns(0, qkv));
-        linear<T>(in, w.in_proj_b, p.columns(qkv, heads.value_heads));
-        linear<T>(in, w.in_proj_a, p.columns(qkv + heads.value_heads, heads.value_heads));
-        linear<T>(in, w.in_proj_z, gate_rows);
+        int const rank = comm.rank();
+        tensor<T, S> projected(x.sharding(), rank, mixed_width), z(x.sharding(), rank, v), o(x.sharding(), rank, v);
+        linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
+        linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads.value_heads));
+        linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads.value_heads, heads.value_heads));
+        linear<T>(in, w.in_proj_z, z.data());
         if constexpr (std::same_as<S, Mix>) {
-            mixer_(config_, w, rows<T const>(p), o_rows, comm);
+            mixer_(config_, w, projected, o, comm);
         } else {
             auto const& [there, back] = moves_;
-            std::vector<T> local(static_cast<std::size_t>(there.target_rows * there.target_width));
-            std::vector<T> mixed(static_cast<std::size_t>(back.source_rows * back.source_width));
-            rows<T> const local_rows(local.data(), there.target_rows, there.target_width);
-            rows<T> const mixed_rows(mixed.data(), back.source_rows, back.source_width);
-            exchange(there, sharded{p, x.sharding()}, sharded{local_rows, there.to}, comm);
-            mixer_(config_, w, rows<T const>(local_rows), mixed_rows, comm);
-            exchange(back, sharded{mixed_rows, back.from}, sharded{o_rows, x.sharding()}, comm);
+            auto const local = exchange(there, projected, comm);
+            tensor<T, Mix> mixed(back.from, rank, back.source_width);
+            mixer_(config_, w, local, mixed, comm);
+            exchange(back, mixed.view(), o.view(), comm);
         }
-        gated_rms_norm<T>(o_rows, gate_rows, {w.norm.data(), static_cast<std::size_t>(w.norm.width())},
-                          static_cast<T>(config_.eps), o_rows);
-        linear<T>(o_rows, w.out_proj, y.data());
+        gated_rms_norm<T>(o.data(), z.data(), {w.norm.data(), static_cast<std::size_t>(w.norm.width())},
+                          static_cast<T>(config_.eps), o.data());
+        linear<T>(o.data(), w.out_proj, y.data());
     }
 
 private:

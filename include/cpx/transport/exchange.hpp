@@ -2,7 +2,7 @@
 // Runs a plan over a transport.
 #pragma once
 
-#include <cpx/core/rows.hpp>
+#include <cpx/layout/tensor.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/transport/concept.hpp>
 
@@ -155,8 +155,7 @@ void agree(Comm& comm, identity const& mine) {
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`); later
 /// if a rank fails or misses the transport's deadline.
-template <class A, class B, transport Comm>
-    requires std::same_as<std::remove_const_t<A>, B>
+template <class B, elements_of<B> A, transport Comm>
 void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
             std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
@@ -190,6 +189,15 @@ void exchange(relayout_plan<From, To> const& p, sharded<A, X> const& from, shard
     require(from.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
     require(to.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
     exchange(static_cast<plan const&>(p), from.data(), to.data(), comm, here);
+}
+
+/// Runs a relayout into a tensor of its own.
+template <any_sharding From, any_sharding To, class T, transport Comm>
+tensor<T, To> exchange(relayout_plan<From, To> const& p, tensor<T, From> const& from, Comm& comm,
+                       caller here = caller::here()) {
+    tensor<T, To> to(p.to, p.rank, p.target_width ? p.target_width : from.width());
+    exchange(p, from.view(), to.view(), comm, here);
+    return to;
 }
 
 } // namespace cpx

@@ -24,8 +24,17 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
     lanes<T> sums[linear_rows][linear_outputs] = {};
     lanes<T> tails[linear_rows + linear_outputs];
     // First the whole lanes, then copies of the last ones: one loop, so that both are rounded alike.
-    for (index const end : {whole, index{1}}) {
-        for (index channel = 0; channel < end; channel += lane_count<T>) {
+    for (bool const last : {false, true}) {
+        if (last) {
+            if (channels == whole) break;
+            auto const fill = [=](T const*& row, lanes<T>& tail) {
+                load<T>(row + whole, channels - whole, tail);
+                row = reinterpret_cast<T const*>(&tail);
+            };
+            for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
+            for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
+        }
+        for (index channel = 0; channel < (last ? 1 : whole); channel += lane_count<T>) {
             lanes<T> of_x[linear_rows];
             unroll<linear_rows>([&](auto i) { load<T>(x[i] + channel, of_x[i]); });
             unroll<linear_outputs>([&](auto j) {
@@ -34,13 +43,6 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
                 unroll<linear_rows>([&](auto i) { sums[i][j] += of_x[i] * of_weight; });
             });
         }
-        if (channels == whole) break;
-        auto const fill = [=](T const*& row, lanes<T>& tail) {
-            load<T>(row + whole, channels - whole, tail);
-            row = reinterpret_cast<T const*>(&tail);
-        };
-        for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
-        for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
     }
     std::array<T, linear_rows * linear_outputs> result;
     unroll<result.size()>([&](auto i) { result[i] = sum<T>(sums[i / linear_outputs][i % linear_outputs]); });

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Qwen3.5 checkpoint in memory: its settings and its weights in the type of the computation.
+#pragma once
+
+#include <cpx/model/qwen3_5_config.hpp>
+#include <cpx/model/safetensors.hpp>
+#include <cpx/ops.hpp>
+
+#include <map>
+#include <string>
+
+namespace qwen3_5 {
+
+/// The weights of one model, whole; every rank reads the same copy.
+template <class T>
+class checkpoint {
+public:
+    /// Reads DIRECTORY/config.json and DIRECTORY/model.safetensors.
+    ///
+    /// Throws `cpx::error` if they are not those of a dense Qwen3.5 model, or if a weight is missing or misshapen.
+    explicit checkpoint(std::string const& directory) : config(cpx::qwen3_5_config::read(directory + "/config.json")) {
+        cpx::safetensors const file(directory + "/model.safetensors");
+        auto const& c = config;
+        cpx::index const hidden = c.hidden_size, vocab = c.vocab_size;
+        load(file, "model.embed_tokens.weight", vocab, hidden);
+        load(file, "model.norm.weight", 1, hidden);
+        if (!c.tie_word_embeddings) load(file, "lm_head.weight", vocab, hidden);
+        for (cpx::index i = 0; i < c.num_hidden_layers; ++i) {
+            std::string const layer = "model.layers." + std::to_string(i) + '.';
+            load(file, layer + "input_layernorm.weight", 1, hidden);
+            load(file, layer + "post_attention_layernorm.weight", 1, hidden);
+            load(file, layer + "mlp.gate_proj.weight", c.intermediate_size, hidden);
+            load(file, layer + "mlp.up_proj.weight", c.intermediate_size, hidden);
+            load(file, layer + "mlp.down_proj.weight", hidden, c.intermediate_size);
+            if (c.layer_types[static_cast<std::size_t>(i)] == cpx::layer_type::linear_attention) {
+                cpx::index const k = c.linear_num_key_heads * c.linear_key_head_dim;
+                cpx::index const heads = c.linear_num_value_heads, v = heads * c.linear_value_head_dim;
+                load(file, layer + "linear_attn.in_proj_qkv.weight", 2 * k + v, hidden);
+                load(file, layer + "linear_attn.in_proj_z.weight", v, hidden);
+                load(file, layer + "linear_attn.in_proj_b.weight", heads, hidden);
+                load(file, layer + "linear_attn.in_proj_a.weight", heads, hidden);
+                load(file, layer + "linear_attn.conv1d.weight", 2 * k + v, c.linear_conv_kernel_dim);
+                load(file, layer + "linear_attn.A_log", heads, 1);
+                load(file, layer + "linear_attn.dt_bias", heads, 1);
+                load(file, layer + "linear_attn.norm.weight", 1, c.linear_value_head_dim);
+                load(file, layer + "linear_attn.out_proj.weight", hidden, v);
+            } else {
+                cpx::index const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
+                load(file, layer + "self_attn.q_proj.weight", 2 * q, hidden); // each head: query, then output gate
+                load(file, layer + "self_attn.k_proj.weight", kv, hidden);
+                load(file, layer + "self_attn.v_proj.weight", kv, hidden);
+                load(file, layer + "self_attn.o_proj.weight", hidden, q);
+                load(file, layer + "self_attn.q_norm.weight", 1, c.head_dim);
+                load(file, layer + "self_attn.k_norm.weight", 1, c.head_dim);
+            }
+        }
+    }
+
+    cpx::rows<T const> weight(std::string const& name) const {
+        auto const& w = weights_.at(name);
+        return {w.values.data(), w.rows, w.columns};
+    }
+    /// Returns the weight of a norm.
+    std::span<T const> gain(std::string const& name) const { return weights_.at(name).values; }
+    /// Returns the weights of the gated delta net in layer `i`.
+    cpx::gated_delta_net_weights<T> delta_net(cpx::index i) const {
+        auto const w = [&](char const* name) {
+            return weight("model.layers." + std::to_string(i) + ".linear_attn." + name);
+        };
+        return {w("in_proj_qkv.weight"), w("in_proj_z.weight"), w("in_proj_b.weight"), w("in_proj_a.weight"),
+                w("conv1d.weight"),      w("A_log"),            w("dt_bias"),          w("norm.weight"),
+                w("out_proj.weight")};
+    }
+    cpx::rows<T const> head() const {
+        return weight(config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight");
+    }
+
+    cpx::qwen3_5_config config;
+
+private:
+    struct stored {
+        cpx::index rows = 0, columns = 0;
+        std::vector<T> values;
+    };
+
+    /// Reads a weight of rows * columns elements; the file may shape it with axes of size 1.
+    void load(cpx::safetensors const& file, std::string const& name, cpx::index rows, cpx::index columns) {
+        std::vector<cpx::index> shape = file.tensor(name).shape, wanted{rows, columns};
+        std::erase(shape, 1);
+        std::erase(wanted, 1);
+        auto const show = [](std::vector<cpx::index> const& sizes) {
+            std::string text;
+            for (cpx::index const n : sizes) text += (text.empty() ? "" : " x ") + std::to_string(n);
+            return text;
+        };
+        cpx::require(shape == wanted, file.where().c_str(), ("shape of " + name).c_str(), show(wanted), show(shape));
+        weights_[name] = {rows, columns, file.read<T>(name)};
+    }
+
+    std::map<std::string, stored> weights_;
+};
+
+} // namespace qwen3_5

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// The main job of cpx: a Qwen3.5 checkpoint of Hugging Face transformers, its packed batch sharded over ranks, must give the
+// log-probabilities that transformers gives, whatever the strategy.
+
+#include "strategy.hpp"
+
+#include "../common/run.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include <cstdio>
+
+namespace {
+
+struct options {
+    std::string model, reference, ranks = "4", dtype = "float64", attention, linear, carry, cut, chunk = "64";
+    bool json = false;
+};
+
+struct report {
+    std::string attention, linear, carry, cut;
+    qwen3_5::outcome outcome;
+    double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0, loss = 0;
+};
+
+/// Returns the packed batch of a reference file and checks it against the model.
+qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
+    auto const ids = file.read<cpx::index>("input_ids", {-1});
+    auto const offsets = file.read<cpx::index>("cu_seqlens", {-1});
+    auto const batch = cpx::thd::from_offsets<cpx::index>(offsets, std::ssize(ids));
+    cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
+                 "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
+    for (std::size_t i = 0; i < ids.size(); ++i)
+        if (ids[i] < 0 || ids[i] >= config.vocab_size)
+            throw cpx::error(file.where(), "token id " + std::to_string(i), "0 to " + std::to_string(config.vocab_size - 1),
+                             std::to_string(ids[i]));
+    qwen3_5::input in{batch, ids, std::vector<cpx::index>(ids.size(), -1)};
+    for (cpx::index s = 0; s < batch.sequences(); ++s)
+        for (cpx::index row = batch.offset(s); row + 1 < batch.offset(s + 1); ++row)
+            in.labels[static_cast<std::size_t>(row)] = ids[static_cast<std::size_t>(row) + 1];
+    return in;
+}
+
+/// Returns the strategies that the options leave open: one if `--linear` is given, else all.
+std::vector<qwen3_5::strategy> choose(options const& o) {
+    auto const one_of = [](std::string const& text, std::vector<std::string> const& all, char const* where, bool table) {
+        std::string names;
+        for (auto const& name : all) names += (names.empty() ? "" : " or ") + name;
+        cpx::require(text.empty() || std::ranges::find(all, text) != all.end(), where, "value", names, '"' + text + '"');
+        if (!text.empty()) return std::vector{text};
+        return table ? all : std::vector{all.front()};
+    };
+    bool const table = o.linear.empty();
+    auto const linears = table ? std::vector<std::string>{"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"}
+                               : std::vector{o.linear};
+    auto const cuts = !o.cut.empty() ? std::vector{o.cut}
+                      : table        ? std::vector<std::string>{"balanced", "aligned:" + o.chunk}
+                                     : std::vector<std::string>{"balanced"};
+    std::vector<qwen3_5::strategy> list;
+    for (auto const& attention : one_of(o.attention, {"gather", "head_sharded"}, "--attention", table))
+        for (auto const& linear : linears)
+            for (auto const& carry : one_of(o.carry, {"scan", "serial"}, "--carry", table))
+                for (auto const& cut : cuts) {
+                    qwen3_5::strategy const s{attention == "gather" ? qwen3_5::attention_by::gather : qwen3_5::attention_by::heads,
+                                              examples::parse_sharding(linear, "--linear"), carry == "serial",
+                                              examples::parse_cut(cut)};
+                    cpx::require(s.linear.name != "replicated" && s.linear.name != "table", "--linear", "sharding",
+                                 "sequential, zigzag, striped or head_sharded", '"' + linear + '"');
+                    bool const again = s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
+                    if (!again) list.push_back(s); // by heads there is no carry and no cut to choose
+                }
+    return list;
+}
+
+template <class T>
+std::vector<report> run(options const& o) {
+    qwen3_5::checkpoint<T> const model(o.model);
+    cpx::safetensors const file(o.reference);
+    auto const in = read_input(file, model.config);
+    auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
+    int const ranks = examples::parse_ranks(o.ranks);
+    cpx::index const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
+
+    std::vector<report> reports;
+    for (auto const& how : choose(o)) {
+        report r{how.attention == qwen3_5::attention_by::gather ? "gather" : "head_sharded",
+                 how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
+                 how.by_heads() ? "none" : how.serial ? "serial" : "scan",
+                 how.by_heads() ? "none" : how.cut.unit ? "aligned:" + std::to_string(how.cut.unit) : "balanced",
+                 qwen3_5::run(model, in, how, ranks, chunk)};
+        auto const one_rank = qwen3_5::run(model, in, how, 1, chunk);
+        double sum = 0;
+        cpx::index predicted = 0;
+        for (std::size_t i = 0; i < reference.size(); ++i) {
+            double const p = r.outcome.log_probabilities[i], delta = std::abs(p - reference[i]);
+            // written so that a NaN is never below the maximum
+            if (!(delta <= r.max_delta)) r.max_delta = delta;
+            double const to_one = std::abs(p - one_rank.log_probabilities[i]);
+            if (!(to_one <= r.max_delta_to_one_rank)) r.max_delta_to_one_rank = to_one;
+            sum += delta;
+            if (in.labels[i] < 0) continue;
+            r.loss -= p;
+            ++predicted;
+        }
+        r.mean_delta = reference.empty() ? 0 : sum / static_cast<double>(reference.size());
+        r.loss = predicted > 0 ? r.loss / static_cast<double>(predicted) : 0;
+        reports.push_back(std::move(r));
+    }
+    return reports;
+}
+
+void print_json(std::vector<report> const& reports, int ranks, cpx::index element) {
+    auto list = nlohmann::json::array();
+    for (auto const& r : reports) {
+        auto const& [least, all_gather] = r.outcome.counted;
+        list.push_back({{"attention", r.attention},
+                        {"linear", r.linear},
+                        {"carry", r.carry},
+                        {"cut", r.cut},
+                        {"ranks", ranks},
+                        {"exact", r.outcome.exact},
+                        {"max_abs_delta", r.max_delta},
+                        {"mean_abs_delta", r.mean_delta},
+                        {"max_abs_delta_to_one_rank", r.max_delta_to_one_rank},
+                        {"loss", r.loss},
+                        {"rows_sent", r.outcome.rows.rows},
+                        {"rows_lower_bound", least.rows},
+                        {"rows_all_gather", all_gather.rows},
+                        {"bytes_sent", r.outcome.rows.bytes},
+                        {"bytes_lower_bound", least.elements * element},
+                        {"bytes_all_gather", all_gather.elements * element},
+                        {"state_bytes_sent", r.outcome.states.bytes},
+                        {"messages", r.outcome.rows.messages + r.outcome.states.messages}});
+    }
+    std::printf("%s\n", nlohmann::json{{"strategies", list}}.dump(2).c_str());
+}
+
+void print_table(std::vector<report> const& reports, int ranks, std::string const& dtype, cpx::index element) {
+    std::printf("Qwen3.5 over %d ranks in %s: log-probabilities against the reference and against one rank\n\n", ranks, dtype.c_str());
+    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "", "", "", "", "max", "mean",
+                "max to", "", "rows", "lower", "all-", "KiB", "lower", "all-", "states");
+    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "attention", "linear", "carry",
+                "cut", "delta", "delta", "one rank", "loss", "sent", "bound", "gather", "sent", "bound", "gather", "KiB");
+    auto const kib = [](cpx::index bytes) { return static_cast<double>(bytes) / 1024; };
+    for (auto const& r : reports) {
+        auto const& [least, all_gather] = r.outcome.counted;
+        char to_one[16];
+        std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.2e", r.max_delta_to_one_rank);
+        std::printf("%-12s %-16s %-6s %-10s | %9.2e %9.2e %9s | %8.6f | %6lld %6lld %6lld | %7.1f %7.1f %7.1f %7.1f\n",
+                    r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, r.mean_delta, to_one,
+                    r.loss, static_cast<long long>(r.outcome.rows.rows), static_cast<long long>(least.rows),
+                    static_cast<long long>(all_gather.rows), kib(r.outcome.rows.bytes), kib(least.elements * element),
+                    kib(all_gather.elements * element), kib(r.outcome.states.bytes));
+    }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    CLI::App app("Runs a Qwen3.5 checkpoint under context parallelism and compares it with a reference.", "qwen3_5");
+    options o;
+    app.add_option("--model", o.model, "directory with config.json and model.safetensors")->required();
+    app.add_option("--reference", o.reference, "safetensors file with input_ids, cu_seqlens and logprobs")->required();
+    app.add_option("--ranks", o.ranks, "ranks, as threads of this process")->capture_default_str();
+    app.add_option("--dtype", o.dtype, "float64 or float32")->capture_default_str();
+    app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
+    app.add_option("--linear", o.linear, "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them");
+    app.add_option("--carry", o.carry, "scan or serial");
+    app.add_option("--cut", o.cut, "balanced or aligned:UNIT, for the sharding of linear attention");
+    app.add_option("--chunk", o.chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
+    app.add_flag("--json", o.json, "print JSON");
+    return examples::run_example(argc, argv, app, [&] {
+        bool const wide = o.dtype == "float64";
+        cpx::require(wide || o.dtype == "float32", "--dtype", "type", "float64 or float32", '"' + o.dtype + '"');
+        auto const reports = wide ? run<double>(o) : run<float>(o);
+        int const ranks = examples::parse_ranks(o.ranks);
+        cpx::index const element = wide ? 8 : 4;
+        if (o.json) print_json(reports, ranks, element);
+        else print_table(reports, ranks, o.dtype, element);
+    });
+}

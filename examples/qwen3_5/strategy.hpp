@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a Qwen3.5 model over ranks under one strategy and accounts for what moved.
+#pragma once
+
+#include "forward.hpp"
+
+#include "../common/sharding_options.hpp"
+
+#include <mutex>
+
+namespace qwen3_5 {
+
+/// One way to run the model under context parallelism.
+struct strategy {
+    attention_by attention = attention_by::gather;
+    examples::sharding_spec linear;
+    bool serial = false;
+    examples::cut_spec cut;
+
+    /// Returns whether the recurrence runs by heads; then there is no carry and no cut.
+    bool by_heads() const { return linear.name == "head_sharded"; }
+};
+
+/// The packed batch: token ids and, for every row, the next token of its sequence (-1 for the last).
+struct input {
+    cpx::thd batch;
+    std::vector<cpx::index> ids, labels;
+};
+
+struct outcome {
+    std::vector<double> log_probabilities; ///< by global row
+    bool exact = false;                    ///< bitwise those of one rank, by construction
+    cpx::tally rows, states;               ///< what all ranks sent: rows (relayouts and halos) and recurrent states
+    needs counted;
+};
+
+namespace detail {
+
+/// Adds what moving one tensor of `width` between two shardings takes.
+template <class From, class To>
+void count(From const& from, To const& to, cpx::index width, needs& n) {
+    cpx::volume const least = lower_bound(from, to, width);
+    cpx::index const everywhere = (from.ranks() - 1) * from.batch().tokens();
+    n.least.rows += least.rows;
+    n.least.elements += least.elements;
+    if (least.rows == 0) return;
+    n.all_gather.rows += everywhere;
+    n.all_gather.elements += everywhere * width;
+}
+
+/// Counts a forward pass from ownership alone: no plan is asked.
+template <class Entry, class Linear, class Mix>
+needs count_forward(cpx::qwen3_5_config const& c, attention_by attention, Entry const& entry, Linear const& linear,
+                    Mix const& mix, cpx::gated_delta_net_config const& net) {
+    needs n;
+    cpx::index const v = net.heads.value_heads * net.heads.value_dim;
+    cpx::index const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
+    cpx::index const conv = 2 * net.heads.key_heads * net.heads.key_dim + v;
+    cpx::index const ranks = entry.ranks(), before = net.kernel - 1;
+    cpx::head_sharded<> const o(static_cast<int>(ranks), entry.batch(), {{c.num_attention_heads, c.head_dim}});
+    cpx::head_sharded<> const o_linear(static_cast<int>(ranks), entry.batch(), net.output_sections());
+    cpx::section const query{c.num_attention_heads, c.head_dim}, key{c.num_key_value_heads, c.head_dim};
+    cpx::layer_type before_this = cpx::layer_type::full_attention;
+    for (cpx::layer_type const type : c.layer_types) {
+        bool const full = type == cpx::layer_type::full_attention;
+        if (!full && type != before_this) { // a stretch of linear attention: there and back
+            count(entry, linear, c.hidden_size, n);
+            count(linear, entry, c.hidden_size, n);
+        }
+        before_this = type;
+        if (full && attention == attention_by::gather) {
+            count(entry, cpx::replicated<>(static_cast<int>(ranks), entry.batch()), 2 * kv, n);
+        } else if (full) {
+            count(entry, cpx::head_sharded<>(static_cast<int>(ranks), entry.batch(), {query, key, key}), q + 2 * kv, n);
+            count(o, entry, q, n);
+        } else if constexpr (Mix::every_row) {
+            count(linear, mix, conv + 2 * net.heads.value_heads, n);
+            count(o_linear, linear, v, n);
+        } else {
+            cpx::index const halo = halo_lower_bound(mix, before);
+            n.least.rows += halo;
+            n.least.elements += halo * conv;
+            cpx::index tails = 0; // the last rows of every segment, which would be gathered on every rank
+            for (int rank = 0; rank < ranks; ++rank)
+                for (auto const& segment : segments(mix, rank)) tails += std::min(before, segment.count);
+            n.all_gather.rows += halo ? (ranks - 1) * tails : 0;
+            n.all_gather.elements += halo ? (ranks - 1) * tails * conv : 0;
+        }
+    }
+    return n;
+}
+
+template <class How, class T, class Linear, class Mix, class MakeNet>
+outcome run(checkpoint<T> const& model, input const& in, attention_by attention, Linear const& linear, Mix const& mix,
+            cpx::gated_delta_net_config const& net, MakeNet make_net) {
+    using examples::token_sharding;
+    int const ranks = linear.ranks();
+    token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)), cpx::aligned<cpx::dynamic>(1));
+    outcome result;
+    result.exact = cpx::is_exact<How>(mix, net.chunk);
+    result.counted = count_forward(model.config, attention, entry, linear, mix, net);
+    std::mutex guard;
+    cpx::threads::run(ranks, [&](cpx::threads& threads) {
+        cpx::counted comm(threads);
+        int const rank = comm.rank();
+        std::vector<cpx::index> ids, labels;
+        entry.for_each_piece(rank, [&](cpx::range rows) {
+            ids.insert(ids.end(), in.ids.begin() + rows.first, in.ids.begin() + rows.last);
+            labels.insert(labels.end(), in.labels.begin() + rows.first, in.labels.begin() + rows.last);
+        });
+        auto const delta_net = make_net(rank);
+        forward<T, How, token_sharding<cpx::scope::sequence>, Linear, Mix, cpx::counted<cpx::threads>> pass(
+            model, entry, linear, delta_net, attention, comm);
+        auto const local = pass(ids, labels);
+        auto const all = exchange(relayout(entry, cpx::replicated<>(ranks, in.batch), rank), local, threads); // not counted
+        std::lock_guard const lock(guard);
+        result.rows += comm.sent("relayout");
+        result.rows += comm.sent("halo");
+        result.states += comm.sent("carry");
+        if (rank == 0) result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
+    });
+    return result;
+}
+
+} // namespace detail
+
+/// Runs the model over `ranks` threads. Throws `cpx::error` on bad input.
+template <class T>
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index chunk) {
+    auto const& c = model.config;
+    cpx::gated_delta_net_config const net{c.hidden_size,
+                                          {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
+                                           c.linear_value_head_dim},
+                                          c.linear_conv_kernel_dim, chunk, c.rms_norm_eps};
+    if (how.by_heads()) {
+        examples::token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)), cpx::aligned<cpx::dynamic>(1));
+        cpx::head_sharded<> const mix(ranks, in.batch, net.sections()), back(ranks, in.batch, net.output_sections());
+        return detail::run<cpx::serial>(model, in, how.attention, entry, mix, net, [&](int rank) {
+            return cpx::gated_delta_net<cpx::serial, std::remove_cvref_t<decltype(entry)>, cpx::head_sharded<>>(entry, mix, back, rank, net);
+        });
+    }
+    return examples::with_token_sharding(in.batch, how.linear, how.cut, ranks, [&](auto const& linear) {
+        auto const with = [&]<class How>(How) {
+            return detail::run<How>(model, in, how.attention, linear, linear, net, [&](int rank) {
+                return cpx::gated_delta_net<How, std::remove_cvref_t<decltype(linear)>>(linear, rank, net);
+            });
+        };
+        return how.serial ? with(cpx::serial{}) : with(cpx::scan{});
+    });
+}
+
+} // namespace qwen3_5

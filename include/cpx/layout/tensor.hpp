@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank's rows of a sharded tensor, with their memory.
+#pragma once
+
+#include <cpx/layout/sharded.hpp>
+
+#include <vector>
+
+namespace cpx {
+
+/// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
+///
+/// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
+template <class T, any_sharding S>
+class tensor {
+public:
+    tensor(S const& sharding, int rank, index width)
+        : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
+          values_(static_cast<std::size_t>(count_ * width)) {}
+
+    rows<T> data() { return {values_.data(), count_, width_}; }
+    rows<T const> data() const { return {values_.data(), count_, width_}; }
+    sharded<T, S> view() { return {data(), sharding_}; }
+    sharded<T const, S> view() const { return {data(), sharding_}; }
+    S const& sharding() const { return sharding_; }
+    index width() const { return width_; }
+
+private:
+    S sharding_;
+    index width_, count_;
+    std::vector<T> values_;
+};
+
+} // namespace cpx
