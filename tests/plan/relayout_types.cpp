@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Relayout between the real types: static equals dynamic, and what is rejected.
+#include <cpx/plan/relayout.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+#include <support/rejects.hpp>
+
+#include <cpx/cpx.hpp>
+
+namespace {
+
+using namespace support;
+using cpx::index;
+using cpx::scope;
+
+/// Whether two plans move the same, whatever the names of their shardings.
+bool same_moves(cpx::plan const& a, cpx::plan const& b) {
+    return a.rank == b.rank && a.source_rows == b.source_rows && a.target_rows == b.target_rows &&
+           a.source_width == b.source_width && a.target_width == b.target_width && a.sends == b.sends &&
+           a.receives == b.receives && a.kind == b.kind;
+}
+
+std::vector<cpx::section> const sections = {{6, 2}, {3, 1}};
+
+/// Compares plans between shardings whose ranks are in the type with plans between those that have them as values.
+template <int W>
+void static_equals_dynamic(cpx::thd const& batch) {
+    std::vector<int> owners;
+    for (int c = 0; c < 2 * W; ++c) owners.push_back(cpx::zigzag<W>{}.owner(c));
+    auto const each = [&](auto const& fixed_from, auto const& from, auto const& fixed_to, auto const& to) {
+        for (int r = 0; r < W; ++r) {
+            CHECK(same_moves(cpx::relayout(fixed_from, fixed_to, r), cpx::relayout(from, to, r)));
+            CHECK(same_moves(cpx::relayout(fixed_to, fixed_from, r), cpx::relayout(to, from, r)));
+            CHECK(same_moves(cpx::relayout(fixed_from, to, r), cpx::relayout(from, fixed_to, r)));
+        }
+    };
+    auto const fixed = cpx::shard(batch, cpx::zigzag<W>{});
+    auto const loose = cpx::shard(batch, cpx::zigzag<>{W});
+    each(fixed, loose, cpx::shard(batch, cpx::sequential<W>{}), cpx::shard(batch, cpx::sequential<>{W}));
+    each(fixed, cpx::shard(batch, cpx::table(W, owners)), cpx::shard<scope::batch>(batch, cpx::striped<W>{}),
+         cpx::shard<scope::batch>(batch, cpx::striped<>{W}));
+    each(fixed, loose, cpx::shard<scope::batch>(batch, cpx::sequential<W>{}, cpx::aligned<2>{}),
+         cpx::shard<scope::batch>(batch, cpx::sequential<>{W}, cpx::aligned<cpx::dynamic>{2}));
+    each(fixed, loose, cpx::head_sharded<W>(batch, sections), cpx::head_sharded<>(W, batch, sections));
+    each(fixed, loose, cpx::replicated<W>(batch), cpx::replicated<>(W, batch));
+}
+
+/// A cut that leaves the first token of a run to nobody.
+struct late {
+    index begin(int c, int chunks, index n) const { return cpx::balanced{}.begin(c, chunks, n); }
+    index snap(index t, index n) const { return t == 0 && n > 1 ? 1 : t; }
+    friend bool operator==(late, late) = default;
+};
+
+/// A cut that does not ascend: it gives some tokens to two ranks.
+struct backwards {
+    index begin(int c, int chunks, index n) const { return n * (c % 2 == 0 || c + 1 == chunks ? c : c - 1) / chunks; }
+    index snap(index t, index n) const { return t > 0 && t < n / 2 ? n - t : t; }
+    friend bool operator==(backwards, backwards) = default;
+};
+
+TEST_SUITE("plan") {
+    TEST_CASE("static equals dynamic") {
+        for (auto const& list : std::vector<std::vector<index>>{{}, {1}, {8, 12}, {7, 0, 1, 23, 2}, {100, 3, 64}}) {
+            static_equals_dynamic<1>(lengths(list));
+            static_equals_dynamic<2>(lengths(list));
+            static_equals_dynamic<3>(lengths(list));
+            static_equals_dynamic<4>(lengths(list));
+        }
+    }
+
+    TEST_CASE("a table of a layout's owners moves as the layout does") {
+        auto const batch = lengths({9, 30, 2});
+        for (int r = 0; r < 3; ++r)
+            CHECK(same_moves(
+                cpx::relayout(cpx::shard(batch, cpx::table(cpx::zigzag<3>{})), cpx::shard(batch, cpx::sequential<3>{}),
+                              r),
+                cpx::relayout(cpx::shard(batch, cpx::zigzag<3>{}), cpx::shard(batch, cpx::sequential<3>{}), r)));
+    }
+
+    TEST_CASE("a plan knows its shardings and its transpose swaps them") {
+        auto const batch = lengths({8, 12});
+        auto const a = cpx::shard(batch, cpx::zigzag<2>{});
+        auto const b = cpx::shard<scope::batch>(batch, cpx::sequential<2>{});
+        auto const p = cpx::relayout(a, b, 1);
+        CHECK(p.from == a);
+        CHECK(p.to == b);
+        auto const back = p.transposed();
+        static_assert(std::same_as<std::remove_cvref_t<decltype(back.from)>, std::remove_cvref_t<decltype(b)>>);
+        CHECK(back.from == b);
+        CHECK(static_cast<cpx::plan const&>(back) == cpx::relayout(b, a, 1));
+        CHECK(static_cast<cpx::plan const&>(back.transposed()) == static_cast<cpx::plan const&>(p));
+    }
+
+    TEST_CASE("relayout rejects other ranks, batches and sections before it plans anything") {
+        auto const batch = lengths({8, 12});
+        auto const a = cpx::shard(batch, cpx::zigzag<>{2});
+        rejects({"relayout: ranks of the target", "expected 2", "got 3", "relayout_types.cpp"},
+                [&] { cpx::relayout(a, cpx::shard(batch, cpx::sequential<>{3}), 0); });
+        for (int const rank : {-1, 2})
+            rejects({"relayout: rank: expected 0 to 1", "got " + std::to_string(rank)},
+                    [&] { cpx::relayout(a, cpx::shard(batch, cpx::sequential<>{2}), rank); });
+        rejects({"relayout: batch of the target", "the offsets of the source"}, [&] {
+            cpx::relayout(a, cpx::shard(lengths({12, 8}), cpx::sequential<>{2}), 0);
+        });
+        rejects({"relayout: batch of the target"}, [&] {
+            cpx::relayout(a, cpx::shard(cpx::thd({0, 8, 20}, {7, 12}), cpx::sequential<>{2}), 0);
+        });
+        rejects({"relayout: sections of the target"}, [&] {
+            cpx::relayout(cpx::head_sharded<2>(batch, {{4, 2}}), cpx::head_sharded<2>(batch, {{4, 3}}), 0);
+        });
+    }
+
+    TEST_CASE("equal batches need not be the same object") {
+        CHECK_NOTHROW(cpx::relayout(cpx::shard(lengths({8, 12}), cpx::zigzag<2>{}),
+                                    cpx::shard(lengths({8, 12}), cpx::sequential<2>{}), 0));
+    }
+
+    TEST_CASE("a user's cut that loses tokens or gives them twice is an error on some rank, never a silent plan") {
+        auto const batch = lengths({16, 24});
+        auto const good = cpx::shard(batch, cpx::sequential<4>{});
+        auto const some_rank = [&](auto const& bad) {
+            int errors = 0;
+            for (int r = 0; r < 4; ++r) {
+                errors += !message([&] { cpx::relayout(bad, good, r); }).empty();
+                errors += !message([&] { cpx::relayout(good, bad, r); }).empty();
+            }
+            return errors;
+        };
+        CHECK(some_rank(cpx::shard(batch, cpx::zigzag<4>{}, late{})) > 0);
+        CHECK(some_rank(cpx::shard(batch, cpx::zigzag<4>{}, backwards{})) > 0);
+        rejects({"sharding: cut, at chunk 0 of 8", "ascend from the first row, 0", "got 1 to 2"},
+                [&] { cpx::shard(batch, cpx::zigzag<4>{}, late{}).rows(0); });
+    }
+}
+
+} // namespace

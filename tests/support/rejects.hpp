@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a call that must fail says.
+#pragma once
+
+#include <cpx/core/error.hpp>
+
+#include <doctest/doctest.h>
+
+#include <vector>
+
+namespace support {
+
+/// Returns the message of the `cpx::error` that `call` throws, or "" if it returns.
+template <class F>
+std::string message(F&& call) {
+    try {
+        call();
+    } catch (cpx::error const& e) {
+        return e.what();
+    }
+    return "";
+}
+
+/// Checks that `call` throws a `cpx::error` whose message holds all `parts`.
+template <class F>
+void rejects(std::vector<std::string> const& parts, F&& call, cpx::caller from = cpx::caller::here()) {
+    std::string const text = message(call);
+    for (std::string const& part : parts)
+        CHECK_MESSAGE(text.find(part) != std::string::npos,
+                      "line " << from.line << ": \"" << part << "\" is not in \"" << text << "\"");
+}
+
+} // namespace support
