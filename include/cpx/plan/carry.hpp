@@ -67,8 +67,8 @@ public:
     void send(int peer, index row) { sends_.add(peer, row, apart()); }
     void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
     index target_rows() const { return target_rows_; }
-    plan finish(int rank, index source_rows, identity const& id) {
-        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id};
+    plan finish(int rank, index source_rows, identity const& id, bool local) {
+        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id, local};
     }
 
 private:
@@ -146,9 +146,9 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id));
-    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id);
-    c.maps = maps.finish(rank, own_maps, id);
+        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id, S::every_row));
+    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id, S::every_row);
+    c.maps = maps.finish(rank, own_maps, id, S::every_row);
     return c;
 }
 

@@ -61,6 +61,7 @@ halo_plan<S> halo(S const& sharding, int rank, index before, caller here = calle
     p.rank = rank;
     p.id = detail::identify("halo", sharding, sharding, before);
     p.kind = flow::copies;
+    p.local = S::every_row;
 
     // What this rank needs: the rows before its own segments. Windows ascend, so `covered` tells what is on its way.
     detail::message_list receives(sharding.ranks());

@@ -47,6 +47,7 @@ struct plan {
     std::vector<message> sends, receives;
     flow kind = flow::moves;
     identity id;
+    bool local = false; ///< no rank sends anything by construction, so that ranks need not agree on widths
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
     /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
@@ -84,7 +85,7 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
-        return {rank, target_rows, source_rows, target_width, source_width, receives, sends, back, id.transposed()};
+        return {rank, target_rows, source_rows, target_width, source_width, receives, sends, back, id.transposed(), local};
     }
 
     friend bool operator==(plan const&, plan const&) = default;

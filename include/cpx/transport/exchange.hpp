@@ -166,7 +166,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     identity id = p.id;
     id[identity::element] = sizeof(B);
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
-    agree(comm, id);
+    if (!p.local) agree(comm, id);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
