@@ -176,9 +176,10 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
         return problems.add(factor.pointer() + "/partial_rotary_factor", "at most 1",
                             factor.at("partial_rotary_factor").got());
     auto const rotary = config.rotary_dim();
-    problems.require(rotary > 0 && rotary % 2 == 0, factor, "partial_rotary_factor",
-                     "an even number of rotated channels, at least 2",
-                     std::to_string(rotary) + " of head_dim " + std::to_string(config.head_dim));
+    if (rotary == 0 || rotary % 2 != 0)
+        return problems.add(factor.pointer() + "/partial_rotary_factor",
+                            "an even number of rotated channels, at least 2",
+                            std::to_string(rotary) + " of head_dim " + std::to_string(config.head_dim));
 
     if (!parameters.has("mrope_section")) return;
     auto const before = problems.count();

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/model/qwen3_5_config.hpp>
+
+#include "model/faults.hpp"
+
+#include <doctest/doctest.h>
+
+#include <nlohmann/json.hpp>
+
+#include <functional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+using cpx::layer_type;
+using cpx::qwen3_5_config;
+using faults::contains;
+using faults::message;
+using nlohmann::json;
+
+namespace {
+
+std::string const shipped = std::string(CPX_SOURCE_DIR) + "/examples/data/tiny_qwen3_5/config.json";
+
+/// Returns the settings of a small model that is right.
+json valid() {
+    return json::parse(R"({
+        "model_type": "qwen3_5_text", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256,
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-06,
+        "hidden_act": "silu", "tie_word_embeddings": false, "attention_bias": false,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.5,
+                            "mrope_section": [3, 3, 2]}})");
+}
+
+qwen3_5_config parse(json const& settings) {
+    return qwen3_5_config::parse(cpx::json_value::parse(settings.dump(), "config.json"));
+}
+
+/// Returns what is said of the valid settings after `change`.
+std::string said(std::function<void(json&)> const& change) {
+    auto settings = valid();
+    change(settings);
+    return message([&] { parse(settings); });
+}
+
+} // namespace
+
+TEST_SUITE("model") {
+    TEST_CASE("the shipped config is read, with the rotary settings of rope_parameters") {
+        auto const config = qwen3_5_config::read(shipped);
+        CHECK(config.hidden_size == 64);
+        CHECK(config.intermediate_size == 128);
+        CHECK(config.vocab_size == 256);
+        CHECK(config.num_hidden_layers == 4);
+        CHECK(config.layer_types == std::vector{layer_type::linear_attention, layer_type::linear_attention,
+                                                layer_type::linear_attention, layer_type::full_attention});
+        CHECK(config.rms_norm_eps == 1e-6);
+        CHECK(!config.tie_word_embeddings);
+        CHECK(config.num_attention_heads == 4);
+        CHECK(config.num_key_value_heads == 2);
+        CHECK(config.head_dim == 32);
+        CHECK(config.linear_num_key_heads == 4);
+        CHECK(config.linear_num_value_heads == 8);
+        CHECK(config.linear_key_head_dim == 16);
+        CHECK(config.linear_value_head_dim == 16);
+        CHECK(config.linear_conv_kernel_dim == 4);
+        CHECK(config.rope_theta == 1e7);
+        CHECK(config.partial_rotary_factor == 0.5);
+        CHECK(config.rotary_dim() == 16);
+        CHECK(config.mrope_section == std::vector<cpx::index>{3, 3, 2});
+    }
+
+    TEST_CASE("rotary settings stand beside the others where rope_parameters lacks them") {
+        auto settings = valid();
+        settings["rope_theta"] = 5e6;
+        settings["partial_rotary_factor"] = 0.25;
+        settings["rope_parameters"] = nullptr;
+        CHECK(parse(settings).rope_theta == 5e6);
+        CHECK(parse(settings).rotary_dim() == 8);
+        CHECK(parse(settings).mrope_section.empty());
+        settings["rope_parameters"] = {{"rope_theta", 1e4}};
+        CHECK(parse(settings).rope_theta == 1e4);
+        CHECK(parse(settings).rotary_dim() == 8);
+    }
+
+    TEST_CASE("a multimodal config is read through its text_config") {
+        json outer = {{"model_type", "qwen3_5"}, {"text_config", valid()}, {"hidden_size", 1}};
+        CHECK(parse(outer).hidden_size == 64);
+        CHECK(!parse(outer).tie_word_embeddings);
+        outer["tie_word_embeddings"] = true;
+        CHECK(parse(outer).tie_word_embeddings);
+        outer["text_config"]["head_dim"] = -1;
+        CHECK(contains(message([&] { parse(outer); }), "config.json: /text_config/head_dim: expected more than 0"));
+    }
+
+    TEST_CASE("a model that is not dense Qwen3.5 is not known") {
+        auto const unknown = std::string("config.json: a model this program does not know: expected model_type ");
+        auto const got = [&](json const& settings, std::string const& what) {
+            auto const text = message([&] { parse(settings); });
+            CAPTURE(text);
+            CHECK(contains(text, unknown));
+            CHECK(contains(text, ", got " + what));
+        };
+        got({{"model_type", "qwen3_5_moe_text"}}, R"("qwen3_5_moe_text")");
+        got({{"model_type", "qwen3_5_moe"}, {"text_config", valid()}}, R"("qwen3_5_moe")");
+        got({{"model_type", "llama"}}, R"("llama")");
+        got({{"model_type", 5}}, "5");
+        got({{"model_type", nullptr}}, "no model_type");
+        got(json::object(), "no model_type");
+        got(json::array(), "no model_type");
+        got({{"model_type", "qwen3_5"}}, R"("qwen3_5")");
+        got({{"model_type", "qwen3_5"}, {"text_config", {{"model_type", "qwen3_5_moe_text"}}}},
+            R"("qwen3_5_moe_text" in text_config)");
+        got({{"model_type", "qwen3_5"}, {"text_config", 1}}, "no model_type in text_config");
+    }
+
+    TEST_CASE("a setting that is wrong is named with what was expected and what is there") {
+        REQUIRE(said([](json&) {}) == "nothing thrown");
+        std::vector<std::pair<json, std::string>> const wrong = {
+            {{{"hidden_size", 0}}, "/hidden_size: expected more than 0, got 0"},
+            {{{"hidden_size", -4}}, "/hidden_size: expected more than 0, got -4"},
+            {{{"hidden_size", 4.5}}, "/hidden_size: expected an integer from"},
+            {{{"hidden_size", "64"}}, R"(/hidden_size: expected an integer from -2147483648 to 2147483647, got "64")"},
+            {{{"vocab_size", 1e30}}, "/vocab_size: expected an integer"},
+            {{{"vocab_size", 3'000'000'000}}, "/vocab_size: expected an integer"},
+            {{{"intermediate_size", nullptr}}, "/intermediate_size: expected an integer"},
+            {{{"rms_norm_eps", 0}}, "/rms_norm_eps: expected more than 0, got 0"},
+            {{{"rms_norm_eps", "1e-6"}}, "/rms_norm_eps: expected a number"},
+            {{{"hidden_act", "gelu"}}, R"(/hidden_act: expected "silu", got "gelu")"},
+            {{{"attention_bias", true}}, "/attention_bias: expected false, got true"},
+            {{{"attn_output_gate", false}}, "/attn_output_gate: expected true, got false"},
+            {{{"tie_word_embeddings", 1}}, "/tie_word_embeddings: expected true or false, got 1"},
+            {{{"num_hidden_layers", 3}}, "/layer_types: expected as many as num_hidden_layers, 3, got 2"},
+            {{{"num_hidden_layers", 2147483647}}, "/layer_types: expected as many as num_hidden_layers, 2147483647"},
+            {{{"layer_types", {"linear_attention", "sliding"}}}, R"(/layer_types/1: expected "linear_attention" or)"},
+            {{{"layer_types", {"linear_attention", 1}}}, "/layer_types/1: expected a string, got 1"},
+            {{{"layer_types", nullptr}}, "/layer_types: expected an array, got null"},
+            {{{"num_key_value_heads", 3}}, "/num_attention_heads: expected a multiple of num_key_value_heads, 3, got 4"},
+            {{{"linear_num_key_heads", 3}},
+             "/linear_num_value_heads: expected a multiple of linear_num_key_heads, 3, got 8"},
+            {{{"rope_scaling", {{"type", "yarn"}}}}, "/rope_scaling: expected rope_parameters instead, got a value"},
+            {{{"rope_parameters", 1}}, "/rope_parameters: expected an object, got 1"},
+            {{{"rope_parameters", {{"rope_type", "yarn"}}}}, R"(/rope_parameters/rope_type: expected "default", got "yarn")"},
+            {{{"rope_parameters", {{"type", "mrope"}}}}, R"(/rope_parameters/type: expected "default", got "mrope")"},
+            {{{"rope_parameters", {{"rope_theta", 0}}}}, "/rope_parameters/rope_theta: expected more than 0, got 0"},
+            {{{"rope_parameters", {{"rope_theta", nullptr}}}}, "/rope_theta: expected a value, got none"},
+            {{{"rope_parameters", {{"partial_rotary_factor", nullptr}}}},
+             "/partial_rotary_factor: expected a value, got none"},
+            {{{"rope_parameters", {{"partial_rotary_factor", 1.5}}}},
+             "/rope_parameters/partial_rotary_factor: expected at most 1, got 1.5"},
+            {{{"rope_parameters", {{"partial_rotary_factor", 1e300}}}}, "expected at most 1, got 1e+300"},
+            {{{"rope_parameters", {{"partial_rotary_factor", 0.1}}}}, "at least 2, got 3 of head_dim 32"},
+            {{{"rope_parameters", {{"partial_rotary_factor", 0.01}}}}, "at least 2, got 0 of head_dim 32"},
+            {{{"rope_parameters", {{"mrope_section", {3, 3, 3}}}}},
+             "/rope_parameters/mrope_section: expected 3 sizes of at least 0 with the sum 8, got 3 with the sum 9"},
+            {{{"rope_parameters", {{"mrope_section", {4, 4}}}}}, "got 2 with the sum 8"},
+            {{{"rope_parameters", {{"mrope_section", {9, -2, 1}}}}}, "expected 3 sizes of at least 0 with the sum 8"},
+            {{{"rope_parameters", {{"mrope_section", json::array()}}}}, "got 0 with the sum 0"},
+            {{{"rope_parameters", {{"mrope_section", {3, 3, 2.0}}}}}, "/mrope_section/2: expected an integer"},
+        };
+        for (auto const& [patch, part] : wrong) {
+            auto settings = valid();
+            for (auto const& [key, value] : patch.items())
+                if (key == "rope_parameters" && value.is_object()) settings[key].update(value);
+                else settings[key] = value;
+            auto const text = message([&] { parse(settings); });
+            CAPTURE(text);
+            CAPTURE(part);
+            CHECK(contains(text, "config.json: "));
+            CHECK(contains(text, part));
+            CHECK(!contains(text, "settings are wrong"));
+        }
+    }
+
+    TEST_CASE("a setting that is left out is missed, and has no default") {
+        auto const complete = valid();
+        for (auto const& [key, value] : complete.items()) {
+            if (key == "model_type" || key == "attention_bias" || key == "rope_parameters") continue;
+            CAPTURE(key);
+            CHECK(contains(said([&, name = key](json& settings) { settings.erase(name); }),
+                           "config.json: /" + key + ": expected a value, got none"));
+        }
+        CHECK(said([](json& settings) { settings.erase("attention_bias"); }) == "nothing thrown");
+        CHECK(contains(said([](json& settings) { settings.erase("rope_parameters"); }), "2 settings are wrong"));
+    }
+
+    TEST_CASE("all that is wrong is reported at once") {
+        auto const text = said([](json& settings) {
+            settings["hidden_size"] = 0;
+            settings["hidden_act"] = "relu";
+            settings["num_key_value_heads"] = 3;
+            settings["rope_parameters"]["rope_type"] = "linear";
+            settings.erase("head_dim");
+        });
+        CHECK(contains(text, "config.json: 5 settings are wrong"));
+        CHECK(contains(text, "\n  /hidden_size: expected more than 0, got 0"));
+        CHECK(contains(text, "\n  /hidden_act: expected \"silu\", got \"relu\""));
+        CHECK(contains(text, "\n  /num_attention_heads: expected a multiple of num_key_value_heads, 3, got 4"));
+        CHECK(contains(text, "\n  /rope_parameters/rope_type: expected \"default\", got \"linear\""));
+        CHECK(contains(text, "\n  /head_dim: expected a value, got none"));
+    }
+
+    TEST_CASE("a file that is not there, not JSON, or says a thing twice is refused by name") {
+        faults::directory const place;
+        auto const read = [&](std::string const& text) {
+            return message([&] { qwen3_5_config::read(place.write("c.json", text)); });
+        };
+        CHECK(contains(message([&] { qwen3_5_config::read(place.path() / "none.json"); }), "none.json: cannot open"));
+        CHECK(contains(read("{"), "c.json: not JSON"));
+        CHECK(contains(read(R"({"model_type":"qwen3_5_text","model_type":"llama"})"), "duplicate key"));
+        CHECK(read(valid().dump()) == "nothing thrown");
+    }
+
+    TEST_CASE("a damaged config is read or refused with cpx::error") {
+        std::mt19937_64 random(3);
+        auto const original = valid().dump();
+        int refused = 0;
+        for (int i = 0; i < 10'000; ++i) {
+            auto const text = faults::damaged(original, random);
+            CAPTURE(text);
+            bool other = false;
+            try {
+                refused += message([&] { qwen3_5_config::parse(cpx::json_value::parse(text, "x")); }) != "nothing thrown";
+            } catch (...) {
+                other = true;
+            }
+            REQUIRE(!other);
+        }
+        CHECK(refused > 5'000);
+        CHECK(refused < 10'000);
+    }
+}
