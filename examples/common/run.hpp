@@ -17,7 +17,8 @@ int run_example(int argc, char** argv, CLI::App& app, F&& body) {
     try {
         app.parse(argc, argv);
         body();
-        return 0;
+        if (std::cout << std::flush) return 0;
+        std::cerr << app.get_name() << ": stdout: cannot be written\n";
     } catch (CLI::ParseError const& e) { // also thrown by --help, with exit code 0
         if (e.get_exit_code() == 0) return app.exit(e);
         std::cerr << app.get_name() << ": " << e.what() << " (see --help)\n";

@@ -103,7 +103,9 @@ inline sharding_spec parse_sharding(std::string_view text, char const* where = "
 /// Returns "zigzag over sequence", "table 0,1,1,0 over batch" or "head_sharded".
 inline std::string describe(sharding_spec const& spec) {
     std::string text = spec.name;
-    for (std::size_t c = 0; c < spec.owners.size(); ++c) text += (c ? "," : " ") + std::to_string(spec.owners[c]);
+    std::size_t const shown = std::min<std::size_t>(spec.owners.size(), 16);
+    for (std::size_t c = 0; c < shown; ++c) text += (c ? "," : " ") + std::to_string(spec.owners[c]);
+    if (shown < spec.owners.size()) text += ",...";
     if (spec.every_row()) return text;
     return text + (spec.scope == cpx::scope::batch ? " over batch" : " over sequence");
 }

@@ -2,7 +2,7 @@
 // Shows a sharding, and the plan from it to another: in the terminal, as JSON, or as an SVG picture.
 //
 //     inspect --cu 0,8,20 --ranks 2 --layout zigzag --to sequential --svg picture.svg
-#include "../common/run.hpp"
+#include "common/run.hpp"
 #include "svg.hpp"
 #include "text.hpp"
 

@@ -2,7 +2,7 @@
 // What inspect found out about a sharding and a plan, as plain numbers that text, JSON and picture show alike.
 #pragma once
 
-#include "../common/sharding_options.hpp"
+#include "common/sharding_options.hpp"
 
 #include <optional>
 

@@ -94,7 +94,9 @@ public:
             lanes(report_.plan->after, "after: " + report_.to);
             matrix();
         }
-        return canvas_.finish(std::max(x_of(report_.batch.tokens()) + right, 640.0), y_ + margin);
+        double const widest_text = std::max(width_of(title(report_, ">"), 20), width_of(summary(report_), 14));
+        return canvas_.finish(std::max({x_of(report_.batch.tokens()) + right, widest_text + 2 * margin, 640.0}),
+                              y_ + margin);
     }
 
 private:
