@@ -4,8 +4,10 @@
 
 #include <cpx/ops/local/linear.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <span>
+#include <vector>
 
 namespace cpx {
 

@@ -6,6 +6,9 @@
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
 
+#include <algorithm>
+#include <vector>
+
 namespace cpx {
 
 /// Convolves every channel with its own K weights over the tokens up to its own:

@@ -5,6 +5,7 @@
 #include <cpx/ops/local/activation.hpp>
 #include <cpx/ops/local/linear.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 

@@ -5,7 +5,9 @@
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 
 namespace cpx {
 namespace detail {

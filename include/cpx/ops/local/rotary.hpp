@@ -5,6 +5,7 @@
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <span>
 #include <vector>
