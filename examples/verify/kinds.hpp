@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the operator of a golden file on a sharding: one function a kind.
+#pragma once
+
+#include "../common/sharding_options.hpp"
+
+#include <cpx/model/json.hpp>
+#include <cpx/model/safetensors.hpp>
+#include <cpx/ops.hpp>
+
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace verify {
+
+/// What a golden file should give, by the names of its tensors.
+template <class T>
+using outputs = std::map<std::string, std::vector<T>>;
+
+/// A golden file, its packed batch and the way to run it.
+struct job {
+    cpx::safetensors file;
+    cpx::thd batch;
+    examples::sharding_spec layout;
+    examples::cut_spec cut;
+    int ranks = 1;
+    cpx::index chunk = 64;
+
+    cpx::index tokens() const { return batch.tokens(); }
+};
+
+/// Returns this rank's part of a whole tensor, as a data loader takes it: nothing moves.
+template <class T, class S>
+cpx::tensor<T, S> take(std::vector<T> const& whole, cpx::index width, S const& sharding, cpx::threads& comm) {
+    cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
+    auto const plan = relayout(everywhere, sharding, comm.rank());
+    cpx::tensor<T, S> part(sharding, comm.rank(), plan.target_width ? plan.target_width : width);
+    exchange(plan, cpx::sharded(cpx::rows<T const>(whole, width), everywhere), part.view(), comm);
+    return part;
+}
+
+/// Returns the whole of a tensor of which every rank has a part.
+template <class T, class S>
+std::vector<T> gather(cpx::rows<T const> part, cpx::index width, S const& sharding, cpx::threads& comm) {
+    cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
+    std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * width));
+    exchange(relayout(sharding, everywhere, comm.rank()), cpx::sharded(part, sharding),
+             cpx::sharded(cpx::rows<T>(whole, width), everywhere), comm);
+    return whole;
+}
+
+/// Calls `f(input, output)` with the job's sharding of rows of some sections: by tokens both are the same.
+template <class F>
+void with_sharding(job const& j, std::vector<cpx::section> const& in, std::vector<cpx::section> const& out, F&& f) {
+    examples::sharding_spec input = j.layout, output = j.layout;
+    input.sections = in;
+    output.sections = out;
+    examples::with_sharding(j.batch, input, j.cut, j.ranks, [&](auto const& in_sharding) {
+        using S = std::remove_cvref_t<decltype(in_sharding)>;
+        if constexpr (std::same_as<S, cpx::head_sharded<>>) f(in_sharding, S(j.ranks, j.batch, out));
+        else f(in_sharding, in_sharding);
+    });
+}
+
+template <class T, class How>
+outputs<T> gated_delta_rule(job const& j) {
+    auto const &q = j.file.tensor("q").shape, &v = j.file.tensor("v").shape;
+    cpx::require(q.size() == 3 && v.size() == 3, j.file.where().c_str(), "axes of q and v", "3 and 3",
+                 std::to_string(q.size()) + " and " + std::to_string(v.size()));
+    cpx::delta_rule_heads const heads{q[1], v[1], q[2], v[2]};
+    cpx::delta_rule_options const options{.chunk = j.chunk, .qk_l2norm = j.file.metadata("qk_l2norm") == "True"};
+    std::vector<cpx::section> const in{{heads.key_heads, heads.key_dim}, {heads.key_heads, heads.key_dim},
+                                       {heads.value_heads, heads.value_dim}, {heads.value_heads, 1}, {heads.value_heads, 1}};
+    std::vector<cpx::section> const out{{heads.value_heads, heads.value_dim}};
+    char const* const names[] = {"q", "k", "v", "g", "beta"};
+
+    cpx::index width = 0; // one row holds q, k, v, g and beta of a token, so that they are sharded together
+    for (cpx::section const& s : in) width += s.heads * s.width;
+    std::vector<T> whole(static_cast<std::size_t>(j.tokens() * width));
+    cpx::index first = 0;
+    for (std::size_t i = 0; i < in.size(); ++i) {
+        auto shape = std::vector<cpx::index>{j.tokens(), in[i].heads};
+        if (i < 3) shape.push_back(in[i].width);
+        auto const values = j.file.read<T>(names[i], shape);
+        cpx::index const columns = in[i].heads * in[i].width;
+        cpx::map(cpx::rows<T>(whole, width).columns(first, columns)) = cpx::map(cpx::rows<T const>(values, columns));
+        first += columns;
+    }
+
+    outputs<T> result;
+    cpx::index const state = heads.key_dim * heads.value_dim;
+    auto& final_state = result["final_state"];
+    final_state.resize(static_cast<std::size_t>(j.batch.sequences() * heads.value_heads * state));
+    std::mutex guard;
+    with_sharding(j, in, out, [&](auto const& sharding, auto const& out_sharding) {
+        using S = std::remove_cvref_t<decltype(sharding)>;
+        cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
+            int const rank = comm.rank();
+            auto const part = take(whole, width, sharding, comm);
+            cpx::range const values = sharding.heads(rank, heads.value_heads);
+            cpx::index const k = sharding.heads(rank, heads.key_heads).size() * heads.key_dim, n = values.size();
+            cpx::tensor<T, S> o(sharding, rank, n * heads.value_dim);
+            cpx::index const local_state = n * state;
+            std::vector<T> finals(static_cast<std::size_t>(j.batch.sequences() * local_state));
+            auto const x = part.view();
+            cpx::index const v_end = 2 * k + n * heads.value_dim;
+            auto const plan = carry(sharding, rank);
+            cpx::gated_delta_rule(How{}, plan,
+                                  cpx::delta_rule_tensors<T, S>{x.columns(0, k), x.columns(k, k), x.columns(2 * k, v_end - 2 * k),
+                                                                x.columns(v_end, n), x.columns(v_end + n, n), o.view(), {},
+                                                                {finals.data(), j.batch.sequences(), local_state}},
+                                  heads, options, comm);
+            auto all = gather<T>(o.data(), heads.value_heads * heads.value_dim, out_sharding, comm);
+            std::lock_guard const lock(guard);
+            for (std::size_t i = 0; i < plan.segments.size(); ++i) { // a final state is where its sequence ends
+                if (plan.links[i].has_successor) continue;
+                cpx::index const s = plan.segments[i].sequence;
+                std::copy_n(finals.data() + s * local_state, local_state,
+                            final_state.data() + (s * heads.value_heads + values.first) * state);
+            }
+            if (rank == 0) result["o"] = std::move(all);
+        });
+    });
+    return result;
+}
+
+template <class T>
+outputs<T> causal_conv1d(job const& j) {
+    auto const& shape = j.file.tensor("weight").shape;
+    cpx::require(shape.size() == 2, j.file.where().c_str(), "axes of weight", 2, shape.size());
+    cpx::index const channels = shape[0], taps = shape[1];
+    auto const x = j.file.read<T>("x", {j.tokens(), channels}), weight = j.file.read<T>("weight");
+    auto const bias = j.file.contains("bias") ? j.file.read<T>("bias", {channels}) : std::vector<T>();
+    auto const act = j.file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
+    std::vector<cpx::section> const sections{{channels, 1}}; // by heads, every channel is one
+
+    outputs<T> result;
+    with_sharding(j, sections, sections, [&](auto const& sharding, auto const&) {
+        cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
+            int const rank = comm.rank();
+            auto const part = take(x, channels, sharding, comm);
+            auto const local_weight = local_rows(sharding, rank, sections, cpx::rows<T const>(weight, taps));
+            auto const local_bias = bias.empty() ? bias : local_rows(sharding, rank, sections, cpx::rows<T const>(bias, 1));
+            auto y = part;
+            cpx::causal_conv1d(halo(sharding, rank, taps - 1), part.view(), cpx::rows<T const>(local_weight, taps),
+                               std::span<T const>(local_bias), act, y.view(), comm);
+            auto all = gather<T>(y.data(), channels, sharding, comm);
+            if (rank == 0) result["y"] = std::move(all);
+        });
+    });
+    return result;
+}
+
+/// Hidden states are sharded by tokens: as the layout says, or zigzag where it asks for the recurrence by heads.
+template <class T, class How>
+outputs<T> gdn_layer(job const& j) {
+    auto const config = cpx::json_value::parse(j.file.metadata("config"), j.file.where() + ", metadata config");
+    auto const get = [&](char const* key) { return config.template get<cpx::index>(key); };
+    cpx::gated_delta_net_config const net{get("hidden_size"),
+                                          {get("linear_num_key_heads"), get("linear_num_value_heads"),
+                                           get("linear_key_head_dim"), get("linear_value_head_dim")},
+                                          get("linear_conv_kernel_dim"), j.chunk, config.template get<double>("rms_norm_eps")};
+    auto const x = j.file.read<T>("hidden_states", {j.tokens(), net.hidden});
+    std::map<std::string, std::vector<T>> values;
+    auto const weight = [&](std::string const& name, cpx::index width) {
+        return cpx::rows<T const>(values[name] = j.file.read<T>("weight." + name), width);
+    };
+    cpx::index const v = net.heads.value_heads * net.heads.value_dim;
+    cpx::gated_delta_net_weights<T> const w{
+        weight("in_proj_qkv.weight", net.hidden), weight("in_proj_z.weight", net.hidden), weight("in_proj_b.weight", net.hidden),
+        weight("in_proj_a.weight", net.hidden),   weight("conv1d.weight", net.kernel),    weight("A_log", 1),
+        weight("dt_bias", 1),                     weight("norm.weight", net.heads.value_dim), weight("out_proj.weight", v)};
+
+    outputs<T> result;
+    auto const run = [&](auto const& sharding, auto const& make_layer) {
+        cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
+            auto const part = take(x, net.hidden, sharding, comm);
+            auto y = part;
+            make_layer(comm.rank())(w, part.view(), y.view(), comm);
+            auto all = gather<T>(y.data(), net.hidden, sharding, comm);
+            if (comm.rank() == 0) result["output"] = std::move(all);
+        });
+    };
+    examples::sharding_spec tokens = j.layout;
+    bool const by_heads = tokens.name == "head_sharded";
+    if (by_heads) tokens = {};
+    examples::with_token_sharding(j.batch, tokens, j.cut, j.ranks, [&](auto const& sharding) {
+        using S = std::remove_cvref_t<decltype(sharding)>;
+        if (!by_heads) return run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, net); });
+        cpx::head_sharded<> const mix(j.ranks, j.batch, net.sections()), back(j.ranks, j.batch, net.output_sections());
+        run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S, cpx::head_sharded<>>(sharding, mix, back, rank, net); });
+    });
+    return result;
+}
+
+} // namespace verify

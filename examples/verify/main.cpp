@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the operator of a golden file on any sharding and prints how far its outputs are from the file's.
+
+#include "kinds.hpp"
+
+#include "../common/run.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+#include <cstdio>
+
+namespace {
+
+/// Returns |x - reference| / |reference| in the 2-norm; NaN if x has one.
+template <class T>
+double relative_error(std::vector<T> const& x, std::vector<double> const& reference) {
+    double difference = 0, norm = 0;
+    for (std::size_t i = 0; i < reference.size(); ++i) {
+        double const d = static_cast<double>(x[i]) - reference[i];
+        difference += d * d;
+        norm += reference[i] * reference[i];
+    }
+    return std::sqrt(difference / norm);
+}
+
+template <class T>
+verify::outputs<T> run(verify::job const& j, std::string const& kind, bool serial) {
+    if (kind == "causal_conv1d") return verify::causal_conv1d<T>(j);
+    if (kind == "gated_delta_rule")
+        return serial ? verify::gated_delta_rule<T, cpx::serial>(j) : verify::gated_delta_rule<T, cpx::scan>(j);
+    if (kind == "gdn_layer") return serial ? verify::gdn_layer<T, cpx::serial>(j) : verify::gdn_layer<T, cpx::scan>(j);
+    throw cpx::error(j.file.where(), "kind in the metadata", "gated_delta_rule, causal_conv1d or gdn_layer", '"' + kind + '"');
+}
+
+template <class T>
+void report(verify::job const& j, bool serial, bool json) {
+    std::string const kind = j.file.metadata("kind");
+    nlohmann::json errors = nlohmann::json::object();
+    for (auto const& [name, values] : run<T>(j, kind, serial)) {
+        auto const reference = j.file.read<double>(name);
+        cpx::require(values.size() == reference.size(), j.file.where().c_str(), ("elements of " + name).c_str(), values.size(),
+                     reference.size());
+        errors[name] = relative_error(values, reference);
+    }
+    if (json) {
+        std::printf("%s\n", nlohmann::json{{"kind", kind}, {"errors", errors}}.dump(2).c_str());
+        return;
+    }
+    std::printf("%s on %d ranks, %s\n", kind.c_str(), j.ranks, examples::describe(j.layout).c_str());
+    for (auto const& [name, error] : errors.items()) std::printf("  %-12s relative error %.2e\n", name.c_str(), error.template get<double>());
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    CLI::App app("Runs the operator of a golden file on a sharding and compares it with the file's outputs.", "verify");
+    std::string file, ranks = "2", layout = "zigzag", dtype = "float64", carry = "scan", cut = "balanced", chunk = "64";
+    bool json = false;
+    app.add_option("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d or gdn_layer")->required();
+    app.add_option("--ranks", ranks, "ranks, as threads of this process")->capture_default_str();
+    app.add_option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded")->capture_default_str();
+    app.add_option("--dtype", dtype, "float64 or float32")->capture_default_str();
+    app.add_option("--carry", carry, "scan or serial")->capture_default_str();
+    app.add_option("--cut", cut, "balanced or aligned:UNIT")->capture_default_str();
+    app.add_option("--chunk", chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
+    app.add_flag("--json", json, "print JSON");
+    return examples::run_example(argc, argv, app, [&] {
+        cpx::require(dtype == "float64" || dtype == "float32", "--dtype", "type", "float64 or float32", '"' + dtype + '"');
+        cpx::require(carry == "scan" || carry == "serial", "--carry", "carry", "scan or serial", '"' + carry + '"');
+        cpx::safetensors const golden(file);
+        auto const offsets = golden.read<cpx::index>("cu_seqlens", {-1});
+        verify::job const j{golden, cpx::thd(offsets), examples::parse_sharding(layout), examples::parse_cut(cut),
+                            examples::parse_ranks(ranks), examples::parse_number(chunk, 1, 1 << 20, "--chunk", "tokens")};
+        cpx::require(j.layout.name != "replicated", "--layout", "sharding", "one that shares the work", "\"replicated\"");
+        if (dtype == "float64") report<double>(j, carry == "serial", json);
+        else report<float>(j, carry == "serial", json);
+    });
+}
