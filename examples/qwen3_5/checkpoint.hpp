@@ -67,8 +67,14 @@ public:
         auto const w = [&](char const* name) {
             return weight("model.layers." + std::to_string(i) + ".linear_attn." + name);
         };
-        return {w("in_proj_qkv.weight"), w("in_proj_z.weight"), w("in_proj_b.weight"), w("in_proj_a.weight"),
-                w("conv1d.weight"),      w("A_log"),            w("dt_bias"),          w("norm.weight"),
+        return {w("in_proj_qkv.weight"),
+                w("in_proj_z.weight"),
+                w("in_proj_b.weight"),
+                w("in_proj_a.weight"),
+                w("conv1d.weight"),
+                w("A_log"),
+                w("dt_bias"),
+                w("norm.weight"),
                 w("out_proj.weight")};
     }
     cpx::rows<T const> head() const {

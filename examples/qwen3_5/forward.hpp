@@ -20,9 +20,9 @@ struct needs {
 
 /// The forward pass of one rank.
 ///
-/// Hidden states enter zigzag over sequence (`Entry`). Linear attention runs on `Linear`, its recurrence on `Mix`: the same,
-/// or head_sharded. Norms, projections and MLPs see one token at a time, so relayouts stand outside them, on the
-/// residual stream, and only where the next layer wants another sharding.
+/// Hidden states enter zigzag over sequence (`Entry`). Linear attention runs on `Linear`, its recurrence on `Mix`:
+/// the same, or head_sharded. Norms, projections and MLPs see one token at a time, so relayouts stand outside them,
+/// on the residual stream, and only where the next layer wants another sharding.
 template <class T, class How, class Entry, class Linear, class Mix, cpx::transport Comm>
 class forward {
 public:
@@ -114,8 +114,8 @@ private:
             tensor<Entry> keys(entry, rank, 2 * kv);
             cpx::map(keys.data()) = cpx::map(qkv.data().columns(q, 2 * kv));
             auto const all = move(relayout(entry, cpx::replicated<>(entry.ranks(), entry.batch()), rank), keys);
-            attention(rank, qkv.view().columns(0, q), all.view().columns(0, kv), all.view().columns(kv, kv), heads, scale,
-                      o.view());
+            attention(rank, qkv.view().columns(0, q), all.view().columns(0, kv), all.view().columns(kv, kv), heads,
+                      scale, o.view());
         } else {
             cpx::section const query{heads.query_heads, dim}, key{heads.key_heads, dim};
             cpx::head_sharded<> const split(entry.ranks(), entry.batch(), {query, key, key});
@@ -141,8 +141,10 @@ private:
         std::size_t const wide = static_cast<std::size_t>(c_.intermediate_size);
         std::vector<T> x_values(count * hidden), gate_values(count * wide), up_values(count * wide);
         cpx::rows<T> const x(x_values.data(), h.count(), h.width());
-        cpx::rows<T> const gate(gate_values.data(), h.count(), c_.intermediate_size), up(up_values.data(), h.count(), c_.intermediate_size);
-        rms_norm<T>(h, model_.gain(name(layer, "post_attention_layernorm.weight")), static_cast<T>(c_.rms_norm_eps), T(1), x);
+        cpx::rows<T> const gate(gate_values.data(), h.count(), c_.intermediate_size),
+            up(up_values.data(), h.count(), c_.intermediate_size);
+        rms_norm<T>(h, model_.gain(name(layer, "post_attention_layernorm.weight")), static_cast<T>(c_.rms_norm_eps),
+                    T(1), x);
         cpx::linear<T>(x, model_.weight(name(layer, "mlp.gate_proj.weight")), gate);
         cpx::linear<T>(x, model_.weight(name(layer, "mlp.up_proj.weight")), up);
         silu_mul<T>(gate, up, gate);

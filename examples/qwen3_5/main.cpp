@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main job of cpx: a Qwen3.5 checkpoint of Hugging Face transformers, its packed batch sharded over ranks, must give the
-// log-probabilities that transformers gives, whatever the strategy.
+// The main job of cpx: a Qwen3.5 checkpoint of Hugging Face transformers, its packed batch sharded over ranks, must
+// give the log-probabilities that transformers gives, whatever the strategy.
 
 #include "strategy.hpp"
 
@@ -32,8 +32,8 @@ qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config cons
                  "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
     for (std::size_t i = 0; i < ids.size(); ++i)
         if (ids[i] < 0 || ids[i] >= config.vocab_size)
-            throw cpx::error(file.where(), "token id " + std::to_string(i), "0 to " + std::to_string(config.vocab_size - 1),
-                             std::to_string(ids[i]));
+            throw cpx::error(file.where(), "token id " + std::to_string(i),
+                             "0 to " + std::to_string(config.vocab_size - 1), std::to_string(ids[i]));
     qwen3_5::input in{batch, ids, std::vector<cpx::index>(ids.size(), -1)};
     for (cpx::index s = 0; s < batch.sequences(); ++s)
         for (cpx::index row = batch.offset(s); row + 1 < batch.offset(s + 1); ++row)
@@ -43,16 +43,19 @@ qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config cons
 
 /// Returns the strategies that the options leave open: one if `--linear` is given, else all.
 std::vector<qwen3_5::strategy> choose(options const& o) {
-    auto const one_of = [](std::string const& text, std::vector<std::string> const& all, char const* where, bool table) {
+    auto const one_of = [](std::string const& text, std::vector<std::string> const& all, char const* where,
+                           bool table) {
         std::string names;
         for (auto const& name : all) names += (names.empty() ? "" : " or ") + name;
-        cpx::require(text.empty() || std::ranges::find(all, text) != all.end(), where, "value", names, '"' + text + '"');
+        cpx::require(text.empty() || std::ranges::find(all, text) != all.end(), where, "value", names,
+                     '"' + text + '"');
         if (!text.empty()) return std::vector{text};
         return table ? all : std::vector{all.front()};
     };
     bool const table = o.linear.empty();
-    auto const linears = table ? std::vector<std::string>{"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"}
-                               : std::vector{o.linear};
+    auto const linears =
+        table ? std::vector<std::string>{"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"}
+              : std::vector{o.linear};
     auto const cuts = !o.cut.empty() ? std::vector{o.cut}
                       : table        ? std::vector<std::string>{"balanced", "aligned:" + o.chunk}
                                      : std::vector<std::string>{"balanced"};
@@ -61,12 +64,13 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
         for (auto const& linear : linears)
             for (auto const& carry : one_of(o.carry, {"scan", "serial"}, "--carry", table))
                 for (auto const& cut : cuts) {
-                    qwen3_5::strategy const s{attention == "gather" ? qwen3_5::attention_by::gather : qwen3_5::attention_by::heads,
-                                              examples::parse_sharding(linear, "--linear"), carry == "serial",
-                                              examples::parse_cut(cut)};
+                    qwen3_5::strategy const s{
+                        attention == "gather" ? qwen3_5::attention_by::gather : qwen3_5::attention_by::heads,
+                        examples::parse_sharding(linear, "--linear"), carry == "serial", examples::parse_cut(cut)};
                     cpx::require(s.linear.name != "replicated" && s.linear.name != "table", "--linear", "sharding",
                                  "sequential, zigzag, striped or head_sharded", '"' + linear + '"');
-                    bool const again = s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
+                    bool const again =
+                        s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
                     if (!again) list.push_back(s); // by heads there is no carry and no cut to choose
                 }
     return list;
@@ -85,8 +89,12 @@ std::vector<report> run(options const& o) {
     for (auto const& how : choose(o)) {
         report r{how.attention == qwen3_5::attention_by::gather ? "gather" : "head_sharded",
                  how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
-                 how.by_heads() ? "none" : how.serial ? "serial" : "scan",
-                 how.by_heads() ? "none" : how.cut.unit ? "aligned:" + std::to_string(how.cut.unit) : "balanced",
+                 how.by_heads() ? "none"
+                 : how.serial   ? "serial"
+                                : "scan",
+                 how.by_heads() ? "none"
+                 : how.cut.unit ? "aligned:" + std::to_string(how.cut.unit)
+                                : "balanced",
                  qwen3_5::run(model, in, how, ranks, chunk)};
         auto const one_rank = qwen3_5::run(model, in, how, 1, chunk);
         double sum = 0;
@@ -136,19 +144,22 @@ void print_json(std::vector<report> const& reports, int ranks, cpx::index elemen
 }
 
 void print_table(std::vector<report> const& reports, int ranks, std::string const& dtype, cpx::index element) {
-    std::printf("Qwen3.5 over %d ranks in %s: log-probabilities against the reference and against one rank\n\n", ranks, dtype.c_str());
-    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "", "", "", "", "max", "mean",
-                "max to", "", "rows", "lower", "all-", "KiB", "lower", "all-", "states");
-    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "attention", "linear", "carry",
-                "cut", "delta", "delta", "one rank", "loss", "sent", "bound", "gather", "sent", "bound", "gather", "KiB");
+    std::printf("Qwen3.5 over %d ranks in %s: log-probabilities against the reference and against one rank\n\n", ranks,
+                dtype.c_str());
+    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "", "", "", "", "max",
+                "mean", "max to", "", "rows", "lower", "all-", "KiB", "lower", "all-", "states");
+    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "attention", "linear",
+                "carry", "cut", "delta", "delta", "one rank", "loss", "sent", "bound", "gather", "sent", "bound",
+                "gather", "KiB");
     auto const kib = [](cpx::index bytes) { return static_cast<double>(bytes) / 1024; };
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
         char to_one[16];
-        std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.2e", r.max_delta_to_one_rank);
+        std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.2e",
+                      r.max_delta_to_one_rank);
         std::printf("%-12s %-16s %-6s %-10s | %9.2e %9.2e %9s | %8.6f | %6lld %6lld %6lld | %7.1f %7.1f %7.1f %7.1f\n",
-                    r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, r.mean_delta, to_one,
-                    r.loss, static_cast<long long>(r.outcome.rows.rows), static_cast<long long>(least.rows),
+                    r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, r.mean_delta,
+                    to_one, r.loss, static_cast<long long>(r.outcome.rows.rows), static_cast<long long>(least.rows),
                     static_cast<long long>(all_gather.rows), kib(r.outcome.rows.bytes), kib(least.elements * element),
                     kib(all_gather.elements * element), kib(r.outcome.states.bytes));
     }
@@ -164,7 +175,8 @@ int main(int argc, char** argv) {
     app.add_option("--ranks", o.ranks, "ranks, as threads of this process")->capture_default_str();
     app.add_option("--dtype", o.dtype, "float64 or float32")->capture_default_str();
     app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
-    app.add_option("--linear", o.linear, "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them");
+    app.add_option("--linear", o.linear,
+                   "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them");
     app.add_option("--carry", o.carry, "scan or serial");
     app.add_option("--cut", o.cut, "balanced or aligned:UNIT, for the sharding of linear attention");
     app.add_option("--chunk", o.chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
@@ -175,7 +187,9 @@ int main(int argc, char** argv) {
         auto const reports = wide ? run<double>(o) : run<float>(o);
         int const ranks = examples::parse_ranks(o.ranks);
         cpx::index const element = wide ? 8 : 4;
-        if (o.json) print_json(reports, ranks, element);
-        else print_table(reports, ranks, o.dtype, element);
+        if (o.json)
+            print_json(reports, ranks, element);
+        else
+            print_table(reports, ranks, o.dtype, element);
     });
 }

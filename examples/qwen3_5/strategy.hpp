@@ -95,7 +95,8 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
             cpx::gated_delta_net_config const& net, MakeNet make_net) {
     using examples::token_sharding;
     int const ranks = linear.ranks();
-    token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)), cpx::aligned<cpx::dynamic>(1));
+    token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
+                                                     cpx::aligned<cpx::dynamic>(1));
     outcome result;
     result.exact = cpx::is_exact<How>(mix, net.chunk);
     result.counted = count_forward(model.config, attention, entry, linear, mix, net);
@@ -112,7 +113,8 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
         forward<T, How, token_sharding<cpx::scope::sequence>, Linear, Mix, cpx::counted<cpx::threads>> pass(
             model, entry, linear, delta_net, attention, comm);
         auto const local = pass(ids, labels);
-        auto const all = exchange(relayout(entry, cpx::replicated<>(ranks, in.batch), rank), local, threads); // not counted
+        auto const all =
+            exchange(relayout(entry, cpx::replicated<>(ranks, in.batch), rank), local, threads); // not counted
         std::lock_guard const lock(guard);
         result.rows += comm.sent("relayout");
         result.rows += comm.sent("halo");
@@ -128,15 +130,19 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
 template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index chunk) {
     auto const& c = model.config;
-    cpx::gated_delta_net_config const net{c.hidden_size,
-                                          {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
-                                           c.linear_value_head_dim},
-                                          c.linear_conv_kernel_dim, chunk, c.rms_norm_eps};
+    cpx::gated_delta_net_config const net{
+        c.hidden_size,
+        {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim},
+        c.linear_conv_kernel_dim,
+        chunk,
+        c.rms_norm_eps};
     if (how.by_heads()) {
-        examples::token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)), cpx::aligned<cpx::dynamic>(1));
+        examples::token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
+                                                                   cpx::aligned<cpx::dynamic>(1));
         cpx::head_sharded<> const mix(ranks, in.batch, net.sections()), back(ranks, in.batch, net.output_sections());
         return detail::run<cpx::serial>(model, in, how.attention, entry, mix, net, [&](int rank) {
-            return cpx::gated_delta_net<cpx::serial, std::remove_cvref_t<decltype(entry)>, cpx::head_sharded<>>(entry, mix, back, rank, net);
+            return cpx::gated_delta_net<cpx::serial, std::remove_cvref_t<decltype(entry)>, cpx::head_sharded<>>(
+                entry, mix, back, rank, net);
         });
     }
     return examples::with_token_sharding(in.batch, how.linear, how.cut, ranks, [&](auto const& linear) {

@@ -58,8 +58,10 @@ void with_sharding(job const& j, std::vector<cpx::section> const& in, std::vecto
     output.sections = out;
     examples::with_sharding(j.batch, input, j.cut, j.ranks, [&](auto const& in_sharding) {
         using S = std::remove_cvref_t<decltype(in_sharding)>;
-        if constexpr (std::same_as<S, cpx::head_sharded<>>) f(in_sharding, S(j.ranks, j.batch, out));
-        else f(in_sharding, in_sharding);
+        if constexpr (std::same_as<S, cpx::head_sharded<>>)
+            f(in_sharding, S(j.ranks, j.batch, out));
+        else
+            f(in_sharding, in_sharding);
     });
 }
 
@@ -70,8 +72,11 @@ outputs<T> gated_delta_rule(job const& j) {
                  std::to_string(q.size()) + " and " + std::to_string(v.size()));
     cpx::delta_rule_heads const heads{q[1], v[1], q[2], v[2]};
     cpx::delta_rule_options const options{.chunk = j.chunk, .qk_l2norm = j.file.metadata("qk_l2norm") == "True"};
-    std::vector<cpx::section> const in{{heads.key_heads, heads.key_dim}, {heads.key_heads, heads.key_dim},
-                                       {heads.value_heads, heads.value_dim}, {heads.value_heads, 1}, {heads.value_heads, 1}};
+    std::vector<cpx::section> const in{{heads.key_heads, heads.key_dim},
+                                       {heads.key_heads, heads.key_dim},
+                                       {heads.value_heads, heads.value_dim},
+                                       {heads.value_heads, 1},
+                                       {heads.value_heads, 1}};
     std::vector<cpx::section> const out{{heads.value_heads, heads.value_dim}};
     char const* const names[] = {"q", "k", "v", "g", "beta"};
 
@@ -107,8 +112,13 @@ outputs<T> gated_delta_rule(job const& j) {
             cpx::index const v_end = 2 * k + n * heads.value_dim;
             auto const plan = carry(sharding, rank);
             cpx::gated_delta_rule(How{}, plan,
-                                  cpx::delta_rule_tensors<T, S>{x.columns(0, k), x.columns(k, k), x.columns(2 * k, v_end - 2 * k),
-                                                                x.columns(v_end, n), x.columns(v_end + n, n), o.view(), {},
+                                  cpx::delta_rule_tensors<T, S>{x.columns(0, k),
+                                                                x.columns(k, k),
+                                                                x.columns(2 * k, v_end - 2 * k),
+                                                                x.columns(v_end, n),
+                                                                x.columns(v_end + n, n),
+                                                                o.view(),
+                                                                {},
                                                                 {finals.data(), j.batch.sequences(), local_state}},
                                   heads, options, comm);
             auto all = gather<T>(o.data(), heads.value_heads * heads.value_dim, out_sharding, comm);
@@ -141,7 +151,8 @@ outputs<T> causal_conv1d(job const& j) {
             int const rank = comm.rank();
             auto const part = take(x, channels, sharding, comm);
             auto const local_weight = local_rows(sharding, rank, sections, cpx::rows<T const>(weight, taps));
-            auto const local_bias = bias.empty() ? bias : local_rows(sharding, rank, sections, cpx::rows<T const>(bias, 1));
+            auto const local_bias =
+                bias.empty() ? bias : local_rows(sharding, rank, sections, cpx::rows<T const>(bias, 1));
             auto y = part;
             cpx::causal_conv1d(halo(sharding, rank, taps - 1), part.view(), cpx::rows<T const>(local_weight, taps),
                                std::span<T const>(local_bias), act, y.view(), comm);
@@ -160,17 +171,24 @@ outputs<T> gdn_layer(job const& j) {
     cpx::gated_delta_net_config const net{get("hidden_size"),
                                           {get("linear_num_key_heads"), get("linear_num_value_heads"),
                                            get("linear_key_head_dim"), get("linear_value_head_dim")},
-                                          get("linear_conv_kernel_dim"), j.chunk, config.template get<double>("rms_norm_eps")};
+                                          get("linear_conv_kernel_dim"),
+                                          j.chunk,
+                                          config.template get<double>("rms_norm_eps")};
     auto const x = j.file.read<T>("hidden_states", {j.tokens(), net.hidden});
     std::map<std::string, std::vector<T>> values;
     auto const weight = [&](std::string const& name, cpx::index width) {
         return cpx::rows<T const>(values[name] = j.file.read<T>("weight." + name), width);
     };
     cpx::index const v = net.heads.value_heads * net.heads.value_dim;
-    cpx::gated_delta_net_weights<T> const w{
-        weight("in_proj_qkv.weight", net.hidden), weight("in_proj_z.weight", net.hidden), weight("in_proj_b.weight", net.hidden),
-        weight("in_proj_a.weight", net.hidden),   weight("conv1d.weight", net.kernel),    weight("A_log", 1),
-        weight("dt_bias", 1),                     weight("norm.weight", net.heads.value_dim), weight("out_proj.weight", v)};
+    cpx::gated_delta_net_weights<T> const w{weight("in_proj_qkv.weight", net.hidden),
+                                            weight("in_proj_z.weight", net.hidden),
+                                            weight("in_proj_b.weight", net.hidden),
+                                            weight("in_proj_a.weight", net.hidden),
+                                            weight("conv1d.weight", net.kernel),
+                                            weight("A_log", 1),
+                                            weight("dt_bias", 1),
+                                            weight("norm.weight", net.heads.value_dim),
+                                            weight("out_proj.weight", v)};
 
     outputs<T> result;
     auto const run = [&](auto const& sharding, auto const& make_layer) {
@@ -187,9 +205,12 @@ outputs<T> gdn_layer(job const& j) {
     if (by_heads) tokens = {};
     examples::with_token_sharding(j.batch, tokens, j.cut, j.ranks, [&](auto const& sharding) {
         using S = std::remove_cvref_t<decltype(sharding)>;
-        if (!by_heads) return run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, net); });
+        if (!by_heads)
+            return run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, net); });
         cpx::head_sharded<> const mix(j.ranks, j.batch, net.sections()), back(j.ranks, j.batch, net.output_sections());
-        run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S, cpx::head_sharded<>>(sharding, mix, back, rank, net); });
+        run(sharding, [&](int rank) {
+            return cpx::gated_delta_net<How, S, cpx::head_sharded<>>(sharding, mix, back, rank, net);
+        });
     });
     return result;
 }

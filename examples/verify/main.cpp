@@ -30,7 +30,8 @@ verify::outputs<T> run(verify::job const& j, std::string const& kind, bool seria
     if (kind == "gated_delta_rule")
         return serial ? verify::gated_delta_rule<T, cpx::serial>(j) : verify::gated_delta_rule<T, cpx::scan>(j);
     if (kind == "gdn_layer") return serial ? verify::gdn_layer<T, cpx::serial>(j) : verify::gdn_layer<T, cpx::scan>(j);
-    throw cpx::error(j.file.where(), "kind in the metadata", "gated_delta_rule, causal_conv1d or gdn_layer", '"' + kind + '"');
+    throw cpx::error(j.file.where(), "kind in the metadata", "gated_delta_rule, causal_conv1d or gdn_layer",
+                     '"' + kind + '"');
 }
 
 template <class T>
@@ -39,8 +40,8 @@ void report(verify::job const& j, bool serial, bool json) {
     nlohmann::json errors = nlohmann::json::object();
     for (auto const& [name, values] : run<T>(j, kind, serial)) {
         auto const reference = j.file.read<double>(name);
-        cpx::require(values.size() == reference.size(), j.file.where().c_str(), ("elements of " + name).c_str(), values.size(),
-                     reference.size());
+        cpx::require(values.size() == reference.size(), j.file.where().c_str(), ("elements of " + name).c_str(),
+                     values.size(), reference.size());
         errors[name] = relative_error(values, reference);
     }
     if (json) {
@@ -48,7 +49,8 @@ void report(verify::job const& j, bool serial, bool json) {
         return;
     }
     std::printf("%s on %d ranks, %s\n", kind.c_str(), j.ranks, examples::describe(j.layout).c_str());
-    for (auto const& [name, error] : errors.items()) std::printf("  %-12s relative error %.2e\n", name.c_str(), error.template get<double>());
+    for (auto const& [name, error] : errors.items())
+        std::printf("  %-12s relative error %.2e\n", name.c_str(), error.template get<double>());
 }
 
 } // namespace
@@ -59,21 +61,30 @@ int main(int argc, char** argv) {
     bool json = false;
     app.add_option("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d or gdn_layer")->required();
     app.add_option("--ranks", ranks, "ranks, as threads of this process")->capture_default_str();
-    app.add_option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded")->capture_default_str();
+    app.add_option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded")
+        ->capture_default_str();
     app.add_option("--dtype", dtype, "float64 or float32")->capture_default_str();
     app.add_option("--carry", carry, "scan or serial")->capture_default_str();
     app.add_option("--cut", cut, "balanced or aligned:UNIT")->capture_default_str();
     app.add_option("--chunk", chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
     app.add_flag("--json", json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {
-        cpx::require(dtype == "float64" || dtype == "float32", "--dtype", "type", "float64 or float32", '"' + dtype + '"');
+        cpx::require(dtype == "float64" || dtype == "float32", "--dtype", "type", "float64 or float32",
+                     '"' + dtype + '"');
         cpx::require(carry == "scan" || carry == "serial", "--carry", "carry", "scan or serial", '"' + carry + '"');
         cpx::safetensors const golden(file);
         auto const offsets = golden.read<cpx::index>("cu_seqlens", {-1});
-        verify::job const j{golden, cpx::thd(offsets), examples::parse_sharding(layout), examples::parse_cut(cut),
-                            examples::parse_ranks(ranks), examples::parse_number(chunk, 1, 1 << 20, "--chunk", "tokens")};
-        cpx::require(j.layout.name != "replicated", "--layout", "sharding", "one that shares the work", "\"replicated\"");
-        if (dtype == "float64") report<double>(j, carry == "serial", json);
-        else report<float>(j, carry == "serial", json);
+        verify::job const j{golden,
+                            cpx::thd(offsets),
+                            examples::parse_sharding(layout),
+                            examples::parse_cut(cut),
+                            examples::parse_ranks(ranks),
+                            examples::parse_number(chunk, 1, 1 << 20, "--chunk", "tokens")};
+        cpx::require(j.layout.name != "replicated", "--layout", "sharding", "one that shares the work",
+                     "\"replicated\"");
+        if (dtype == "float64")
+            report<double>(j, carry == "serial", json);
+        else
+            report<float>(j, carry == "serial", json);
     });
 }

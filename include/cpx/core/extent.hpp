@@ -14,7 +14,8 @@ inline constexpr int dynamic = -1;
 /// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
 template <int N>
 struct extent {
-    static_assert(N > 0, "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
+    static_assert(N > 0,
+                  "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
     constexpr extent() = default;
     CPX_HOST_DEVICE constexpr int get() const { return N; }
     friend constexpr bool operator==(extent, extent) = default;

@@ -32,7 +32,8 @@ public:
         require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
         require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
         for (std::size_t s = 1; s < offsets.size(); ++s)
-            if (offsets[s] < offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
+            if (offsets[s] <
+                offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
                 throw error("thd", "offset " + std::to_string(s) + " decreases",
                             "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]));
         require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
@@ -59,7 +60,8 @@ public:
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
     static thd uniform(index count, index length) {
-        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative", count < 0 ? count : length);
+        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
+                count < 0 ? count : length);
         std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
         for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets));

@@ -15,7 +15,9 @@ struct either {
 
     CPX_HOST_DEVICE constexpr int ranks() const { return use_first ? first.ranks() : second.ranks(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return use_first ? first.chunks() : second.chunks(); }
-    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return use_first ? first.owner(chunk) : second.owner(chunk); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const {
+        return use_first ? first.owner(chunk) : second.owner(chunk);
+    }
 };
 
 /// `A` for the runs whose length the rule accepts, `B` for the others.

@@ -28,15 +28,14 @@ public:
 
     /// Takes the owners of any other layout: a table is what all layouts are once their types are forgotten.
     template <class L>
-        requires(!std::same_as<L, table>) && layout<L> // in this order: whether a table is a layout is asked of this class
+        requires(!std::same_as<L, table>) &&
+                layout<L> // in this order: whether a table is a layout is asked of this class
     explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
 
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }
     int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }
-    friend bool operator==(table const& a, table const& b) {
-        return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_;
-    }
+    friend bool operator==(table const& a, table const& b) { return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_; }
 
 private:
     template <layout L>

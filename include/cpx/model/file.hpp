@@ -22,9 +22,12 @@ inline std::string quote(std::string_view text) {
     std::string shown = "\"";
     for (char const c : text.substr(0, most)) {
         auto const byte = static_cast<unsigned char>(c);
-        if (c == '"' || c == '\\') (shown += '\\') += c;
-        else if (byte < 0x20 || byte > 0x7e) ((shown += "\\x") += digits[byte >> 4]) += digits[byte & 15];
-        else shown += c;
+        if (c == '"' || c == '\\')
+            (shown += '\\') += c;
+        else if (byte < 0x20 || byte > 0x7e)
+            ((shown += "\\x") += digits[byte >> 4]) += digits[byte & 15];
+        else
+            shown += c;
     }
     return shown + (text.size() > most ? "\"..." : "\"");
 }

@@ -98,8 +98,10 @@ public:
     T positive(json_value const& object, std::string_view key) {
         auto const before = count();
         T value{};
-        if constexpr (std::integral<T>) value = get<std::int32_t>(object, key);
-        else value = get<T>(object, key);
+        if constexpr (std::integral<T>)
+            value = get<std::int32_t>(object, key);
+        else
+            value = get<T>(object, key);
         if (count() == before) require(value > 0, object, key, "more than 0", object.at(key).got());
         return value > 0 ? value : T{};
     }

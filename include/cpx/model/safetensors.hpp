@@ -198,8 +198,10 @@ private:
         index covered = 0;
         for (auto const& [taken, name] : ranges) {
             if (taken.first != covered)
-                throw error(where_, (taken.first < covered ? "overlap before tensor " : "gap before tensor ") +
-                            detail::quote(*name), "a begin of " + std::to_string(covered), std::to_string(taken.first));
+                throw error(where_,
+                            (taken.first < covered ? "overlap before tensor " : "gap before tensor ") +
+                                detail::quote(*name),
+                            "a begin of " + std::to_string(covered), std::to_string(taken.first));
             covered = taken.last;
         }
         if (covered != static_cast<index>(data_.size()))
@@ -247,15 +249,17 @@ private:
                 decoded const value = decode(stored);
                 if (!detail::holds<T>(value))
                     throw error(where_, "element " + std::to_string(i) + " of tensor " + detail::quote(view.name),
-                                std::same_as<T, index> ? "an int64" : std::same_as<T, float> ? "a float" : "a double",
+                                std::same_as<T, index>   ? "an int64"
+                                : std::same_as<T, float> ? "a float"
+                                                         : "a double",
                                 nlohmann::json(value).dump());
                 values[i] = static_cast<T>(value);
             }
         }
     }
 
-    static constexpr std::array<std::string_view, 13> dtype_names = {
-        "F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"};
+    static constexpr std::array<std::string_view, 13> dtype_names = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16",
+                                                                     "I8",  "U64", "U32", "U16",  "U8",  "BOOL"};
 
     std::shared_ptr<std::string const> file_;
     std::string where_;

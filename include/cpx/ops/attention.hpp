@@ -22,15 +22,16 @@ struct attention_heads {
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit.
 template <class T, any_sharding Q, any_sharding K, elements_of<T> A, elements_of<T> B>
-void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded<B, K> const& v, attention_heads const& heads,
-               double scale, sharded<T, Q> const& o, caller here = caller::here()) {
-    static_assert(K::every_row, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
-                                "them to replicated or head_sharded first");
+void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded<B, K> const& v,
+               attention_heads const& heads, double scale, sharded<T, Q> const& o, caller here = caller::here()) {
+    static_assert(K::every_row,
+                  "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
+                  "them to replicated or head_sharded first");
     char const* const where = "attention";
     require(heads.key_heads > 0 && heads.query_heads % heads.key_heads == 0, where, "query heads",
             "a multiple of the key heads " + std::to_string(heads.key_heads), heads.query_heads, here);
-    require(q.sharding().batch() == k.sharding().batch() && v.sharding() == k.sharding(), where, "batch of keys and values",
-            "the queries' batch", "another", here);
+    require(q.sharding().batch() == k.sharding().batch() && v.sharding() == k.sharding(), where,
+            "batch of keys and values", "the queries' batch", "another", here);
     require(o.sharding() == q.sharding(), where, "sharding of o", "that of q", "another", here);
     thd const& batch = q.sharding().batch();
     range const queries = q.sharding().heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
@@ -51,10 +52,10 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
             auto const seen = [&](sharded<B, K> const& x) -> rows<T const> { // later keys are masked for all of these
                 return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
             };
-            attend_head<T>(rows<T const>(q.data()).sub(s.row, s.count).columns(h * dim, dim),
-                           std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)),
-                           seen(k), seen(v), static_cast<T>(scale),
-                           o.data().sub(s.row, s.count).columns(h * dim, dim));
+            attend_head<T>(
+                rows<T const>(q.data()).sub(s.row, s.count).columns(h * dim, dim),
+                std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)), seen(k),
+                seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim));
         }
 }
 

@@ -11,7 +11,8 @@
 
 namespace cpx {
 
-/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence begins.
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
+/// begins.
 ///
 /// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K) and
 /// bias: (channels) or empty, for the channels that this rank holds (see `local_rows`).

@@ -22,8 +22,11 @@ struct gated_delta_net_config {
 
     /// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
     std::vector<section> sections() const {
-        return {{heads.key_heads, heads.key_dim}, {heads.key_heads, heads.key_dim}, {heads.value_heads, heads.value_dim},
-                {heads.value_heads, 1}, {heads.value_heads, 1}};
+        return {{heads.key_heads, heads.key_dim},
+                {heads.key_heads, heads.key_dim},
+                {heads.value_heads, heads.value_dim},
+                {heads.value_heads, 1},
+                {heads.value_heads, 1}};
     }
     /// Returns the sections of the rows that it writes: o.
     std::vector<section> output_sections() const { return {{heads.value_heads, heads.value_dim}}; }
@@ -31,7 +34,8 @@ struct gated_delta_net_config {
 
 /// Weights of a gated delta net layer, whole on every rank, named and shaped as in the checkpoint.
 ///
-/// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1, value_dim).
+/// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1,
+/// value_dim).
 template <class T>
 struct gated_delta_net_weights {
     rows<T const> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
@@ -62,8 +66,8 @@ struct gated_delta_mixer {
 
         auto const conv = local_rows(sharding, rank, qkv, w.conv);
         tensor<T, S> mixed(sharding, rank, 2 * q + v), g_beta(sharding, rank, 2 * values);
-        causal_conv1d(halo_rows, x.view().columns(0, 2 * q + v), rows<T const>(conv, config.kernel), std::span<T const>(),
-                      activation::silu, mixed.view(), comm);
+        causal_conv1d(halo_rows, x.view().columns(0, 2 * q + v), rows<T const>(conv, config.kernel),
+                      std::span<T const>(), activation::silu, mixed.view(), comm);
 
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
@@ -75,8 +79,8 @@ struct gated_delta_mixer {
                 g_beta.data()(row, values + h) = sigmoid(b(row, h));
             }
         auto const qkv_rows = mixed.view(), gates = g_beta.view();
-        delta_rule_tensors<T, S> const t{qkv_rows.columns(0, q),      qkv_rows.columns(q, q),
-                                         qkv_rows.columns(2 * q, v),  gates.columns(0, values),
+        delta_rule_tensors<T, S> const t{qkv_rows.columns(0, q),        qkv_rows.columns(q, q),
+                                         qkv_rows.columns(2 * q, v),    gates.columns(0, values),
                                          gates.columns(values, values), sharded<T, S>(o.data(), sharding)};
         gated_delta_rule(How{}, states, t, heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
     }
@@ -86,8 +90,8 @@ struct gated_delta_mixer {
 
 /// A gated delta net layer whose hidden states are sharded by `S` and whose recurrence runs on `Mix`.
 ///
-/// `Mix` is `S` itself (in place: a halo and carried states), or `head_sharded` (one exchange there, one back, no carry).
-/// Projections and the gated norm see one token at a time and run on `S`.
+/// `Mix` is `S` itself (in place: a halo and carried states), or `head_sharded` (one exchange there, one back, no
+/// carry). Projections and the gated norm see one token at a time and run on `S`.
 ///
 ///     y = out_proj(norm(delta_rule(silu(conv(q k v)), ...)) silu(z)),    g = -exp(A_log) softplus(a + dt_bias)
 ///
@@ -109,7 +113,8 @@ public:
 
     /// Computes the layer: x, y (rows, hidden). Collective. Throws what `exchange` and the operators throw.
     template <class T, elements_of<T> A, transport Comm>
-    void operator()(gated_delta_net_weights<T> const& w, sharded<A, S> const& x, sharded<T, S> const& y, Comm& comm) const {
+    void operator()(gated_delta_net_weights<T> const& w, sharded<A, S> const& x, sharded<T, S> const& y,
+                    Comm& comm) const {
         rows<T const> const in = x.data();
         delta_rule_heads const& heads = config_.heads;
         index const qkv = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim;

@@ -17,11 +17,13 @@ struct delta_rule_heads {
     index key_dim = 1, value_dim = 1;
 };
 
-/// The tensors of a gated delta rule on one rank, all of one sharding; widths are those of the heads that the rank holds.
+/// The tensors of a gated delta rule on one rank, all of one sharding; widths are those of the heads that the rank
+/// holds.
 ///
 /// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: log decay, beta: (rows, value heads).
 /// States: (sequences, value heads * key_dim * value_dim), or empty rows for none. `initial` is read on the rank where
-/// a sequence begins; `final` is written on the rank where it ends (rank 0 if it has no tokens) and elsewhere left alone.
+/// a sequence begins; `final` is written on the rank where it ends (rank 0 if it has no tokens) and elsewhere left
+/// alone.
 template <class T, any_sharding S>
 struct delta_rule_tensors {
     sharded<T const, S> q, k, v, g, beta;
@@ -121,7 +123,9 @@ template <class T, any_sharding S, class Comm, class Start, class Finish>
 void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& plan, Start start, Finish finish,
                   Comm& comm, caller here) {
     index const width = run.state_width(), map_width = run.map_width();
-    auto const buffer = [](index count, index columns) { return std::vector<T>(static_cast<std::size_t>(count * columns)); };
+    auto const buffer = [](index count, index columns) {
+        return std::vector<T>(static_cast<std::size_t>(count * columns));
+    };
     auto ends = buffer(plan.ends.source_rows, width), all_ends = buffer(plan.ends.target_rows, width);
     auto maps = buffer(plan.maps.source_rows, map_width), all_maps = buffer(plan.maps.target_rows, map_width);
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
@@ -159,14 +163,15 @@ void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& pl
 ///     S_t = a_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t,    a_t = exp(g_t).
 ///
 /// `plan` is `carry(sharding, rank)`; `How` is `serial` or `scan`, see there and `is_exact`.
-/// Collective. Communication: `serial`, one state (value heads * key_dim * value_dim) a cut; `scan`, for each segment one
-/// state, and a map (value heads * key_dim^2) if it lies between two others, to each rank with a later segment.
+/// Collective. Communication: `serial`, one state (value heads * key_dim * value_dim) a cut; `scan`, for each segment
+/// one state, and a map (value heads * key_dim^2) if it lies between two others, to each rank with a later segment.
 /// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
 template <carry_kind How, class T, any_sharding S, transport Comm>
-void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t, delta_rule_heads const& heads,
-                      delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
+void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+                      delta_rule_heads const& heads, delta_rule_options const& options, Comm& comm,
+                      caller here = caller::here()) {
     char const* const where = "gated_delta_rule";
     require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
             "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
@@ -188,8 +193,10 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
     if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width);
     if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width);
     auto const start_of = [&](index sequence, T* state) {
-        if (t.initial.data()) std::copy_n(t.initial.row(sequence), width, state);
-        else std::fill_n(state, width, T{});
+        if (t.initial.data())
+            std::copy_n(t.initial.row(sequence), width, state);
+        else
+            std::fill_n(state, width, T{});
     };
     auto const start = [&](segment const& s, T* state) { start_of(s.sequence, state); };
     auto const finish = [&](segment const& s, T const* state) {

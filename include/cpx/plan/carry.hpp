@@ -13,15 +13,17 @@ namespace cpx {
 /// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
 struct serial {};
 
-/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a predecessor
-/// and a successor) at once, and joins them on every rank that needs them. Equal to one rank within rounding.
+/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a
+/// predecessor and a successor) at once, and joins them on every rank that needs them. Equal to one rank within
+/// rounding.
 struct scan {};
 
 template <class How>
 concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 
-/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always where
-/// every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only, never with `scan`.
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always
+/// where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only, never with
+/// `scan`.
 template <carry_kind How, any_sharding S>
 constexpr bool is_exact(S const& sharding, index chunk) {
     if constexpr (S::every_row)
@@ -42,10 +44,10 @@ struct link {
 
 /// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
 ///
-/// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end states
-/// to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M (source rows:
-/// `link::map_row`) that come before a rank's last segment of a sequence, in level order from `link::ends` and
-/// `link::maps` on.
+/// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end
+/// states to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M
+/// (source rows: `link::map_row`) that come before a rank's last segment of a sequence, in level order from
+/// `link::ends` and `link::maps` on.
 template <any_sharding S>
 struct carry_plan {
     S sharding;

@@ -54,7 +54,8 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index r
 /// Throws `cpx::error` if `rank` is not one of the sharding's, or `before` is negative.
 template <any_sharding S>
 halo_plan<S> halo(S const& sharding, int rank, index before, caller here = caller::here()) {
-    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank, here);
+    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
+            here);
     require(before >= 0, "halo", "rows before a segment", "not negative", before, here);
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, before, segments(sharding, rank), {}, {0}};

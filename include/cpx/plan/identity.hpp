@@ -47,16 +47,34 @@ constexpr std::string_view type_name() {
 ///
 /// A fixed number of bytes, so that ranks can show it to one another without knowing anything yet.
 struct identity {
-    static constexpr std::array<char const*, 10> number_names{
-        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)", "source sharding (hash)", "target sharding (hash)",
-        "source width", "target width", "parameter", "bytes an element"};
+    static constexpr std::array<char const*, 10> number_names{"ranks",
+                                                              "sequences",
+                                                              "tokens",
+                                                              "cu_seqlens (hash)",
+                                                              "source sharding (hash)",
+                                                              "target sharding (hash)",
+                                                              "source width",
+                                                              "target width",
+                                                              "parameter",
+                                                              "bytes an element"};
     std::array<char, 16> operation{};
     std::array<char, 80> source{}, target{};
     std::array<std::uint64_t, number_names.size()> numbers{};
 
     friend bool operator==(identity const&, identity const&) = default;
 
-    enum number : std::size_t { ranks, sequences, tokens, offsets, source_hash, target_hash, source_width, target_width, parameter, element };
+    enum number : std::size_t {
+        ranks,
+        sequences,
+        tokens,
+        offsets,
+        source_hash,
+        target_hash,
+        source_width,
+        target_width,
+        parameter,
+        element
+    };
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
     /// Returns the identity of the plan that moves everything back.
@@ -96,7 +114,8 @@ struct identity {
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
     std::string text() const {
-        return std::string(operation.data()) + ' ' + source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
+        return std::string(operation.data()) + ' ' + source.data() +
+               (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
     template <std::size_t N>
@@ -143,9 +162,16 @@ identity identify(std::string_view operation, A const& from, B const& to, index 
     identity::set(id.source, sharding_name<A>());
     identity::set(id.target, sharding_name<B>());
     thd const& batch = from.batch();
-    id.numbers = {static_cast<std::uint64_t>(from.ranks()), static_cast<std::uint64_t>(batch.sequences()),
-                  static_cast<std::uint64_t>(batch.tokens()), mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
-                  sharding_hash(from), sharding_hash(to), 0, 0, static_cast<std::uint64_t>(parameter), 0};
+    id.numbers = {static_cast<std::uint64_t>(from.ranks()),
+                  static_cast<std::uint64_t>(batch.sequences()),
+                  static_cast<std::uint64_t>(batch.tokens()),
+                  mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
+                  sharding_hash(from),
+                  sharding_hash(to),
+                  0,
+                  0,
+                  static_cast<std::uint64_t>(parameter),
+                  0};
     return id;
 }
 

@@ -28,8 +28,10 @@ range shipped_heads(From const& from, To const& to, int i, int j, index heads) {
     index const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
     range const own = from.heads(j, heads);
     range shipped{std::max(needed.first, lower), needed.last};
-    if (j < i) shipped.first = std::max(shipped.first, own.last);
-    else shipped.last = std::min(shipped.last, own.first);
+    if (j < i)
+        shipped.first = std::max(shipped.first, own.last);
+    else
+        shipped.last = std::min(shipped.last, own.first);
     return shipped;
 }
 
@@ -88,13 +90,13 @@ index local_width(S const& s, int rank, std::span<section const> sections) {
 /// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
 /// give every token to exactly one rank.
 template <any_sharding From, any_sharding To>
-relayout_plan<From, To> relayout(From const& from, To const& to, int rank,
-                                 caller here = caller::here()) {
+relayout_plan<From, To> relayout(From const& from, To const& to, int rank, caller here = caller::here()) {
     constexpr int a = static_ranks<From>, b = static_ranks<To>;
     static_assert(a == dynamic || b == dynamic || a == b,
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
-    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank, here);
+    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank,
+            here);
     require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
@@ -115,12 +117,10 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank,
     detail::message_list sends(from.ranks()), receives(from.ranks());
     p.source_rows = detail::overlap(from, rank, to, sends);
     p.target_rows = detail::overlap(to, rank, from, receives);
-    p.sends = sends.finish(!by_columns, [&](int peer) {
-        return detail::shipped_columns(from, to, rank, peer, parts, from, rank);
-    });
-    p.receives = receives.finish(!by_columns, [&](int peer) {
-        return detail::shipped_columns(from, to, peer, rank, parts, to, rank);
-    });
+    p.sends = sends.finish(!by_columns,
+                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, parts, from, rank); });
+    p.receives = receives.finish(
+        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, parts, to, rank); });
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();

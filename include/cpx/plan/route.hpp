@@ -67,7 +67,8 @@ consteval auto routes() {
     return moved;
 }
 
-/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells move.
+/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
+/// move.
 template <static_layout From, static_layout To>
 consteval int route_messages() {
     constexpr auto moved = routes<From, To>();

@@ -16,7 +16,8 @@ std::vector<index> traffic(From const& from, To const& to) {
     std::vector<index> rows(ranks * ranks);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i);
-        for (message const& m : p.sends) rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
+        for (message const& m : p.sends)
+            rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
     }
     return rows;
 }
@@ -30,8 +31,8 @@ struct volume {
 
 /// Counts what no exchange between the shardings can do without, from ownership alone, not from plans.
 ///
-/// For every rank j: the rows that it needs and does not have whole, once for every rank that must supply a part of them:
-/// the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
+/// For every rank j: the rows that it needs and does not have whole, once for every rank that must supply a part of
+/// them: the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index width = 1) {
@@ -51,7 +52,8 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
                 for (index head = 0; head < s.heads; ++head) {
                     int supplier = 0;
                     while (!holds(from, supplier, s, head)) ++supplier;
-                    if (holds(to, j, s, head) && !holds(from, j, s, head)) supplied[static_cast<std::size_t>(supplier)] += s.width;
+                    if (holds(to, j, s, head) && !holds(from, j, s, head))
+                        supplied[static_cast<std::size_t>(supplier)] += s.width;
                 }
             for (index const elements : supplied) {
                 bound.rows += elements > 0 ? needed_rows : 0;
@@ -59,9 +61,11 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
             }
         } else {
             from.for_each_piece(j, [&, hint = index{0}](range own) mutable {
-                if constexpr (To::every_row) needed_rows -= own.size();
+                if constexpr (To::every_row)
+                    needed_rows -= own.size();
                 else
-                    to.for_each_holder(own, hint, [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
+                    to.for_each_holder(own, hint,
+                                       [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
             });
             bound.rows += needed_rows;
             bound.elements += needed_rows * detail::local_width(to, j, sections);
@@ -79,7 +83,8 @@ index halo_lower_bound(S const& sharding, index before) {
         std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
         for (segment const& s : segments(sharding, rank)) {
             index const start = sharding.batch().offset(s.sequence) + s.token;
-            for (index row = start - std::min(before, s.token); row < start; ++row) needed[static_cast<std::size_t>(row)] = true;
+            for (index row = start - std::min(before, s.token); row < start; ++row)
+                needed[static_cast<std::size_t>(row)] = true;
         }
         sharding.for_each_piece(rank, [&](range own) {
             for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;

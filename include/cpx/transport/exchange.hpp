@@ -68,7 +68,8 @@ void check_buffer(char const* which, rows<T> const& buffer, index count, index w
 
 /// Copies what stays and lets the transport move the rest into `receives`.
 template <class A, class Comm>
-void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives, Comm& comm) {
+void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
+                       Comm& comm) {
     auto sends = parcels<std::byte const>(p.sends, from);
     copy(take_own(sends, p.rank), take_own(receives, p.rank));
     comm.exchange(id, sends, receives);
@@ -114,8 +115,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 
 /// Lets all ranks compare what they are about to run, once for each fingerprint.
 ///
-/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks differ
-/// and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two ranks.
+/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
+/// differ and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two
+/// ranks.
 template <transport Comm>
 void agree(Comm& comm, identity const& mine) {
     static identity const agreement = [] {
@@ -134,8 +136,10 @@ void agree(Comm& comm, identity const& mine) {
             slot = mine;
             continue;
         }
-        sends.push_back({peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
-        receives.push_back({peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+        sends.push_back(
+            {peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+        receives.push_back(
+            {peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
     }
     comm.exchange(agreement, sends, receives);
     for (int field = 0; field < identity::fields; ++field)
@@ -148,13 +152,13 @@ void agree(Comm& comm, identity const& mine) {
 
 /// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
 ///
-/// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to` is
-/// written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
+/// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to`
+/// is written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
 /// a plan that sums adds in rank order.
 /// Collective: every rank calls it with its part of the same plan. Rows that stay are copied once.
 ///
-/// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`); later
-/// if a rank fails or misses the transport's deadline.
+/// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
+/// later if a rank fails or misses the transport's deadline.
 template <class B, elements_of<B> A, transport Comm>
 void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
@@ -162,7 +166,8 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
             std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
     detail::check_buffer("source", from, p.source_rows, p.source_width, here);
     detail::check_buffer("target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(), to.width(), here);
+    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
+            to.width(), here);
     identity id = p.id;
     id[identity::element] = sizeof(B);
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());

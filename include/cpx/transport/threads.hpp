@@ -133,8 +133,10 @@ private:
         if (int const field = id.first_difference(*from.id); field >= 0)
             throw error("threads", "ranks are in different exchanges: " + identity::name(field),
                         id.value(field) + " as on rank " + std::to_string(rank_) + " (" + id.text() + ")",
-                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() + ")");
-        require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(), from.parcel->bytes());
+                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() +
+                            ")");
+        require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
+                from.parcel->bytes());
         from.state = post::copying;
         lock.unlock();
         copy(*from.parcel, parcel);
@@ -155,8 +157,8 @@ private:
         if (!in_time)
             throw error("threads", "rank " + std::to_string(rank_) + " waited for " + who + ' ' + what,
                         "within " + std::to_string(world_.deadline.count()) + " ms", "nothing");
-        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what, who + " to take part",
-                    "its return");
+        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what,
+                    who + " to take part", "its return");
     }
 
     void check_failure() const {
