@@ -9,9 +9,9 @@
 namespace support {
 
 /// Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (SplitMix64).
-class random {
+class splitmix {
 public:
-    explicit random(std::uint64_t seed) : state_(seed) {}
+    explicit splitmix(std::uint64_t seed) : state_(seed) {}
 
     std::uint64_t next() {
         std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ull);
@@ -29,7 +29,7 @@ private:
 };
 
 /// Returns one rank for each of `chunks` chunks.
-inline std::vector<int> random_owners(random& numbers, int ranks, int chunks) {
+inline std::vector<int> random_owners(splitmix& numbers, int ranks, int chunks) {
     std::vector<int> owners;
     for (int c = 0; c < chunks; ++c) owners.push_back(static_cast<int>(numbers.between(0, ranks - 1)));
     return owners;

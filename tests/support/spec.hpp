@@ -115,7 +115,7 @@ inline std::vector<int> brute_owners(cpx::thd const& batch, spec const& s) {
 
 /// Returns the five layouts over both scopes with each of the cuts, on `ranks` ranks.
 inline std::vector<spec> all_specs(int ranks, std::vector<int> const& units, std::uint64_t seed = 1) {
-    random numbers(seed * 1000 + static_cast<std::uint64_t>(ranks));
+    splitmix numbers(seed * 1000 + static_cast<std::uint64_t>(ranks));
     std::vector<spec> list;
     for (shape const layout : {shape::sequential, shape::zigzag, shape::striped, shape::table, shape::by_length})
         for (cpx::scope const cuts : {cpx::scope::sequence, cpx::scope::batch})

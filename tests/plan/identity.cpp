@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the identity of a plan tells apart, so that ranks that disagree can say in what.
+#include <cpx/plan/identity.hpp>
+
+#include <cpx/cpx.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+
+namespace {
+
+using namespace support;
+using cpx::index;
+using cpx::scope;
+
+/// Returns the name of the first field in which two plans differ, or "" if their fingerprints are equal.
+std::string difference(cpx::plan const& a, cpx::plan const& b) {
+    int const field = a.id.first_difference(b.id);
+    CHECK((a.fingerprint() == b.fingerprint()) == (field < 0));
+    CHECK((a.id == b.id) == (field < 0));
+    return field < 0 ? "" : cpx::identity::name(field);
+}
+
+cpx::thd const batch = lengths({8, 12, 0, 7});
+
+template <class A>
+cpx::plan to_zigzag(A const& from, int rank = 0) {
+    return cpx::relayout(from, cpx::shard(from.batch(), cpx::zigzag<>{from.ranks()}), rank);
+}
+
+TEST_SUITE("plan") {
+    TEST_CASE("plans of all ranks have one fingerprint, made anew or copied") {
+        auto const a = cpx::shard(batch, cpx::striped<>{4});
+        for (int r = 0; r < 4; ++r) {
+            CHECK(difference(to_zigzag(a), to_zigzag(a, r)) == "");
+            CHECK(difference(to_zigzag(a), to_zigzag(cpx::shard(lengths({8, 12, 0, 7}), cpx::striped<>{4}), r)) == "");
+        }
+    }
+
+    TEST_CASE("the first field that differs is named") {
+        auto const reference = to_zigzag(cpx::shard(batch, cpx::sequential<>{4}));
+        CHECK(difference(reference, to_zigzag(cpx::shard(batch, cpx::striped<>{4}))) == "source layout");
+        CHECK(difference(reference, to_zigzag(cpx::shard<scope::batch>(batch, cpx::sequential<>{4}))) ==
+              "source layout");
+        CHECK(difference(reference, to_zigzag(cpx::shard(batch, cpx::sequential<>{4}, cpx::aligned<64>{}))) ==
+              "source layout");
+        CHECK(difference(reference, to_zigzag(cpx::shard(batch, cpx::sequential<>{3}))) == "ranks");
+        CHECK(difference(reference, to_zigzag(cpx::shard(lengths({8, 12, 7}), cpx::sequential<>{4}))) == "sequences");
+        CHECK(difference(reference, to_zigzag(cpx::shard(lengths({8, 12, 0, 8}), cpx::sequential<>{4}))) == "tokens");
+        CHECK(difference(reference, to_zigzag(cpx::shard(lengths({8, 12, 7, 0}), cpx::sequential<>{4}))) ==
+              "cu_seqlens (hash)");
+        cpx::thd const padded({0, 8, 20, 20, 27}, {7, 12, 0, 7});
+        CHECK(difference(reference, to_zigzag(cpx::shard(padded, cpx::sequential<>{4}))) == "cu_seqlens (hash)");
+        CHECK(difference(reference, reference.transposed()) == "source layout");
+        CHECK(difference(reference, cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 3)) == "operation");
+        CHECK(difference(cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 3),
+                         cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 4)) == "parameter");
+    }
+
+    TEST_CASE("what types do not tell is told by hashes") {
+        auto const table = [](std::vector<int> owners) { return cpx::shard(batch, cpx::table(2, std::move(owners))); };
+        CHECK(difference(to_zigzag(table({0, 1, 1})), to_zigzag(table({0, 1, 0}))) == "source sharding (hash)");
+        auto const cut = [](int unit) {
+            return cpx::shard(batch, cpx::sequential<>{2}, cpx::aligned<cpx::dynamic>{unit});
+        };
+        for (int const unit : {1, 2, 3, 63, 64, 128, 999, 1024, 4096})
+            CHECK_MESSAGE(difference(to_zigzag(cut(unit)), to_zigzag(cut(unit + 1))) == "source sharding (hash)", unit);
+        using rule_type = bool (*)(index);
+        auto const rule = [](rule_type accepts) {
+            return cpx::shard(batch, cpx::by_length{cpx::zigzag<>{2}, cpx::sequential<>{2}, accepts});
+        };
+        rule_type const even = [](index n) { return n % 2 == 0; }, quarter = [](index n) { return n % 4 == 0; },
+                        eight = [](index n) { return n == 8; };
+        CHECK(difference(to_zigzag(rule(even)), to_zigzag(rule(eight))) == "source sharding (hash)"); // differs at 12
+        CHECK(difference(to_zigzag(rule(even)), to_zigzag(rule(quarter))) == ""); // agrees on this batch
+        auto const heads = [](std::vector<cpx::section> list) { return cpx::head_sharded<2>(batch, std::move(list)); };
+        CHECK(difference(to_zigzag(heads({{4, 8}})), to_zigzag(heads({{8, 4}}))) == "source sharding (hash)");
+        CHECK(difference(to_zigzag(heads({{4, 8}, {2, 8}})), to_zigzag(heads({{4, 8}, {4, 4}}))) ==
+              "source sharding (hash)");
+    }
+
+    TEST_CASE("a static and a dynamic sharding have different names, so ranks must use the same types") {
+        auto const fixed = to_zigzag(cpx::shard(batch, cpx::sequential<4>{}));
+        auto const loose = to_zigzag(cpx::shard(batch, cpx::sequential<>{4}));
+        CHECK(difference(fixed, loose) == "source layout");
+        CHECK(fixed.sends == loose.sends);
+    }
+
+    TEST_CASE("an identity reads as text, and its transpose swaps source and target") {
+        auto const p = cpx::relayout(cpx::shard(batch, cpx::zigzag<4>{}),
+                                     cpx::shard<scope::batch>(batch, cpx::sequential<4>{}, cpx::aligned<64>{}), 0);
+        CHECK(p.id.text() == "relayout zigzag<4> over sequence, balanced -> sequential<4> over batch, aligned<64>");
+        CHECK(p.id.transposed().text() ==
+              "relayout sequential<4> over batch, aligned<64> -> zigzag<4> over sequence, balanced");
+        CHECK(p.id.transposed().transposed() == p.id);
+        CHECK(p.id.value(3) == "4");
+        CHECK(cpx::identity::name(3) == "ranks");
+    }
+
+    TEST_CASE("a name that is too long is cut, not overrun") {
+        std::array<char, 8> field{};
+        cpx::identity::set(field, "0123456789");
+        CHECK(std::string(field.data()) == "0123456");
+    }
+}
+
+} // namespace

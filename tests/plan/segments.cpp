@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/plan/segments.hpp>
+
+#include <doctest/doctest.h>
+
+#include <law.hpp>
+
+namespace {
+
+using namespace support;
+using cpx::index;
+using cpx::segment;
+
+/// Cuts the rows of a rank wherever the next row is not the next token of the same sequence.
+std::vector<segment> brute_segments(cpx::thd const& batch, std::vector<index> const& rows) {
+    std::vector<segment> list;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        index const s = batch.sequence(rows[i]);
+        if (i > 0 && rows[i] == rows[i - 1] + 1 && s == list.back().sequence)
+            ++list.back().count;
+        else
+            list.push_back({s, rows[i] - batch.offset(s), static_cast<index>(i), 1});
+    }
+    return list;
+}
+
+TEST_SUITE("plan") {
+    TEST_CASE("segments are the maximal runs of consecutive tokens of one sequence") {
+        for (int ranks = 1; ranks <= 6; ++ranks)
+            for (spec const& s : all_specs(ranks, {0, 2}))
+                for (index tokens = 0; tokens <= 9; ++tokens)
+                    for_each_packing(tokens, [&](cpx::thd const& batch) {
+                        auto const a = law::tokens(batch, s);
+                        for (int r = 0; r < ranks; ++r) {
+                            auto const got = cpx::segments(std::get<0>(a.sharding), r);
+                            auto const want = brute_segments(batch, a.rows[static_cast<std::size_t>(r)]);
+                            if (got != want) FAIL(a.name << ", rank " << r << ", lengths " << text(batch));
+                        }
+                    });
+    }
+
+    TEST_CASE("segments of random packings are those of brute force") {
+        splitmix numbers(7);
+        for (int turn = 0; turn < 300; ++turn) {
+            int const ranks = static_cast<int>(numbers.between(1, 16));
+            std::vector<index> list;
+            for (index n = numbers.between(0, 20); n-- > 0;)
+                list.push_back(numbers.between(0, 3) ? numbers.between(0, 90) : 0);
+            auto const specs = all_specs(ranks, {0, 1, 3, 64}, numbers.next() % 1000);
+            auto const a = law::tokens(lengths(list), specs[numbers.next() % specs.size()]);
+            for (int r = 0; r < ranks; ++r)
+                CHECK_MESSAGE(cpx::segments(std::get<0>(a.sharding), r) ==
+                                  brute_segments(lengths(list), a.rows[static_cast<std::size_t>(r)]),
+                              a.name << ", rank " << r << ", lengths " << text(lengths(list)));
+        }
+    }
+
+    TEST_CASE("where every rank holds every row, segments are the sequences that have tokens") {
+        auto const batch = lengths({3, 0, 4});
+        std::vector<segment> const whole = {{0, 0, 0, 3}, {2, 0, 3, 4}};
+        CHECK(cpx::segments(cpx::replicated<2>(batch), 1) == whole);
+        CHECK(cpx::segments(cpx::head_sharded<>(3, batch, {{2, 1}}), 2) == whole);
+    }
+
+    TEST_CASE("the middle chunks of a zigzag, which lie side by side on the last rank, are one segment") {
+        auto const a = cpx::shard(lengths({16}), cpx::zigzag<4>{});
+        CHECK(cpx::segments(a, 3) == std::vector<segment>{{0, 6, 0, 4}});
+        CHECK(cpx::segments(a, 0) == std::vector<segment>{{0, 0, 0, 2}, {0, 14, 2, 2}});
+    }
+
+    TEST_CASE("offsets are the local cu_seqlens and positions the places in the sequence") {
+        auto const list = cpx::segments(cpx::shard(lengths({8, 12}), cpx::zigzag<2>{}), 0);
+        CHECK(cpx::offsets(list) == std::vector<index>{0, 2, 4, 7, 10});
+        CHECK(cpx::positions(list) == std::vector<index>{0, 1, 6, 7, 0, 1, 2, 9, 10, 11});
+        CHECK(cpx::offsets({}) == std::vector<index>{0});
+        CHECK(cpx::positions({}).empty());
+    }
+}
+
+} // namespace
