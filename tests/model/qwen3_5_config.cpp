@@ -162,9 +162,10 @@ TEST_SUITE("model") {
             {{{"rope_parameters", {{"mrope_section", json::array()}}}}, "got 0 with the sum 0"},
             {{{"rope_parameters", {{"mrope_section", {3, 3, 2.0}}}}}, "/mrope_section/2: expected an integer"},
         };
-        for (auto const& [patch, part] : wrong) {
+        for (auto const& item : wrong) {
+            auto const& part = item.second;
             auto settings = valid();
-            for (auto const& [key, value] : patch.items())
+            for (auto const& [key, value] : item.first.items())
                 if (key == "rope_parameters" && value.is_object()) settings[key].update(value);
                 else settings[key] = value;
             auto const text = message([&] { parse(settings); });
@@ -178,10 +179,11 @@ TEST_SUITE("model") {
 
     TEST_CASE("a setting that is left out is missed, and has no default") {
         auto const complete = valid();
-        for (auto const& [key, value] : complete.items()) {
+        for (auto const& item : complete.items()) {
+            auto const key = item.key();
             if (key == "model_type" || key == "attention_bias" || key == "rope_parameters") continue;
             CAPTURE(key);
-            CHECK(contains(said([&, name = key](json& settings) { settings.erase(name); }),
+            CHECK(contains(said([&](json& settings) { settings.erase(key); }),
                            "config.json: /" + key + ": expected a value, got none"));
         }
         CHECK(said([](json& settings) { settings.erase("attention_bias"); }) == "nothing thrown");
