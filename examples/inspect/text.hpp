@@ -24,7 +24,8 @@ public:
         } else {
             out_ << "\nbefore: " << report_.from << '\n';
             lanes(report_.before);
-            out_ << "\nafter: " << report_.to << "  (0, 1, ...: comes from that rank; =: stays; *: from several)\n";
+            out_ << "\nafter: " << report_.to << "  (0, 1, ...: comes from that rank; =: stays"
+                 << (report_.from == "head_sharded" ? "; *: heads of several ranks, joined)\n" : ")\n");
             lanes(report_.plan->after);
             matrix();
         }
