@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/core/rows.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/rejects.hpp>
+
+#include <numeric>
+
+namespace {
+
+using cpx::rows;
+
+static_assert(std::is_trivially_copyable_v<rows<float>>);
+static_assert(std::is_convertible_v<rows<float>, rows<float const>>);
+static_assert(!std::is_convertible_v<rows<float const>, rows<float>>);
+static_assert(!std::is_constructible_v<rows<float>, std::vector<float> const&, cpx::index>);
+static_assert(std::is_constructible_v<rows<float const>, std::vector<float> const&, cpx::index>);
+static_assert(!std::is_constructible_v<rows<float>, std::vector<double>&, cpx::index>);
+
+std::vector<int> counted(int count) {
+    std::vector<int> values(static_cast<std::size_t>(count));
+    std::iota(values.begin(), values.end(), 0);
+    return values;
+}
+
+TEST_SUITE("core") {
+    TEST_CASE("rows are row-major, and a vector holds whole rows") {
+        std::vector<int> values = counted(12);
+        rows<int> const view(values, 4);
+        CHECK(view.count() == 3);
+        CHECK(view.width() == 4);
+        CHECK(view.stride() == 4);
+        CHECK(view.data() == values.data());
+        CHECK(view(2, 1) == 9);
+        CHECK(view.row(1) == values.data() + 4);
+        view(0, 3) = 100;
+        CHECK(values[3] == 100);
+    }
+
+    TEST_CASE("a stride greater than the width views some columns of wider rows") {
+        std::vector<int> values = counted(12);
+        rows<int> const middle = rows<int>(values, 4).columns(1, 2);
+        CHECK(middle.count() == 3);
+        CHECK(middle.width() == 2);
+        CHECK(middle.stride() == 4);
+        CHECK(middle(0, 0) == 1);
+        CHECK(middle(2, 1) == 10);
+        CHECK(middle.columns(1, 1)(1, 0) == 6);
+        rows<int> const same(values.data() + 1, 3, 2, 4);
+        CHECK(same(2, 1) == 10);
+    }
+
+    TEST_CASE("rows of rows are a view of the same elements") {
+        std::vector<int> values = counted(12);
+        rows<int> const part = rows<int>(values, 3).sub(1, 2);
+        CHECK(part.count() == 2);
+        CHECK(part.data() == values.data() + 3);
+        CHECK(part(1, 2) == 8);
+        CHECK(part.sub(2, 0).count() == 0);
+        CHECK(part.columns(2, 1).sub(1, 1)(0, 0) == 8);
+    }
+
+    TEST_CASE("rows become rows of constants") {
+        std::vector<int> values = counted(6);
+        rows<int const> const view = rows<int>(values, 2).columns(1, 1);
+        CHECK(view.stride() == 2);
+        CHECK(view(2, 0) == 5);
+        std::vector<int> const fixed = counted(6);
+        CHECK(rows<int const>(fixed, 3)(1, 1) == 4);
+        CHECK(rows<int const>(values, 3)(1, 1) == 4);
+    }
+
+    TEST_CASE("no rows are ordinary") {
+        std::vector<int> none;
+        CHECK(rows<int>(none, 5).count() == 0);
+        CHECK(rows<int>(none, 5).width() == 5);
+        CHECK(rows<int>(none, 0).count() == 0);
+        CHECK(rows<int>().count() == 0);
+        CHECK(rows<int>().data() == nullptr);
+    }
+
+    TEST_CASE("a vector that does not hold whole rows is rejected") {
+        std::vector<int> values = counted(12);
+        support::rejects({"rows: size of the vector", "a multiple of the width 5", "got 12"},
+                         [&] { rows<int>(values, 5); });
+        support::rejects({"rows", "a multiple of the width 0", "got 12"}, [&] { rows<int>(values, 0); });
+        support::rejects({"rows", "a multiple of the width -3"}, [&] { rows<int>(values, -3); });
+    }
+
+    TEST_CASE("rows beyond 2^31 elements have 64-bit addresses") {
+        rows<char> const view(nullptr, cpx::index{1} << 20, 1, cpx::index{1} << 13);
+        CHECK(view.row(cpx::index{1} << 19) - view.row(0) == cpx::index{1} << 32);
+    }
+}
+
+} // namespace

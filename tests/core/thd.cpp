@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/core/thd.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/rejects.hpp>
+
+#include <array>
+
+namespace {
+
+using cpx::index;
+using cpx::thd;
+using support::rejects;
+
+using list = std::vector<index>;
+list copy(std::span<index const> values) { return {values.begin(), values.end()}; }
+
+TEST_SUITE("core") {
+    TEST_CASE("a batch is described by its offsets") {
+        thd const batch(list{0, 8, 20, 20, 21});
+        CHECK(batch.sequences() == 4);
+        CHECK(batch.tokens() == 21);
+        CHECK(batch.offset(1) == 8);
+        CHECK(batch.length(1) == 12);
+        CHECK(batch.length(2) == 0);
+        CHECK(batch.length(3) == 1);
+        CHECK(batch.valid(1) == 12);
+        CHECK(batch.valid_lengths().empty());
+        CHECK(copy(batch.offsets()) == list{0, 8, 20, 20, 21});
+    }
+
+    TEST_CASE("an empty batch has no sequences and no tokens") {
+        CHECK(thd().sequences() == 0);
+        CHECK(thd().tokens() == 0);
+        CHECK(thd() == thd(list{0}));
+        CHECK(thd(list{0, 0}).sequences() == 1);
+        CHECK(thd(list{0, 0}).tokens() == 0);
+    }
+
+    TEST_CASE("offsets come as int32 or int64, with the rows of the buffer") {
+        std::vector<std::int32_t> const narrow = {0, 5, 12};
+        std::vector<std::int64_t> const wide = {0, 5, 12}, valid = {3, 7};
+        CHECK(thd::from_offsets<std::int32_t>(narrow) == thd(list{0, 5, 12}));
+        CHECK(thd::from_offsets<std::int64_t>(wide, 12) == thd(list{0, 5, 12}));
+        CHECK(thd::from_offsets(std::span<std::int32_t const>(narrow), 100) == thd(list{0, 5, 12}));
+        CHECK(thd::from_offsets<std::int64_t>(wide, -1, valid) == thd(list{0, 5, 12}, list{3, 7}));
+        std::array<std::int32_t, 1> const empty = {0};
+        CHECK(thd::from_offsets<std::int32_t>(empty, 0).sequences() == 0);
+    }
+
+    TEST_CASE("repeated offsets at the end are sequences without tokens") {
+        std::vector<std::int32_t> const padded = {0, 5, 12, 12, 12};
+        thd const batch = thd::from_offsets<std::int32_t>(padded, 16);
+        CHECK(batch.sequences() == 4);
+        CHECK(batch.length(3) == 0);
+        CHECK(batch.tokens() == 12);
+    }
+
+    TEST_CASE("batches are made from lengths and from equal lengths") {
+        CHECK(thd::from_lengths(list{8, 0, 12}) == thd(list{0, 8, 8, 20}));
+        CHECK(thd::from_lengths({}) == thd());
+        CHECK(thd::uniform(3, 5) == thd(list{0, 5, 10, 15}));
+        CHECK(thd::uniform(0, 5) == thd());
+        CHECK(thd::uniform(2, 0) == thd(list{0, 0, 0}));
+    }
+
+    TEST_CASE("valid lengths count the tokens that are not padding") {
+        thd const batch(list{0, 8, 16, 16}, list{3, 8, 0});
+        CHECK(batch.valid(0) == 3);
+        CHECK(batch.valid(1) == 8);
+        CHECK(batch.length(0) == 8);
+        CHECK(copy(batch.valid_lengths()) == list{3, 8, 0});
+        CHECK(batch != thd(list{0, 8, 16, 16}));
+        CHECK(batch != thd(list{0, 8, 16, 16}, list{3, 7, 0}));
+        CHECK(batch == thd(list{0, 8, 16, 16}, list{3, 8, 0}));
+        CHECK(thd(list{0, 4}, list{0}).valid(0) == 0); // a sequence that is padding and nothing else
+    }
+
+    TEST_CASE("the sequence of a row is found, also among sequences without tokens") {
+        thd const batch(list{0, 0, 3, 3, 3, 7, 7});
+        list found;
+        for (index row = 0; row < batch.tokens(); ++row) found.push_back(batch.sequence(row));
+        CHECK(found == list{1, 1, 1, 4, 4, 4, 4});
+    }
+
+    TEST_CASE("copies are equal and share their offsets") {
+        thd const batch(list{0, 8, 20});
+        thd const copied = batch;
+        CHECK(copied == batch);
+        CHECK(copied.offsets().data() == batch.offsets().data());
+        CHECK(batch != thd(list{0, 9, 20}));
+    }
+
+    TEST_CASE("a batch of more than 2^33 tokens keeps its numbers") {
+        index const big = index{1} << 40;
+        CHECK(thd(list{0, big, big + 3}).length(1) == 3);
+        CHECK(thd::uniform(4, big).tokens() == 4 * big);
+        CHECK(thd(list{0, big, big + 3}).sequence(big) == 1);
+    }
+
+    TEST_CASE("bad offsets are rejected, naming the first bad entry") {
+        rejects({"thd: number of offsets: expected at least 1, got 0"}, [] { thd(list{}); });
+        rejects({"thd: offset 0: expected 0, got 2"}, [] { thd(list{2, 6}); });
+        rejects({"thd: offset 0: expected 0, got -1"}, [] { thd(list{-1, 6}); });
+        rejects({"thd: offset 2 decreases: expected at least 8, got 7"}, [] { thd(list{0, 8, 7, 6}); });
+        rejects({"thd: offset 1 decreases", "got -4"}, [] { thd(list{0, -4}); });
+        rejects({"thd: offset 2 decreases: expected at least 3, got 1"}, [] { thd::from_lengths(list{3, -2}); });
+        rejects({"thd::uniform: count and length: expected not negative, got -1"}, [] { thd::uniform(-1, 3); });
+        rejects({"thd::uniform", "got -3"}, [] { thd::uniform(1, -3); });
+    }
+
+    TEST_CASE("a last offset beyond the buffer is rejected") {
+        std::vector<std::int32_t> const offsets = {0, 5, 12};
+        rejects({"thd: last offset: expected at most the rows of the buffer, 11, got 12"},
+                [&] { thd::from_offsets<std::int32_t>(offsets, 11); });
+        rejects({"thd: last offset", "got 12"}, [&] { thd::from_offsets<std::int32_t>(offsets, 0); });
+    }
+
+    TEST_CASE("bad valid lengths are rejected, naming the sequence") {
+        rejects({"thd: number of valid lengths: expected 2, got 1"}, [] { thd(list{0, 8, 16}, list{3}); });
+        rejects({"thd: number of valid lengths: expected 0, got 1"}, [] { thd(list{0}, list{3}); });
+        rejects({"thd: valid length of sequence 1: expected 0 to 8, got 9"}, [] { thd(list{0, 8, 16}, list{8, 9}); });
+        rejects({"thd: valid length of sequence 0", "got -1"}, [] { thd(list{0, 8}, list{-1}); });
+    }
+}
+
+} // namespace
