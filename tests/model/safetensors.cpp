@@ -216,7 +216,7 @@ TEST_SUITE("model") {
         faults::directory const place;
         CHECK(contains(message([&] { safetensors(place.path() / "none"); }), "none: cannot open: expected a file"));
         CHECK(contains(message([&] { safetensors(place.path()); }), "expected a regular file"));
-        CHECK(contains(message([&] { safetensors(place.write("e", "")); }), "e: length of the file: expected at least"));
+        CHECK(contains(message([&] { safetensors(place.write("e", "")); }), "e: length of the file: expected"));
     }
 
     TEST_CASE("a hostile header is refused with what is wrong") {
