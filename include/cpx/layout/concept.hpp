@@ -26,7 +26,7 @@ concept layout = std::copyable<L> && requires(L const l, int chunk) {
 ///
 /// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.
 template <class R>
-concept length_rule = std::copyable<R> && requires(R const r, index n) {
+concept length_rule = std::copy_constructible<R> && requires(R const r, index n) {
     { r.ranks() } -> std::same_as<int>;
     { r.at(n) } -> layout;
 };

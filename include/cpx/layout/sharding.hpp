@@ -29,7 +29,7 @@ struct section {
 ///   is a hint, where to look first, and is left at the run of the last row; begin with 0.
 /// - `sections()`, `heads(rank, h)`: which of the `h` heads of a section a rank holds; no sections: whole rows.
 template <class S>
-concept any_sharding = std::copyable<S> && requires(S const s, int rank, index& run) {
+concept any_sharding = std::copy_constructible<S> && requires(S const s, int rank, index& run) {
     { s.ranks() } -> std::same_as<int>;
     { s.batch() } -> std::same_as<thd const&>;
     { s.rows(rank) } -> std::same_as<index>;
