@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/layout/algorithm.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/spec.hpp>
+
+namespace {
+
+using namespace support;
+using cpx::index;
+
+static_assert(cpx::locate(cpx::zigzag<2>{}, 6, 8) == cpx::slot{0, 2});
+static_assert(cpx::token(cpx::zigzag<2>{}, {0, 2}, 8) == 6);
+static_assert(cpx::rows_of(cpx::zigzag<2>{}, 1, 8) == 4);
+static_assert(cpx::tokens_of(cpx::zigzag<2>{}, 3, 8) == cpx::range{6, 8});
+static_assert(cpx::chunk_of(cpx::zigzag<2>{}, 5, 8) == 2);
+static_assert(cpx::token(cpx::zigzag<2>{}, {0, 4}, 8) == -1);
+
+/// Compares what follows from a policy and a cut, for a run of `n` tokens, with the owners found by brute force.
+template <class P, class Cut>
+void check_run(P const& policy, Cut const& cut, spec const& s, index n) {
+    std::vector<int> const owners = brute_owners(lengths({n}), s);
+    std::vector<index> rows(static_cast<std::size_t>(s.ranks));
+    std::string const what = text(s) + ", " + std::to_string(n) + " tokens";
+    int const chunks = cpx::layout_at(policy, n).chunks();
+    for (index t = 0; t < n; ++t) {
+        int const owner = owners[static_cast<std::size_t>(t)];
+        cpx::slot const place = cpx::locate(policy, t, n, cut);
+        if (place != cpx::slot{owner, rows[static_cast<std::size_t>(owner)]++}) FAIL(what << ": slot of token " << t);
+        if (cpx::token(policy, place, n, cut) != t) FAIL(what << ": token at the slot of token " << t);
+        int const chunk = cpx::chunk_of(policy, t, n, cut);
+        cpx::range const tokens = cpx::tokens_of(policy, chunk, n, cut);
+        if (chunk < 0 || chunk >= chunks || t < tokens.first || t >= tokens.last)
+            FAIL(what << ": chunk of token " << t);
+    }
+    index end = 0;
+    for (int c = 0; c < chunks; ++c) {
+        cpx::range const tokens = cpx::tokens_of(policy, c, n, cut);
+        if (tokens.first != end) FAIL(what << ": chunk " << c << " does not follow its predecessor");
+        end = tokens.last;
+    }
+    if (end != n) FAIL(what << ": chunks end at " << end);
+    for (int r = 0; r < s.ranks; ++r) {
+        index const held = rows[static_cast<std::size_t>(r)];
+        if (cpx::rows_of(policy, r, n, cut) != held) FAIL(what << ": rows of rank " << r);
+        if (cpx::token(policy, {r, held}, n, cut) != -1) FAIL(what << ": a row too many on rank " << r);
+    }
+    if (!cpx::is_partition(policy, n, cut)) FAIL(what << ": no partition");
+}
+
+/// Runs of few tokens in all lengths, then some of many.
+template <class P, class Cut>
+void check_policy(P const& policy, Cut const& cut, spec s, int unit) {
+    s.unit = unit;
+    for (index n = 0; n <= 24; ++n) check_run(policy, cut, s, n);
+    for (index const n : {63, 64, 65, 97, 128, 191, 320}) check_run(policy, cut, s, n);
+}
+
+template <class P>
+void check_cuts(P const& policy, spec const& s) {
+    check_policy(policy, cpx::balanced{}, s, 0);
+    check_policy(policy, cpx::aligned<1>{}, s, 1);
+    check_policy(policy, cpx::aligned<3>{}, s, 3);
+    check_policy(policy, cpx::aligned<64>{}, s, 64);
+    check_policy(policy, cpx::aligned<cpx::dynamic>{5}, s, 5);
+}
+
+template <int W>
+void check_static() {
+    check_cuts(cpx::sequential<W>{}, {shape::sequential, cpx::scope::sequence, 0, W});
+    check_cuts(cpx::zigzag<W>{}, {shape::zigzag, cpx::scope::sequence, 0, W});
+    check_cuts(cpx::striped<W>{}, {shape::striped, cpx::scope::sequence, 0, W});
+}
+
+TEST_SUITE("layout") {
+    TEST_CASE("slots, tokens, chunks and rows are those of brute force, for 1 to 8 ranks and all cuts") {
+        splitmix numbers(3);
+        for (int w = 1; w <= 8; ++w) {
+            check_cuts(cpx::sequential<>{w}, {shape::sequential, cpx::scope::sequence, 0, w});
+            check_cuts(cpx::zigzag<>{w}, {shape::zigzag, cpx::scope::sequence, 0, w});
+            check_cuts(cpx::striped<>{w}, {shape::striped, cpx::scope::sequence, 0, w});
+            check_cuts(cpx::by_length{cpx::zigzag<>{w}, cpx::sequential<>{w}, &even},
+                       {shape::by_length, cpx::scope::sequence, 0, w});
+            auto const owners = random_owners(numbers, w, static_cast<int>(numbers.between(1, 20)));
+            check_cuts(cpx::table(w, owners), {shape::table, cpx::scope::sequence, 0, w, owners});
+        }
+    }
+
+    TEST_CASE("the same holds for layouts that know their ranks at compile time") {
+        check_static<1>();
+        check_static<2>();
+        check_static<3>();
+        check_static<4>();
+        check_static<7>();
+    }
+
+    TEST_CASE("runs of more than 2^40 tokens have exact slots") {
+        index const n = (index{1} << 45) + 3;
+        for (index const t : {index{0}, n / 3, n / 2, n - 1}) {
+            cpx::slot const place = cpx::locate(cpx::zigzag<8>{}, t, n);
+            CHECK(cpx::token(cpx::zigzag<8>{}, place, n) == t);
+        }
+        CHECK(cpx::rows_of(cpx::zigzag<8>{}, 0, n) - n / 8 <= 1);
+    }
+
+    TEST_CASE("the last begin at or before a place is found from any guess") {
+        std::vector<index> const begins = {0, 0, 3, 3, 3, 8, 9};
+        int const count = static_cast<int>(begins.size());
+        for (index at = 0; at < 12; ++at)
+            for (int guess = 0; guess < count; ++guess) {
+                int want = 0;
+                for (int c = 0; c < count; ++c)
+                    if (begins[static_cast<std::size_t>(c)] <= at) want = c;
+                CHECK(cpx::last_at_or_before(at, count, guess,
+                                             [&](int c) { return begins[static_cast<std::size_t>(c)]; }) == want);
+            }
+    }
+}
+
+} // namespace
