@@ -3,8 +3,11 @@
 #include "common/run.hpp"
 
 #include <cpx/cpx.hpp>
+#include <cpx/ops.hpp>
 
+#include <cmath>
 #include <cstdio>
+#include <mutex>
 
 /// 2W - 1 chunks; every rank owns two that follow each other, the last rank one.
 template <int W>
@@ -24,90 +27,83 @@ static_assert(cpx::route_messages<cpx::zigzag<4>, light_tail<4>>() == 8);
 namespace {
 
 constexpr int ranks = 4;
+using results = std::vector<std::vector<double>>;
 
-/// Returns this rank's part of a tensor of one column whose rows hold their own numbers: a row that strays is seen.
+/// Returns this rank's part of a tensor whose values follow from the global row and the column.
 template <cpx::any_sharding S>
-cpx::tensor<cpx::index, S> numbered(S const& sharding, int rank) {
-    cpx::tensor<cpx::index, S> tensor(sharding, rank, 1);
-    cpx::index* next = tensor.data().data();
+auto numbers(S const& sharding, int rank, cpx::index width, double frequency) {
+    auto x = cpx::make_tensor<double>(sharding, rank, width);
+    cpx::index row = 0;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (cpx::index row = piece.first; row < piece.last; ++row) *next++ = row;
+        for (cpx::index global = piece.first; global < piece.last; ++global, ++row)
+            for (cpx::index j = 0; j < width; ++j)
+                x.data()(row, j) = std::sin(frequency * static_cast<double>(global * width + j));
     });
-    return tensor;
+    return x;
 }
 
-template <class A, class B>
-void check(char const* what, A const& expected, B const& got) {
-    cpx::require(expected == got, "new_layout", what, expected, got);
+/// Runs every operator in place on a sharding. Returns their results, whole, in global order.
+template <cpx::carry_kind How, cpx::any_sharding S>
+results run_operators(How how, S const& sharding) {
+    cpx::replicated<S::static_ranks> const whole(sharding.batch());
+    results all;
+    std::mutex guard;
+    cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
+        int const rank = comm.rank();
+        results mine;
+        auto const keep = [&](auto const& x) { // gathers a result
+            auto const gathered = exchange(relayout(sharding, whole, rank), x, comm);
+            mine.emplace_back(gathered.data().data(), gathered.data().row(gathered.data().count()));
+        };
+        auto const tensor = [&](cpx::index width) { return cpx::make_tensor<double>(sharding, rank, width); };
+
+        auto const x = numbers(sharding, rank, 6, 0.7);
+        auto y = tensor(6);
+        std::vector<double> const weight(6 * 4, 0.25); // 6 channels, 4 taps
+        cpx::causal_conv1d(halo(sharding, rank, 3), x.view(), cpx::rows<double const>(weight, 4),
+                           std::span<double const>(), cpx::activation::silu, y.view(), comm);
+        keep(y);
+
+        cpx::delta_rule_heads const heads{1, 2, 3, 3}; // 1 key head and 2 value heads of width 3
+        auto const q = numbers(sharding, rank, 3, 0.3), k = numbers(sharding, rank, 3, 1.1);
+        auto const v = numbers(sharding, rank, 6, 0.9);
+        auto g = numbers(sharding, rank, 2, 0.2), beta = numbers(sharding, rank, 2, 0.05), o = tensor(6);
+        for (cpx::index row = 0; row < g.data().count(); ++row)
+            for (cpx::index h = 0; h < 2; ++h) {
+                g.data()(row, h) = -0.01 - 0.01 * std::abs(g.data()(row, h)); // slow decay: a lost state would show
+                beta.data()(row, h) = std::abs(beta.data()(row, h));
+            }
+        cpx::gated_delta_rule(
+            how, carry(sharding, rank),
+            cpx::delta_rule_tensors<double, S>{q.view(), k.view(), v.view(), g.view(), beta.view(), o.view()}, heads,
+            {.chunk = 8}, comm);
+        keep(o);
+
+        auto const keys = exchange(relayout(sharding, whole, rank), k, comm);
+        auto attended = tensor(3);
+        cpx::attention(rank, q.view(), keys.view(), keys.view(), {1, 1, 3}, 0.5, attended.view());
+        keep(attended);
+
+        std::lock_guard const lock(guard);
+        if (rank == 0) all = std::move(mine);
+    });
+    return all;
 }
 
-template <cpx::any_sharding S>
-void check_numbered(cpx::tensor<cpx::index, S> const& tensor, int rank) {
-    auto const expected = numbered(tensor.sharding(), rank);
-    for (cpx::index row = 0; row < tensor.data().count(); ++row)
-        check("row after an exchange", expected.data()(row, 0), tensor.data()(row, 0));
-}
-
-/// Moves a tensor to another sharding and back.
-template <cpx::any_sharding From, cpx::any_sharding To>
-void move_there_and_back(From const& from, To const& to, cpx::threads& comm) {
-    auto const here = numbered(from, comm.rank());
-    cpx::tensor<cpx::index, To> there(to, comm.rank(), 1);
-    cpx::tensor<cpx::index, From> back(from, comm.rank(), 1);
-
-    auto const plan = cpx::relayout(from, to, comm.rank());
-    cpx::exchange(plan, here.view(), there.view(), comm);
-    check_numbered(there, comm.rank());
-    cpx::exchange(plan.transposed(), there.view(), back.view(), comm);
-    check_numbered(back, comm.rank());
-}
-
-/// Fetches the 3 rows before every segment, as a convolution of 4 taps needs them.
-template <cpx::any_sharding S>
-void fetch_rows_before(S const& sharding, cpx::threads& comm) {
-    auto const mine = numbered(sharding, comm.rank());
-    auto const plan = cpx::halo(sharding, comm.rank(), 3);
-    std::vector<cpx::index> halo(static_cast<std::size_t>(plan.target_rows));
-    cpx::exchange(plan, mine.data(), cpx::rows<cpx::index>(halo, 1), comm);
-
-    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
-        cpx::segment const& segment = plan.segments[i];
-        std::vector<cpx::index> before; // some of these rows may be the rank's own
-        for (std::size_t h = plan.begin[i]; h < plan.begin[i + 1]; ++h) {
-            cpx::history const& part = plan.histories[h];
-            cpx::index const* rows = part.halo ? halo.data() : mine.data().data();
-            before.insert(before.end(), rows + part.first, rows + part.first + part.count);
-        }
-        check("number of rows before a segment", std::min<cpx::index>(3, segment.token), std::ssize(before));
-        cpx::index row = mine.data()(segment.row, 0) - std::ssize(before);
-        for (cpx::index const got : before) check("row before a segment", row++, got);
-    }
-}
-
-/// Sums every sequence, handing the total from segment to segment as a recurrence hands on its state.
-template <cpx::any_sharding S>
-void carry_totals(S const& sharding, cpx::threads& comm) {
-    auto const mine = numbered(sharding, comm.rank());
-    auto const carry = cpx::carry(sharding, comm.rank());
-    std::vector<cpx::index> totals; // of the segments of one level
-    for (std::size_t level = 0; level < carry.levels.size(); ++level) {
-        totals.resize(carry.levels[level].size());
-        for (std::size_t i = 0; i < totals.size(); ++i) {
-            cpx::segment const& segment = carry.segments[static_cast<std::size_t>(carry.levels[level][i])];
-            for (cpx::index row = 0; row < segment.count; ++row) totals[i] += mine.data()(segment.row + row, 0);
-
-            cpx::index const first = sharding.batch().offset(segment.sequence), count = segment.token + segment.count;
-            check("total", first * count + count * (count - 1) / 2, totals[i]);
-        }
-        if (level == carry.steps.size()) return;
-        std::vector<cpx::index> next(static_cast<std::size_t>(carry.steps[level].target_rows));
-        cpx::exchange(carry.steps[level], cpx::rows<cpx::index>(totals, 1), cpx::rows<cpx::index>(next, 1), comm);
-        totals = next;
+/// Throws unless two runs agree to within `tolerance`.
+void compare(results const& expected, results const& got, double tolerance) {
+    char const* const names[] = {"causal_conv1d", "gated_delta_rule", "attention"};
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+        double worst = 0;
+        for (std::size_t j = 0; j < expected[i].size(); ++j)
+            worst = std::max(worst, std::abs(expected[i][j] - got[i][j]));
+        std::printf("  %-16s largest difference to one rank %.1e\n", names[i], worst);
+        cpx::require(worst <= tolerance, "new_layout", names[i], "at most " + std::to_string(tolerance), worst);
     }
 }
 
 template <cpx::any_sharding From, cpx::any_sharding To>
-void print(char const* title, From const& from, To const& to) {
+void print_traffic(char const* title, From const& from, To const& to) {
     std::vector<cpx::index> const moved = cpx::traffic(from, to);
     std::printf("%s: rows from rank (down) to rank (across)\n", title);
     for (std::size_t i = 0; i < moved.size(); ++i)
@@ -120,20 +116,19 @@ int main(int argc, char** argv) {
     CLI::App app("Defines a layout and uses it with everything that cpx derives from it.", "new_layout");
     return examples::run_example(argc, argv, app, [] {
         cpx::thd const batch({0, 8, 9, 9, 30, 133}); // sequences of 8, 1, 0, 21 and 103 tokens
-        auto const zigzag = cpx::shard(batch, cpx::zigzag<ranks>{});
         auto const light = cpx::shard(batch, light_tail<ranks>{});
         auto const packed = cpx::shard<cpx::scope::batch>(batch, light_tail<ranks>{});
+        auto const aligned = cpx::shard(batch, light_tail<ranks>{}, cpx::aligned<8>{});
 
-        print("zigzag -> light_tail", zigzag, light);
-        print("light_tail -> light_tail over the batch", light, packed);
-        cpx::threads::run(ranks, [&](cpx::threads& comm) {
-            move_there_and_back(zigzag, light, comm);
-            move_there_and_back(light, packed, comm);
-            fetch_rows_before(light, comm);
-            fetch_rows_before(packed, comm);
-            carry_totals(light, comm);
-            carry_totals(packed, comm);
-        });
-        std::printf("every row, halo and total is where it belongs\n");
+        print_traffic("zigzag -> light_tail", cpx::shard(batch, cpx::zigzag<ranks>{}), light);
+        print_traffic("light_tail -> light_tail over the batch", light, packed);
+
+        auto const one_rank = run_operators(cpx::serial{}, cpx::shard(batch, cpx::sequential<1>{}));
+        std::printf("light_tail, scan\n");
+        compare(one_rank, run_operators(cpx::scan{}, light), 1e-12);
+        std::printf("light_tail over the batch, serial\n");
+        compare(one_rank, run_operators(cpx::serial{}, packed), 1e-12);
+        std::printf("light_tail cut at multiples of the delta rule's chunk, serial: exact\n");
+        compare(one_rank, run_operators(cpx::serial{}, aligned), 0);
     });
 }

@@ -144,25 +144,27 @@ void print_json(std::vector<report> const& reports, int ranks, cpx::index elemen
 }
 
 void print_table(std::vector<report> const& reports, int ranks, std::string const& dtype, cpx::index element) {
-    std::printf("Qwen3.5 over %d ranks in %s: log-probabilities against the reference and against one rank\n\n", ranks,
-                dtype.c_str());
-    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "", "", "", "", "max",
-                "mean", "max to", "", "rows", "lower", "all-", "KiB", "lower", "all-", "states");
-    std::printf("%-12s %-16s %-6s %-10s | %9s %9s %9s | %-8s | %6s %6s %6s | %7s %7s %7s %7s\n", "attention", "linear",
-                "carry", "cut", "delta", "delta", "one rank", "loss", "sent", "bound", "gather", "sent", "bound",
-                "gather", "KiB");
+    std::printf(
+        "Qwen3.5 over %d ranks in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n",
+        ranks, dtype.c_str());
+    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %8s %9s %6s %6s %6s %7s %7s %7s\n";
+    std::printf(header, "", "", "", "", "max", "mean", "max to", "", "rows", "lower", "all-", "KiB", "all-", "state");
+    std::printf(header, "attention", "linear", "carry", "cut", "delta", "delta", "one rank", "loss", "sent", "bound",
+                "gather", "sent", "gather", "KiB");
     auto const kib = [](cpx::index bytes) { return static_cast<double>(bytes) / 1024; };
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
         char to_one[16];
-        std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.2e",
+        std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.1e",
                       r.max_delta_to_one_rank);
-        std::printf("%-12s %-16s %-6s %-10s | %9.2e %9.2e %9s | %8.6f | %6lld %6lld %6lld | %7.1f %7.1f %7.1f %7.1f\n",
+        std::printf("%-12s %-16s %-6s %-10s %8.1e %8.1e %8s %9.6f %6lld %6lld %6lld %7.1f %7.1f %7.1f\n",
                     r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, r.mean_delta,
                     to_one, r.loss, static_cast<long long>(r.outcome.rows.rows), static_cast<long long>(least.rows),
-                    static_cast<long long>(all_gather.rows), kib(r.outcome.rows.bytes), kib(least.elements * element),
+                    static_cast<long long>(all_gather.rows), kib(r.outcome.rows.bytes),
                     kib(all_gather.elements * element), kib(r.outcome.states.bytes));
     }
+    std::printf(
+        "\nexact: bitwise equal to one rank by construction; all-gather: the same, had every tensor been gathered\n");
 }
 
 } // namespace

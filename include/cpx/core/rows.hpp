@@ -57,4 +57,9 @@ private:
     index count_ = 0, width_ = 0, stride_ = 0;
 };
 
+template <class T>
+rows(std::vector<T>&, index) -> rows<T>;
+template <class T>
+rows(std::vector<T> const&, index) -> rows<T const>;
+
 } // namespace cpx

@@ -37,7 +37,8 @@ concept layout_policy = layout<P> || length_rule<P>;
 
 /// A layout that is wholly known at compile time, so that routes between two of them are, too.
 template <class L>
-concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initializable<L>;
+concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initializable<L> &&
+                        requires { typename std::integral_constant<int, L{}.ranks()>; };
 
 /// Returns the layout with which `policy` cuts a run of `n` tokens.
 template <layout_policy P>
@@ -53,7 +54,7 @@ template <class P>
 inline constexpr int static_ranks = [] {
     if constexpr (requires { P::static_ranks; })
         return P::static_ranks;
-    else if constexpr (std::is_empty_v<P> && std::default_initializable<P>)
+    else if constexpr (std::is_empty_v<P> && requires { typename std::integral_constant<int, P{}.ranks()>; })
         return P{}.ranks();
     else
         return dynamic;

@@ -31,4 +31,10 @@ private:
     std::vector<T> values_;
 };
 
+/// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
+template <class T, any_sharding S>
+tensor<T, S> make_tensor(S const& sharding, int rank, index width) {
+    return {sharding, rank, width};
+}
+
 } // namespace cpx

@@ -60,12 +60,10 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
                 bound.elements += elements * needed_rows;
             }
         } else {
-            from.for_each_piece(j, [&, hint = index{0}](range own) mutable {
-                if constexpr (To::every_row)
-                    needed_rows -= own.size();
-                else
-                    to.for_each_holder(own, hint,
-                                       [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
+            index hint = 0;
+            from.for_each_piece(j, [&](range own) { // what j has already
+                to.for_each_holder(own, hint,
+                                   [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
             });
             bound.rows += needed_rows;
             bound.elements += needed_rows * detail::local_width(to, j, sections);
