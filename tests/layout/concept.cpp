@@ -52,6 +52,15 @@ static_assert(cpx::static_ranks<zigzag<4>> == 4);
 static_assert(cpx::static_ranks<zigzag<>> == cpx::dynamic);
 static_assert(cpx::static_ranks<cpx::table> == cpx::dynamic);
 
+// A layout whose functions are not constexpr is a layout, but not one that is known at compile time.
+struct without_constexpr {
+    int ranks() const { return 2; }
+    int chunks() const { return 2; }
+    int owner(int chunk) const { return chunk; }
+};
+static_assert(cpx::layout<without_constexpr> && !cpx::static_layout<without_constexpr>);
+static_assert(cpx::static_ranks<without_constexpr> == cpx::dynamic);
+
 // The owners, written out.
 template <class L>
 constexpr bool owners(L const& layout, std::initializer_list<int> expected) {
