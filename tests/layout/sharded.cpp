@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/layout/tensor.hpp>
+
+#include <cpx/cpx.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+
+namespace {
+
+using support::lengths;
+using zigzag = cpx::sharding<cpx::zigzag<2>>;
+using sequential = cpx::sharding<cpx::sequential<2>>;
+
+// The sharding is part of the type, so tensors of different shardings are different types.
+static_assert(!std::is_convertible_v<cpx::sharded<float, zigzag>, cpx::sharded<float, sequential>>);
+static_assert(std::is_convertible_v<cpx::sharded<float, zigzag>, cpx::sharded<float const, zigzag>>);
+static_assert(!std::is_convertible_v<cpx::sharded<float const, zigzag>, cpx::sharded<float, zigzag>>);
+static_assert(
+    std::is_same_v<decltype(cpx::sharded(cpx::rows<float>(), std::declval<zigzag>())), cpx::sharded<float, zigzag>>);
+
+TEST_SUITE("layout") {
+    TEST_CASE("a sharded view knows its rows and its sharding, and views columns of them") {
+        auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
+        std::vector<int> values(4 * 6);
+        values[7] = 5;
+        cpx::sharded const view(cpx::rows<int>(values, 6), sharding);
+        CHECK(view.data().count() == 4);
+        CHECK(view.sharding() == sharding);
+        CHECK(view.columns(1, 2).data()(1, 0) == 5);
+        CHECK(view.columns(1, 2).data().stride() == 6);
+        CHECK(view.columns(1, 2).sharding() == sharding);
+        cpx::sharded<int const, zigzag> const constant = view;
+        CHECK(constant.data()(1, 1) == 5);
+    }
+
+    TEST_CASE("a tensor has the rows of its rank and begins with zeros") {
+        auto const sharding = cpx::shard(lengths({7, 2}), cpx::zigzag<2>{});
+        for (int r = 0; r < 2; ++r) {
+            auto t = cpx::make_tensor<float>(sharding, r, 3);
+            CHECK(t.data().count() == sharding.rows(r));
+            CHECK(t.width() == 3);
+            CHECK(t.sharding() == sharding);
+            for (cpx::index i = 0; i < t.data().count(); ++i) CHECK(t.data()(i, 2) == 0.0f);
+            t.data()(0, 1) = 4.0f;
+            CHECK(std::as_const(t).data()(0, 1) == 4.0f);
+            CHECK(t.view().data().data() == t.data().data());
+        }
+        CHECK(cpx::make_tensor<char>(cpx::shard(cpx::thd(), cpx::zigzag<2>{}), 0, 3).data().count() == 0);
+    }
+}
+
+} // namespace
