@@ -78,15 +78,16 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
 
 template <class T>
 std::vector<report> run(options const& o) {
+    int const ranks = examples::parse_ranks(o.ranks);
+    cpx::index const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
+    auto const strategies = choose(o);
     qwen3_5::checkpoint<T> const model(o.model);
     cpx::safetensors const file(o.reference);
     auto const in = read_input(file, model.config);
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
-    int const ranks = examples::parse_ranks(o.ranks);
-    cpx::index const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
 
     std::vector<report> reports;
-    for (auto const& how : choose(o)) {
+    for (auto const& how : strategies) {
         report r{how.attention == qwen3_5::attention_by::gather ? "gather" : "head_sharded",
                  how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
                  how.by_heads() ? "none"

@@ -47,22 +47,6 @@ constexpr std::string_view type_name() {
 ///
 /// A fixed number of bytes, so that ranks can show it to one another without knowing anything yet.
 struct identity {
-    static constexpr std::array<char const*, 10> number_names{"ranks",
-                                                              "sequences",
-                                                              "tokens",
-                                                              "cu_seqlens (hash)",
-                                                              "source sharding (hash)",
-                                                              "target sharding (hash)",
-                                                              "source width",
-                                                              "target width",
-                                                              "parameter",
-                                                              "bytes an element"};
-    std::array<char, 16> operation{};
-    std::array<char, 80> source{}, target{};
-    std::array<std::uint64_t, number_names.size()> numbers{};
-
-    friend bool operator==(identity const&, identity const&) = default;
-
     enum number : std::size_t {
         ranks,
         sequences,
@@ -73,13 +57,40 @@ struct identity {
         source_width,
         target_width,
         parameter,
-        element
+        element,
+        numbers_count
     };
+    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
+                                                                         "sequences",
+                                                                         "tokens",
+                                                                         "cu_seqlens (hash)",
+                                                                         "source sharding (hash)",
+                                                                         "target sharding (hash)",
+                                                                         "source width",
+                                                                         "target width",
+                                                                         "parameter",
+                                                                         "bytes an element"};
+
+    std::array<char, 24> operation{};
+    std::array<char, 80> source{}, target{};
+    std::array<std::uint64_t, numbers_count> numbers{};
+
+    friend bool operator==(identity const&, identity const&) = default;
+
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back.
-    identity transposed() const {
+    /// Returns the identity of the plan that moves everything back. Where moving back is not a plan of its own kind,
+    /// because it `adds` or copies what this one copied or added, the operation says so.
+    identity transposed(bool adds) const {
+        static constexpr std::string_view mark = " transposed";
         identity back = *this;
+        std::string_view const name = operation.data();
+        bool const marked = name.ends_with(mark);
+        if (adds || marked) {
+            back.operation = {};
+            set(back.operation, marked ? std::string(name.substr(0, name.size() - mark.size()))
+                                       : std::string(name) + std::string(mark));
+        }
         std::swap(back.source, back.target);
         std::swap(back[source_hash], back[target_hash]);
         std::swap(back[source_width], back[target_width]);
@@ -100,7 +111,7 @@ struct identity {
         return -1;
     }
 
-    static constexpr int fields = 3 + static_cast<int>(number_names.size());
+    static constexpr int fields = 3 + static_cast<int>(numbers_count);
     static std::string name(int field) {
         static constexpr std::array<char const*, 3> texts{"operation", "source layout", "target layout"};
         return field < 3 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 3)];

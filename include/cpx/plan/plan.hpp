@@ -85,8 +85,10 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
-        return {rank,     target_rows, source_rows, target_width,    source_width,
-                receives, sends,       back,        id.transposed(), local};
+        return {rank,         target_rows,  source_rows,
+                target_width, source_width, receives,
+                sends,        back,         id.transposed(kind != flow::moves),
+                local};
     }
 
     friend bool operator==(plan const&, plan const&) = default;

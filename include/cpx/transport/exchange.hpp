@@ -168,6 +168,9 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     detail::check_buffer("target", to, p.target_rows, p.target_width, here);
     require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
             to.width(), here);
+    constexpr bool addable = requires(B sum, B const part) { sum += part; };
+    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
+            "a type with +=", std::string(detail::type_name<B>()), here);
     identity id = p.id;
     id[identity::element] = sizeof(B);
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
@@ -175,10 +178,10 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
-    if (p.kind == flow::sums)
-        detail::exchange_sum(p, id, from, to, comm);
-    else
-        detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
+    if constexpr (addable) {
+        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm);
+    }
+    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
