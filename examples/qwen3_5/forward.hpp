@@ -101,13 +101,13 @@ private:
         for (cpx::index head = 0; head < heads.query_heads; ++head)
             cpx::map(qkv.data().columns(head * dim, dim)) = cpx::map(q_and_gate.data().columns(2 * head * dim, dim));
 
-        auto const positions = cpx::positions(segments(entry, rank));
-        auto const rotate = [&](char const* weight, cpx::rows<T> rows) {
-            rms_norm<T>(rows, model_.gain(name(layer, weight)), static_cast<T>(c_.rms_norm_eps), T(1), rows);
-            cpx::rotary<T>(rows, dim, positions, {c_.rope_theta, c_.rotary_dim()}, rows);
+        auto const rotate = [&](char const* weight, cpx::sharded<T, Entry> const& x_heads) {
+            rms_norm<T>(x_heads.data(), model_.gain(name(layer, weight)), static_cast<T>(c_.rms_norm_eps), T(1),
+                        x_heads.data());
+            rotary(rank, x_heads, dim, {c_.rope_theta, c_.rotary_dim()}, x_heads);
         };
-        rotate("self_attn.q_norm.weight", qkv.data().columns(0, q));
-        rotate("self_attn.k_norm.weight", qkv.data().columns(q, kv));
+        rotate("self_attn.q_norm.weight", qkv.view().columns(0, q));
+        rotate("self_attn.k_norm.weight", qkv.view().columns(q, kv));
 
         double const scale = 1 / std::sqrt(static_cast<double>(dim));
         if (attention_ == attention_by::gather) {

@@ -8,4 +8,4 @@
 #include <cpx/ops/gated_delta_rule.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/norm.hpp>
-#include <cpx/ops/local/rotary.hpp>
+#include <cpx/ops/rotary.hpp>

@@ -30,18 +30,12 @@ public:
         require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
         world shared(ranks, deadline);
         std::vector<std::thread> members;
-        for (int rank = 0; rank < ranks; ++rank)
-            members.emplace_back([&shared, &program, rank] {
-                try {
-                    threads comm(shared, rank);
-                    program(comm);
-                    shared.leave(rank);
-                } catch (std::exception const& e) {
-                    shared.fail(rank, e.what());
-                } catch (...) {
-                    shared.fail(rank, "an exception that is not a std::exception");
-                }
-            });
+        try {
+            for (int rank = 0; rank < ranks; ++rank)
+                members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
+        } catch (std::exception const& e) { // the system has no more threads: end those that run
+            shared.fail(static_cast<int>(members.size()), e.what());
+        }
         for (auto& member : members) member.join();
         shared.rethrow();
     }
@@ -71,6 +65,21 @@ public:
     }
 
 private:
+    struct world;
+
+    template <class F>
+    static void run_rank(world& shared, F& program, int rank) {
+        try {
+            threads comm(shared, rank);
+            program(comm);
+            shared.leave(rank);
+        } catch (std::exception const& e) {
+            shared.fail(rank, e.what());
+        } catch (...) {
+            shared.fail(rank, "an exception that is not a std::exception");
+        }
+    }
+
     struct post {
         enum { empty, ready, copying } state = empty;
         outgoing const* parcel = nullptr;
