@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -121,7 +122,8 @@ inline constexpr int dynamic = -1;
 /// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
 template <int N>
 struct extent {
-    static_assert(N > 0, "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
+    static_assert(N > 0,
+                  "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
     constexpr extent() = default;
     CPX_HOST_DEVICE constexpr int get() const { return N; }
     friend constexpr bool operator==(extent, extent) = default;
@@ -225,6 +227,11 @@ private:
     index count_ = 0, width_ = 0, stride_ = 0;
 };
 
+template <class T>
+rows(std::vector<T>&, index) -> rows<T>;
+template <class T>
+rows(std::vector<T> const&, index) -> rows<T const>;
+
 } // namespace cpx
 
 // cpx/core/thd.hpp
@@ -252,7 +259,8 @@ public:
         require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
         require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
         for (std::size_t s = 1; s < offsets.size(); ++s)
-            if (offsets[s] < offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
+            if (offsets[s] <
+                offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
                 throw error("thd", "offset " + std::to_string(s) + " decreases",
                             "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]));
         require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
@@ -279,7 +287,8 @@ public:
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
     static thd uniform(index count, index length) {
-        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative", count < 0 ? count : length);
+        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
+                count < 0 ? count : length);
         std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
         for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets));
@@ -341,7 +350,7 @@ concept layout = std::copyable<L> && requires(L const l, int chunk) {
 ///
 /// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.
 template <class R>
-concept length_rule = std::copyable<R> && requires(R const r, index n) {
+concept length_rule = std::copy_constructible<R> && requires(R const r, index n) {
     { r.ranks() } -> std::same_as<int>;
     { r.at(n) } -> layout;
 };
@@ -352,7 +361,8 @@ concept layout_policy = layout<P> || length_rule<P>;
 
 /// A layout that is wholly known at compile time, so that routes between two of them are, too.
 template <class L>
-concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initializable<L>;
+concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initializable<L> &&
+                        requires { typename std::integral_constant<int, L{}.ranks()>; };
 
 /// Returns the layout with which `policy` cuts a run of `n` tokens.
 template <layout_policy P>
@@ -368,7 +378,7 @@ template <class P>
 inline constexpr int static_ranks = [] {
     if constexpr (requires { P::static_ranks; })
         return P::static_ranks;
-    else if constexpr (std::is_empty_v<P> && std::default_initializable<P>)
+    else if constexpr (std::is_empty_v<P> && requires { typename std::integral_constant<int, P{}.ranks()>; })
         return P{}.ranks();
     else
         return dynamic;
@@ -449,9 +459,8 @@ CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, 
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index t, index n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
-    return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n), [&](int c) {
-        return cut.snap(cut.begin(c, chunks, n), n);
-    });
+    return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n),
+                             [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
 }
 
 /// Returns the tokens of chunk `c` in a run of `n`.
@@ -527,7 +536,9 @@ struct either {
 
     CPX_HOST_DEVICE constexpr int ranks() const { return use_first ? first.ranks() : second.ranks(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return use_first ? first.chunks() : second.chunks(); }
-    CPX_HOST_DEVICE constexpr int owner(int chunk) const { return use_first ? first.owner(chunk) : second.owner(chunk); }
+    CPX_HOST_DEVICE constexpr int owner(int chunk) const {
+        return use_first ? first.owner(chunk) : second.owner(chunk);
+    }
 };
 
 /// `A` for the runs whose length the rule accepts, `B` for the others.
@@ -575,7 +586,7 @@ struct section {
 ///   is a hint, where to look first, and is left at the run of the last row; begin with 0.
 /// - `sections()`, `heads(rank, h)`: which of the `h` heads of a section a rank holds; no sections: whole rows.
 template <class S>
-concept any_sharding = std::copyable<S> && requires(S const s, int rank, index& run) {
+concept any_sharding = std::copy_constructible<S> && requires(S const s, int rank, index& run) {
     { s.ranks() } -> std::same_as<int>;
     { s.batch() } -> std::same_as<thd const&>;
     { s.rows(rank) } -> std::same_as<index>;
@@ -644,6 +655,10 @@ public:
             }
             for (int const c : owned) {
                 range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+                if (piece.size() < 0 || (c == 0 && piece.first != rows.first)) // no built-in cut, but a user's may
+                    throw error("sharding", "cut, at chunk " + std::to_string(c) + " of " + std::to_string(chunks),
+                                "chunks that ascend from the first row, " + std::to_string(rows.first),
+                                std::to_string(piece.first) + " to " + std::to_string(piece.last));
                 if (!piece.empty()) f(piece);
             }
         }
@@ -657,6 +672,7 @@ public:
             range const whole = run(i);
             range const part = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
+            if constexpr (!layout<P>) check(l);
             int const chunks = l.chunks();
             int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
             int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
@@ -683,9 +699,9 @@ private:
         require(batch_.tokens() < (index{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
                 batch_.tokens());
         for (int c = 0; c < l.chunks(); ++c)
-            if (l.owner(c) < 0 || l.owner(c) >= l.ranks())
+            if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): a length rule's layouts may have others
                 throw error("sharding", "owner of chunk " + std::to_string(c),
-                            "a rank from 0 to " + std::to_string(l.ranks() - 1), std::to_string(l.owner(c)));
+                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
     }
 
     index begin(range rows, int c, int chunks) const {
@@ -872,6 +888,10 @@ private:
     S sharding_;
 };
 
+/// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
+template <class A, class T>
+concept elements_of = std::same_as<std::remove_const_t<A>, T>;
+
 template <class T, class S>
 sharded(rows<T>, S) -> sharded<T, S>;
 
@@ -922,17 +942,64 @@ public:
         owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
     }
 
+    /// Takes the owners of any other layout: a table is what all layouts are once their types are forgotten.
+    template <class L>
+        requires(!std::same_as<L, table>) &&
+                layout<L> // in this order: whether a table is a layout is asked of this class
+    explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
+
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }
     int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }
-    friend bool operator==(table const& a, table const& b) {
-        return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_;
-    }
+    friend bool operator==(table const& a, table const& b) { return a.ranks_ == b.ranks_ && *a.owners_ == *b.owners_; }
 
 private:
+    template <layout L>
+    static std::vector<int> owners_of(L const& l) {
+        std::vector<int> owners;
+        for (int c = 0; c < l.chunks(); ++c) owners.push_back(l.owner(c));
+        return owners;
+    }
+
     int ranks_;
     std::shared_ptr<std::vector<int> const> owners_;
 };
+
+} // namespace cpx
+
+// cpx/layout/tensor.hpp
+// One rank's rows of a sharded tensor, with their memory.
+
+namespace cpx {
+
+/// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
+///
+/// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
+template <class T, any_sharding S>
+class tensor {
+public:
+    tensor(S const& sharding, int rank, index width)
+        : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
+          values_(static_cast<std::size_t>(count_ * width)) {}
+
+    rows<T> data() { return {values_.data(), count_, width_}; }
+    rows<T const> data() const { return {values_.data(), count_, width_}; }
+    sharded<T, S> view() { return {data(), sharding_}; }
+    sharded<T const, S> view() const { return {data(), sharding_}; }
+    S const& sharding() const { return sharding_; }
+    index width() const { return width_; }
+
+private:
+    S sharding_;
+    index width_, count_;
+    std::vector<T> values_;
+};
+
+/// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
+template <class T, any_sharding S>
+tensor<T, S> make_tensor(S const& sharding, int rank, index width) {
+    return {sharding, rank, width};
+}
 
 } // namespace cpx
 
@@ -999,21 +1066,50 @@ constexpr std::string_view type_name() {
 ///
 /// A fixed number of bytes, so that ranks can show it to one another without knowing anything yet.
 struct identity {
-    static constexpr std::array<char const*, 10> number_names{
-        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)", "source sharding (hash)", "target sharding (hash)",
-        "source width", "target width", "parameter", "bytes an element"};
-    std::array<char, 16> operation{};
+    enum number : std::size_t {
+        ranks,
+        sequences,
+        tokens,
+        offsets,
+        source_hash,
+        target_hash,
+        source_width,
+        target_width,
+        parameter,
+        element,
+        numbers_count
+    };
+    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
+                                                                         "sequences",
+                                                                         "tokens",
+                                                                         "cu_seqlens (hash)",
+                                                                         "source sharding (hash)",
+                                                                         "target sharding (hash)",
+                                                                         "source width",
+                                                                         "target width",
+                                                                         "parameter",
+                                                                         "bytes an element"};
+
+    std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
-    std::array<std::uint64_t, number_names.size()> numbers{};
+    std::array<std::uint64_t, numbers_count> numbers{};
 
     friend bool operator==(identity const&, identity const&) = default;
 
-    enum number : std::size_t { ranks, sequences, tokens, offsets, source_hash, target_hash, source_width, target_width, parameter, element };
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back.
-    identity transposed() const {
+    /// Returns the identity of the plan that moves everything back. Where moving back is not a plan of its own kind,
+    /// because it `adds` or copies what this one copied or added, the operation says so.
+    identity transposed(bool adds) const {
+        static constexpr std::string_view mark = " transposed";
         identity back = *this;
+        std::string_view const name = operation.data();
+        bool const marked = name.ends_with(mark);
+        if (adds || marked) {
+            back.operation = {};
+            set(back.operation, marked ? std::string(name.substr(0, name.size() - mark.size()))
+                                       : std::string(name) + std::string(mark));
+        }
         std::swap(back.source, back.target);
         std::swap(back[source_hash], back[target_hash]);
         std::swap(back[source_width], back[target_width]);
@@ -1034,7 +1130,7 @@ struct identity {
         return -1;
     }
 
-    static constexpr int fields = 3 + static_cast<int>(number_names.size());
+    static constexpr int fields = 3 + static_cast<int>(numbers_count);
     static std::string name(int field) {
         static constexpr std::array<char const*, 3> texts{"operation", "source layout", "target layout"};
         return field < 3 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 3)];
@@ -1048,7 +1144,8 @@ struct identity {
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
     std::string text() const {
-        return std::string(operation.data()) + ' ' + source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
+        return std::string(operation.data()) + ' ' + source.data() +
+               (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
     template <std::size_t N>
@@ -1060,15 +1157,13 @@ struct identity {
 namespace detail {
 
 template <any_sharding S>
-std::string sharding_name(S const& s) {
-    if constexpr (S::every_row) {
-        return std::string(type_name<S>());
-    } else {
-        (void)s;
+std::string sharding_name() {
+    if constexpr (requires { typename S::layout_type; })
         return std::string(type_name<typename S::layout_type>()) +
                (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
                std::string(type_name<typename S::cut_type>());
-    }
+    else
+        return std::string(type_name<S>());
 }
 
 /// Hashes what types do not tell: run-time sizes, owners, cuts, sections.
@@ -1076,12 +1171,16 @@ template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
     std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
     for (section const& part : s.sections()) hash = mix_all(hash, std::array{part.heads, part.width});
-    if constexpr (!S::every_row) {
-        index const n = s.runs() > 0 ? s.run(0).size() : 0; // a length rule is known by its answer for the first run
-        auto const l = layout_at(s.policy(), n);
-        for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
-        for (index const t : {index{1}, index{7}, index{100}, index{1000}}) // a cut is known by its answers
-            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, t), t)));
+    if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
+        for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+    } else {
+        index const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
+        for (index i = 0; i < runs; ++i) {
+            auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
+            for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+        }
+        for (index t = 1; t < index{1} << 32; t *= 2) // a cut is known by its answers
+            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
     return hash;
 }
@@ -1090,12 +1189,19 @@ template <any_sharding A, any_sharding B>
 identity identify(std::string_view operation, A const& from, B const& to, index parameter = 0) {
     identity id;
     identity::set(id.operation, operation);
-    identity::set(id.source, sharding_name(from));
-    identity::set(id.target, sharding_name(to));
+    identity::set(id.source, sharding_name<A>());
+    identity::set(id.target, sharding_name<B>());
     thd const& batch = from.batch();
-    id.numbers = {static_cast<std::uint64_t>(from.ranks()), static_cast<std::uint64_t>(batch.sequences()),
-                  static_cast<std::uint64_t>(batch.tokens()), mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
-                  sharding_hash(from), sharding_hash(to), 0, 0, static_cast<std::uint64_t>(parameter), 0};
+    id.numbers = {static_cast<std::uint64_t>(from.ranks()),
+                  static_cast<std::uint64_t>(batch.sequences()),
+                  static_cast<std::uint64_t>(batch.tokens()),
+                  mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
+                  sharding_hash(from),
+                  sharding_hash(to),
+                  0,
+                  0,
+                  static_cast<std::uint64_t>(parameter),
+                  0};
     return id;
 }
 
@@ -1146,6 +1252,7 @@ struct plan {
     std::vector<message> sends, receives;
     flow kind = flow::moves;
     identity id;
+    bool local = false; ///< no rank sends anything by construction, so that ranks need not agree on widths
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
     /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
@@ -1183,7 +1290,10 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
-        return {rank, target_rows, source_rows, target_width, source_width, receives, sends, back, id.transposed()};
+        return {rank,         target_rows,  source_rows,
+                target_width, source_width, receives,
+                sends,        back,         id.transposed(kind != flow::moves),
+                local};
     }
 
     friend bool operator==(plan const&, plan const&) = default;
@@ -1307,21 +1417,23 @@ namespace cpx {
 /// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
 struct serial {};
 
-/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a predecessor
-/// and a successor) at once, and joins them on every rank that needs them. Equal to one rank within rounding.
+/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a
+/// predecessor and a successor) at once, and joins them on every rank that needs them. Equal to one rank within
+/// rounding.
 struct scan {};
 
 template <class How>
 concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 
-/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always where
-/// every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only, never with `scan`.
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always on
+/// one rank and where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only,
+/// with `scan` on several ranks never.
 template <carry_kind How, any_sharding S>
 constexpr bool is_exact(S const& sharding, index chunk) {
     if constexpr (S::every_row)
         return true;
     else if constexpr (std::same_as<How, serial> && requires { sharding.cut().unit(); })
-        return sharding.cut().unit() % chunk == 0;
+        return sharding.ranks() == 1 || sharding.cut().unit() % chunk == 0;
     else
         return sharding.ranks() == 1;
 }
@@ -1336,10 +1448,10 @@ struct link {
 
 /// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
 ///
-/// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end states
-/// to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M (source rows:
-/// `link::map_row`) that come before a rank's last segment of a sequence, in level order from `link::ends` and
-/// `link::maps` on.
+/// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end
+/// states to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M
+/// (source rows: `link::map_row`) that come before a rank's last segment of a sequence, in level order from
+/// `link::ends` and `link::maps` on.
 template <any_sharding S>
 struct carry_plan {
     S sharding;
@@ -1361,8 +1473,8 @@ public:
     void send(int peer, index row) { sends_.add(peer, row, apart()); }
     void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
     index target_rows() const { return target_rows_; }
-    plan finish(int rank, index source_rows, identity const& id) {
-        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id};
+    plan finish(int rank, index source_rows, identity const& id, bool local) {
+        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id, local};
     }
 
 private:
@@ -1440,9 +1552,9 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id));
-    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id);
-    c.maps = maps.finish(rank, own_maps, id);
+        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id, S::every_row));
+    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id, S::every_row);
+    c.maps = maps.finish(rank, own_maps, id, S::every_row);
     return c;
 }
 
@@ -1500,13 +1612,15 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index r
 /// Throws `cpx::error` if `rank` is not one of the sharding's, or `before` is negative.
 template <any_sharding S>
 halo_plan<S> halo(S const& sharding, int rank, index before, caller here = caller::here()) {
-    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank, here);
+    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
+            here);
     require(before >= 0, "halo", "rows before a segment", "not negative", before, here);
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, before, segments(sharding, rank), {}, {0}};
     p.rank = rank;
     p.id = detail::identify("halo", sharding, sharding, before);
     p.kind = flow::copies;
+    p.local = S::every_row;
 
     // What this rank needs: the rows before its own segments. Windows ascend, so `covered` tells what is on its way.
     detail::message_list receives(sharding.ranks());
@@ -1587,8 +1701,10 @@ range shipped_heads(From const& from, To const& to, int i, int j, index heads) {
     index const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
     range const own = from.heads(j, heads);
     range shipped{std::max(needed.first, lower), needed.last};
-    if (j < i) shipped.first = std::max(shipped.first, own.last);
-    else shipped.last = std::min(shipped.last, own.first);
+    if (j < i)
+        shipped.first = std::max(shipped.first, own.last);
+    else
+        shipped.last = std::min(shipped.last, own.first);
     return shipped;
 }
 
@@ -1647,13 +1763,13 @@ index local_width(S const& s, int rank, std::span<section const> sections) {
 /// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
 /// give every token to exactly one rank.
 template <any_sharding From, any_sharding To>
-relayout_plan<From, To> relayout(From const& from, To const& to, int rank,
-                                 caller here = caller::here()) {
+relayout_plan<From, To> relayout(From const& from, To const& to, int rank, caller here = caller::here()) {
     constexpr int a = static_ranks<From>, b = static_ranks<To>;
     static_assert(a == dynamic || b == dynamic || a == b,
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
-    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank, here);
+    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank,
+            here);
     require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
@@ -1674,12 +1790,10 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank,
     detail::message_list sends(from.ranks()), receives(from.ranks());
     p.source_rows = detail::overlap(from, rank, to, sends);
     p.target_rows = detail::overlap(to, rank, from, receives);
-    p.sends = sends.finish(!by_columns, [&](int peer) {
-        return detail::shipped_columns(from, to, rank, peer, parts, from, rank);
-    });
-    p.receives = receives.finish(!by_columns, [&](int peer) {
-        return detail::shipped_columns(from, to, peer, rank, parts, to, rank);
-    });
+    p.sends = sends.finish(!by_columns,
+                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, parts, from, rank); });
+    p.receives = receives.finish(
+        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, parts, to, rank); });
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();
@@ -1759,7 +1873,8 @@ consteval auto routes() {
     return moved;
 }
 
-/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells move.
+/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
+/// move.
 template <static_layout From, static_layout To>
 consteval int route_messages() {
     constexpr auto moved = routes<From, To>();
@@ -1789,46 +1904,78 @@ std::vector<index> traffic(From const& from, To const& to) {
     std::vector<index> rows(ranks * ranks);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i);
-        for (message const& m : p.sends) rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
+        for (message const& m : p.sends)
+            rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
     }
     return rows;
 }
 
-/// Counts the rows that no exchange between the shardings can do without, from ownership alone, not from plans.
+/// Rows that move, whole or in part, and their elements.
+struct volume {
+    index rows = 0;
+    index elements = 0;
+    friend constexpr bool operator==(volume, volume) = default;
+};
+
+/// Counts what no exchange between the shardings can do without, from ownership alone, not from plans.
 ///
-/// Goes over the batch once for each rank j and counts, for every row that j needs and does not have whole, the ranks
-/// that must supply it: its holder, or where every rank holds every row, the ranks with heads that j lacks.
+/// For every rank j: the rows that it needs and does not have whole, once for every rank that must supply a part of
+/// them: the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
+/// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
-index lower_bound(From const& from, To const& to) {
-    index bound = 0;
-    section const whole{1, 1};
+volume lower_bound(From const& from, To const& to, index width = 1) {
+    section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
+    auto const holds = [](auto const& s, int rank, section const& part, index head) {
+        range const heads = s.heads(rank, part.heads);
+        return heads.first <= head && head < heads.last;
+    };
+    volume bound;
     for (int j = 0; j < to.ranks(); ++j) {
-        index hint = 0;
-        to.for_each_piece(j, [&](range needed) {
-            if constexpr (From::every_row) {
-                for (int i = 0; i < from.ranks(); ++i) {
-                    bool supplies = false;
-                    for (section const& s : sections)
-                        for (index h = 0; h < s.heads && i != j; ++h) {
-                            auto const holds = [&](int r) {
-                                range const heads = from.heads(r, s.heads);
-                                return heads.first <= h && h < heads.last;
-                            };
-                            bool first = holds(i) && !holds(j); // the lowest of the ranks that hold a head supplies it
-                            for (int r = 0; r < i; ++r) first = first && !holds(r);
-                            range const wanted = to.heads(j, s.heads);
-                            supplies = supplies || (first && wanted.first <= h && h < wanted.last);
-                        }
-                    if (supplies) bound += needed.size();
+        index needed_rows = to.rows(j);
+        if constexpr (From::every_row) {
+            std::vector<index> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
+            for (section const& s : sections)
+                for (index head = 0; head < s.heads; ++head) {
+                    int supplier = 0;
+                    while (!holds(from, supplier, s, head)) ++supplier;
+                    if (holds(to, j, s, head) && !holds(from, j, s, head))
+                        supplied[static_cast<std::size_t>(supplier)] += s.width;
                 }
-            } else {
-                from.for_each_holder(needed, hint, [&](int holder, range part) {
-                    if (holder != j) bound += part.size();
-                });
+            for (index const elements : supplied) {
+                bound.rows += elements > 0 ? needed_rows : 0;
+                bound.elements += elements * needed_rows;
             }
+        } else {
+            index hint = 0;
+            from.for_each_piece(j, [&](range own) { // what j has already
+                to.for_each_holder(own, hint,
+                                   [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
+            });
+            bound.rows += needed_rows;
+            bound.elements += needed_rows * detail::local_width(to, j, sections);
+        }
+    }
+    return bound;
+}
+
+/// Counts the rows that no halo of `before` rows can do without: those that precede a segment of a rank and are not its
+/// own, each once. Cost: O(W tokens); for reports and tests.
+template <any_sharding S>
+index halo_lower_bound(S const& sharding, index before) {
+    index bound = 0;
+    for (int rank = 0; rank < sharding.ranks(); ++rank) {
+        std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
+        for (segment const& s : segments(sharding, rank)) {
+            index const start = sharding.batch().offset(s.sequence) + s.token;
+            for (index row = start - std::min(before, s.token); row < start; ++row)
+                needed[static_cast<std::size_t>(row)] = true;
+        }
+        sharding.for_each_piece(rank, [&](range own) {
+            for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
         });
+        bound += std::ranges::count(needed, true);
     }
     return bound;
 }
@@ -1883,16 +2030,70 @@ inline void copy(outgoing const& from, incoming const& to) {
 
 /// Moves messages between the ranks of a group. Ranks are group-local, 0 .. ranks() - 1.
 ///
-/// `exchange(id, sends, receives)` runs one rank's part of an exchange and returns when its sends have been taken and its
-/// receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the transport.
-/// It throws `cpx::error` when a peer fails, runs another plan (as far as the transport can see) or misses the deadline.
-/// `agreed()` remembers the fingerprints of plans that all ranks have compared.
+/// `exchange(id, sends, receives)` runs one rank's part of an exchange and returns when its sends have been taken and
+/// its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the transport.
+/// It throws `cpx::error` when a peer fails, runs another plan (as far as the transport can see) or misses the
+/// deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
 template <class T>
-concept transport = requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-    { t.rank() } -> std::same_as<int>;
-    { t.ranks() } -> std::same_as<int>;
-    { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
-    t.exchange(id, sends, receives);
+concept transport =
+    requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+        { t.rank() } -> std::same_as<int>;
+        { t.ranks() } -> std::same_as<int>;
+        { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
+        t.exchange(id, sends, receives);
+    };
+
+} // namespace cpx
+
+// cpx/transport/counted.hpp
+// A transport that counts what its rank really sends.
+
+namespace cpx {
+
+/// What one rank has sent to other ranks.
+struct tally {
+    index messages = 0;
+    index rows = 0;
+    index bytes = 0;
+
+    tally& operator+=(tally const& other) {
+        messages += other.messages;
+        rows += other.rows;
+        bytes += other.bytes;
+        return *this;
+    }
+};
+
+/// Passes every exchange on to another transport and counts it under its plan's operation: "relayout", "halo", "carry",
+/// and "agreement" for the comparison that precedes a new plan.
+template <transport Comm>
+class counted {
+public:
+    explicit counted(Comm& comm) : comm_(comm) {}
+
+    int rank() const { return comm_.rank(); }
+    int ranks() const { return comm_.ranks(); }
+    std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
+
+    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+        tally& sent = sent_[id.operation.data()];
+        for (outgoing const& parcel : sends) {
+            index rows = 0;
+            for (run const r : parcel.rows) rows += r.count;
+            sent += {1, rows, parcel.bytes()};
+        }
+        comm_.exchange(id, sends, receives);
+    }
+
+    /// Returns what has been sent for `operation`.
+    tally sent(std::string const& operation) const {
+        auto const found = sent_.find(operation);
+        return found == sent_.end() ? tally{} : found->second;
+    }
+
+private:
+    Comm& comm_;
+    std::map<std::string, tally> sent_;
 };
 
 } // namespace cpx
@@ -1962,7 +2163,8 @@ void check_buffer(char const* which, rows<T> const& buffer, index count, index w
 
 /// Copies what stays and lets the transport move the rest into `receives`.
 template <class A, class Comm>
-void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives, Comm& comm) {
+void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
+                       Comm& comm) {
     auto sends = parcels<std::byte const>(p.sends, from);
     copy(take_own(sends, p.rank), take_own(receives, p.rank));
     comm.exchange(id, sends, receives);
@@ -2008,8 +2210,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 
 /// Lets all ranks compare what they are about to run, once for each fingerprint.
 ///
-/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks differ
-/// and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two ranks.
+/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
+/// differ and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two
+/// ranks.
 template <transport Comm>
 void agree(Comm& comm, identity const& mine) {
     static identity const agreement = [] {
@@ -2028,8 +2231,10 @@ void agree(Comm& comm, identity const& mine) {
             slot = mine;
             continue;
         }
-        sends.push_back({peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
-        receives.push_back({peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+        sends.push_back(
+            {peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
+        receives.push_back(
+            {peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
     }
     comm.exchange(agreement, sends, receives);
     for (int field = 0; field < identity::fields; ++field)
@@ -2042,33 +2247,36 @@ void agree(Comm& comm, identity const& mine) {
 
 /// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
 ///
-/// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to` is
-/// written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
+/// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to`
+/// is written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
 /// a plan that sums adds in rank order.
 /// Collective: every rank calls it with its part of the same plan. Rows that stay are copied once.
 ///
-/// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`); later
-/// if a rank fails or misses the transport's deadline.
-template <class A, class B, transport Comm>
-    requires std::same_as<std::remove_const_t<A>, B>
+/// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
+/// later if a rank fails or misses the transport's deadline.
+template <class B, elements_of<B> A, transport Comm>
 void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
             std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
             std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
     detail::check_buffer("source", from, p.source_rows, p.source_width, here);
     detail::check_buffer("target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(), to.width(), here);
+    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
+            to.width(), here);
+    constexpr bool addable = requires(B sum, B const part) { sum += part; };
+    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
+            "a type with +=", std::string(detail::type_name<B>()), here);
     identity id = p.id;
     id[identity::element] = sizeof(B);
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
-    agree(comm, id);
+    if (!p.local) agree(comm, id);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
-    if (p.kind == flow::sums)
-        detail::exchange_sum(p, id, from, to, comm);
-    else
-        detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
+    if constexpr (addable) {
+        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm);
+    }
+    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
@@ -2084,6 +2292,15 @@ void exchange(relayout_plan<From, To> const& p, sharded<A, X> const& from, shard
     require(from.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
     require(to.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
     exchange(static_cast<plan const&>(p), from.data(), to.data(), comm, here);
+}
+
+/// Runs a relayout into a tensor of its own.
+template <any_sharding From, any_sharding To, class T, transport Comm>
+tensor<T, To> exchange(relayout_plan<From, To> const& p, tensor<T, From> const& from, Comm& comm,
+                       caller here = caller::here()) {
+    tensor<T, To> to(p.to, p.rank, p.target_width ? p.target_width : from.width());
+    exchange(p, from.view(), to.view(), comm, here);
+    return to;
 }
 
 } // namespace cpx
@@ -2110,18 +2327,12 @@ public:
         require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
         world shared(ranks, deadline);
         std::vector<std::thread> members;
-        for (int rank = 0; rank < ranks; ++rank)
-            members.emplace_back([&shared, &program, rank] {
-                try {
-                    threads comm(shared, rank);
-                    program(comm);
-                    shared.leave(rank);
-                } catch (std::exception const& e) {
-                    shared.fail(rank, e.what());
-                } catch (...) {
-                    shared.fail(rank, "an exception that is not a std::exception");
-                }
-            });
+        try {
+            for (int rank = 0; rank < ranks; ++rank)
+                members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
+        } catch (std::exception const& e) { // the system has no more threads: end those that run
+            shared.fail(static_cast<int>(members.size()), e.what());
+        }
         for (auto& member : members) member.join();
         shared.rethrow();
     }
@@ -2151,6 +2362,21 @@ public:
     }
 
 private:
+    struct world;
+
+    template <class F>
+    static void run_rank(world& shared, F& program, int rank) {
+        try {
+            threads comm(shared, rank);
+            program(comm);
+            shared.leave(rank);
+        } catch (std::exception const& e) {
+            shared.fail(rank, e.what());
+        } catch (...) {
+            shared.fail(rank, "an exception that is not a std::exception");
+        }
+    }
+
     struct post {
         enum { empty, ready, copying } state = empty;
         outgoing const* parcel = nullptr;
@@ -2213,8 +2439,10 @@ private:
         if (int const field = id.first_difference(*from.id); field >= 0)
             throw error("threads", "ranks are in different exchanges: " + identity::name(field),
                         id.value(field) + " as on rank " + std::to_string(rank_) + " (" + id.text() + ")",
-                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() + ")");
-        require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(), from.parcel->bytes());
+                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() +
+                            ")");
+        require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
+                from.parcel->bytes());
         from.state = post::copying;
         lock.unlock();
         copy(*from.parcel, parcel);
@@ -2235,8 +2463,8 @@ private:
         if (!in_time)
             throw error("threads", "rank " + std::to_string(rank_) + " waited for " + who + ' ' + what,
                         "within " + std::to_string(world_.deadline.count()) + " ms", "nothing");
-        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what, who + " to take part",
-                    "its return");
+        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what,
+                    who + " to take part", "its return");
     }
 
     void check_failure() const {

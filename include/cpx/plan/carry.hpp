@@ -21,15 +21,15 @@ struct scan {};
 template <class How>
 concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 
-/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always
-/// where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only, never with
-/// `scan`.
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always on
+/// one rank and where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only,
+/// with `scan` on several ranks never.
 template <carry_kind How, any_sharding S>
 constexpr bool is_exact(S const& sharding, index chunk) {
     if constexpr (S::every_row)
         return true;
     else if constexpr (std::same_as<How, serial> && requires { sharding.cut().unit(); })
-        return sharding.cut().unit() % chunk == 0;
+        return sharding.ranks() == 1 || sharding.cut().unit() % chunk == 0;
     else
         return sharding.ranks() == 1;
 }
