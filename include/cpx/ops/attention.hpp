@@ -39,10 +39,10 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
     require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
             "key heads on this rank", "those that its query heads read", "others", here);
     index const held = q.sharding().rows(rank);
-    detail::require_shape(where, "q", q.data(), held, queries.size() * dim);
-    detail::require_shape(where, "o", o.data(), held, queries.size() * dim);
-    detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim);
-    detail::require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim);
+    detail::require_shape(where, "q", q.data(), held, queries.size() * dim, here);
+    detail::require_shape(where, "o", o.data(), held, queries.size() * dim, here);
+    detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
+    detail::require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
 
     auto const segments = cpx::segments(q.sharding(), rank);
     auto const tokens = positions(segments);

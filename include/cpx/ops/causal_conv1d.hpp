@@ -29,9 +29,9 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, S> const& x, rows<T cons
             plan.before, here);
     index const channels = x.data().width();
     require(bias.empty() || std::ssize(bias) == channels, "causal_conv1d", "size of bias", channels, bias.size(), here);
-    detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels);
-    detail::require_shape("causal_conv1d", "y", y.data(), plan.source_rows, channels);
-    detail::require_shape("causal_conv1d", "weight", weight, channels, weight.width());
+    detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels, here);
+    detail::require_shape("causal_conv1d", "y", y.data(), plan.source_rows, channels, here);
+    detail::require_shape("causal_conv1d", "weight", weight, channels, weight.width(), here);
     std::vector<T> halo_rows(static_cast<std::size_t>(plan.target_rows * channels));
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange(plan, x.data(), halo, comm, here);

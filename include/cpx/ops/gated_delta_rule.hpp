@@ -175,23 +175,24 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
     char const* const where = "gated_delta_rule";
     require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
             "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
+    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
     for (auto const* x : {&t.q, &t.k, &t.v, &t.g, &t.beta})
         require(x->sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
     require(t.o.sharding() == plan.sharding, where, "sharding of o", "the plan's", "another", here);
     index const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
     index const keys = plan.sharding.heads(plan.rank, heads.key_heads).size();
     index const values = plan.sharding.heads(plan.rank, heads.value_heads).size();
-    detail::require_shape(where, "q", t.q.data(), rows_held, keys * heads.key_dim);
-    detail::require_shape(where, "k", t.k.data(), rows_held, keys * heads.key_dim);
-    detail::require_shape(where, "v", t.v.data(), rows_held, values * heads.value_dim);
-    detail::require_shape(where, "g", t.g.data(), rows_held, values);
-    detail::require_shape(where, "beta", t.beta.data(), rows_held, values);
-    detail::require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim);
+    detail::require_shape(where, "q", t.q.data(), rows_held, keys * heads.key_dim, here);
+    detail::require_shape(where, "k", t.k.data(), rows_held, keys * heads.key_dim, here);
+    detail::require_shape(where, "v", t.v.data(), rows_held, values * heads.value_dim, here);
+    detail::require_shape(where, "g", t.g.data(), rows_held, values, here);
+    detail::require_shape(where, "beta", t.beta.data(), rows_held, values, here);
+    detail::require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim, here);
 
     detail::delta_rule_run<T, S> const run(plan.sharding, plan.rank, t, heads, options);
     index const sequences = plan.sharding.batch().sequences(), width = run.state_width();
-    if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width);
-    if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width);
+    if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width, here);
+    if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width, here);
     auto const start_of = [&](index sequence, T* state) {
         if (t.initial.data())
             std::copy_n(t.initial.row(sequence), width, state);

@@ -11,10 +11,11 @@ namespace cpx::detail {
 
 /// Throws `cpx::error` that names `where` and `name` unless `view` is (count, width).
 template <class T>
-void require_shape(char const* where, char const* name, rows<T> view, index count, index width) {
+void require_shape(char const* where, char const* name, rows<T> view, index count, index width,
+                   caller here = caller::here()) {
     if (view.count() == count && view.width() == width) return;
     auto const shape = [](index n, index w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
-    throw error(where, std::string("shape of ") + name, shape(count, width), shape(view.count(), view.width()));
+    throw error(where, std::string("shape of ") + name, shape(count, width), shape(view.count(), view.width()), here);
 }
 
 } // namespace cpx::detail
