@@ -37,6 +37,12 @@ bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
+/// Returns rows `[first, last)` of a whole tensor of `width`.
+template <class T>
+std::vector<T> slice(std::vector<T> const& whole, index width, index first, index last) {
+    return {whole.begin() + first * width, whole.begin() + last * width};
+}
+
 /// Returns whether rows `[first, last)` of two whole tensors of `width` have the same bits.
 template <class T>
 bool same_rows(std::vector<T> const& a, std::vector<T> const& b, index width, index first, index last) {
