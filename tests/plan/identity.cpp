@@ -58,6 +58,16 @@ TEST_SUITE("plan") {
                          cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 4)) == "parameter");
     }
 
+    TEST_CASE("a transposed plan that adds is told from a plan of its own") {
+        cpx::replicated<> const all(4, batch);
+        auto const a = cpx::shard(batch, cpx::sequential<>{4});
+        cpx::plan const gather = cpx::relayout(a, all, 0), select = cpx::relayout(all, a, 0);
+        CHECK(difference(gather.transposed(), select) == "operation");
+        CHECK(difference(gather.transposed().transposed(), gather) == "");
+        auto const halo = cpx::halo(a, 0, 3);
+        CHECK(difference(halo, halo.transposed()) == "operation");
+    }
+
     TEST_CASE("what types do not tell is told by hashes") {
         auto const table = [](std::vector<int> owners) { return cpx::shard(batch, cpx::table(2, std::move(owners))); };
         CHECK(difference(to_zigzag(table({0, 1, 1})), to_zigzag(table({0, 1, 0}))) == "source sharding (hash)");
@@ -91,9 +101,9 @@ TEST_SUITE("plan") {
         auto const p = cpx::relayout(cpx::shard(batch, cpx::zigzag<4>{}),
                                      cpx::shard<scope::batch>(batch, cpx::sequential<4>{}, cpx::aligned<64>{}), 0);
         CHECK(p.id.text() == "relayout zigzag<4> over sequence, balanced -> sequential<4> over batch, aligned<64>");
-        CHECK(p.id.transposed().text() ==
+        CHECK(p.transposed().id.text() ==
               "relayout sequential<4> over batch, aligned<64> -> zigzag<4> over sequence, balanced");
-        CHECK(p.id.transposed().transposed() == p.id);
+        CHECK(p.transposed().transposed().id == p.id);
         CHECK(p.id.value(3) == "4");
         CHECK(cpx::identity::name(3) == "ranks");
     }

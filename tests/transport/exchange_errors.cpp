@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mistakes end in an error on every rank that names who and what, before anything moves.
+#include <cpx/transport/exchange.hpp>
+
+#include <cpx/cpx.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+#include <support/rejects.hpp>
+
+#include <cmath>
+
+namespace {
+
+using namespace support;
+using namespace std::chrono_literals;
+using cpx::index;
+using cpx::scope;
+
+bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+
+/// What every rank says, and whether anything has been written into its target.
+struct outcome {
+    std::vector<std::string> errors;
+    std::vector<bool> touched;
+};
+
+/// Runs `plan_of(rank)` on every rank, with rows of `width_of(rank)` elements of type `T`, into targets full of NaN.
+template <class T, class Plan, class Width>
+outcome run(int ranks, Plan const& plan_of, Width const& width_of) {
+    outcome result{std::vector<std::string>(static_cast<std::size_t>(ranks)),
+                   std::vector<bool>(static_cast<std::size_t>(ranks))};
+    std::vector<char> touched(static_cast<std::size_t>(ranks));
+    message([&] {
+        cpx::threads::run(
+            ranks,
+            [&](cpx::threads& comm) {
+                std::size_t const r = static_cast<std::size_t>(comm.rank());
+                cpx::plan const p = plan_of(comm.rank());
+                index const width = width_of(comm.rank());
+                std::vector<T> const from(
+                    static_cast<std::size_t>(p.source_rows * (p.source_width ? p.source_width : width)), T(1));
+                std::vector<T> to(static_cast<std::size_t>(p.target_rows * (p.target_width ? p.target_width : width)),
+                                  std::numeric_limits<T>::quiet_NaN());
+                try {
+                    cpx::exchange(p, cpx::rows<T const>(from, p.source_width ? p.source_width : width),
+                                  cpx::rows<T>(to, p.target_width ? p.target_width : width), comm);
+                } catch (cpx::error const& e) {
+                    result.errors[r] = e.what();
+                    for (T const value : to) touched[r] = touched[r] || !std::isnan(value);
+                    throw;
+                }
+            },
+            10s);
+    });
+    for (std::size_t r = 0; r < touched.size(); ++r) result.touched[r] = touched[r] != 0;
+    return result;
+}
+
+/// Checks that every rank reports that rank 1 differs from ranks 0 and 2 in `field`, and that nothing has moved.
+void check_outcome(outcome const& o, std::string const& field) {
+    for (std::size_t r = 0; r < o.errors.size(); ++r) {
+        INFO("rank " << r << ": " << o.errors[r]);
+        CHECK(holds(o.errors[r], "ranks disagree on " + field + ':'));
+        CHECK(holds(o.errors[r], "(ranks 0 2)"));
+        CHECK(holds(o.errors[r], "(rank 1)"));
+        CHECK_FALSE(o.touched[r]);
+    }
+}
+
+cpx::thd const batch = lengths({12, 30, 6});
+
+/// The plan of three ranks from zigzag to sequential, unless `odd` makes another one on rank 1.
+template <class Odd>
+void rank_1_disagrees(std::string const& field, Odd const& odd) {
+    auto const plan_of = [&](int rank) -> cpx::plan {
+        if (rank == 1) return odd(rank);
+        return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), cpx::shard(batch, cpx::sequential<>{3}), rank);
+    };
+    check_outcome(run<double>(3, plan_of, [](int) { return 4; }), field);
+}
+
+TEST_SUITE("transport") {
+    TEST_CASE("ranks whose plans differ get an error that names the ranks and the first field, and nothing moves") {
+        auto const zigzag = [](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<>{3}); };
+        auto const sequential = [](cpx::thd const& b) { return cpx::shard(b, cpx::sequential<>{3}); };
+        auto const offsets = [&](cpx::thd const& b) {
+            return [=](int r) { return cpx::relayout(zigzag(b), sequential(b), r); };
+        };
+        rank_1_disagrees("cu_seqlens (hash)", offsets(lengths({13, 29, 6})));
+        rank_1_disagrees("cu_seqlens (hash)", offsets(cpx::thd({0, 12, 42, 48}, {12, 29, 6})));
+        rank_1_disagrees("tokens", offsets(lengths({12, 30, 7})));
+        rank_1_disagrees("sequences", offsets(lengths({12, 30, 3, 3})));
+        rank_1_disagrees("source layout", [&](int r) {
+            return cpx::relayout(cpx::shard(batch, cpx::striped<>{3}), sequential(batch), r);
+        });
+        rank_1_disagrees("source layout", [&](int r) {
+            return cpx::relayout(cpx::shard(batch, cpx::zigzag<3>{}), sequential(batch), r);
+        });
+        rank_1_disagrees("target layout", [&](int r) {
+            return cpx::relayout(zigzag(batch), cpx::shard<scope::batch>(batch, cpx::sequential<>{3}), r);
+        });
+        rank_1_disagrees("target layout", [&](int r) {
+            return cpx::relayout(zigzag(batch), cpx::shard(batch, cpx::sequential<>{3}, cpx::aligned<2>{}), r);
+        });
+        rank_1_disagrees("operation", [&](int r) { return cpx::halo(zigzag(batch), r, 3); });
+    }
+
+    TEST_CASE("owners, units and sections that differ are found by their hashes") {
+        auto const disagree = [](std::string const& field, auto const& plan_of) {
+            check_outcome(run<double>(3, plan_of, [](int) { return 4; }), field);
+        };
+        auto const goal = cpx::shard(batch, cpx::sequential<>{3});
+        disagree("source sharding (hash)", [&](int r) -> cpx::plan {
+            return cpx::relayout(cpx::shard(batch, cpx::table(3, {0, 1, r == 1 ? 0 : 2, 2})), goal, r);
+        });
+        disagree("source sharding (hash)", [&](int r) -> cpx::plan {
+            return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}, cpx::aligned<cpx::dynamic>{r == 1 ? 4 : 2}), goal,
+                                 r);
+        });
+        disagree("target sharding (hash)", [&](int r) -> cpx::plan {
+            return cpx::relayout(goal, cpx::head_sharded<>(3, batch, {{3, r == 1 ? 4 : 2}, {6, 2}}), r);
+        });
+        disagree("parameter", [&](int r) -> cpx::plan { return cpx::halo(goal, r, r == 1 ? 4 : 3); });
+    }
+
+    TEST_CASE("widths and element sizes that differ are found") {
+        auto const plan_of = [](int r) -> cpx::plan {
+            return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), cpx::shard(batch, cpx::sequential<>{3}), r);
+        };
+        check_outcome(run<double>(3, plan_of, [](int r) { return r == 1 ? 5 : 4; }), "source width");
+
+        std::vector<std::string> texts(3);
+        message([&] {
+            cpx::threads::run(3, [&](cpx::threads& comm) {
+                auto const p = plan_of(comm.rank());
+                auto const with = [&](auto zero) {
+                    std::vector<decltype(zero)> const from(static_cast<std::size_t>(p.source_rows * 2));
+                    std::vector<decltype(zero)> to(static_cast<std::size_t>(p.target_rows * 2));
+                    cpx::exchange(p, cpx::rows<decltype(zero) const>(from, 2), cpx::rows<decltype(zero)>(to, 2), comm);
+                };
+                try {
+                    comm.rank() == 1 ? with(0.0f) : with(0.0);
+                } catch (cpx::error const& e) {
+                    texts[static_cast<std::size_t>(comm.rank())] = e.what();
+                    throw;
+                }
+            });
+        });
+        for (std::string const& text : texts) {
+            CHECK(holds(text, "ranks disagree on bytes an element"));
+            CHECK(holds(text, "8 (ranks 0 2), 4 (rank 1)"));
+        }
+    }
+
+    TEST_CASE("a transposed plan on one rank is found") {
+        auto const a = cpx::shard(batch, cpx::zigzag<>{3});
+        cpx::replicated<> const all(3, batch);
+        check_outcome(run<double>(
+                          3,
+                          [&](int r) -> cpx::plan {
+                              if (r == 1) return cpx::relayout(a, all, r).transposed();
+                              return cpx::relayout(a, all, r);
+                          },
+                          [](int) { return 1; }),
+                      "operation");
+    }
+
+    TEST_CASE("plans on which all ranks have agreed, run in another order on one rank, are found while they run") {
+        auto const plan_of = [](bool first, int r) -> cpx::plan {
+            cpx::head_sharded<> const heads(3, batch, {{3, 2}});
+            if (first) return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), heads, r);
+            return cpx::relayout(cpx::shard(batch, cpx::sequential<>{3}), heads, r);
+        };
+        std::vector<std::string> texts(3);
+        message([&] {
+            cpx::threads::run(3, [&](cpx::threads& comm) {
+                auto const call = [&](bool first) {
+                    auto const p = plan_of(first, comm.rank());
+                    std::vector<double> const from(static_cast<std::size_t>(p.source_rows * 6));
+                    std::vector<double> to(static_cast<std::size_t>(p.target_rows * 2));
+                    cpx::exchange(p, cpx::rows<double const>(from, 6), cpx::rows<double>(to, 2), comm);
+                };
+                call(true);
+                call(false);
+                try {
+                    call(comm.rank() != 1);
+                    call(comm.rank() == 1);
+                } catch (cpx::error const& e) {
+                    texts[static_cast<std::size_t>(comm.rank())] = e.what();
+                    throw;
+                }
+            });
+        });
+        for (std::string const& text : texts) {
+            CHECK(holds(text, "ranks are in different exchanges: source layout"));
+            CHECK(holds(text, "rank 1"));
+            CHECK(holds(text, "zigzag"));
+            CHECK(holds(text, "sequential"));
+        }
+    }
+
+    TEST_CASE("a buffer that does not fit is rejected on its rank, and the others learn who that is") {
+        auto const a = cpx::shard(batch, cpx::zigzag<>{2});
+        auto const b = cpx::shard(batch, cpx::sequential<>{2});
+        struct {
+            index from_rows, from_width, to_rows, to_width; // relative to what is right
+            std::string part;
+        } const cases[] = {{1, 0, 0, 0, "exchange, source: rows of the buffer: expected 24, got 25"},
+                           {0, 0, -1, 0, "exchange, target: rows of the buffer: expected 24, got 23"},
+                           {0, 0, 0, 1, "exchange: width of the target: expected 4, got 5"}};
+        for (auto const& c : cases) {
+            std::vector<std::string> texts(2);
+            message([&] {
+                cpx::threads::run(2, [&](cpx::threads& comm) {
+                    auto const p = cpx::relayout(a, b, comm.rank());
+                    index const bad = comm.rank() == 1;
+                    std::vector<double> memory(1000);
+                    cpx::rows<double> const from(memory.data(), p.source_rows + bad * c.from_rows,
+                                                 4 + bad * c.from_width);
+                    cpx::rows<double> const to(memory.data() + 500, p.target_rows + bad * c.to_rows,
+                                               4 + bad * c.to_width);
+                    try {
+                        cpx::exchange(p, from, to, comm);
+                    } catch (cpx::error const& e) {
+                        texts[static_cast<std::size_t>(comm.rank())] = e.what();
+                        throw;
+                    }
+                });
+            });
+            CHECK_MESSAGE(holds(texts[1], c.part), texts[1]);
+            CHECK(holds(texts[1], "exchange_errors.cpp"));
+            CHECK_MESSAGE(holds(texts[0], "rank 1 failed"), texts[0]);
+        }
+    }
+
+    TEST_CASE("null buffers, strides below the width, widths of heads and foreign plans are rejected") {
+        auto const a = cpx::shard(batch, cpx::zigzag<>{1});
+        auto const p = cpx::relayout(a, cpx::shard(batch, cpx::sequential<>{1}), 0);
+        cpx::threads::run(1, [&](cpx::threads& comm) {
+            std::vector<float> memory(1000), other(1000);
+            cpx::rows<float> const good(memory.data(), 48, 4), target(other.data(), 48, 4);
+            rejects({"exchange, source: buffer: expected memory, got null"},
+                    [&] { cpx::exchange(p, cpx::rows<float>(nullptr, 48, 4), target, comm); });
+            rejects({"exchange, target: buffer: expected memory, got null"},
+                    [&] { cpx::exchange(p, good, cpx::rows<float>(nullptr, 48, 4), comm); });
+            rejects({"exchange, target: stride of the buffer: expected at least its width 4, got 3"},
+                    [&] { cpx::exchange(p, good, cpx::rows<float>(other.data(), 48, 4, 3), comm); });
+            CHECK_NOTHROW(cpx::exchange(p, good, target, comm));
+
+            auto const heads = cpx::relayout(a, cpx::head_sharded<>(1, batch, {{2, 3}}), 0);
+            rejects({"exchange, source: width of the buffer: expected 6, got 4"},
+                    [&] { cpx::exchange(heads, good, target, comm); });
+
+            auto const of_two =
+                cpx::relayout(cpx::shard(batch, cpx::zigzag<>{2}), cpx::shard(batch, cpx::sequential<>{2}), 1);
+            rejects({"exchange: rank of the plan: expected 0 of 1, got 1 of 2"},
+                    [&] { cpx::exchange(of_two, good, target, comm); });
+        });
+        cpx::threads::run(2, [&](cpx::threads& comm) { // both ranks hold the plan of the other
+            auto const other = cpx::relayout(cpx::shard(batch, cpx::zigzag<>{2}),
+                                             cpx::shard(batch, cpx::sequential<>{2}), 1 - comm.rank());
+            std::vector<float> memory(1000);
+            std::string const mine = std::to_string(comm.rank()) + " of 2",
+                              theirs = std::to_string(1 - comm.rank()) + " of 2";
+            std::string const text = message([&] {
+                cpx::exchange(other, cpx::rows<float>(memory.data(), 24, 1),
+                              cpx::rows<float>(memory.data() + 500, 24, 1), comm);
+            });
+            cpx::require(holds(text, "rank of the plan: expected " + mine + ", got " + theirs), "test", "error",
+                         "a foreign plan", text);
+        });
+    }
+
+    TEST_CASE("tensors of the plan's type and another value are rejected before anything moves") {
+        auto const owners = [](std::vector<int> list) { return cpx::shard(batch, cpx::table(1, std::move(list))); };
+        auto const a = owners({0, 0}), b = owners({0, 0, 0});
+        auto const p = cpx::relayout(a, a, 0);
+        cpx::threads::run(1, [&](cpx::threads& comm) {
+            auto x = cpx::make_tensor<float>(a, 0, 2), y = cpx::make_tensor<float>(b, 0, 2);
+            rejects({"exchange: sharding of the source: expected the plan's, got another"},
+                    [&] { cpx::exchange(p, y.view(), x.view(), comm); });
+            rejects({"exchange: sharding of the target: expected the plan's, got another"},
+                    [&] { cpx::exchange(p, x.view(), y.view(), comm); });
+        });
+    }
+
+    TEST_CASE("a rank that does not take part in an exchange is named, whether it throws, returns or is late") {
+        auto const plan_of = [](int r) {
+            return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), cpx::shard(batch, cpx::sequential<>{3}), r);
+        };
+        auto const without_rank_2 = [&](std::chrono::milliseconds deadline, auto const& instead) {
+            std::vector<std::string> texts(3);
+            message([&] {
+                cpx::threads::run(
+                    3,
+                    [&](cpx::threads& comm) {
+                        if (comm.rank() == 2) return instead();
+                        auto const p = plan_of(comm.rank());
+                        std::vector<float> const from(static_cast<std::size_t>(p.source_rows));
+                        std::vector<float> to(static_cast<std::size_t>(p.target_rows));
+                        try {
+                            cpx::exchange(p, cpx::rows<float const>(from, 1), cpx::rows<float>(to, 1), comm);
+                        } catch (cpx::error const& e) {
+                            texts[static_cast<std::size_t>(comm.rank())] = e.what();
+                            throw;
+                        }
+                    },
+                    deadline);
+            });
+            return texts;
+        };
+        auto const thrown = without_rank_2(10s, [] { throw std::runtime_error("no data left"); });
+        auto const returned = without_rank_2(10s, [] {});
+        auto const late = without_rank_2(50ms, [] { std::this_thread::sleep_for(300ms); });
+        for (std::size_t r : {0u, 1u}) {
+            CHECK(holds(thrown[r], "rank 2 failed: no data left"));
+            CHECK(holds(returned[r], "rank 2 to take part"));
+            CHECK(holds(late[r], "waited for rank 2"));
+        }
+    }
+}
+
+} // namespace

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/transport/threads.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/rejects.hpp>
+
+#include <array>
+#include <atomic>
+
+namespace {
+
+using support::message;
+using support::rejects;
+using namespace std::chrono_literals;
+
+cpx::run const one{0, 1};
+
+/// Sends one int to every other rank and returns what came from each.
+std::vector<int> all_to_all(cpx::threads& comm, int value, char const* operation = "test") {
+    cpx::identity id;
+    cpx::identity::set(id.operation, operation);
+    std::vector<int> got(static_cast<std::size_t>(comm.ranks()), -1);
+    std::vector<cpx::outgoing> sends;
+    std::vector<cpx::incoming> receives;
+    cpx::index const bytes = sizeof(int);
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        if (peer == comm.rank()) continue;
+        sends.push_back({peer, reinterpret_cast<std::byte const*>(&value), bytes, bytes, {&one, 1}, {&one, 1}});
+        receives.push_back({peer,
+                            reinterpret_cast<std::byte*>(&got[static_cast<std::size_t>(peer)]),
+                            bytes,
+                            bytes,
+                            {&one, 1},
+                            {&one, 1}});
+    }
+    comm.exchange(id, sends, receives);
+    return got;
+}
+
+/// Runs `program` on `ranks` threads and returns every rank's error. Every rank fails as its program does.
+template <class F>
+std::vector<std::string> errors(int ranks, std::chrono::milliseconds deadline, F&& program) {
+    std::vector<std::string> texts(static_cast<std::size_t>(ranks));
+    message([&] {
+        cpx::threads::run(
+            ranks,
+            [&](cpx::threads& comm) {
+                try {
+                    program(comm);
+                } catch (cpx::error const& e) {
+                    texts[static_cast<std::size_t>(comm.rank())] = e.what();
+                    throw;
+                }
+            },
+            deadline);
+    });
+    return texts;
+}
+
+bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+
+TEST_SUITE("transport") {
+    TEST_CASE("a program runs once on every rank") {
+        for (int ranks : {1, 2, 5, 16}) {
+            std::vector<std::atomic<int>> calls(static_cast<std::size_t>(ranks));
+            cpx::threads::run(ranks, [&](cpx::threads& comm) {
+                cpx::require(comm.ranks() == ranks, "test", "ranks", ranks, comm.ranks());
+                ++calls[static_cast<std::size_t>(comm.rank())];
+            });
+            for (auto const& count : calls) CHECK(count == 1);
+        }
+    }
+
+    TEST_CASE("messages arrive, again and again, on 1 to 8 ranks") {
+        for (int ranks = 1; ranks <= 8; ++ranks)
+            cpx::threads::run(ranks, [&](cpx::threads& comm) {
+                for (int turn = 0; turn < 50; ++turn) {
+                    auto const got = all_to_all(comm, turn * 100 + comm.rank());
+                    for (int peer = 0; peer < ranks; ++peer) {
+                        int const want = peer == comm.rank() ? -1 : turn * 100 + peer;
+                        cpx::require(got[static_cast<std::size_t>(peer)] == want, "test", "value", want,
+                                     got[static_cast<std::size_t>(peer)]);
+                    }
+                }
+            });
+    }
+
+    TEST_CASE("rectangles are copied row by row and run by run") {
+        std::array<char, 12> const source = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j', 'k', 'l'};
+        std::array<char, 12> target;
+        target.fill('.');
+        std::array<cpx::run, 2> const from_rows = {{{0, 1}, {2, 1}}}, to_rows = {{{1, 1}, {0, 1}}};
+        std::array<cpx::run, 2> const from_columns = {{{3, 1}, {0, 2}}}, to_columns = {{{0, 1}, {4, 2}}};
+        cpx::outgoing const from{0, reinterpret_cast<std::byte const*>(source.data()), 4, 1, from_rows, from_columns};
+        cpx::incoming const to{0, reinterpret_cast<std::byte*>(target.data()), 6, 1, to_rows, to_columns};
+        CHECK(from.bytes() == 6);
+        CHECK(from.bytes() == to.bytes());
+        cpx::copy(from, to);
+        CHECK(std::string(target.begin(), target.end()) == "l...ijd...ab");
+    }
+
+    TEST_CASE("a rank that throws ends the others, and the error names it") {
+        auto const texts = errors(4, 10s, [](cpx::threads& comm) {
+            if (comm.rank() == 2) throw cpx::error("trainer", "out of luck");
+            all_to_all(comm, 1);
+        });
+        for (int r : {0, 1, 3}) {
+            CHECK(holds(texts[static_cast<std::size_t>(r)], "rank 2 failed"));
+            CHECK(holds(texts[static_cast<std::size_t>(r)], "out of luck"));
+        }
+    }
+
+    TEST_CASE("run throws an error that names the first rank that failed, with its exception nested in it") {
+        try {
+            cpx::threads::run(3, [](cpx::threads& comm) {
+                if (comm.rank() == 1) throw std::out_of_range("beyond the end");
+                all_to_all(comm, 1);
+            });
+            FAIL("nothing thrown");
+        } catch (cpx::error const& e) {
+            CHECK(holds(e.what(), "threads::run: rank 1 failed: beyond the end"));
+            CHECK_THROWS_AS(std::rethrow_if_nested(e), std::out_of_range);
+        }
+        rejects({"rank 0 failed: an exception that is not a std::exception"},
+                [] { cpx::threads::run(1, [](cpx::threads&) { throw 7; }); });
+        rejects({"threads::run: ranks: expected at least 1, got 0"},
+                [] { cpx::threads::run(0, [](cpx::threads&) {}); });
+    }
+
+    TEST_CASE("a rank that returns before an exchange is named by the others") {
+        auto const texts = errors(3, 10s, [](cpx::threads& comm) {
+            if (comm.rank() != 1) all_to_all(comm, 1);
+        });
+        CHECK(texts[1].empty());
+        for (std::size_t r : {0u, 2u}) CHECK(holds(texts[r], "rank 1"));
+        CHECK((holds(texts[0], "its return") || holds(texts[2], "its return")));
+    }
+
+    TEST_CASE("a rank that does not come within the deadline is named by the others") {
+        auto const texts = errors(3, 50ms, [](cpx::threads& comm) {
+            if (comm.rank() == 2)
+                std::this_thread::sleep_for(400ms);
+            else
+                all_to_all(comm, 1);
+        });
+        for (std::size_t r : {0u, 1u}) {
+            CHECK(holds(texts[r], "rank 2 to send a message"));
+            CHECK(holds(texts[r], "within 50 ms"));
+        }
+    }
+
+    TEST_CASE("ranks in different exchanges are told so, with both named") {
+        auto const texts =
+            errors(2, 10s, [](cpx::threads& comm) { all_to_all(comm, 1, comm.rank() == 0 ? "relayout" : "halo"); });
+        for (std::string const& text : texts) {
+            CHECK(holds(text, "ranks are in different exchanges: operation"));
+            CHECK(holds(text, "relayout"));
+            CHECK(holds(text, "halo"));
+            CHECK(holds(text, "rank 0"));
+            CHECK(holds(text, "rank 1"));
+        }
+    }
+
+    TEST_CASE("a message of another size is an error, and nothing is written") {
+        int target = 7;
+        auto const texts = errors(2, 10s, [&](cpx::threads& comm) {
+            cpx::identity const id;
+            std::array<int, 2> const source = {1, 2};
+            cpx::run const two{0, 2};
+            if (comm.rank() == 0) {
+                cpx::outgoing const send{1,        reinterpret_cast<std::byte const*>(source.data()), 4, 4, {&two, 1},
+                                         {&one, 1}};
+                comm.exchange(id, {&send, 1}, {});
+            } else {
+                cpx::incoming const receive{0, reinterpret_cast<std::byte*>(&target), 4, 4, {&one, 1}, {&one, 1}};
+                comm.exchange(id, {}, {&receive, 1});
+            }
+        });
+        CHECK(target == 7);
+        CHECK(holds(texts[1], "bytes of a message: expected 4, got 8"));
+        CHECK(holds(texts[0], "rank 1 failed"));
+    }
+
+    TEST_CASE("a group can be used after another has failed") {
+        CHECK(message([] { cpx::threads::run(2, [](cpx::threads&) { throw std::runtime_error("no"); }); }) != "");
+        CHECK_NOTHROW(cpx::threads::run(2, [](cpx::threads& comm) { all_to_all(comm, 1); }));
+    }
+}
+
+} // namespace
