@@ -111,17 +111,35 @@ public:
         : config_(config), mixer_(mix, rank, config.kernel),
           moves_{relayout(sharding, mix, rank), relayout(back, sharding, rank)} {}
 
-    /// Computes the layer: x, y (rows, hidden). Collective. Throws what `exchange` and the operators throw.
+    /// Computes the layer: x, y (rows, hidden) of the layer's sharding. Collective.
+    ///
+    /// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` and the operators throw.
     template <class T, elements_of<T> A, transport Comm>
-    void operator()(gated_delta_net_weights<T> const& w, sharded<A, S> const& x, sharded<T, S> const& y,
-                    Comm& comm) const {
-        rows<T const> const in = x.data();
+    void operator()(gated_delta_net_weights<T> const& w, sharded<A, S> const& x, sharded<T, S> const& y, Comm& comm,
+                    caller here = caller::here()) const {
+        char const* const where = "gated_delta_net";
+        require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
+        require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
         delta_rule_heads const& heads = config_.heads;
-        index const qkv = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim;
-        index const v = heads.value_heads * heads.value_dim, mixed_width = qkv + 2 * heads.value_heads;
+        require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
+                "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
+        index const v = heads.value_heads * heads.value_dim, qkv = 2 * heads.key_heads * heads.key_dim + v;
+        index const hidden = config_.hidden, mixed_width = qkv + 2 * heads.value_heads;
+        detail::require_shape(where, "in_proj_qkv", w.in_proj_qkv, qkv, hidden, here);
+        detail::require_shape(where, "in_proj_z", w.in_proj_z, v, hidden, here);
+        detail::require_shape(where, "in_proj_b", w.in_proj_b, heads.value_heads, hidden, here);
+        detail::require_shape(where, "in_proj_a", w.in_proj_a, heads.value_heads, hidden, here);
+        detail::require_shape(where, "conv", w.conv, qkv, config_.kernel, here);
+        detail::require_shape(where, "A_log", w.A_log, heads.value_heads, 1, here);
+        detail::require_shape(where, "dt_bias", w.dt_bias, heads.value_heads, 1, here);
+        detail::require_shape(where, "norm", w.norm, 1, heads.value_dim, here);
+        detail::require_shape(where, "out_proj", w.out_proj, hidden, v, here);
 
+        rows<T const> const in = x.data();
         int const rank = comm.rank();
         tensor<T, S> projected(x.sharding(), rank, mixed_width), z(x.sharding(), rank, v), o(x.sharding(), rank, v);
+        detail::require_shape(where, "x", in, z.data().count(), hidden, here);
+        detail::require_shape(where, "y", y.data(), z.data().count(), hidden, here);
         linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
         linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads.value_heads));
         linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads.value_heads, heads.value_heads));
@@ -146,6 +164,13 @@ private:
         relayout_plan<Mix, S> back;
     };
     struct nothing {};
+
+    S const& sharding() const {
+        if constexpr (std::same_as<S, Mix>)
+            return mixer_.states.sharding;
+        else
+            return moves_.there.from;
+    }
 
     gated_delta_net_config config_;
     detail::gated_delta_mixer<How, Mix> mixer_;
