@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/ops/gated_delta_net.hpp>
+
+#include <doctest/doctest.h>
+
+#include <ops/on_ranks.hpp>
+#include <ops/reference.hpp>
+#include <support/rejects.hpp>
+
+namespace {
+
+using namespace on_ranks;
+using cpx::index;
+using reference::layer, reference::random_layer, reference::run, reference::run_by_heads;
+using support::lengths;
+
+cpx::gated_delta_net_config const grouped{12, {2, 4, 4, 6}, 4, 16, 1e-6};
+cpx::gated_delta_net_config const uneven{10, {3, 9, 5, 3}, 8, 5, 1e-6};
+cpx::gated_delta_net_config const pointwise{4, {1, 1, 2, 2}, 1, 1, 1e-5};
+
+std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {64, 64}, {3, 0, 0, 20, 9}};
+
+/// Runs `prepare(p)` for layers p of every config and packing, then `check(p, sharding, prepared)` on shardings.
+template <class T, class P, class F>
+void for_each_case(std::vector<int> const& units, P&& prepare, F&& check) {
+    std::size_t turn = 0;
+    for (auto const& config : {grouped, uneven, pointwise})
+        for (auto const& packing : packings) {
+            auto const p = random_layer<T>(lengths(packing), config, turn % 2 == 0, turn);
+            CAPTURE(support::text(p.batch));
+            auto const prepared = prepare(p);
+            for (std::size_t w = 0; w < 3; ++w)
+                for_each_sharding(p.batch, rank_counts[(turn + 2 * w) % std::size(rank_counts)], units,
+                                  [&](std::string const& name, auto const& sharding) {
+                                      CAPTURE(name);
+                                      check(p, sharding, prepared);
+                                  });
+            ++turn;
+        }
+}
+
+} // namespace
+
+TEST_SUITE("ops") {
+    using cpx::index;
+
+    TEST_CASE_TEMPLATE("the layer is the same formula on every sharding, whatever the carry", T, float, double) {
+        // Some hundred roundings follow each other: projections, K products, the recurrence, a norm.
+        double const tolerance = 500 * std::numeric_limits<T>::epsilon();
+        for_each_case<T>(
+            {1, 16}, [](layer<T> const& p) { return run(p.template as<double>()); },
+            [&](layer<T> const& p, auto const& sharding, std::vector<double> const& expected) {
+                CHECK(relative_error(run<cpx::scan>(p, sharding), expected) <= tolerance);
+                CHECK(relative_error(run<cpx::serial>(p, sharding), expected) <= tolerance);
+                CHECK(relative_error(run_by_heads(p, sharding), expected) <= tolerance);
+            });
+    }
+
+    TEST_CASE_TEMPLATE("the layer gives the bits of one rank: serial with aligned cuts, and by heads", T, float,
+                       double) {
+        for_each_case<T>(
+            {80}, [](layer<T> const& p) { return run<cpx::serial>(p, one_rank(p.batch)); },
+            [&](layer<T> const& p, auto const& sharding, std::vector<T> const& one) {
+                CHECK(cpx::is_exact<cpx::serial>(sharding, p.config.chunk));
+                CHECK(same_bits(run<cpx::serial>(p, sharding), one));
+                CHECK(same_bits(run_by_heads(p, sharding), one));
+            });
+        auto const p = random_layer<T>(lengths({200, 70, 1}), grouped, true, 5);
+        auto const one = run<cpx::serial>(p, one_rank(p.batch));
+        CHECK(same_bits(run<cpx::serial>(p, cpx::shard(p.batch, cpx::zigzag<4>{}, cpx::aligned<16>{})), one));
+        CHECK(same_bits(
+            run<cpx::serial>(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<3>{}, cpx::aligned<>{})), one));
+        CHECK(same_bits(run_by_heads(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<5>{})), one));
+    }
+
+    TEST_CASE("the layer of twinkle's tiny Qwen3.5 is right when a rank begins inside a sequence") {
+        // twinkle test_twinkle_qwen3_5_text_model.py: lengths 3 and 5 on two ranks, the cut at row 4
+        cpx::gated_delta_net_config const tiny{64, {2, 4, 16, 16}, 4, 64, 1e-6};
+        auto const p = random_layer<float>(lengths({3, 5}), tiny, true, 1);
+        auto const expected = run(p.as<double>());
+        auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<2>{});
+        CHECK(relative_error(run<cpx::scan>(p, sharding), expected) <= 1e-5);
+        CHECK(relative_error(run<cpx::serial>(p, sharding), expected) <= 1e-5);
+        CHECK(relative_error(run_by_heads(p, sharding), expected) <= 1e-5);
+    }
+
+    TEST_CASE("a token changes no bit of another sequence and of no token before it, not even by NaN") {
+        auto const p = random_layer<double>(lengths({19, 1, 24, 0, 6}), grouped, true, 6); // with slow decay
+        index const hidden = grouped.hidden;
+        for (double const change : {1e-3, std::numeric_limits<double>::quiet_NaN()})
+            for (int const ranks : {1, 3, 4})
+                for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
+                    CAPTURE(name);
+                    auto const in_place = run<cpx::scan>(p, sharding), by_heads = run_by_heads(p, sharding);
+                    for (index const row : {0, 17, 19, 20, 33}) {
+                        CAPTURE(row);
+                        auto other = p;
+                        for (index c = 0; c < hidden; ++c)
+                            other.x[static_cast<std::size_t>(row * hidden + c)] += change;
+                        index const end = p.batch.offset(p.batch.sequence(row) + 1);
+                        auto const check = [&](std::vector<double> const& before, std::vector<double> const& after) {
+                            CHECK(same_rows(after, before, hidden, 0, row));
+                            CHECK(same_rows(after, before, hidden, end, p.batch.tokens()));
+                            CHECK_FALSE(same_rows(after, before, hidden, row, row + 1));
+                            CHECK_FALSE(same_rows(after, before, hidden, end - 1, end));
+                        };
+                        check(in_place, run<cpx::scan>(other, sharding));
+                        check(by_heads, run_by_heads(other, sharding));
+                    }
+                });
+    }
+
+    TEST_CASE_TEMPLATE("a sequence has the bits that it has alone, whatever it is packed with", T, float, double) {
+        for (auto const& order :
+             std::vector<std::vector<index>>{{33, 1, 70, 16}, {70, 16, 33, 1}, {16, 0, 1, 70, 33}}) {
+            auto const p = random_layer<T>(lengths(order), grouped, true, 8);
+            auto const cut = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{});
+            for (auto const& all :
+                 {run<cpx::scan>(p, one_rank(p.batch)), run<cpx::serial>(p, cut), run_by_heads(p, cut)})
+                for (index s = 0; s < p.batch.sequences(); ++s) {
+                    auto own = p;
+                    index const first = p.batch.offset(s), last = p.batch.offset(s + 1);
+                    own.batch = lengths({last - first});
+                    own.x = slice(p.x, grouped.hidden, first, last);
+                    CHECK(same_bits(slice(all, grouped.hidden, first, last), run<cpx::scan>(own, one_rank(own.batch))));
+                }
+        }
+    }
+
+    TEST_CASE("the layer rejects what does not fit") {
+        auto const batch = lengths({6, 5});
+        auto const sharding = cpx::shard(batch, cpx::zigzag<>(1)),
+                   other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
+        using S = std::remove_cv_t<decltype(sharding)>;
+        auto const p = random_layer<float>(batch, grouped, false, 1);
+        std::vector<float> values(11 * 12);
+        cpx::sharded<float, S> const x({values, 12}, sharding), foreign({values, 12}, other);
+        auto const call = [&](layer<float> const& q, cpx::sharded<float, S> const& in,
+                              cpx::sharded<float, S> const& out) {
+            return [=] {
+                cpx::threads::run(1, [&](cpx::threads& comm) {
+                    cpx::gated_delta_net<cpx::scan, S> const net(sharding, 0, q.config);
+                    net(q.view(), in, out, comm);
+                });
+            };
+        };
+        CHECK(support::message(call(p, x, x)) == "");
+        support::rejects({"gated_delta_net.cpp", "gated_delta_net: sharding of x: expected the layer's"},
+                         call(p, foreign, x));
+        support::rejects({"gated_delta_net.cpp", "gated_delta_net: sharding of y: expected the layer's"},
+                         call(p, x, foreign));
+        std::vector<std::pair<std::string, index>> const weights = {
+            {"in_proj_qkv: expected (40, 12)", 40}, {"in_proj_z: expected (24, 12)", 24},
+            {"in_proj_b: expected (4, 12)", 4},     {"in_proj_a: expected (4, 12)", 4},
+            {"conv: expected (40, 4)", 40},         {"A_log: expected (4, 1)", 4},
+            {"dt_bias: expected (4, 1)", 4},        {"norm: expected (1, 6)", 1},
+            {"out_proj: expected (12, 24)", 12}};
+        for (std::size_t w = 0; w < weights.size(); ++w) {
+            auto q = p;
+            q.weights[w].resize(static_cast<std::size_t>((weights[w].second + 1) * p.widths()[w]));
+            support::rejects({"gated_delta_net.cpp", "gated_delta_net: shape of " + weights[w].first}, call(q, x, x));
+        }
+        support::rejects({"gated_delta_net: shape of x: expected (11, 12), got (10, 12)"},
+                         call(p, {x.data().sub(0, 10), sharding}, x));
+        support::rejects({"gated_delta_net: shape of y: expected (11, 12), got (11, 11)"},
+                         call(p, x, x.columns(0, 11)));
+        auto three = p;
+        three.config.heads = {2, 3, 4, 6};
+        support::rejects({"gated_delta_net: value heads: expected a multiple of the key heads 2, got 3"},
+                         call(three, x, x));
+        support::rejects({"head_sharded: heads of section 0: expected a divisor of 3, got 2"},
+                         [&] { cpx::head_sharded<>(2, batch, three.config.sections()); });
+    }
+}
