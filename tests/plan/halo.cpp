@@ -13,14 +13,16 @@ namespace {
 using namespace support;
 using cpx::index;
 
-/// Returns what is wrong with the halos of all ranks, or "": every segment gets the rows before it, each foreign row
+char const* name(cpx::side where) { return where == cpx::side::before ? "before" : "after"; }
+
+/// Returns what is wrong with the halos of all ranks, or "": every segment gets the rows beside it, each foreign row
 /// comes once, nothing else comes, both ends agree, and the transpose adds every gradient where its row lives.
-std::string problem_of(cpx::thd const& batch, law::subject const& a, index before) {
+std::string problem_of(cpx::thd const& batch, law::subject const& a, index reach, cpx::side where) {
     auto const& sharding = std::get<0>(a.sharding);
     std::vector<cpx::halo_plan<any_tokens>> halos;
     std::vector<cpx::plan> plans;
     for (int r = 0; r < a.ranks; ++r) {
-        halos.push_back(cpx::halo(sharding, r, before));
+        halos.push_back(cpx::halo(sharding, r, reach, where));
         plans.push_back(halos.back());
         if (plans.back().fingerprint() != plans[0].fingerprint()) return "fingerprints differ";
     }
@@ -34,20 +36,23 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index befor
         std::string const who = "rank " + std::to_string(r);
         auto const& halo = halos[r];
         std::set<index> foreign;
-        if (halo.begin.size() != halo.segments.size() + 1) return who + ": a history for each segment is missing";
+        if (halo.begin.size() != halo.segments.size() + 1) return who + ": a beginning for each segment is missing";
         for (std::size_t i = 0; i < halo.segments.size(); ++i) {
             cpx::segment const& s = halo.segments[i];
-            index const start = batch.offset(s.sequence) + s.token;
+            index const start = batch.offset(s.sequence) + s.token, end = start + s.count;
+            bool const before = where == cpx::side::before;
+            index const first = before ? std::max(batch.offset(s.sequence), start - reach) : end;
+            index const last = before ? start : std::min(batch.offset(s.sequence + 1), end + reach);
             std::vector<index> want, got;
-            for (index row = std::max(batch.offset(s.sequence), start - before); row < start; ++row) {
+            for (index row = first; row < last; ++row) {
                 want.push_back(row);
                 if (a.owners[static_cast<std::size_t>(row)] != static_cast<int>(r)) foreign.insert(row);
             }
             for (std::size_t h = halo.begin[i]; h < halo.begin[i + 1]; ++h)
-                for (index k = 0; k < halo.histories[h].count; ++k)
-                    got.push_back((halo.histories[h].halo ? arrived[r] : a.rows[r])
-                                      .at(static_cast<std::size_t>(halo.histories[h].first + k)));
-            if (got != want) return who + ", segment " + std::to_string(i) + " has the wrong rows before it";
+                for (index k = 0; k < halo.parts[h].count; ++k)
+                    got.push_back((halo.parts[h].halo ? arrived[r] : a.rows[r])
+                                      .at(static_cast<std::size_t>(halo.parts[h].first + k)));
+            if (got != want) return who + ", segment " + std::to_string(i) + " has the wrong rows beside it";
         }
         if (arrived[r] != std::vector<index>(foreign.begin(), foreign.end()))
             return who + " receives a row twice, or in vain";
@@ -65,24 +70,26 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index befor
     }
     index sent = 0;
     for (cpx::plan const& p : plans) sent += p.sent_rows();
-    if (sent != received || sent != cpx::halo_lower_bound(sharding, before)) return "sends more rows than are needed";
+    if (sent != received || sent != cpx::halo_lower_bound(sharding, reach, where))
+        return "sends more rows than are needed";
     if (execute(transposed(plans), gradients, 1, index{-1}) != expected) return "the transpose loses a gradient";
     return "";
 }
 
 TEST_SUITE("plan") {
-    TEST_CASE("every segment of all small packings gets the rows before it, for 0 to 9 rows and all shardings") {
+    TEST_CASE("every segment of all small packings gets the rows beside it, for 0 to 9 rows and all shardings") {
         for (int ranks = 1; ranks <= 6; ++ranks)
             for (spec const& s : all_specs(ranks, {0, 2}))
                 for (index tokens = 0; tokens <= 8; ++tokens)
                     for_each_packing(tokens, [&](cpx::thd const& batch) {
                         auto const a = law::tokens(batch, s);
-                        for (index before = 0; before <= std::min<index>(tokens, 9); ++before) {
-                            std::string const problem = problem_of(batch, a, before);
-                            if (!problem.empty())
-                                FAIL(a.name << ", " << before << " rows before, lengths " << text(batch) << ": "
-                                            << problem);
-                        }
+                        for (index reach = 0; reach <= std::min<index>(tokens, 9); ++reach)
+                            for (cpx::side const where : {cpx::side::before, cpx::side::after}) {
+                                std::string const problem = problem_of(batch, a, reach, where);
+                                if (!problem.empty())
+                                    FAIL(a.name << ", " << reach << " rows " << name(where) << ", lengths "
+                                                << text(batch) << ": " << problem);
+                            }
                     });
     }
 
@@ -95,10 +102,11 @@ TEST_SUITE("plan") {
                 list.push_back(numbers.between(0, numbers.between(0, 1) ? 12 : 150));
             auto const specs = all_specs(ranks, {0, 1, 3, 64}, numbers.next() % 1000);
             auto const a = law::tokens(lengths(list), specs[numbers.next() % specs.size()]);
-            index const before = numbers.between(0, 9);
-            std::string const problem = problem_of(lengths(list), a, before);
-            CHECK_MESSAGE(problem.empty(), a.name << ", " << before << " rows before, lengths " << text(lengths(list))
-                                                  << ": " << problem);
+            index const reach = numbers.between(0, 9);
+            cpx::side const where = numbers.next() % 2 ? cpx::side::before : cpx::side::after;
+            std::string const problem = problem_of(lengths(list), a, reach, where);
+            CHECK_MESSAGE(problem.empty(), a.name << ", " << reach << " rows " << name(where) << ", lengths "
+                                                  << text(lengths(list)) << ": " << problem);
         }
     }
 
@@ -118,12 +126,12 @@ TEST_SUITE("plan") {
         auto const alone = cpx::halo(cpx::shard(lengths({16, 8}), cpx::zigzag<1>{}), 0, 3);
         CHECK(alone.target_rows == 0);
         CHECK(alone.segments.size() == 2);
-        // A table that gives every second chunk of two tokens to rank 0: its history reaches over the other's tokens.
+        // A table that gives every second chunk of two tokens to rank 0: its halo reaches over the other's tokens.
         auto const p = cpx::halo(cpx::shard(lengths({8}), cpx::table(2, {0, 1, 0, 1})), 0, 3);
         CHECK(p.target_rows == 2); // tokens 2 and 3
-        REQUIRE(p.histories.size() == 2);
-        CHECK(p.histories[0] == cpx::history{false, 1, 1}); // token 1, its own
-        CHECK(p.histories[1] == cpx::history{true, 0, 2});
+        REQUIRE(p.parts.size() == 2);
+        CHECK(p.parts[0] == cpx::halo_part{false, 1, 1}); // token 1, its own
+        CHECK(p.parts[1] == cpx::halo_part{true, 0, 2});
     }
 
     TEST_CASE("halos of shardings in which every rank holds every row are empty") {
@@ -141,7 +149,7 @@ TEST_SUITE("plan") {
             auto const loose = cpx::halo(cpx::shard(batch, cpx::zigzag<>{3}), r, 4);
             CHECK(fixed.sends == loose.sends);
             CHECK(fixed.receives == loose.receives);
-            CHECK(fixed.histories == loose.histories);
+            CHECK(fixed.parts == loose.parts);
         }
     }
 
@@ -149,7 +157,7 @@ TEST_SUITE("plan") {
         auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
         rejects({"halo: rank: expected 0 to 1, got 2", "halo.cpp"}, [&] { cpx::halo(sharding, 2, 1); });
         rejects({"halo: rank", "got -1"}, [&] { cpx::halo(sharding, -1, 1); });
-        rejects({"halo: rows before a segment: expected not negative, got -3"}, [&] { cpx::halo(sharding, 0, -3); });
+        rejects({"halo: rows beside a segment: expected not negative, got -3"}, [&] { cpx::halo(sharding, 0, -3); });
     }
 
     TEST_CASE("halos of sequences of more than 2^33 tokens count right") {

@@ -51,7 +51,7 @@ struct identity {
         ranks,
         sequences,
         tokens,
-        offsets,
+        cu_seqlens,
         source_hash,
         target_hash,
         source_width,
