@@ -11,6 +11,26 @@
 
 namespace cpx {
 
+namespace detail {
+
+/// Copies the rows beside segment `i` into `buffer` and returns them, in token order.
+template <class T, any_sharding S>
+rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const> own, rows<T const> halo,
+                          std::vector<T>& buffer) {
+    buffer.clear();
+    index count = 0;
+    for (std::size_t k = plan.begin[i]; k < plan.begin[i + 1]; ++k) {
+        halo_part const& part = plan.parts[k];
+        rows<T const> const from = (part.halo ? halo : own).sub(part.first, part.count);
+        for (index row = 0; row < part.count; ++row)
+            buffer.insert(buffer.end(), from.row(row), from.row(row) + own.width());
+        count += part.count;
+    }
+    return {buffer.data(), count, own.width()};
+}
+
+} // namespace detail
+
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
 /// begins.
 ///
@@ -25,8 +45,8 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, S> const& x, rows<T cons
                    activation act, sharded<T, S> const& y, Comm& comm, caller here = caller::here()) {
     require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, "causal_conv1d", "sharding of x and y",
             "the plan's", "another", here);
-    require(plan.before == weight.width() - 1, "causal_conv1d", "rows before a segment in the plan", weight.width() - 1,
-            plan.before, here);
+    require(plan.reach == weight.width() - 1 && plan.where == side::before, "causal_conv1d",
+            "rows before a segment in the plan", weight.width() - 1, plan.where == side::before ? plan.reach : 0, here);
     index const channels = x.data().width();
     require(bias.empty() || std::ssize(bias) == channels, "causal_conv1d", "size of bias", channels, bias.size(), here);
     detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels, here);
@@ -36,18 +56,12 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, S> const& x, rows<T cons
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange(plan, x.data(), halo, comm, here);
 
-    std::vector<T> before(static_cast<std::size_t>(plan.before * channels));
+    std::vector<T> before;
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
         segment const& s = plan.segments[i];
-        index count = 0;
-        for (std::size_t h = plan.begin[i]; h < plan.begin[i + 1]; ++h) {
-            history const& part = plan.histories[h];
-            rows<T const> const from = part.halo ? rows<T const>(halo) : rows<T const>(x.data());
-            for (index row = 0; row < part.count; ++row, ++count)
-                std::copy_n(from.row(part.first + row), channels, before.data() + count * channels);
-        }
-        convolve_segment<T>({before.data(), count, channels}, rows<T const>(x.data()).sub(s.row, s.count), weight,
-                            bias.empty() ? nullptr : bias.data(), act, y.data().sub(s.row, s.count));
+        convolve_segment<T>(detail::rows_beside<T, S>(plan, i, x.data(), halo, before),
+                            rows<T const>(x.data()).sub(s.row, s.count), weight, bias.empty() ? nullptr : bias.data(),
+                            act, y.data().sub(s.row, s.count));
     }
 }
 

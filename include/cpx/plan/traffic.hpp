@@ -2,6 +2,7 @@
 // How much moves between two shardings, over all ranks.
 #pragma once
 
+#include <cpx/plan/halo.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/plan/segments.hpp>
 
@@ -72,17 +73,19 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
     return bound;
 }
 
-/// Counts the rows that no halo of `before` rows can do without: those that precede a segment of a rank and are not its
-/// own, each once. Cost: O(W tokens); for reports and tests.
+/// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
+/// each once. Cost: O(W tokens); for reports and tests.
 template <any_sharding S>
-index halo_lower_bound(S const& sharding, index before) {
+index halo_lower_bound(S const& sharding, index reach, side where = side::before) {
     index bound = 0;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
         for (segment const& s : segments(sharding, rank)) {
-            index const start = sharding.batch().offset(s.sequence) + s.token;
-            for (index row = start - std::min(before, s.token); row < start; ++row)
-                needed[static_cast<std::size_t>(row)] = true;
+            index const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
+            index row = where == side::before ? std::max(first, start - reach) : end;
+            index const last =
+                where == side::before ? start : std::min(first + sharding.batch().length(s.sequence), end + reach);
+            for (; row < last; ++row) needed[static_cast<std::size_t>(row)] = true;
         }
         sharding.for_each_piece(rank, [&](range own) {
             for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
