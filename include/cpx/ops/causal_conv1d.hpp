@@ -40,9 +40,12 @@ rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const>
 /// Bitwise the same on every sharding.
 ///
 /// Throws `cpx::error` on shapes that do not fit, and what `exchange` throws.
-template <class T, any_sharding S, elements_of<T> A, transport Comm>
-void causal_conv1d(halo_plan<S> const& plan, sharded<A, S> const& x, rows<T const> weight, std::span<T const> bias,
-                   activation act, sharded<T, S> const& y, Comm& comm, caller here = caller::here()) {
+template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
+void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T const> weight, std::span<T const> bias,
+                   activation act, sharded<T, Y> const& y, Comm& comm, caller here = caller::here()) {
+    static_assert(std::same_as<X, S> && std::same_as<Y, S>,
+                  "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
+                  "halo(x.sharding(), ...) and y of the same sharding");
     require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, "causal_conv1d", "sharding of x and y",
             "the plan's", "another", here);
     require(plan.reach == weight.width() - 1 && plan.where == side::before, "causal_conv1d",

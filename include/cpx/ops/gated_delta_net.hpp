@@ -114,9 +114,12 @@ public:
     /// Computes the layer: x, y (rows, hidden) of the layer's sharding. Collective.
     ///
     /// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` and the operators throw.
-    template <class T, elements_of<T> A, transport Comm>
-    void operator()(gated_delta_net_weights<T> const& w, sharded<A, S> const& x, sharded<T, S> const& y, Comm& comm,
+    template <class T, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
+    void operator()(gated_delta_net_weights<T> const& w, sharded<A, X> const& x, sharded<T, Y> const& y, Comm& comm,
                     caller here = caller::here()) const {
+        static_assert(std::same_as<X, S> && std::same_as<Y, S>,
+                      "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or make "
+                      "the layer with x.sharding()");
         char const* const where = "gated_delta_net";
         require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
         require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
