@@ -3,7 +3,7 @@
 
 #include <doctest/doctest.h>
 
-#include <ops/bits.hpp>
+#include <ops/gradients.hpp>
 
 using bits::rows, bits::scattered, bits::size;
 
@@ -45,6 +45,61 @@ TEST_SUITE("ops") {
                 scattered<T> y(5, count);
                 cpx::linear<T>(x, some, y.view());
                 CHECK(bits::same<T>(y.view(), all.view().columns(first, count)));
+            }
+    }
+
+    TEST_CASE("the gradients of linear are its differences") {
+        for (size const count : {0, 1, 5})
+            for (size const out : {1, 7, 20}) {
+                auto x = bits::uniform<double>(count, 11, 1), weight = bits::uniform<double>(out, 11, 2);
+                auto const dy = bits::uniform<double>(count, out, 3);
+                scattered<double> y(count, out), dx(count, 11, 2, 1), dweight(bits::uniform<double>(out, 11, 1, 0));
+                auto const loss = [&] {
+                    cpx::linear<double>(x, weight, y.view());
+                    return gradients::loss(y, dy);
+                };
+                cpx::linear_backward_input<double>(dy, weight, dx.view());
+                cpx::linear_backward_weight<double>(dy, x, dweight.view());
+                gradients::check(x.view(), dx, loss);
+                gradients::check(weight.view(), dweight, loss);
+            }
+    }
+
+    TEST_CASE_TEMPLATE("a gradient of linear's input does not depend on other rows and columns, bit for bit", T, float,
+                       double) {
+        for (size const out : {1, 19, 600}) {
+            auto const dy = bits::uniform<T>(23, out, 3), weight = bits::uniform<T>(out, 45, 4);
+            bits::check_rows_are_independent<T>(
+                dy, 45, [&](size, rows<T const> some, rows<T> dx) { cpx::linear_backward_input<T>(some, weight, dx); });
+            scattered<T> all(23, 45);
+            cpx::linear_backward_input<T>(dy, weight, all.view());
+            for (size first = 0; first + 6 <= 45; ++first) {
+                scattered<T> dx(23, 6, 3, first % 4);
+                cpx::linear_backward_input<T>(dy, weight.view().columns(first, 6), dx.view());
+                CHECK(bits::same<T>(dx, all.view().columns(first, 6)));
+            }
+        }
+    }
+
+    TEST_CASE_TEMPLATE("a gradient of linear's weight is the sum of its rows in turn, bit for bit", T, float, double) {
+        size const n = 600;
+        auto const dy = bits::uniform<T>(n, 9, 5), x = bits::uniform<T>(n, 37, 6), start = bits::uniform<T>(9, 37, 7);
+        auto all = start, in_turn = start;
+        cpx::linear_backward_weight<T>(dy, x, all.view());
+        for (size row = 0; row < n; ++row)
+            cpx::linear_backward_weight<T>(dy.view().sub(row, 1), x.view().sub(row, 1), in_turn.view());
+        CHECK(bits::same<T>(in_turn, all));
+        for (size const cut : {0, 1, 255, 256, 257, 599}) {
+            scattered<T> some(start.view(), 1, 2);
+            cpx::linear_backward_weight<T>(dy.view().sub(0, cut), x.view().sub(0, cut), some.view());
+            cpx::linear_backward_weight<T>(dy.view().sub(cut, n - cut), x.view().sub(cut, n - cut), some.view());
+            CHECK(bits::same<T>(some, all));
+        }
+        for (size out = 0; out + 2 <= 9; ++out)
+            for (size in = 0; in + 5 <= 37; ++in) {
+                scattered<T> some(start.view().sub(out, 2).columns(in, 5), in % 3, out % 4);
+                cpx::linear_backward_weight<T>(dy.view().columns(out, 2), x.view().columns(in, 5), some.view());
+                CHECK(bits::same<T>(some, all.view().sub(out, 2).columns(in, 5)));
             }
     }
 

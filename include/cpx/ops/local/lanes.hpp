@@ -72,6 +72,19 @@ T sum_of_squares(T const* row, index width) {
     return sum<T>(squares);
 }
 
+/// Returns the sum of the products of `width` elements.
+template <class T>
+T dot(T const* a, T const* b, index width) {
+    lanes<T> products{};
+    for (index column = 0; column < width; column += lane_count<T>) {
+        lanes<T> of_a, of_b;
+        load<T>(a + column, width - column, of_a);
+        load<T>(b + column, width - column, of_b);
+        products += of_a * of_b;
+    }
+    return sum<T>(products);
+}
+
 /// Calls `f` with 0, 1, ..., N - 1 as compile-time constants, which keeps arrays of lanes in registers.
 template <std::size_t N, class F>
 constexpr void unroll(F&& f) {
@@ -138,6 +151,29 @@ void combine(T const* factors, index count, padded<T> const& source, T scale, T*
             load<T>(target + column + c * step, values);
             store<T>(scale * values + sums[c], target + column + c * step);
         });
+    }
+}
+
+/// Computes `target += factors[j] * source_j`, one row j of `[first, last)` after the other.
+///
+/// So these rows may be split between calls, in order, without changing a bit. `target` has the stride of `source` and
+/// is none of the rows added.
+template <class T>
+void accumulate(T const* factors, index first, index last, padded<T> const& source, T* target) {
+    constexpr index step = lane_count<T>;
+    for (index column = 0; column < source.stride(); column += static_cast<index>(lanes_in_flight) * step) {
+        lanes<T> sums[lanes_in_flight];
+        unroll<lanes_in_flight>([&](auto c) { load<T>(target + column + c * step, sums[c]); });
+        for (index j = first; j < last; ++j) {
+            T const* const from = source.row(j) + column;
+            T const factor = factors[j];
+            unroll<lanes_in_flight>([&](auto c) {
+                lanes<T> values;
+                load<T>(from + c * step, values);
+                sums[c] += factor * values;
+            });
+        }
+        unroll<lanes_in_flight>([&](auto c) { store<T>(sums[c], target + column + c * step); });
     }
 }
 

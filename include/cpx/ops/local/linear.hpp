@@ -51,6 +51,41 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
     return result;
 }
 
+/// Computes `target_r += factors(r, j) * terms_j` for every row r, one term j after the other.
+///
+/// factors: (rows of target, terms). Bits as in `accumulate`; every element of target takes this one path.
+template <class T>
+void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
+    constexpr std::size_t at_once = 2;
+    constexpr index block = static_cast<index>(lanes_in_flight) * lane_count<T>, tile = 256;
+    padded<T> sums(static_cast<index>(at_once), block);
+    for (index begin = 0; begin < terms.count(); begin += tile)
+        for (index column = 0; column < target.width(); column += block) {
+            index const count = std::min(tile, terms.count() - begin), width = std::min(block, target.width() - column);
+            padded<T> const panel(terms.sub(begin, count).columns(column, width)); // stays in the cache
+            for (index row = 0; row < target.count(); row += at_once) {
+                index const valid = std::min<index>(at_once, target.count() - row);
+                for (index i = 0; i < valid; ++i) std::copy_n(target.row(row + i) + column, width, sums.row(i));
+                lanes<T> held[at_once][lanes_in_flight];
+                T const* from[at_once];
+                unroll<at_once>([&](auto i) {
+                    from[i] = factors.row(row + std::min<index>(i, valid - 1)) + begin;
+                    unroll<lanes_in_flight>([&](auto c) { load<T>(sums.row(i) + c * lane_count<T>, held[i][c]); });
+                });
+                for (index j = 0; j < count; ++j)
+                    unroll<lanes_in_flight>([&](auto c) {
+                        lanes<T> values;
+                        load<T>(panel.row(j) + c * lane_count<T>, values);
+                        unroll<at_once>([&](auto i) { held[i][c] += from[i][j] * values; });
+                    });
+                unroll<at_once>([&](auto i) {
+                    unroll<lanes_in_flight>([&](auto c) { store<T>(held[i][c], sums.row(i) + c * lane_count<T>); });
+                });
+                for (index i = 0; i < valid; ++i) std::copy_n(sums.row(i), width, target.row(row + i) + column);
+            }
+        }
+}
+
 } // namespace detail
 
 /// Computes `y = x W^T`.
@@ -80,6 +115,41 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y) {
                         y(row + i, out + j) = result[i * std::ssize(w) + j];
             }
         }
+    }
+}
+
+/// Computes `dx = dy W`, the gradient of the input of `linear`.
+///
+/// dy: (rows, out), weight: (out, in), dx: (rows, in), not overlapping dy or weight. An element of dx is a function of
+/// its row of dy and its column of the weight alone, bit for bit: the sum over ascending outputs.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) {
+    detail::require_shape("linear_backward_input", "weight", weight, dy.width(), weight.width());
+    detail::require_shape("linear_backward_input", "dx", dx, dy.count(), weight.width());
+    for (index row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
+    detail::add_products<T>(dy, weight, dx);
+}
+
+/// Computes `dweight += dy^T x`, the gradient of the weight of `linear`.
+///
+/// dy: (rows, out), x: (rows, in), dweight: (out, in) or some rows of it with the same columns of dy. An element is a
+/// function of what it holds and of its columns of dy and x alone, bit for bit. Rows are added one after the other, so
+/// they may be split between calls, in order, without changing a bit.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight) {
+    detail::require_shape("linear_backward_weight", "x", x, dy.count(), x.width());
+    detail::require_shape("linear_backward_weight", "dweight", dweight, dy.width(), x.width());
+    constexpr index tile = 256;
+    for (index begin = 0; begin < dy.count(); begin += tile) {
+        index const count = std::min(tile, dy.count() - begin);
+        detail::padded<T> turned(dy.width(), count);
+        for (index row = 0; row < count; ++row)
+            for (index out = 0; out < dy.width(); ++out) turned(out, row) = dy(begin + row, out);
+        detail::add_products<T>(turned.view(), x.sub(begin, count), dweight);
     }
 }
 
