@@ -29,6 +29,21 @@ T softplus(T x) {
     return std::max(x, T(0)) + std::log1p(std::exp(-std::abs(x)));
 }
 
+/// Return the gradient of x, given that of the function's value.
+template <class T>
+T sigmoid_backward(T x, T dy) {
+    return dy * sigmoid(x) * sigmoid(-x);
+}
+template <class T>
+T silu_backward(T x, T dy) {
+    T const s = sigmoid(x);
+    return dy * (s * (1 + x * (1 - s)));
+}
+template <class T>
+T softplus_backward(T x, T dy) {
+    return dy * sigmoid(x);
+}
+
 /// Computes `y = silu(gate) * up`. All are (rows, width); y may be one of the others.
 ///
 /// Throws `cpx::error` if the shapes differ.
@@ -38,6 +53,24 @@ void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y) {
     detail::require_shape("silu_mul", "y", y, gate.count(), gate.width());
     for (index i = 0; i < y.count(); ++i)
         for (index j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
+}
+
+/// Computes `dgate` and `dup` of `silu_mul`. All are (rows, width); a result may be one of the inputs.
+///
+/// Throws `cpx::error` if the shapes differ.
+template <class T>
+void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, rows<T> dgate, rows<T> dup) {
+    char const* const where = "silu_mul_backward";
+    detail::require_shape(where, "up", up, gate.count(), gate.width());
+    detail::require_shape(where, "dy", dy, gate.count(), gate.width());
+    detail::require_shape(where, "dgate", dgate, gate.count(), gate.width());
+    detail::require_shape(where, "dup", dup, gate.count(), gate.width());
+    for (index i = 0; i < dy.count(); ++i)
+        for (index j = 0; j < dy.width(); ++j) {
+            T const g = gate(i, j), u = up(i, j), d = dy(i, j);
+            dgate(i, j) = silu_backward(g, d * u);
+            dup(i, j) = d * silu(g);
+        }
 }
 
 } // namespace cpx
