@@ -3,7 +3,7 @@
 
 #include <doctest/doctest.h>
 
-#include <ops/bits.hpp>
+#include <ops/gradients.hpp>
 
 #include <numbers>
 #include <numeric>
@@ -61,16 +61,41 @@ TEST_SUITE("ops") {
             CHECK(cos.view()(0, i) == std::cos(100003.0f * (1.0f / std::pow(1e6f, static_cast<float>(2 * i) / 8.0f))));
     }
 
-    TEST_CASE_TEMPLATE("rotary with the sine negated is the inverse", T, float, double) {
+    TEST_CASE_TEMPLATE("rotary_backward is the inverse, by tables and by positions, in place too", T, float, double) {
         auto const x = bits::uniform<T>(9, 3 * 22, 1);
-        scattered<T> cos(9, 9), sin(9, 9), y(9, 66), back(9, 66);
-        cpx::rotary_table<T>(counted(9), cpx::rotary_frequencies<T>({.theta = 1e4, .rotary_dim = 18}), cos.view(),
-                             sin.view());
+        auto const positions = counted(9);
+        cpx::rotary_options const options = {.theta = 1e4, .rotary_dim = 18};
+        scattered<T> cos(9, 9, 1), sin(9, 9, 2), y(9, 66), back(9, 66);
+        cpx::rotary_table<T>(positions, cpx::rotary_frequencies<T>(options), cos.view(), sin.view());
         cpx::rotary<T>(x, 22, cos, sin, y.view());
-        for (size i = 0; i < 9; ++i)
-            for (size j = 0; j < 9; ++j) sin.view()(i, j) *= -1;
-        cpx::rotary<T>(y, 22, cos, sin, back.view());
+        cpx::rotary_backward<T>(y, 22, cos, sin, back.view());
         CHECK(bits::relative_error<T, T>(back.view(), x.view()) <= 4 * std::numeric_limits<T>::epsilon());
+        cpx::rotary_backward<T>(y, 22, positions, options, y.view());
+        CHECK(bits::same<T>(y, back));
+    }
+
+    TEST_CASE("the gradient of rotary is its differences") {
+        auto x = bits::uniform<double>(5, 2 * 9, 1);
+        auto const dy = bits::uniform<double>(5, 2 * 9, 2);
+        auto const positions = counted(5);
+        cpx::rotary_options const options = {.theta = 100, .rotary_dim = 6};
+        scattered<double> y(5, 18), dx(5, 18);
+        cpx::rotary_backward<double>(dy, 9, positions, options, dx.view());
+        gradients::check(x.view(), dx, [&] {
+            cpx::rotary<double>(x, 9, positions, options, y.view());
+            return gradients::loss(y, dy);
+        });
+    }
+
+    TEST_CASE_TEMPLATE("a row of rotary_backward does not depend on the rows beside it, bit for bit", T, float,
+                       double) {
+        auto const dy = bits::uniform<T>(23, 2 * 27, 2);
+        auto const positions = counted(23);
+        bits::check_rows_are_independent<T>(dy, 54, [&](size first, rows<T const> some, rows<T> dx) {
+            auto const at =
+                std::span(positions).subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(some.count()));
+            cpx::rotary_backward<T>(some, 27, at, {.theta = 1e5, .rotary_dim = 22}, dx);
+        });
     }
 
     TEST_CASE_TEMPLATE("a row of rotary does not depend on the rows beside it, bit for bit", T, float, double) {

@@ -52,7 +52,6 @@ void rotary_table(std::span<index const> positions, std::span<T const> frequenci
 ///     y_i = x_i cos_i - x_{i+D} sin_i,    y_{i+D} = x_{i+D} cos_i + x_i sin_i
 ///
 /// x, y: (rows, heads * head_dim), y may be x; cos, sin: (rows, D) with 2 D <= head_dim. Other channels pass through.
-/// With `sin` negated it is its own backward.
 /// Source: Su, Lu, Pan, Murtadha, Wen, Liu, "RoFormer", 2021, arXiv 2104.09864, section 3.4.2. The paper pairs
 /// channels 2 i and 2 i + 1, here they come from the two halves of the rotated channels, as in the checkpoints of Qwen.
 ///
@@ -93,6 +92,25 @@ void rotary(rows<T const> x, index head_dim, std::span<index const> positions, r
     rows<T> const c(cos.data(), std::ssize(positions), half), s(sin.data(), std::ssize(positions), half);
     rotary_table<T>(positions, frequencies, c, s);
     rotary<T>(x, head_dim, c, s, y);
+}
+
+/// Computes `dx` from `dy`: rotates back, by the angles negated. Arguments as in `rotary`; dx may be dy.
+template <class T>
+void rotary_backward(rows<T const> dy, index head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx) {
+    std::vector<T> negated(static_cast<std::size_t>(sin.count() * sin.width()));
+    rows<T> const back(negated.data(), sin.count(), sin.width());
+    for (index row = 0; row < sin.count(); ++row)
+        for (index i = 0; i < sin.width(); ++i) back(row, i) = -sin(row, i);
+    rotary<T>(dy, head_dim, cos, back, dx);
+}
+
+/// Computes the same with ordinary positions, one a row.
+template <class T>
+void rotary_backward(rows<T const> dy, index head_dim, std::span<index const> positions, rotary_options options,
+                     rows<T> dx) {
+    std::vector<index> negated(positions.begin(), positions.end());
+    for (index& position : negated) position = -position;
+    rotary<T>(dy, head_dim, std::span<index const>(negated), options, dx);
 }
 
 } // namespace cpx
