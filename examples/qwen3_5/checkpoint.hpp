@@ -100,6 +100,11 @@ private:
             return text;
         };
         cpx::require(shape == wanted, file.where().c_str(), ("shape of " + name).c_str(), show(wanted), show(shape));
+        using dtype = cpx::safetensors::dtype;
+        dtype const type = file.tensor(name).dtype;
+        bool const floating = type == dtype::f64 || type == dtype::f32 || type == dtype::f16 || type == dtype::bf16;
+        cpx::require(floating, file.where().c_str(), ("type of " + name).c_str(), "F64, F32, F16 or BF16",
+                     "integers, as of a quantised model");
         weights_[name] = {rows, columns, file.read<T>(name)};
     }
 
