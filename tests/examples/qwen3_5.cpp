@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// The acceptance of the whole library: a model of transformers, under every strategy, against transformers.
+#include <cpx/model/safetensors.hpp>
+
+#include <examples/program.hpp>
+
+#include <set>
+
+namespace {
+
+using namespace program;
+using arguments = std::vector<std::string>;
+
+fs::path const data = fs::path(CPX_SOURCE_DIR) / "examples/data/tiny_qwen3_5";
+fs::path const reference = data / "reference.safetensors";
+
+arguments on(fs::path const& model, fs::path const& expected, std::string const& ranks) {
+    return {"--model", model.string(), "--reference", expected.string(), "--ranks", ranks};
+}
+
+arguments const tiny = on(data, reference, "3");
+
+/// Checks every figure of every strategy against the limits.
+void check_figures(json const& report, int ranks, bool wide, double loss) {
+    for (json const& s : report.at("strategies")) {
+        CAPTURE(s.dump());
+        for (char const* key : {"attention", "linear", "carry", "cut"}) CHECK(s.at(key).is_string());
+        CHECK(s.at("ranks") == ranks);
+        CHECK(s.at("max_abs_delta").get<double>() <= (wide ? 1e-9 : 1e-3));
+        CHECK(s.at("mean_abs_delta").get<double>() <= (wide ? 1e-9 : 5e-5));
+        CHECK(s.at("mean_abs_delta").get<double>() > 0); // the reference is another program's
+        CHECK(std::abs(s.at("loss").get<double>() - loss) <= (wide ? 1e-9 : 5e-5));
+        if (s.at("exact").get<bool>()) CHECK(s.at("max_abs_delta_to_one_rank").get<double>() == 0);
+        CHECK(s.at("max_abs_delta_to_one_rank").get<double>() <= (wide ? 1e-9 : 1e-3));
+        CHECK(s.at("rows_sent") == s.at("rows_lower_bound"));
+        CHECK(s.at("bytes_sent") == s.at("bytes_lower_bound"));
+        CHECK(s.at("rows_sent").get<long>() <= s.at("rows_all_gather").get<long>());
+        CHECK(s.at("bytes_sent").get<long>() <= s.at("bytes_all_gather").get<long>());
+        if (ranks == 1)
+            CHECK(s.at("messages") == 0);
+        else
+            CHECK(s.at("rows_sent").get<long>() > 0);
+        if (s.at("linear") == "head_sharded") {
+            CHECK(s.at("carry") == "none");
+            CHECK(s.at("cut") == "none");
+            CHECK(s.at("exact") == true);
+            CHECK(s.at("state_bytes_sent") == 0);
+        }
+    }
+}
+
+std::set<std::string> names(json const& report) {
+    std::set<std::string> all;
+    for (json const& s : report.at("strategies"))
+        all.insert(s.at("attention").get<std::string>() + ' ' + s.at("linear").get<std::string>() + ' ' +
+                   s.at("carry").get<std::string>() + ' ' + s.at("cut").get<std::string>());
+    return all;
+}
+
+/// Copies of the model's and the reference's files, to be damaged.
+struct copies {
+    copies() {
+        fs::create_directories(model);
+        for (char const* name : {"config.json", "model.safetensors"}) fs::copy_file(data / name, model / name);
+        fs::copy_file(reference, expected);
+    }
+    void config(std::string const& key, json const& value) const {
+        json all = json::parse(read(data / "config.json"));
+        all[key] = value;
+        write(model / "config.json", all.dump());
+    }
+    arguments options() const { return on(model, expected, "2") + arguments{"--linear", "zigzag"}; }
+
+    folder home;
+    fs::path model = home / "model", expected = home / "expected.safetensors";
+};
+
+} // namespace
+
+TEST_SUITE("examples") {
+    TEST_CASE("every strategy gives the log-probabilities of transformers and sends no row in vain") {
+        double const loss = cpx::safetensors(reference).read<double>("loss").at(0);
+        for (int const ranks : {1, 2, 3, 4, 5, 8})
+            for (char const* dtype : {"float64", "float32"}) {
+                CAPTURE(ranks);
+                CAPTURE(dtype);
+                bool const wide = dtype == std::string("float64");
+                auto const options = on(data, reference, std::to_string(ranks)) + arguments{"--dtype", dtype};
+                auto const all = run_json(options);
+                check_figures(all, ranks, wide, loss);
+                CHECK(all.at("strategies").size() == 34);
+                CHECK(names(all).size() == 34);
+                auto const aligned = run_json(options + arguments{"--chunk", "16", "--cut", "aligned:16"});
+                check_figures(aligned, ranks, wide, loss);
+                CHECK(names(aligned).size() == 18);
+                for (auto const* report : {&all, &aligned})
+                    for (json const& s : report->at("strategies"))
+                        if (ranks == 1 || (s.at("carry") == "serial" && s.at("cut") != "balanced"))
+                            CHECK(s.at("exact") == true);
+                        else if (s.at("carry") == "scan")
+                            CHECK(s.at("exact") == false);
+            }
+    }
+
+    TEST_CASE("the options choose one strategy, which the report names") {
+        for (std::string const attention : {"gather", "head_sharded"})
+            for (std::string const linear : {"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"})
+                for (std::string const carry : {"scan", "serial"})
+                    for (std::string const cut : {"balanced", "aligned:16"}) {
+                        arguments const options{"--attention", attention, "--linear", linear,
+                                                "--carry",     carry,     "--cut",    cut};
+                        auto const report = run_json(tiny + options + arguments{"--chunk", "16"});
+                        bool const by_heads = linear == "head_sharded";
+                        CHECK(names(report) == std::set{attention + ' ' + linear + ' ' + (by_heads ? "none" : carry) +
+                                                        ' ' + (by_heads ? "none" : cut)});
+                        CHECK(report.at("strategies").size() == 1);
+                    }
+        CHECK(names(run_json(tiny + arguments{"--linear", "zigzag:batch"})) ==
+              std::set<std::string>{"gather zigzag:batch scan balanced"});
+    }
+
+    TEST_CASE("the report as text has the figures, too") {
+        auto const result = run(tiny + arguments{"--linear", "zigzag", "--carry", "serial", "--cut", "aligned:64"});
+        CHECK(result.code == 0);
+        CHECK(result.err == "");
+        for (char const* part : {"gather", "zigzag", "serial", "aligned:64", "0 exact"})
+            CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+    }
+
+    TEST_CASE("options that mean nothing are refused") {
+        for (auto const& [option, value, parts] : std::vector<std::tuple<std::string, std::string, arguments>>{
+                 {"--ranks", "0", {"--ranks", "from 1 to 4096", "\"0\""}},
+                 {"--ranks", "-1", {"--ranks", "from 1 to 4096", "\"-1\""}},
+                 {"--ranks", "1000000000", {"--ranks", "from 1 to 4096", "\"1000000000\""}},
+                 {"--ranks", "99999999999999999999", {"--ranks", "from 1 to 4096"}},
+                 {"--ranks", "two", {"--ranks", "from 1 to 4096", "\"two\""}},
+                 {"--ranks", "2.5", {"--ranks", "from 1 to 4096", "\"2.5\""}},
+                 {"--ranks", "", {"--ranks"}},
+                 {"--dtype", "bfloat16", {"--dtype", "float64 or float32", "\"bfloat16\""}},
+                 {"--attention", "ring", {"--attention", "gather or head_sharded", "\"ring\""}},
+                 {"--linear", "diagonal", {"--linear", "sequential, zigzag", "\"diagonal\""}},
+                 {"--linear", "zigzag:rows", {"--linear", "sequence or batch", "\"rows\""}},
+                 {"--linear", "replicated", {"--linear", "\"replicated\""}},
+                 {"--linear", "head_sharded:batch", {"--linear", "\"batch\""}},
+                 {"--carry", "tree", {"--carry", "scan or serial", "\"tree\""}},
+                 {"--cut", "aligned", {"--cut", "balanced or aligned:UNIT", "\"aligned\""}},
+                 {"--cut", "aligned:0", {"--cut", "unit of aligned", "\"0\""}},
+                 {"--cut", "aligned:-16", {"--cut", "unit of aligned", "\"-16\""}},
+                 {"--cut", "ragged", {"--cut", "balanced or aligned:UNIT", "\"ragged\""}},
+                 {"--chunk", "0", {"--chunk", "\"0\""}},
+                 {"--chunk", "-3", {"--chunk", "\"-3\""}},
+                 {"--frobnicate", "1", {"--frobnicate"}}}) {
+            auto options = on(data, reference, "2");
+            if (option == "--ranks")
+                options.back() = value;
+            else
+                options = options + arguments{option, value};
+            check_refusal(options, arguments{"qwen3_5: "} + parts);
+            check_refusal(options + arguments{"--json"}, parts);
+        }
+        check_refusal({"--model", data.string()}, {"--reference"});
+        check_refusal({}, {"required"});
+    }
+
+    TEST_CASE("files that are missing, cut short or not what they claim are refused") {
+        copies const c;
+        auto const refuse = [&](arguments const& parts) { check_refusal(c.options(), arguments{"qwen3_5: "} + parts); };
+        check_refusal(on(c.home / "nowhere", c.expected, "2"), {"nowhere/config.json"});
+        check_refusal(on(c.model, c.home / "nothing.safetensors", "2"), {"nothing.safetensors"});
+        check_refusal(on(c.model, c.model, "2"), {"model"}); // a folder
+        check_refusal(on(c.model, c.model / "config.json", "2"), {"config.json"});
+
+        for (auto const& [good, file] :
+             {std::pair{data / "model.safetensors", c.model / "model.safetensors"}, std::pair{reference, c.expected}}) {
+            std::string const bytes = read(good);
+            for (std::size_t const length : truncations(bytes)) {
+                CAPTURE(length);
+                write(file, bytes.substr(0, length));
+                refuse({file.filename().string(), "expected", "got"});
+            }
+            std::uint64_t header = 0;
+            std::memcpy(&header, bytes.data(), 8);
+            for (std::size_t at = 0; at < 8 + header; at += at < 16 ? 1 : (8 + header) / 40) {
+                CAPTURE(at); // a header with one other byte is refused, or means the same
+                std::string damaged = bytes;
+                damaged[at] = static_cast<char>(damaged[at] ^ 0x15);
+                write(file, damaged);
+                auto const result = run(c.options());
+                if (result.code != 0) CHECK(problem_of_refusal(result) == "");
+            }
+            write(file, bytes + "x");
+            refuse({file.filename().string(), "expected", "got"});
+            write(file, bytes);
+        }
+        CHECK(run(c.options()).code == 0);
+        fs::remove(c.model / "model.safetensors");
+        refuse({"model.safetensors"});
+    }
+
+    TEST_CASE("a config of another model, or none at all, is refused") {
+        copies const c;
+        auto const refuse = [&](arguments const& parts) {
+            check_refusal(c.options(), arguments{"config.json"} + parts);
+            fs::copy_file(data / "config.json", c.model / "config.json", fs::copy_options::overwrite_existing);
+        };
+        c.config("model_type", "qwen3_5_moe_text");
+        refuse({"model_type", "qwen3_5_moe_text"});
+        c.config("model_type", "llama");
+        refuse({"model_type", "llama"});
+        c.config("num_hidden_layers", 5);
+        refuse({"layer", "expected", "got"});
+        c.config("layer_types", {"linear_attention", "linear_attention", "linear_attention", "sliding"});
+        refuse({"layer_types", "sliding"});
+        c.config("hidden_size", -64);
+        refuse({"hidden_size", "expected", "-64"});
+        c.config("hidden_size", "64");
+        refuse({"hidden_size", "expected"});
+        c.config("linear_num_value_heads", 6); // 4 key heads
+        refuse({"linear_num_value_heads", "expected", "6"});
+        for (char const* text : {"", "{", "[]", "null", "{\"model_type\": \"qwen3_5_text\"}"}) {
+            CAPTURE(text);
+            write(c.model / "config.json", text);
+            refuse({});
+        }
+    }
+
+    TEST_CASE("a weight that is missing or misshapen is refused by name") {
+        copies const c;
+        fs::path const file = c.model / "model.safetensors";
+        archive const good(data / "model.safetensors");
+        good.save(file);
+        CHECK(run(c.options()).code == 0); // so that what follows is refused for what it changes
+        for (char const* weight : {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.linear_attn.A_log",
+                                   "model.layers.2.linear_attn.conv1d.weight", "model.layers.3.self_attn.k_norm.weight",
+                                   "model.layers.1.mlp.down_proj.weight"}) {
+            CAPTURE(weight);
+            auto damaged = good;
+            damaged.tensors.erase(weight);
+            damaged.save(file);
+            check_refusal(c.options(), {"model.safetensors", weight});
+
+            damaged = good;
+            auto& t = damaged.tensors.at(weight);
+            std::size_t const rows = t.shape[0];
+            t.shape[0] = rows - 1;
+            t.bytes.resize(t.bytes.size() / rows * (rows - 1));
+            damaged.save(file);
+            check_refusal(c.options(), {"model.safetensors", weight, "shape", "expected", "got"});
+        }
+        auto swapped = good; // as many elements, the axes exchanged
+        auto& shape = swapped.tensors.at("model.layers.0.mlp.up_proj.weight").shape;
+        std::swap(shape[0], shape[1]);
+        swapped.save(file);
+        check_refusal(c.options(), {"model.layers.0.mlp.up_proj.weight", "expected 128 x 64", "got 64 x 128"});
+        auto integers = good;
+        integers.tensors.at("model.layers.3.self_attn.q_norm.weight").dtype = "I32";
+        integers.save(file);
+        check_refusal(c.options(), {"model.layers.3.self_attn.q_norm.weight", "expected F64, F32"});
+    }
+
+    TEST_CASE("a batch that is none is refused") {
+        copies const c;
+        archive const good(reference);
+        auto const refuse = [&](auto change, arguments const& parts) {
+            auto damaged = good;
+            change(damaged);
+            damaged.save(c.expected);
+            check_refusal(c.options(), parts);
+        };
+        auto const cu = [](std::size_t i, std::int64_t value) {
+            return [=](archive& a) { a.set("cu_seqlens", i, value); };
+        };
+        std::size_t const last = good.tensors.at("cu_seqlens").shape[0].get<std::size_t>() - 1;
+        refuse([](archive& a) { a.set("input_ids", 17, 256); }, {"token id 17", "expected 0 to 255", "got 256"});
+        refuse([](archive& a) { a.set("input_ids", 3, -1); }, {"token id 3", "expected 0 to 255", "got -1"});
+        refuse(cu(2, 1), {"offset 2 decreases", "expected at least", "got 1"});
+        refuse(cu(0, 1), {"offset 0", "expected 0", "got 1"});
+        refuse(cu(0, -1), {"offset 0", "expected 0", "got -1"});
+        refuse(cu(last, 129), {"last offset", "128", "got 129"});
+        refuse(cu(last, std::int64_t{1} << 62), {"last offset", "128"});
+        refuse(cu(last, 127), {"last offset", "128", "got 127"});
+        refuse([](archive& a) { a.tensors.erase("cu_seqlens"); }, {"cu_seqlens"});
+        refuse([](archive& a) { a.tensors.erase("input_ids"); }, {"input_ids"});
+        refuse([](archive& a) { a.tensors.erase("logprobs"); }, {"logprobs"});
+        refuse([](archive& a) { a.tensors.at("cu_seqlens") = {"I64", {0}, ""}; }, {"offsets"});
+        refuse(
+            [](archive& a) {
+                auto& t = a.tensors.at("logprobs");
+                t.shape = {127};
+                t.bytes.resize(127 * 8);
+            },
+            {"logprobs", "128", "127"});
+        good.save(c.expected);
+        CHECK(run(c.options()).code == 0);
+    }
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// The golden files of transformers through the program that users run on them.
+#include <examples/program.hpp>
+
+namespace {
+
+using namespace program;
+using arguments = std::vector<std::string>;
+
+fs::path const golden = CPX_GOLDEN_DIR;
+
+struct golden_file {
+    char const* name;
+    char const* kind;
+    std::vector<std::string> outputs;
+};
+
+std::vector<golden_file> const files = {
+    {"conv_bias", "causal_conv1d", {"y"}},
+    {"conv_linear", "causal_conv1d", {"y"}},
+    {"conv_silu", "causal_conv1d", {"y"}},
+    {"gdr_small", "gated_delta_rule", {"final_state", "o"}},
+    {"gdr_odd", "gated_delta_rule", {"final_state", "o"}},
+    {"gdr_fast_decay", "gated_delta_rule", {"final_state", "o"}},
+    {"gdn_layer_small", "gdn_layer", {"output"}},
+    {"gdn_layer_odd", "gdn_layer", {"output"}},
+};
+
+std::string path(char const* name) { return (golden / name).string() + ".safetensors"; }
+
+/// Checks that a run reports the outputs of its file, each within the limit.
+void check_errors(golden_file const& file, std::string const& dtype, arguments const& options) {
+    auto const report = run_json(arguments{path(file.name), "--dtype", dtype} + options);
+    CHECK(report.at("kind") == file.kind);
+    CHECK(report.at("errors").size() == file.outputs.size());
+    double const wide = file.kind == std::string("causal_conv1d") ? 1e-6 : 2e-7;
+    for (auto const& name : file.outputs) {
+        double const error = report.at("errors").at(name).get<double>();
+        CAPTURE(name);
+        CHECK(error <= (dtype == "float64" ? wide : 5e-6));
+        CHECK(error > 0); // the file is another program's
+    }
+}
+
+} // namespace
+
+TEST_SUITE("examples") {
+    TEST_CASE("every golden file agrees on every number of ranks and every layout") {
+        std::vector<std::string> const layouts = {"sequential", "sequential:batch", "zigzag",         "zigzag:batch",
+                                                  "striped",    "head_sharded",     "table=0,0:batch"};
+        std::size_t turn = 0;
+        for (golden_file const& file : files)
+            for (char const* ranks : {"1", "2", "3", "4", "5", "8"})
+                for (auto const& layout : layouts) {
+                    ++turn;
+                    arguments options{"--ranks", ranks, "--layout", layout, "--carry", turn % 2 ? "scan" : "serial"};
+                    if (turn % 3 == 0) options = options + arguments{"--chunk", "16", "--cut", "aligned:16"};
+                    check_errors(file, turn % 5 < 3 ? "float64" : "float32", options);
+                }
+    }
+
+    TEST_CASE("the report as text has the figures, too") {
+        auto const result = run({path("gdr_small"), "--ranks", "3", "--layout", "zigzag:batch"});
+        CHECK(result.code == 0);
+        CHECK(result.err == "");
+        for (char const* part :
+             {"gated_delta_rule on 3 ranks, zigzag over batch", "final_state", "o  ", "relative error"})
+            CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+    }
+
+    TEST_CASE("options that mean nothing are refused") {
+        for (auto const& [option, value, parts] : std::vector<std::tuple<std::string, std::string, arguments>>{
+                 {"--ranks", "0", {"--ranks", "from 1 to 4096", "\"0\""}},
+                 {"--ranks", "-1", {"--ranks", "from 1 to 4096", "\"-1\""}},
+                 {"--ranks", "1000000000", {"--ranks", "from 1 to 4096", "\"1000000000\""}},
+                 {"--layout", "diagonal", {"--layout", "sequential, zigzag", "\"diagonal\""}},
+                 {"--layout", "zigzag:rows", {"--layout", "sequence or batch", "\"rows\""}},
+                 {"--layout", "replicated", {"--layout", "\"replicated\""}},
+                 {"--layout", "table=0,2", {"owner of chunk 1", "0 to 1", "got 2"}},
+                 {"--layout", "table=", {"--layout", "owner of chunk 0"}},
+                 {"--dtype", "float16", {"--dtype", "float64 or float32", "\"float16\""}},
+                 {"--carry", "tree", {"--carry", "scan or serial", "\"tree\""}},
+                 {"--cut", "aligned:x", {"--cut", "unit of aligned", "\"x\""}},
+                 {"--cut", "ragged\nline", {"--cut", "balanced or aligned:UNIT", "ragged"}},
+                 {"--chunk", "0", {"--chunk", "\"0\""}},
+                 {"--frobnicate", "1", {"--frobnicate"}}})
+            check_refusal({path("gdr_small"), option, value}, arguments{"verify: "} + parts);
+        check_refusal({}, {"FILE is required"});
+    }
+
+    TEST_CASE("files that are missing, cut short or not what they claim are refused") {
+        folder const home;
+        fs::path const file = home / "damaged.safetensors";
+        arguments const damaged{file.string(), "--ranks", "3"};
+        check_refusal(damaged, {"verify: ", "damaged.safetensors"});
+        check_refusal({golden.string()}, {"golden"}); // a folder
+        check_refusal({(golden / "README.md").string()}, {"README.md", "expected", "got"});
+        for (golden_file const& good : files) {
+            CAPTURE(good.name);
+            std::string const bytes = read(path(good.name));
+            for (std::size_t const length : truncations(bytes)) {
+                CAPTURE(length);
+                write(file, bytes.substr(0, length));
+                check_refusal(damaged, {"damaged.safetensors", "expected", "got"});
+            }
+            std::uint64_t header = 0;
+            std::memcpy(&header, bytes.data(), 8);
+            for (std::size_t at = 0; at < 8 + header; at += at < 16 ? 1 : (8 + header) / 25) {
+                CAPTURE(at); // a header with one other byte is refused, or means the same
+                std::string other = bytes;
+                other[at] = static_cast<char>(other[at] ^ 0x15);
+                write(file, other);
+                auto const result = run(damaged);
+                if (result.code != 0) CHECK(problem_of_refusal(result) == "");
+            }
+        }
+    }
+
+    TEST_CASE("a golden file whose tensors do not fit each other is refused") {
+        folder const home;
+        fs::path const file = home / "damaged.safetensors";
+        auto const refuse = [&](char const* name, auto change, arguments const& parts) {
+            archive damaged(path(name));
+            damaged.save(file);
+            CHECK(run({file.string()}).code == 0); // so that what follows is refused for what it changes
+            change(damaged);
+            damaged.save(file);
+            check_refusal({file.string(), "--ranks", "2"}, parts);
+        };
+        auto const cu = [](std::size_t i, std::int64_t value) {
+            return [=](archive& a) { a.set("cu_seqlens", i, value); };
+        };
+        auto const drop = [](char const* name) { return [=](archive& a) { a.tensors.erase(name); }; };
+        auto const shorter = [](char const* name) {
+            return [=](archive& a) {
+                auto& t = a.tensors.at(name);
+                std::size_t const rows = t.shape[0];
+                t.shape[0] = rows - 1;
+                t.bytes.resize(t.bytes.size() / rows * (rows - 1));
+            };
+        };
+        for (char const* name : {"conv_bias", "gdr_small", "gdn_layer_small"}) {
+            CAPTURE(name);
+            refuse(name, cu(0, 1), {"offset 0", "expected 0", "got 1"});
+            refuse(name, cu(2, 0), {"offset 2 decreases", "got 0"});
+            refuse(name, cu(2, -7), {"offset 2 decreases", "got -7"});
+            refuse(name, drop("cu_seqlens"), {"cu_seqlens"});
+            refuse(name, [](archive& a) { a.metadata.erase("kind"); }, {"kind"});
+            refuse(name, [](archive& a) { a.metadata["kind"] = "softmax"; }, {"kind", "softmax"});
+        }
+        refuse("conv_bias", cu(6, 45), {"x", "45", "44"});
+        refuse("conv_bias", cu(6, std::int64_t{1} << 60), {"x", "44"});
+        refuse("gdr_small", cu(4, 65), {"65", "64"});
+        refuse("gdr_small", cu(4, 63), {"63", "64"});
+        refuse("gdn_layer_small", cu(3, 53), {"hidden_states", "53", "52"});
+        for (char const* tensor : {"x", "weight", "y"}) refuse("conv_bias", drop(tensor), {tensor});
+        for (char const* tensor : {"x", "weight", "bias", "y"})
+            refuse("conv_bias", shorter(tensor), {"expected", "got"});
+        for (char const* tensor : {"q", "k", "v", "g", "beta", "o", "final_state"}) {
+            refuse("gdr_small", drop(tensor), {tensor});
+            refuse("gdr_small", shorter(tensor), {"expected", "got"});
+        }
+        for (char const* tensor : {"hidden_states", "output", "weight.A_log", "weight.conv1d.weight", "weight.dt_bias",
+                                   "weight.in_proj_a.weight", "weight.in_proj_b.weight", "weight.in_proj_qkv.weight",
+                                   "weight.in_proj_z.weight", "weight.norm.weight", "weight.out_proj.weight"}) {
+            refuse("gdn_layer_small", drop(tensor), {tensor});
+            refuse("gdn_layer_small", shorter(tensor), {"expected", "got"});
+        }
+        refuse("gdn_layer_small", [](archive& a) { a.metadata.erase("config"); }, {"config"});
+        refuse("gdn_layer_small", [](archive& a) { a.metadata["config"] = "{"; }, {"config"});
+        refuse("gdn_layer_small", [](archive& a) { a.metadata["config"] = "{}"; }, {"hidden_size"});
+    }
+}
