@@ -3,7 +3,7 @@
 
 #include <doctest/doctest.h>
 
-#include <ops/bits.hpp>
+#include <ops/gradients.hpp>
 
 using bits::rows, bits::scattered, bits::size;
 
@@ -77,6 +77,93 @@ TEST_SUITE("ops") {
         }
         cpx::rms_norm<T>(x, weight, T(eps), T(1), x.view());
         CHECK(bits::same<T>(x.view(), all.view()));
+    }
+
+    TEST_CASE("the gradients of norms are their differences") {
+        for (size const head_dim : {1, 6, 17}) {
+            size const width = 3 * head_dim;
+            auto x = bits::uniform<double>(4, width, 1, 2), z = bits::uniform<double>(4, width, 2, 3);
+            auto const dy = bits::uniform<double>(4, width, 3);
+            auto const random = bits::uniform<double>(1, head_dim, 4);
+            std::vector<double> weight(random.view().row(0), random.view().row(0) + head_dim);
+            rows<double> const of_weight(weight, head_dim);
+            scattered<double> y(4, width), dx(4, width, 2, 1), dz(4, width, 1);
+            // An eps that matters: with one channel a head, only eps lets dx be other than zero.
+            double const large = 0.3;
+            {
+                std::vector<double> dweight(weight.size());
+                auto const loss = [&] {
+                    cpx::rms_norm<double>(x, weight, large, 1, y.view());
+                    return gradients::loss(y, dy);
+                };
+                cpx::rms_norm_backward<double>(x, weight, large, 1, dy, dx.view(), dweight);
+                gradients::check(x.view(), dx, loss);
+                gradients::check(of_weight, rows<double const>(dweight, head_dim), loss);
+            }
+            std::vector<double> dweight(weight.size());
+            auto const loss = [&] {
+                cpx::gated_rms_norm<double>(x, z, weight, large, y.view());
+                return gradients::loss(y, dy);
+            };
+            cpx::gated_rms_norm_backward<double>(x, z, weight, large, dy, dx.view(), dz.view(), dweight);
+            gradients::check(x.view(), dx, loss);
+            gradients::check(z.view(), dz, loss);
+            gradients::check(of_weight, rows<double const>(dweight, head_dim), loss);
+        }
+    }
+
+    TEST_CASE_TEMPLATE("a row of a norm's gradient does not depend on the rows beside it, bit for bit", T, float,
+                       double) {
+        auto const x = bits::uniform<T>(23, 42, 3), z = bits::uniform<T>(23, 42, 4), dy = bits::uniform<T>(23, 42, 5);
+        std::vector<T> const weight(21, T(0.75));
+        bits::check_rows_are_independent<T>(x, 42, [&](size first, rows<T const> some, rows<T> dx) {
+            auto const of_dy = dy.view().sub(first, some.count());
+            std::vector<T> unused(21);
+            cpx::rms_norm_backward<T>(some, weight, T(eps), T(1), of_dy, dx, unused);
+            scattered<T> alone(some.count(), 42), in_place(some, 1, 2);
+            cpx::rms_norm_backward<T>(some, weight, T(eps), T(1), of_dy, alone.view(), {});
+            cpx::rms_norm_backward<T>(in_place, weight, T(eps), T(1), of_dy, in_place.view(), unused);
+            CHECK(bits::same<T>(alone, dx));
+            CHECK(bits::same<T>(in_place, dx));
+        });
+        bits::check_rows_are_independent<T>(x, 84, [&](size first, rows<T const> some, rows<T> both) {
+            auto const of_z = z.view().sub(first, some.count()), of_dy = dy.view().sub(first, some.count());
+            cpx::gated_rms_norm_backward<T>(some, of_z, weight, T(eps), of_dy, both.columns(0, 42),
+                                            both.columns(42, 42), {});
+            scattered<T> dx(of_dy, 1, 2), dz(of_dy, 2, 1);
+            cpx::gated_rms_norm_backward<T>(some, of_z, weight, T(eps), dx.view(), dx.view(), {}, {});
+            cpx::gated_rms_norm_backward<T>(some, of_z, weight, T(eps), dz.view(), {}, dz.view(), {});
+            CHECK(bits::same<T>(dx, both.columns(0, 42)));
+            CHECK(bits::same<T>(dz, both.columns(42, 42)));
+        });
+    }
+
+    TEST_CASE_TEMPLATE("a norm's gradient of the weight is the sum of rows and heads in turn, bit for bit", T, float,
+                       double) {
+        auto const x = bits::uniform<T>(9, 39, 3), z = bits::uniform<T>(9, 39, 4), dy = bits::uniform<T>(9, 39, 5);
+        std::vector<T> const weight(13, T(0.75)), start(13, T(0.1));
+        auto const sums = [&](bool gated, size rows_at_once, size heads_at_once) {
+            auto dweight = start;
+            for (size row = 0; row < 9; row += rows_at_once)
+                for (size head = 0; head < 3; head += heads_at_once) {
+                    auto const part = [&](scattered<T> const& of) {
+                        return scattered<T>(of.view().sub(row, rows_at_once).columns(head * 13, heads_at_once * 13),
+                                            row % 3, head);
+                    };
+                    if (gated)
+                        cpx::gated_rms_norm_backward<T>(part(x), part(z), weight, T(eps), part(dy), {}, {}, dweight);
+                    else
+                        cpx::rms_norm_backward<T>(part(x), weight, T(eps), T(1), part(dy), {}, dweight);
+                }
+            return dweight;
+        };
+        for (bool const gated : {false, true}) {
+            auto const all = sums(gated, 9, 3);
+            CHECK(all != start);
+            CHECK(sums(gated, 3, 3) == all);
+            CHECK(sums(gated, 1, 3) == all);
+            CHECK(sums(gated, 1, 1) == all);
+        }
     }
 
     TEST_CASE("a width that is not whole heads is an error") {

@@ -6,8 +6,11 @@
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <span>
+#include <tuple>
+#include <utility>
 
 namespace cpx {
 namespace detail {
@@ -24,10 +27,51 @@ void normalize_heads(rows<T const> x, index head_dim, T eps, F each) {
         }
 }
 
+/// The backward of norms, head after head.
+///
+/// `each(row, column, j, normed)` returns the gradient of a normed element and the term that it adds to `dweight[j]`.
+/// dx and dweight are left out where they are empty.
+template <class T, class F>
+void normalize_heads_backward(rows<T const> x, index head_dim, T eps, rows<T> dx, std::span<T> dweight, F each) {
+    padded<T> scratch(3, head_dim), sums(1, head_dim);
+    T *const normed = scratch.row(0), *const pulled = scratch.row(1), *const terms = scratch.row(2);
+    std::copy(dweight.begin(), dweight.end(), sums.row(0));
+    for (index i = 0; i < x.count(); ++i)
+        for (index head = 0; head < x.width(); head += head_dim) {
+            T const mean = sum_of_squares(x.row(i) + head, head_dim) / static_cast<T>(head_dim);
+            T const factor = 1 / std::sqrt(mean + eps);
+            for (index j = 0; j < head_dim; ++j) {
+                normed[j] = x(i, head + j) * factor;
+                std::tie(pulled[j], terms[j]) = each(i, head + j, j, normed[j]);
+            }
+            if (!dweight.empty())
+                for (index j = 0; j < head_dim; ++j) sums(0, j) += terms[j];
+            if (dx.data() == nullptr) continue;
+            T const inner = dot(pulled, normed, head_dim) / static_cast<T>(head_dim);
+            for (index j = 0; j < head_dim; j += lane_count<T>) {
+                lanes<T> of_normed, of_pulled;
+                load<T>(normed + j, of_normed);
+                load<T>(pulled + j, of_pulled);
+                store<T>(factor * (of_pulled - inner * of_normed), dx.row(i) + head + j, head_dim - j);
+            }
+        }
+    std::copy_n(sums.row(0), dweight.size(), dweight.begin());
+}
+
 /// Throws `cpx::error` unless rows of `width` elements are whole heads of `weight`.
 inline void require_heads(char const* where, index width, index weight) {
     require(weight > 0 && width % weight == 0, where, "width of x",
             "a multiple of the size of weight, " + std::to_string(weight), width);
+}
+
+template <class T>
+void require_norm_backward(char const* where, rows<T const> x, std::span<T const> weight, rows<T const> dy, rows<T> dx,
+                           std::span<T> dweight) {
+    require_heads(where, x.width(), std::ssize(weight));
+    require_shape(where, "dy", dy, x.count(), x.width());
+    if (dx.data() != nullptr) require_shape(where, "dx", dx, x.count(), x.width());
+    if (!dweight.empty())
+        require(dweight.size() == weight.size(), where, "size of dweight", weight.size(), dweight.size());
 }
 
 } // namespace detail
@@ -61,6 +105,45 @@ void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight,
     detail::normalize_heads(x, size, eps, [&](index i, index j, T normed) {
         y(i, j) = normed * weight[static_cast<std::size_t>(j % size)] * silu(z(i, j));
     });
+}
+
+/// Computes `dx` and adds to `dweight`, the gradients of `rms_norm`.
+///
+/// dy, dx: as y and x, dx may be dy or x; dweight: as weight. Either result is left out where it is empty.
+/// A row of dx is a function of its rows of x and dy, bit for bit. The terms of dweight are added row after row and
+/// head after head, so rows may be split between calls, in order, without changing a bit.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T const> dy, rows<T> dx,
+                       std::span<T> dweight) {
+    detail::require_norm_backward("rms_norm_backward", x, weight, dy, dx, dweight);
+    detail::normalize_heads_backward(
+        x, std::ssize(weight), eps, dx, dweight, [&](index i, index column, index j, T normed) {
+            T const gradient = dy(i, column);
+            return std::pair(gradient * (gain_offset + weight[static_cast<std::size_t>(j)]), gradient * normed);
+        });
+}
+
+/// Computes `dx` and `dz` and adds to `dweight`, the gradients of `gated_rms_norm`, each unless it is empty.
+///
+/// dz may be z or dy; otherwise as in `rms_norm_backward`.
+///
+/// Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T const> dy,
+                             rows<T> dx, rows<T> dz, std::span<T> dweight) {
+    char const* const where = "gated_rms_norm_backward";
+    detail::require_norm_backward(where, x, weight, dy, dx, dweight);
+    detail::require_shape(where, "z", z, x.count(), x.width());
+    if (dz.data() != nullptr) detail::require_shape(where, "dz", dz, x.count(), x.width());
+    detail::normalize_heads_backward(
+        x, std::ssize(weight), eps, dx, dweight, [&](index i, index column, index j, T normed) {
+            T const gradient = dy(i, column), gate = z(i, column), gain = weight[static_cast<std::size_t>(j)];
+            T const opened = gradient * silu(gate);
+            if (dz.data() != nullptr) dz(i, column) = silu_backward(gate, gradient * (normed * gain));
+            return std::pair(opened * gain, opened * normed);
+        });
 }
 
 } // namespace cpx
