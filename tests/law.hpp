@@ -168,7 +168,8 @@ inline std::string pair(subject const& a, subject const& b, std::vector<cpx::pla
     return "";
 }
 
-/// Every ordered pair of shardings of one batch: the laws of a pair, and that there and back are each other's transpose.
+/// Every ordered pair of shardings of one batch: the laws of a pair, and that there and back are each other's
+/// transpose.
 ///
 /// Skips pairs of head shardings with different sections.
 inline std::string all_pairs(std::vector<subject> const& subjects) {

@@ -1070,7 +1070,7 @@ struct identity {
         ranks,
         sequences,
         tokens,
-        offsets,
+        cu_seqlens,
         source_hash,
         target_hash,
         source_width,
@@ -1565,25 +1565,30 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
 namespace cpx {
 
-/// Rows before a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
-struct history {
+/// Rows beside a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
+struct halo_part {
     bool halo = false;
     index first = 0;
     index count = 0;
-    friend constexpr bool operator==(history, history) = default;
+    friend constexpr bool operator==(halo_part, halo_part) = default;
 };
 
-/// Brings the rows before a rank's segments: source, its rows; target, the halo rows, each of them once.
+/// Which rows of its sequence a halo brings to a segment: those before it, as a causal convolution reads them, or those
+/// after it, as its backward does.
+enum class side { before, after };
+
+/// Brings the rows beside a rank's segments: source, its rows; target, the halo rows, each of them once.
 ///
-/// The `before` rows that precede segment i are, in order, `histories[begin[i]] .. histories[begin[i + 1]]`; fewer only
-/// where the sequence begins. Rows that the rank holds itself are named, not copied. The transposed plan carries
-/// the gradients of halo rows home and adds them in rank order.
+/// The `reach` rows beside segment i are, in order, `parts[begin[i]] .. parts[begin[i + 1]]`; fewer only where
+/// the sequence begins or ends. Rows that the rank holds itself are named, not copied. The transposed plan carries the
+/// gradients of halo rows home and adds them in rank order.
 template <any_sharding S>
 struct halo_plan : plan {
     S sharding;
-    index before = 0;
+    index reach = 0;
+    side where = side::before;
     std::vector<segment> segments;
-    std::vector<history> histories;
+    std::vector<halo_part> parts;
     std::vector<std::size_t> begin;
 };
 
@@ -1604,32 +1609,42 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index r
 
 } // namespace detail
 
-/// Returns the plan by which `rank` gets the `before` rows that precede each of its segments, and gives its own.
+/// Returns the plan by which `rank` gets the `reach` rows beside each of its segments, and gives its own to others.
 ///
-/// A halo may come from several ranks, when segments are shorter than `before`. Each halo row is received once, even if
+/// A halo may come from several ranks, when segments are shorter than `reach`. Each halo row is received once, even if
 /// several segments need it. Pure: no communication. Cost: O(pieces).
 ///
-/// Throws `cpx::error` if `rank` is not one of the sharding's, or `before` is negative.
+/// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative.
 template <any_sharding S>
-halo_plan<S> halo(S const& sharding, int rank, index before, caller here = caller::here()) {
+halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::before, caller here = caller::here()) {
     require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
             here);
-    require(before >= 0, "halo", "rows before a segment", "not negative", before, here);
+    require(reach >= 0, "halo", "rows beside a segment", "not negative", reach, here);
     thd const& batch = sharding.batch();
-    halo_plan<S> p{{}, sharding, before, segments(sharding, rank), {}, {0}};
+    halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
-    p.id = detail::identify("halo", sharding, sharding, before);
+    p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
     p.kind = flow::copies;
     p.local = S::every_row;
 
-    // What this rank needs: the rows before its own segments. Windows ascend, so `covered` tells what is on its way.
-    detail::message_list receives(sharding.ranks());
     std::vector<detail::placed_range> own, foreign;
-    index hint = 0;
     for (segment const& s : p.segments) {
-        index const start = batch.offset(s.sequence) + s.token;
-        range window{start - std::min(before, s.token), start};
-        if (!window.empty()) // never where every rank holds every row: there segments begin where sequences do
+        index const first = batch.offset(s.sequence) + s.token;
+        own.push_back({{first, first + s.count}, s.row});
+        p.source_rows += s.count;
+    }
+    // The rows of the sequence within reach of `rows`, on one side of them.
+    auto const beside = [&](range rows, index sequence, side which) -> range {
+        if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
+        return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
+    };
+    index hint = 0;
+
+    // What this rank needs. Windows ascend, so the last foreign row tells what is on its way already.
+    detail::message_list receives(sharding.ranks());
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        range const window = beside(own[i].rows, p.segments[i].sequence, where);
+        if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
             sharding.for_each_holder(window, hint, [&](int holder, range part) {
                 auto const& places = holder == rank ? own : foreign;
                 if (holder != rank) {
@@ -1644,30 +1659,39 @@ halo_plan<S> halo(S const& sharding, int rank, index before, caller here = calle
                 while (!part.empty()) {
                     auto const& place = detail::find(places, part.first);
                     range const known = intersect(part, place.rows);
-                    p.histories.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
+                    p.parts.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
                     part.first = known.last;
                 }
             });
-        p.begin.push_back(p.histories.size());
-        own.push_back({{start, start + s.count}, s.row});
-        p.source_rows += s.count;
+        p.begin.push_back(p.parts.size());
     }
     p.receives = receives.finish();
 
-    // What others need of this rank: rows within `before` of a segment of theirs that begins after the row.
+    // What others need of this rank: its rows beside a segment of theirs that lies within reach, on the other side.
     detail::message_list sends(sharding.ranks());
-    for (segment const& s : p.segments) {
-        index const first = batch.offset(s.sequence) + s.token, last = first + s.count;
-        range const reach{last, std::min(batch.offset(s.sequence + 1), last + before)};
-        int previous = rank;
-        if (!reach.empty())
-            sharding.for_each_holder(reach, hint, [&](int holder, range part) {
-                if (holder != previous && holder != rank) {
-                    range const needed{std::max({first, part.first - before, sends.end(holder)}), last};
-                    if (!needed.empty()) sends.add(holder, s.row + needed.first - first, needed);
-                }
-                previous = holder;
-            });
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        range const mine = own[i].rows;
+        index const sequence = p.segments[i].sequence;
+        range const near = beside(mine, sequence, where == side::before ? side::after : side::before);
+        if (near.empty() || S::every_row) continue;
+        int peer = rank;
+        range theirs{near.first, near.first}; // the rows of one segment of theirs, as far as they lie in `near`
+        auto const give = [&] {
+            if (peer == rank || theirs.empty()) return;
+            range const needed = intersect(mine, beside(theirs, sequence, where));
+            index const from = std::max(needed.first, sends.end(peer));
+            if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
+        };
+        sharding.for_each_holder(near, hint, [&](int holder, range part) {
+            if (holder == peer) {
+                theirs.last = part.last;
+                return;
+            }
+            give();
+            peer = holder;
+            theirs = part;
+        });
+        give();
     }
     p.sends = sends.finish();
     return p;
@@ -1960,17 +1984,19 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
     return bound;
 }
 
-/// Counts the rows that no halo of `before` rows can do without: those that precede a segment of a rank and are not its
-/// own, each once. Cost: O(W tokens); for reports and tests.
+/// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
+/// each once. Cost: O(W tokens); for reports and tests.
 template <any_sharding S>
-index halo_lower_bound(S const& sharding, index before) {
+index halo_lower_bound(S const& sharding, index reach, side where = side::before) {
     index bound = 0;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
         for (segment const& s : segments(sharding, rank)) {
-            index const start = sharding.batch().offset(s.sequence) + s.token;
-            for (index row = start - std::min(before, s.token); row < start; ++row)
-                needed[static_cast<std::size_t>(row)] = true;
+            index const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
+            index row = where == side::before ? std::max(first, start - reach) : end;
+            index const last =
+                where == side::before ? start : std::min(first + sharding.batch().length(s.sequence), end + reach);
+            for (; row < last; ++row) needed[static_cast<std::size_t>(row)] = true;
         }
         sharding.for_each_piece(rank, [&](range own) {
             for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;

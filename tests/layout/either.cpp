@@ -26,7 +26,8 @@ std::vector<index> rows(auto const& sharding, int rank) {
 }
 
 TEST_SUITE("layout") {
-    // miles relays out rows to zigzag where 2W divides a sequence, and takes other sequences (its tail pad) as sequential.
+    // miles relays out rows to zigzag where 2W divides a sequence, and takes other sequences (its tail pad) as
+    // sequential.
     TEST_CASE("by_length is miles' rule") {
         auto const rule = [](index n) { return n % 4 == 0; };
         auto const sharding =

@@ -220,7 +220,8 @@ TEST_SUITE("layout") {
     }
 
     // Megatron's undoing of zigzag after its all-to-all, where 2W divides every length: token p of sequence i is at
-    // rank * T/W + cu[i] / W + (block % 2) * half + p % half, for half = L / 2W, n = p / half, block = n < W ? 2n : 4W - 2n - 1.
+    // rank * T/W + cu[i] / W + (block % 2) * half + p % half, for half = L / 2W, n = p / half, block = n < W ? 2n :
+    // 4W - 2n - 1.
     TEST_CASE("slots are those of Megatron's permutation where 2W divides every length") {
         for (int const w : {2, 3, 4}) {
             index const n = 2 * w * 5, half = 5;

@@ -123,8 +123,8 @@ TEST_SUITE("layout") {
     }
 
     TEST_CASE("an aligned cut of a batch, by hand") {
-        // Balanced cuts of 300 rows for 4 ranks: 75, 150, 225. Sequences begin at 0, 100, 230; multiples of 64 tokens are
-        // rows 64, 100, 164, 228 and 230. 75 is token 75 of the first: 64. 150 is token 50 of the second: row 164.
+        // Balanced cuts of 300 rows for 4 ranks: 75, 150, 225. Sequences begin at 0, 100, 230; multiples of 64 tokens
+        // are rows 64, 100, 164, 228 and 230. 75 is token 75 of the first: 64. 150 is token 50 of the second: row 164.
         // 225 is token 125 of the second: 128, row 228.
         auto const sharding =
             cpx::shard<scope::batch>(lengths({100, 130, 70}), cpx::sequential<4>{}, cpx::aligned<64>{});

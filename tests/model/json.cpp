@@ -77,10 +77,34 @@ TEST_SUITE("model") {
     }
 
     TEST_CASE("text that is not JSON is refused") {
-        for (std::string const text :
-             {"", " ", "{", "}", "[1,]", "{\"a\":}", "{\"a\" 1}", "{1:2}", "nul", "NaN", "[Infinity]", "[-]", "[01]",
-              "[1.]", "{} {}", "[1] x", "'a'", "// c\n1", "\"\\x\"", "\"\\ud800\"", "\"a\nb\"", "[1e999]", "\"open",
-              "\"\xff\"", "\"\xc0\xaf\"", "\"\xed\xa0\x80\"", "\"\xf4\x90\x80\x80\"", "\"\xc3\""}) {
+        for (std::string const text : {"",
+                                       " ",
+                                       "{",
+                                       "}",
+                                       "[1,]",
+                                       "{\"a\":}",
+                                       "{\"a\" 1}",
+                                       "{1:2}",
+                                       "nul",
+                                       "NaN",
+                                       "[Infinity]",
+                                       "[-]",
+                                       "[01]",
+                                       "[1.]",
+                                       "{} {}",
+                                       "[1] x",
+                                       "'a'",
+                                       "// c\n1",
+                                       "\"\\x\"",
+                                       "\"\\ud800\"",
+                                       "\"a\nb\"",
+                                       "[1e999]",
+                                       "\"open",
+                                       "\"\xff\"",
+                                       "\"\xc0\xaf\"",
+                                       "\"\xed\xa0\x80\"",
+                                       "\"\xf4\x90\x80\x80\"",
+                                       "\"\xc3\""}) {
             CAPTURE(text);
             CHECK(contains(parse_message(text), "x.json: not JSON: expected one JSON value, got "));
         }
@@ -119,10 +143,12 @@ TEST_SUITE("model") {
 
     TEST_CASE("a message stays short and printable whatever the text holds") {
         auto const long_name = std::string(100'000, 'n');
-        std::vector<std::string> const texts = {
-            "{\"" + long_name + "\": 1, \"" + long_name + "\": 2}", "[" + long_name + "]",
-            "[\"" + long_name + "\xff\"]", "[1" + std::string(100'000, '0') + "]", "[\"\x1b[31m\"]",
-            "\"" + long_name + "\""};
+        std::vector<std::string> const texts = {"{\"" + long_name + "\": 1, \"" + long_name + "\": 2}",
+                                                "[" + long_name + "]",
+                                                "[\"" + long_name + "\xff\"]",
+                                                "[1" + std::string(100'000, '0') + "]",
+                                                "[\"\x1b[31m\"]",
+                                                "\"" + long_name + "\""};
         for (auto const& text : texts) {
             auto const said = message([&] { json_value::parse(text, "x.json").as<int>(); });
             CHECK(said.size() < 400);

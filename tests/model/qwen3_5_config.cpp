@@ -168,8 +168,10 @@ TEST_SUITE("model") {
             auto const& part = item.second;
             auto settings = valid();
             for (auto const& [key, value] : item.first.items())
-                if (key == "rope_parameters" && value.is_object()) settings[key].update(value);
-                else settings[key] = value;
+                if (key == "rope_parameters" && value.is_object())
+                    settings[key].update(value);
+                else
+                    settings[key] = value;
             auto const text = message([&] { parse(settings); });
             CAPTURE(text);
             CAPTURE(part);

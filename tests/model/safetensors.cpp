@@ -110,8 +110,8 @@ TEST_SUITE("model") {
             auto const s = std::to_string(shift), end = std::to_string(shift + 16);
             auto const header = R"({"pad":{"dtype":"U8","shape":[)" + s + R"(],"data_offsets":[0,)" + s +
                                 R"(]},"x":{"dtype":"F64","shape":[2],"data_offsets":[)" + s + "," + end + "]}}";
-            auto const f = safetensors::parse(
-                file(header, std::string(shift, 'p') + bytes_of<double>({0.1, -2.5})), "x");
+            auto const f =
+                safetensors::parse(file(header, std::string(shift, 'p') + bytes_of<double>({0.1, -2.5})), "x");
             CHECK(f.read<double>("x") == std::vector{0.1, -2.5});
         }
     }
@@ -121,7 +121,8 @@ TEST_SUITE("model") {
         auto const check = [](safetensors const& f, ints const& expected, bool integral = true) {
             CHECK(f.read<double>("x") == std::vector<double>(expected.begin(), expected.end()));
             CHECK(f.read<float>("x") == std::vector<float>(expected.begin(), expected.end()));
-            if (integral) CHECK(f.read<cpx::index>("x") == expected);
+            if (integral)
+                CHECK(f.read<cpx::index>("x") == expected);
             else
                 CHECK(contains(message([&] { f.read<cpx::index>("x"); }),
                                R"(one: dtype of tensor "x": expected an integer dtype or BOOL, got )"));
@@ -165,7 +166,9 @@ TEST_SUITE("model") {
         auto const rounded = one<double>("F64", {0.1, 1 + 0x1p-25, 1e-60, infinity}).read<float>("x");
         CHECK(rounded == std::vector<float>{0.1f, 1, 0, std::numeric_limits<float>::infinity()});
         CHECK(std::isnan(one<double>("F64", {std::nan("")}).read<float>("x")[0]));
-        CHECK(contains(message([] { one<double>("F64", {1, 1e39}).read<float>("x"); }),
+        CHECK(contains(message([] {
+                           one<double>("F64", {1, 1e39}).read<float>("x");
+                       }),
                        R"(one: element 1 of tensor "x": expected a float, got 1e+39)"));
     }
 
@@ -174,7 +177,9 @@ TEST_SUITE("model") {
         CHECK(one<cpx::index>("I64", {0, -exact, exact + 2}).read<double>("x") ==
               std::vector{0.0, -0x1p53, 0x1p53 + 2});
         CHECK(one<cpx::index>("I64", {std::numeric_limits<cpx::index>::min()}).read<float>("x")[0] == -0x1p63f);
-        CHECK(contains(message([&] { one<cpx::index>("I64", {0, exact + 1}).read<double>("x"); }),
+        CHECK(contains(message([&] {
+                           one<cpx::index>("I64", {0, exact + 1}).read<double>("x");
+                       }),
                        R"(element 1 of tensor "x": expected a double, got 9007199254740993)"));
         CHECK(contains(message([&] { one<cpx::index>("I64", {-exact - 1}).read<double>("x"); }),
                        "got -9007199254740993"));

@@ -152,7 +152,8 @@ std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sect
 template <cpx::scope Scope>
 using by_tokens = cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>>;
 
-/// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts: 2 types. A unit of 1 is balanced.
+/// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts: 2 types. A unit of 1 is
+/// balanced.
 template <class F>
 void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const& units, F&& f) {
     support::splitmix numbers(static_cast<std::uint64_t>(ranks));

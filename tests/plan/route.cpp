@@ -16,7 +16,8 @@ using cpx::sequential;
 using cpx::striped;
 using cpx::zigzag;
 
-// What one exchange between zigzag and sequential takes, counted by hand from the owners 0 1 2 3 3 2 1 0 and 0 0 1 1 2 2 3 3.
+// What one exchange between zigzag and sequential takes, counted by hand from the owners 0 1 2 3 3 2 1 0 and 0 0 1 1
+// 2 2 3 3.
 static_assert(cpx::cells<zigzag<4>, sequential<4>>() == 8);
 static_assert(cpx::routes<zigzag<4>, sequential<4>>().size() == 6);
 static_assert(cpx::routes<zigzag<4>, sequential<4>>()[0] == route{1, 1, 0});
@@ -37,7 +38,8 @@ static_assert(cpx::route_messages<striped<7>, striped<7>>() == 0);
 static_assert(cpx::cells<striped<3, 4>, zigzag<3>>() == 12);
 static_assert(cpx::cells<striped<2, 3>, zigzag<2>>() == 12);
 
-/// Half-chunks that change hands between zigzag and sequential: 2W - 1, less 1 where the half of some rank stays in place.
+/// Half-chunks that change hands between zigzag and sequential: 2W - 1, less 1 where the half of some rank stays in
+/// place.
 template <int W>
 constexpr std::size_t half_chunks = cpx::routes<zigzag<W>, sequential<W>>().size();
 template <int... W>

@@ -262,7 +262,8 @@ TEST_SUITE("transport") {
         CHECK(got[1] == std::vector<double>{0, 0, 1, 1, 1, 1, 0, 0});
     }
 
-    // Where every rank repeats the whole computation, its gradient is not W times too large: the way back is a selection.
+    // Where every rank repeats the whole computation, its gradient is not W times too large: the way back is a
+    // selection.
     TEST_CASE("the gradient of a computation that every rank repeats is selected, not summed") {
         auto const a = cpx::shard(lengths({6, 10}), cpx::zigzag<2>{});
         cpx::threads::run(2, [&](cpx::threads& comm) {
