@@ -1076,7 +1076,6 @@ struct identity {
         source_width,
         target_width,
         parameter,
-        element,
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{"ranks",
@@ -1087,25 +1086,25 @@ struct identity {
                                                                          "target sharding (hash)",
                                                                          "source width",
                                                                          "target width",
-                                                                         "parameter",
-                                                                         "bytes an element"};
+                                                                         "parameter"};
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
+    std::array<char, 16> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
 
     friend bool operator==(identity const&, identity const&) = default;
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back. Where moving back is not a plan of its own kind,
-    /// because it `adds` or copies what this one copied or added, the operation says so.
-    identity transposed(bool adds) const {
+    /// Returns the identity of the plan that moves everything back. If that is no plan of its own kind, because this one
+    /// is not `one_to_one`, the operation says so.
+    identity transposed(bool one_to_one) const {
         static constexpr std::string_view mark = " transposed";
         identity back = *this;
         std::string_view const name = operation.data();
         bool const marked = name.ends_with(mark);
-        if (adds || marked) {
+        if (!one_to_one) {
             back.operation = {};
             set(back.operation, marked ? std::string(name.substr(0, name.size() - mark.size()))
                                        : std::string(name) + std::string(mark));
@@ -1119,7 +1118,7 @@ struct identity {
     /// Returns a 64-bit hash of everything: the plan's fingerprint.
     std::uint64_t fingerprint() const {
         std::uint64_t hash = detail::mix_all(0, operation);
-        hash = detail::mix_all(detail::mix_all(hash, source), target);
+        hash = detail::mix_all(detail::mix_all(detail::mix_all(hash, source), target), element);
         return detail::mix_all(hash, numbers);
     }
 
@@ -1130,16 +1129,17 @@ struct identity {
         return -1;
     }
 
-    static constexpr int fields = 3 + static_cast<int>(numbers_count);
+    static constexpr int fields = 4 + static_cast<int>(numbers_count);
     static std::string name(int field) {
-        static constexpr std::array<char const*, 3> texts{"operation", "source layout", "target layout"};
-        return field < 3 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 3)];
+        static constexpr std::array<char const*, 4> texts{"operation", "source layout", "target layout",
+                                                          "element type"};
+        return field < 4 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 4)];
     }
     std::string value(int field) const {
-        if (field == 0) return operation.data();
-        if (field == 1) return source.data();
-        if (field == 2) return target.data();
-        return std::to_string(numbers[static_cast<std::size_t>(field - 3)]);
+        if (field < 4)
+            return std::array{operation.data(), source.data(), target.data(),
+                              element.data()}[static_cast<std::size_t>(field)];
+        return std::to_string(numbers[static_cast<std::size_t>(field - 4)]);
     }
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
@@ -1200,8 +1200,7 @@ identity identify(std::string_view operation, A const& from, B const& to, index 
                   sharding_hash(to),
                   0,
                   0,
-                  static_cast<std::uint64_t>(parameter),
-                  0};
+                  static_cast<std::uint64_t>(parameter)};
     return id;
 }
 
@@ -1237,8 +1236,9 @@ struct message {
     friend bool operator==(message const&, message const&) = default;
 };
 
-/// What a plan does to a place of the source: moves it to one place, copies it to one or more, or adds it to others.
-enum class flow { moves, copies, sums };
+/// What a plan does: moves every place of the source to one of the target; copies them to one or more; adds those that
+/// go to the same place; or selects, because several places of the source, or of the target, are replicas of each other.
+enum class flow { moves, copies, sums, selects };
 
 /// All that one rank sends and receives in one exchange: at most one message a peer.
 ///
@@ -1289,10 +1289,10 @@ struct plan {
     /// Where this plan copies a place of the source to several ranks, the transposed plan adds what they hold in rank
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
-        flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
+        flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : kind;
         return {rank,         target_rows,  source_rows,
                 target_width, source_width, receives,
-                sends,        back,         id.transposed(kind != flow::moves),
+                sends,        back,         id.transposed(kind == flow::moves),
                 local};
     }
 
@@ -1776,6 +1776,18 @@ index local_width(S const& s, int rank, std::span<section const> sections) {
     return width;
 }
 
+/// Returns whether some rows or heads stand on several ranks.
+template <any_sharding S>
+bool has_replicas(S const& s, std::span<section const> sections) {
+    if constexpr (!S::every_row) return false;
+    for (section const& part : sections) {
+        index everywhere = 0;
+        for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
+        if (everywhere > part.heads) return true;
+    }
+    return false;
+}
+
 } // namespace detail
 
 /// Returns the plan by which `rank` takes part in moving a tensor from one sharding to another, in one exchange.
@@ -1821,14 +1833,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();
-    if constexpr (To::every_row) {
-        index everywhere = 0, once = 0;
-        for (section const& s : parts) {
-            once += s.heads * s.width;
-            for (int r = 0; r < to.ranks(); ++r) everywhere += to.heads(r, s.heads).size() * s.width;
-        }
-        if (everywhere > once) p.kind = flow::copies;
-    }
+    if (detail::has_replicas(from, parts)) p.kind = flow::selects;
+    if (detail::has_replicas(to, parts)) p.kind = flow::copies;
     require(p.covers_target(), "relayout", "places of the target that nothing reaches", 0, "some", here);
     return p;
 }
@@ -2133,6 +2139,16 @@ namespace detail {
 
 inline constexpr run one{0, 1};
 
+/// Returns "float32", "int64", "uint8" or, for other types, "12 bytes".
+template <class T>
+std::string element_name() {
+    std::string const bits = std::to_string(8 * sizeof(T));
+    if (std::floating_point<T>) return "float" + bits;
+    if (std::unsigned_integral<T>) return "uint" + bits;
+    if (std::integral<T>) return "int" + bits;
+    return std::to_string(sizeof(T)) + " bytes";
+}
+
 template <class Byte, class T>
 std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
     std::vector<parcel<Byte>> list;
@@ -2293,7 +2309,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(detail::type_name<B>()), here);
     identity id = p.id;
-    id[identity::element] = sizeof(B);
+    identity::set(id.element, detail::element_name<B>());
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
     if (!p.local) agree(comm, id);
 

@@ -63,6 +63,7 @@ TEST_SUITE("plan") {
         auto const a = cpx::shard(batch, cpx::sequential<>{4});
         cpx::plan const gather = cpx::relayout(a, all, 0), select = cpx::relayout(all, a, 0);
         CHECK(difference(gather.transposed(), select) == "operation");
+        CHECK(difference(select.transposed(), gather) == "operation");
         CHECK(difference(gather.transposed().transposed(), gather) == "");
         auto const halo = cpx::halo(a, 0, 3);
         CHECK(difference(halo, halo.transposed()) == "operation");
@@ -104,8 +105,8 @@ TEST_SUITE("plan") {
         CHECK(p.transposed().id.text() ==
               "relayout sequential<4> over batch, aligned<64> -> zigzag<4> over sequence, balanced");
         CHECK(p.transposed().transposed().id == p.id);
-        CHECK(p.id.value(3) == "4");
-        CHECK(cpx::identity::name(3) == "ranks");
+        CHECK(p.id.value(4) == "4");
+        CHECK(cpx::identity::name(4) == "ranks");
     }
 
     TEST_CASE("a name that is too long is cut, not overrun") {

@@ -107,7 +107,7 @@ TEST_SUITE("plan") {
         CHECK(execute(sums, gradients, 1, index{-1}) == expected);
 
         auto const selection = law::plans(everywhere, zigzag);
-        CHECK(selection[0].kind == cpx::flow::moves);
+        CHECK(selection[0].kind == cpx::flow::selects);
         CHECK(selection[0].messages() == 0);
         auto const back = execute(transposed(selection), zigzag.rows, 1, index{-1});
         for (std::size_t r = 0; r < 2; ++r)

@@ -57,7 +57,6 @@ struct identity {
         source_width,
         target_width,
         parameter,
-        element,
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{"ranks",
@@ -68,25 +67,25 @@ struct identity {
                                                                          "target sharding (hash)",
                                                                          "source width",
                                                                          "target width",
-                                                                         "parameter",
-                                                                         "bytes an element"};
+                                                                         "parameter"};
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
+    std::array<char, 16> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
 
     friend bool operator==(identity const&, identity const&) = default;
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back. Where moving back is not a plan of its own kind,
-    /// because it `adds` or copies what this one copied or added, the operation says so.
-    identity transposed(bool adds) const {
+    /// Returns the identity of the plan that moves everything back. If that is no plan of its own kind, because this one
+    /// is not `one_to_one`, the operation says so.
+    identity transposed(bool one_to_one) const {
         static constexpr std::string_view mark = " transposed";
         identity back = *this;
         std::string_view const name = operation.data();
         bool const marked = name.ends_with(mark);
-        if (adds || marked) {
+        if (!one_to_one) {
             back.operation = {};
             set(back.operation, marked ? std::string(name.substr(0, name.size() - mark.size()))
                                        : std::string(name) + std::string(mark));
@@ -100,7 +99,7 @@ struct identity {
     /// Returns a 64-bit hash of everything: the plan's fingerprint.
     std::uint64_t fingerprint() const {
         std::uint64_t hash = detail::mix_all(0, operation);
-        hash = detail::mix_all(detail::mix_all(hash, source), target);
+        hash = detail::mix_all(detail::mix_all(detail::mix_all(hash, source), target), element);
         return detail::mix_all(hash, numbers);
     }
 
@@ -111,16 +110,17 @@ struct identity {
         return -1;
     }
 
-    static constexpr int fields = 3 + static_cast<int>(numbers_count);
+    static constexpr int fields = 4 + static_cast<int>(numbers_count);
     static std::string name(int field) {
-        static constexpr std::array<char const*, 3> texts{"operation", "source layout", "target layout"};
-        return field < 3 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 3)];
+        static constexpr std::array<char const*, 4> texts{"operation", "source layout", "target layout",
+                                                          "element type"};
+        return field < 4 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 4)];
     }
     std::string value(int field) const {
-        if (field == 0) return operation.data();
-        if (field == 1) return source.data();
-        if (field == 2) return target.data();
-        return std::to_string(numbers[static_cast<std::size_t>(field - 3)]);
+        if (field < 4)
+            return std::array{operation.data(), source.data(), target.data(),
+                              element.data()}[static_cast<std::size_t>(field)];
+        return std::to_string(numbers[static_cast<std::size_t>(field - 4)]);
     }
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
@@ -181,8 +181,7 @@ identity identify(std::string_view operation, A const& from, B const& to, index 
                   sharding_hash(to),
                   0,
                   0,
-                  static_cast<std::uint64_t>(parameter),
-                  0};
+                  static_cast<std::uint64_t>(parameter)};
     return id;
 }
 

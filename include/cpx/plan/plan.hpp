@@ -32,8 +32,9 @@ struct message {
     friend bool operator==(message const&, message const&) = default;
 };
 
-/// What a plan does to a place of the source: moves it to one place, copies it to one or more, or adds it to others.
-enum class flow { moves, copies, sums };
+/// What a plan does: moves every place of the source to one of the target; copies them to one or more; adds those that
+/// go to the same place; or selects, because several places of the source, or of the target, are replicas of each other.
+enum class flow { moves, copies, sums, selects };
 
 /// All that one rank sends and receives in one exchange: at most one message a peer.
 ///
@@ -84,10 +85,10 @@ struct plan {
     /// Where this plan copies a place of the source to several ranks, the transposed plan adds what they hold in rank
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
-        flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : flow::moves;
+        flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : kind;
         return {rank,         target_rows,  source_rows,
                 target_width, source_width, receives,
-                sends,        back,         id.transposed(kind != flow::moves),
+                sends,        back,         id.transposed(kind == flow::moves),
                 local};
     }
 

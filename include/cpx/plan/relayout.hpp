@@ -79,6 +79,18 @@ index local_width(S const& s, int rank, std::span<section const> sections) {
     return width;
 }
 
+/// Returns whether some rows or heads stand on several ranks.
+template <any_sharding S>
+bool has_replicas(S const& s, std::span<section const> sections) {
+    if constexpr (!S::every_row) return false;
+    for (section const& part : sections) {
+        index everywhere = 0;
+        for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
+        if (everywhere > part.heads) return true;
+    }
+    return false;
+}
+
 } // namespace detail
 
 /// Returns the plan by which `rank` takes part in moving a tensor from one sharding to another, in one exchange.
@@ -124,14 +136,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();
-    if constexpr (To::every_row) {
-        index everywhere = 0, once = 0;
-        for (section const& s : parts) {
-            once += s.heads * s.width;
-            for (int r = 0; r < to.ranks(); ++r) everywhere += to.heads(r, s.heads).size() * s.width;
-        }
-        if (everywhere > once) p.kind = flow::copies;
-    }
+    if (detail::has_replicas(from, parts)) p.kind = flow::selects;
+    if (detail::has_replicas(to, parts)) p.kind = flow::copies;
     require(p.covers_target(), "relayout", "places of the target that nothing reaches", 0, "some", here);
     return p;
 }

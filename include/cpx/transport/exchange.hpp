@@ -12,6 +12,16 @@ namespace detail {
 
 inline constexpr run one{0, 1};
 
+/// Returns "float32", "int64", "uint8" or, for other types, "12 bytes".
+template <class T>
+std::string element_name() {
+    std::string const bits = std::to_string(8 * sizeof(T));
+    if (std::floating_point<T>) return "float" + bits;
+    if (std::unsigned_integral<T>) return "uint" + bits;
+    if (std::integral<T>) return "int" + bits;
+    return std::to_string(sizeof(T)) + " bytes";
+}
+
 template <class Byte, class T>
 std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
     std::vector<parcel<Byte>> list;
@@ -172,7 +182,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(detail::type_name<B>()), here);
     identity id = p.id;
-    id[identity::element] = sizeof(B);
+    identity::set(id.element, detail::element_name<B>());
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
     if (!p.local) agree(comm, id);
 
