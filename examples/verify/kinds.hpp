@@ -50,6 +50,34 @@ std::vector<T> gather(cpx::rows<T const> part, cpx::index width, S const& shardi
     return whole;
 }
 
+/// Returns this rank's part of the gradient of an output, given whole.
+///
+/// By heads it comes from zigzag tokens by the backward of the way that the output went: where several ranks hold a head,
+/// the one that sent the output gets its gradient, the others zeros.
+template <class T, class S>
+cpx::tensor<T, S> take_gradient(std::vector<T> const& whole, cpx::index width, S const& sharding, cpx::threads& comm) {
+    if constexpr (S::every_row) {
+        auto const tokens = cpx::shard(sharding.batch(), cpx::zigzag<>(sharding.ranks()));
+        auto const there = relayout(sharding, tokens, comm.rank()).transposed();
+        return exchange(there, take(whole, width, tokens, comm), comm);
+    } else {
+        return take(whole, width, sharding, comm);
+    }
+}
+
+/// Returns the whole of the gradient of an input. By heads, what several ranks hold of a head is added on the way.
+template <class T, class S>
+std::vector<T> gather_gradient(cpx::tensor<T, S> const& part, cpx::index width, cpx::threads& comm) {
+    S const& sharding = part.sharding();
+    if constexpr (S::every_row) {
+        auto const tokens = cpx::shard(sharding.batch(), cpx::zigzag<>(sharding.ranks()));
+        auto const home = exchange(relayout(tokens, sharding, comm.rank()).transposed(), part, comm);
+        return gather<T>(home.data(), width, tokens, comm);
+    } else {
+        return gather<T>(part.data(), width, sharding, comm);
+    }
+}
+
 /// Calls `f(input, output)` with the job's sharding of rows of some sections: by tokens both are the same.
 template <class F>
 void with_sharding(job const& j, std::vector<cpx::section> const& in, std::vector<cpx::section> const& out, F&& f) {
@@ -79,6 +107,9 @@ outputs<T> gated_delta_rule(job const& j) {
                                        {heads.value_heads, 1}};
     std::vector<cpx::section> const out{{heads.value_heads, heads.value_dim}};
     char const* const names[] = {"q", "k", "v", "g", "beta"};
+    if (j.file.metadata().contains("scale")) // the only one that cpx's default is
+        cpx::require(j.file.metadata("scale") == std::to_string(heads.key_dim) + "**-0.5", j.file.where().c_str(),
+                     "scale in the metadata", std::to_string(heads.key_dim) + "**-0.5", j.file.metadata("scale"));
 
     cpx::index width = 0; // one row holds q, k, v, g and beta of a token, so that they are sharded together
     for (cpx::section const& s : in) width += s.heads * s.width;
@@ -92,6 +123,11 @@ outputs<T> gated_delta_rule(job const& j) {
         cpx::map(cpx::rows<T>(whole, width).columns(first, columns)) = cpx::map(cpx::rows<T const>(values, columns));
         first += columns;
     }
+
+    cpx::index const out_width = heads.value_heads * heads.value_dim;
+    bool const backward = j.file.contains("do");
+    auto const dout =
+        backward ? j.file.read<T>("do", {j.tokens(), heads.value_heads, heads.value_dim}) : std::vector<T>();
 
     outputs<T> result;
     cpx::index const state = heads.key_dim * heads.value_dim;
@@ -111,17 +147,34 @@ outputs<T> gated_delta_rule(job const& j) {
             auto const x = part.view();
             cpx::index const v_end = 2 * k + n * heads.value_dim;
             auto const plan = carry(sharding, rank);
-            cpx::gated_delta_rule(How{}, plan,
-                                  cpx::delta_rule_tensors<T, S>{x.columns(0, k),
-                                                                x.columns(k, k),
-                                                                x.columns(2 * k, v_end - 2 * k),
-                                                                x.columns(v_end, n),
-                                                                x.columns(v_end + n, n),
-                                                                o.view(),
-                                                                {},
-                                                                {finals.data(), j.batch.sequences(), local_state}},
-                                  heads, options, comm);
-            auto all = gather<T>(o.data(), heads.value_heads * heads.value_dim, out_sharding, comm);
+            cpx::delta_rule_saved<T> saved;
+            cpx::delta_rule_tensors<T, S> const tensors{x.columns(0, k),
+                                                        x.columns(k, k),
+                                                        x.columns(2 * k, v_end - 2 * k),
+                                                        x.columns(v_end, n),
+                                                        x.columns(v_end + n, n),
+                                                        o.view(),
+                                                        {},
+                                                        {finals.data(), j.batch.sequences(), local_state},
+                                                        &saved};
+            cpx::gated_delta_rule(How{}, plan, tensors, heads, options, comm);
+            auto all = gather<T>(o.data(), out_width, out_sharding, comm);
+
+            std::vector<T> gradients;
+            if (backward) {
+                cpx::tensor<T, S> d(sharding, rank, part.width());
+                auto const d_out = take_gradient(dout, out_width, out_sharding, comm);
+                auto const dx = d.view();
+                cpx::gated_delta_rule_backward(How{}, plan, tensors,
+                                               cpx::delta_rule_gradient_tensors<T, S>{{d_out.data(), sharding},
+                                                                                      dx.columns(0, k),
+                                                                                      dx.columns(k, k),
+                                                                                      dx.columns(2 * k, v_end - 2 * k),
+                                                                                      dx.columns(v_end, n),
+                                                                                      dx.columns(v_end + n, n)},
+                                               heads, options, comm);
+                gradients = gather_gradient(d, width, comm);
+            }
             std::lock_guard const lock(guard);
             for (std::size_t i = 0; i < plan.segments.size(); ++i) { // a final state is where its sequence ends
                 if (plan.links[i].has_successor) continue;
@@ -129,7 +182,17 @@ outputs<T> gated_delta_rule(job const& j) {
                 std::copy_n(finals.data() + s * local_state, local_state,
                             final_state.data() + (s * heads.value_heads + values.first) * state);
             }
-            if (rank == 0) result["o"] = std::move(all);
+            if (rank != 0) return;
+            result["o"] = std::move(all);
+            cpx::index column = 0;
+            for (std::size_t i = 0; backward && i < in.size(); ++i) {
+                cpx::index const columns = in[i].heads * in[i].width;
+                auto& gradient = result[std::string("d") + names[i]];
+                gradient.resize(static_cast<std::size_t>(j.tokens() * columns));
+                cpx::map(cpx::rows<T>(gradient, columns)) =
+                    cpx::map(cpx::rows<T>(gradients, width).columns(column, columns));
+                column += columns;
+            }
         });
     });
     return result;
@@ -144,6 +207,8 @@ outputs<T> causal_conv1d(job const& j) {
     auto const bias = j.file.contains("bias") ? j.file.read<T>("bias", {channels}) : std::vector<T>();
     auto const act = j.file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
     std::vector<cpx::section> const sections{{channels, 1}}; // by heads, every channel is one
+    bool const backward = j.file.contains("dy");
+    auto const dy = backward ? j.file.read<T>("dy", {j.tokens(), channels}) : std::vector<T>();
 
     outputs<T> result;
     with_sharding(j, sections, sections, [&](auto const& sharding, auto const&) {
@@ -154,10 +219,34 @@ outputs<T> causal_conv1d(job const& j) {
             auto const local_bias =
                 bias.empty() ? bias : local_rows(sharding, rank, sections, cpx::rows<T const>(bias, 1));
             auto y = part;
-            cpx::causal_conv1d(halo(sharding, rank, taps - 1), part.view(), cpx::rows<T const>(local_weight, taps),
+            auto const before = halo(sharding, rank, taps - 1),
+                       after = halo(sharding, rank, taps - 1, cpx::side::after);
+            cpx::causal_conv1d(before, part.view(), cpx::rows<T const>(local_weight, taps),
                                std::span<T const>(local_bias), act, y.view(), comm);
             auto all = gather<T>(y.data(), channels, sharding, comm);
             if (rank == 0) result["y"] = std::move(all);
+            if (!backward) return;
+
+            auto const d_out = take_gradient(dy, channels, sharding, comm);
+            auto dx = part;
+            std::vector<T> dlocal(local_weight.size()), dlocal_bias(local_bias.size());
+            cpx::causal_conv1d_backward(
+                before, after, part.view(), cpx::rows<T const>(local_weight, taps), std::span<T const>(local_bias), act,
+                d_out.view(), cpx::causal_conv1d_gradients{dx.view(), cpx::rows(dlocal, taps), std::span(dlocal_bias)},
+                comm);
+            auto dx_all = gather_gradient(dx, channels, comm);
+            auto const sum = [&](std::vector<T> const& local,
+                                 cpx::index columns) { // over this rank's channels, then ranks
+                std::vector<T> total(static_cast<std::size_t>(channels * columns));
+                add_local_rows(sharding, rank, sections, cpx::rows(local, columns), cpx::rows(total, columns));
+                sum_over_ranks(std::span(total), comm);
+                return total;
+            };
+            auto dweight = sum(dlocal, taps), dbias = bias.empty() ? std::vector<T>() : sum(dlocal_bias, 1);
+            if (rank != 0) return;
+            result["dx"] = std::move(dx_all);
+            result["dweight"] = std::move(dweight);
+            if (!bias.empty()) result["dbias"] = std::move(dbias);
         });
     });
     return result;

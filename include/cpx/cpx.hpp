@@ -30,4 +30,5 @@
 
 #include <cpx/transport/counted.hpp>
 #include <cpx/transport/exchange.hpp>
+#include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>

@@ -6,6 +6,7 @@
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/gated_delta_net.hpp>
 #include <cpx/ops/gated_delta_rule.hpp>
+#include <cpx/ops/gated_delta_rule_backward.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/norm.hpp>
 #include <cpx/ops/rotary.hpp>

@@ -2347,6 +2347,30 @@ tensor<T, To> exchange(relayout_plan<From, To> const& p, tensor<T, From> const& 
 
 } // namespace cpx
 
+// cpx/transport/sum.hpp
+// Sums that every rank gets with the same bits.
+
+namespace cpx {
+
+/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which every
+/// rank has its share.
+///
+/// Collective; all ranks have equally many values. Each rank adds one part and hands it to the others, so that it sends
+/// 2 (W - 1) / W times the values. Throws what `exchange` throws.
+template <class T, transport Comm>
+void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
+    index const count = std::ssize(values);
+    thd const batch({0, count}); // every value is a row
+    replicated<> const whole(comm.ranks(), batch);
+    auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
+    rows<T> const all(values.data(), count, 1);
+    tensor<T, sharding<sequential<>>> part(plan.from, comm.rank(), 1);
+    exchange(plan.transposed(), sharded(all, whole), part.view(), comm, here);
+    exchange(plan, part.view(), sharded(all, whole), comm, here);
+}
+
+} // namespace cpx
+
 // cpx/transport/threads.hpp
 // W ranks as threads of one process: the whole of cpx without a GPU or a launcher.
 

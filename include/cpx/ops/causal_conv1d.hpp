@@ -68,4 +68,67 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
     }
 }
 
+/// What the backward of a causal convolution computes. Each but dx may be left empty.
+///
+/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they hold:
+/// the gradient is the sum over all ranks.
+template <class T, any_sharding S>
+struct causal_conv1d_gradients {
+    sharded<T, S> dx;
+    rows<T> dweight = {};
+    std::span<T> dbias = {};
+};
+
+/// Computes the gradients of `causal_conv1d`.
+///
+/// `before` is the plan of the forward, `after` is `halo(sharding, rank, K - 1, side::after)`; x, weight, bias and
+/// `act` as there; dy: (rows, channels), the gradient of y.
+/// Collective: one exchange of the halo of x, one of that of dz = dy act'(z). dx is computed where x lives, from the dz
+/// of the tokens after it, so that it is bitwise the same on every sharding; a gradient never reaches another sequence.
+///
+/// Throws as the forward does.
+template <class T, any_sharding S, elements_of<T> A, elements_of<T> B, transport Comm>
+void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<A, S> const& x,
+                            rows<T const> weight, std::span<T const> bias, activation act, sharded<B, S> const& dy,
+                            causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here = caller::here()) {
+    char const* const where = "causal_conv1d_backward";
+    for (auto const* plan : {&before, &after})
+        require(x.sharding() == plan->sharding, where, "sharding of x", "that of the plans", "another", here);
+    require(dy.sharding() == x.sharding() && to.dx.sharding() == x.sharding(), where, "sharding of dy and dx",
+            "that of x", "another", here);
+    index const channels = x.data().width(), reach = weight.width() - 1;
+    require(before.reach == reach && before.where == side::before && after.reach == reach && after.where == side::after,
+            where, "rows beside a segment in the plans", std::to_string(reach) + " before and after", "others", here);
+    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
+    detail::require_shape(where, "x", x.data(), before.source_rows, channels, here);
+    detail::require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
+    detail::require_shape(where, "dx", to.dx.data(), before.source_rows, channels, here);
+    detail::require_shape(where, "weight", weight, channels, weight.width(), here);
+
+    auto const buffer = [&](index count) { return std::vector<T>(static_cast<std::size_t>(count * channels)); };
+    auto x_values = buffer(before.target_rows), dz_values = buffer(before.source_rows), beside = buffer(0);
+    auto future_values = buffer(after.target_rows);
+    rows<T> const x_halo(x_values.data(), before.target_rows, channels);
+    rows<T> const dz(dz_values.data(), before.source_rows, channels);
+    rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
+    exchange(before, x.data(), x_halo, comm, here);
+    for (std::size_t i = 0; i < before.segments.size(); ++i) {
+        segment const& s = before.segments[i];
+        auto const history = detail::rows_beside<T, S>(before, i, x.data(), x_halo, beside);
+        auto const own = rows<T const>(x.data()).sub(s.row, s.count);
+        convolve_segment_backward_sums<T>(history, own, weight, bias.empty() ? nullptr : bias.data(), act,
+                                          rows<T const>(dy.data()).sub(s.row, s.count), dz.sub(s.row, s.count));
+        if (to.dweight.data())
+            convolve_segment_backward_weight<T>(history, own, dz.sub(s.row, s.count), to.dweight,
+                                                to.dbias.empty() ? nullptr : to.dbias.data());
+    }
+    exchange(after, dz, dz_halo, comm, here);
+    for (std::size_t i = 0; i < after.segments.size(); ++i) {
+        segment const& s = after.segments[i];
+        convolve_segment_backward_input<T>(dz.sub(s.row, s.count),
+                                           detail::rows_beside<T, S>(after, i, dz, dz_halo, beside), weight,
+                                           to.dx.data().sub(s.row, s.count));
+    }
+}
+
 } // namespace cpx

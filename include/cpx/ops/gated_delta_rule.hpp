@@ -17,81 +17,139 @@ struct delta_rule_heads {
     index key_dim = 1, value_dim = 1;
 };
 
+/// What the backward of a gated delta rule needs of its forward: the state before every segment of the rank and, with
+/// `scan`, the map M of the segments that lie between two others (rows as in `carry_plan::maps`).
+template <class T>
+struct delta_rule_saved {
+    std::vector<T> starts, maps;
+};
+
 /// The tensors of a gated delta rule on one rank, all of one sharding; widths are those of the heads that the rank
 /// holds.
 ///
 /// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: log decay, beta: (rows, value heads).
 /// States: (sequences, value heads * key_dim * value_dim), or empty rows for none. `initial` is read on the rank where
 /// a sequence begins; `final` is written on the rank where it ends (rank 0 if it has no tokens) and elsewhere left
-/// alone.
+/// alone. `saved`, unless null, takes what the backward needs.
 template <class T, any_sharding S>
 struct delta_rule_tensors {
     sharded<T const, S> q, k, v, g, beta;
     sharded<T, S> o;
     rows<T const> initial = {};
     rows<T> final = {};
+    delta_rule_saved<T>* saved = nullptr;
 };
 
 namespace detail {
 
-/// One rank's part of a gated delta rule: runs segments, head by head.
+/// The columns and states of one head, and how wide they are together on this rank.
 template <class T, any_sharding S>
-class delta_rule_run {
+class delta_rule_views {
 public:
-    delta_rule_run(S const& sharding, int rank, delta_rule_tensors<T, S> const& tensors, delta_rule_heads const& heads,
-                   delta_rule_options const& options)
-        : t_(tensors), heads_(heads), options_(options), keys_(sharding.heads(rank, heads.key_heads)),
-          values_(sharding.heads(rank, heads.value_heads)) {}
+    delta_rule_views(carry_plan<S> const& plan, delta_rule_heads const& heads)
+        : plan_(plan), heads_(heads), keys_(plan.sharding.heads(plan.rank, heads.key_heads)),
+          values_(plan.sharding.heads(plan.rank, heads.value_heads)) {}
 
     index state_width() const { return values_.size() * heads_.key_dim * heads_.value_dim; }
     index map_width() const { return values_.size() * heads_.key_dim * heads_.key_dim; }
 
-    /// Writes the outputs of a segment; `state` is its start state before and its end state after.
-    void forward(segment const& s, T* state) const {
-        for (index h = 0; h < values_.size(); ++h) {
-            auto const v = columns(t_.v, s, h, heads_.value_dim);
-            delta_rule_forward<T>(key_columns(t_.q, s, h), key_columns(t_.k, s, h), v, columns(t_.g, s, h, 1),
-                                  columns(t_.beta, s, h, 1), s.token, options_, matrix_at(state, h, heads_.value_dim),
-                                  t_.o.data().sub(s.row, s.count).columns(h * heads_.value_dim, heads_.value_dim));
-        }
+protected:
+    segment const& segment_at(std::size_t i) const { return plan_.segments[i]; }
+
+    /// Returns head `head` of states of (key_dim, width) a head.
+    template <class A>
+    rows<A> matrix_at(A* states, index head, index width) const {
+        return {states + head * heads_.key_dim * width, heads_.key_dim, width};
+    }
+    template <class A>
+    rows<A> columns(sharded<A, S> const& x, segment const& s, index head, index width) const {
+        return x.data().sub(s.row, s.count).columns(head * width, width);
+    }
+    /// Returns the columns of q or k that value head `value_head` reads.
+    template <class A>
+    rows<A> key_columns(sharded<A, S> const& x, segment const& s, index value_head) const {
+        index const group = heads_.value_heads / heads_.key_heads;
+        return columns(x, s, (values_.first + value_head) / group - keys_.first, heads_.key_dim);
     }
 
-    /// Folds a segment: `end` is its end state from a zero start; `map`, unless null, takes its M.
-    void fold(segment const& s, T* end, T* map) const {
-        for (index h = 0; h < values_.size(); ++h)
-            delta_rule_fold<T>(key_columns(t_.k, s, h), columns(t_.v, s, h, heads_.value_dim), columns(t_.g, s, h, 1),
-                               columns(t_.beta, s, h, 1), s.token, options_, matrix_at(end, h, heads_.value_dim),
-                               map ? matrix_at(map, h, heads_.key_dim) : rows<T>());
+    carry_plan<S> const& plan_;
+    delta_rule_heads const& heads_;
+    range keys_, values_;
+};
+
+/// One rank's part of a gated delta rule: runs segments, head by head.
+template <class T, any_sharding S>
+class delta_rule_run : public delta_rule_views<T, S> {
+public:
+    delta_rule_run(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& tensors, delta_rule_heads const& heads,
+                   delta_rule_options const& options)
+        : delta_rule_views<T, S>(plan, heads), t_(tensors), options_(options) {
+        if (t_.saved)
+            t_.saved->starts.assign(plan.segments.size() * static_cast<std::size_t>(this->state_width()), T{});
+    }
+
+    /// Writes the outputs of segment `i`; `state` is its start state before and its end state after.
+    void forward(std::size_t i, T* state) const {
+        segment const& s = this->segment_at(i);
+        index const width = this->state_width(), dim = this->heads_.value_dim;
+        if (t_.saved) std::copy_n(state, width, t_.saved->starts.data() + static_cast<index>(i) * width);
+        for (index h = 0; h < this->values_.size(); ++h)
+            delta_rule_forward<T>(this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h),
+                                  this->columns(t_.v, s, h, dim), this->columns(t_.g, s, h, 1),
+                                  this->columns(t_.beta, s, h, 1), s.token, options_, this->matrix_at(state, h, dim),
+                                  this->columns(t_.o, s, h, dim));
+    }
+
+    /// Folds segment `i`: `end` is its end state from a zero start, `map` takes its M.
+    void fold(std::size_t i, T* end, T* map) const {
+        segment const& s = this->segment_at(i);
+        index const dim = this->heads_.value_dim;
+        for (index h = 0; h < this->values_.size(); ++h)
+            delta_rule_fold<T>(this->key_columns(t_.k, s, h), this->columns(t_.v, s, h, dim),
+                               this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token, options_,
+                               this->matrix_at(end, h, dim), this->matrix_at(map, h, this->heads_.key_dim));
+    }
+
+    void save_maps(std::vector<T> const& maps) const {
+        if (t_.saved) t_.saved->maps = maps;
     }
 
     /// Computes `state = M state + E` for every head.
     void join(T const* map, T const* end, T* state) const {
         matrix<T> next;
-        for (index h = 0; h < values_.size(); ++h) {
-            auto const s = cpx::map(matrix_at(state, h, heads_.value_dim));
-            next = cpx::map(matrix_at(map, h, heads_.key_dim)) * s + cpx::map(matrix_at(end, h, heads_.value_dim));
-            cpx::map(matrix_at(state, h, heads_.value_dim)) = next;
+        for (index h = 0; h < this->values_.size(); ++h) {
+            auto const s = cpx::map(this->matrix_at(state, h, this->heads_.value_dim));
+            next = cpx::map(this->matrix_at(map, h, this->heads_.key_dim)) * s +
+                   cpx::map(this->matrix_at(end, h, this->heads_.value_dim));
+            cpx::map(this->matrix_at(state, h, this->heads_.value_dim)) = next;
         }
     }
 
 private:
-    template <class P>
-    rows<P> matrix_at(P* states, index head, index width) const {
-        return {states + head * heads_.key_dim * width, heads_.key_dim, width};
-    }
-    rows<T const> columns(sharded<T const, S> const& x, segment const& s, index head, index width) const {
-        return x.data().sub(s.row, s.count).columns(head * width, width);
-    }
-    rows<T const> key_columns(sharded<T const, S> const& x, segment const& s, index value_head) const {
-        index const group = heads_.value_heads / heads_.key_heads;
-        return columns(x, s, (values_.first + value_head) / group - keys_.first, heads_.key_dim);
-    }
-
     delta_rule_tensors<T, S> const& t_;
-    delta_rule_heads const& heads_;
     delta_rule_options const& options_;
-    range keys_, values_;
 };
+
+/// Throws unless the tensors fit the plan and the heads.
+template <class T, any_sharding S>
+void check_delta_rule(char const* where, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+                      delta_rule_heads const& heads, delta_rule_options const& options, caller here) {
+    require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
+            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
+    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
+    for (auto const* x : {&t.q, &t.k, &t.v, &t.g, &t.beta})
+        require(x->sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
+    require(t.o.sharding() == plan.sharding, where, "sharding of o", "the plan's", "another", here);
+    index const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
+    index const keys = plan.sharding.heads(plan.rank, heads.key_heads).size();
+    index const values = plan.sharding.heads(plan.rank, heads.value_heads).size();
+    require_shape(where, "q", t.q.data(), rows_held, keys * heads.key_dim, here);
+    require_shape(where, "k", t.k.data(), rows_held, keys * heads.key_dim, here);
+    require_shape(where, "v", t.v.data(), rows_held, values * heads.value_dim, here);
+    require_shape(where, "g", t.g.data(), rows_held, values, here);
+    require_shape(where, "beta", t.beta.data(), rows_held, values, here);
+    require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim, here);
+}
 
 /// Runs the segments level by level and hands each end state to the next segment's rank.
 template <class T, any_sharding S, class Comm, class Start, class Finish>
@@ -103,11 +161,11 @@ void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& 
         auto const& members = plan.levels[level];
         if (level == 0) states.resize(members.size() * static_cast<std::size_t>(width));
         for (std::size_t i = 0; i < members.size(); ++i) {
-            segment const& s = plan.segments[static_cast<std::size_t>(members[i])];
+            auto const member = static_cast<std::size_t>(members[i]);
             T* const state = states.data() + static_cast<index>(i) * width;
-            if (level == 0) start(s, state);
-            run.forward(s, state);
-            if (!plan.links[static_cast<std::size_t>(members[i])].has_successor) finish(s, state);
+            if (level == 0) start(plan.segments[member], state);
+            run.forward(member, state);
+            if (!plan.links[member].has_successor) finish(plan.segments[member], state);
         }
         if (level == plan.steps.size()) break;
         cpx::plan const& step = plan.steps[level];
@@ -133,16 +191,17 @@ void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& pl
         T* const end = ends.data() + static_cast<index>(i) * width;
         if (place.level == 0) { // its start is known: no need to fold it
             start(plan.segments[i], end);
-            run.forward(plan.segments[i], end);
+            run.forward(i, end);
             if (!place.has_successor) finish(plan.segments[i], end);
         } else if (place.has_successor) {
-            run.fold(plan.segments[i], end, maps.data() + place.map_row * map_width);
+            run.fold(i, end, maps.data() + place.map_row * map_width);
         }
     }
     exchange(plan.ends, rows<T const>(ends.data(), plan.ends.source_rows, width),
              rows<T>(all_ends.data(), plan.ends.target_rows, width), comm, here);
     exchange(plan.maps, rows<T const>(maps.data(), plan.maps.source_rows, map_width),
              rows<T>(all_maps.data(), plan.maps.target_rows, map_width), comm, here);
+    run.save_maps(maps);
     auto state = buffer(1, width);
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
         link const& place = plan.links[i];
@@ -151,7 +210,7 @@ void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& pl
         T const* map = all_maps.data() + place.maps * map_width;
         std::copy_n(end, width, state.data());
         for (index level = 1; level < place.level; ++level, map += map_width) run.join(map, end += width, state.data());
-        run.forward(plan.segments[i], state.data());
+        run.forward(i, state.data());
         if (!place.has_successor) finish(plan.segments[i], state.data());
     }
 }
@@ -173,23 +232,8 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
                       delta_rule_heads const& heads, delta_rule_options const& options, Comm& comm,
                       caller here = caller::here()) {
     char const* const where = "gated_delta_rule";
-    require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
-            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
-    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
-    for (auto const* x : {&t.q, &t.k, &t.v, &t.g, &t.beta})
-        require(x->sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
-    require(t.o.sharding() == plan.sharding, where, "sharding of o", "the plan's", "another", here);
-    index const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
-    index const keys = plan.sharding.heads(plan.rank, heads.key_heads).size();
-    index const values = plan.sharding.heads(plan.rank, heads.value_heads).size();
-    detail::require_shape(where, "q", t.q.data(), rows_held, keys * heads.key_dim, here);
-    detail::require_shape(where, "k", t.k.data(), rows_held, keys * heads.key_dim, here);
-    detail::require_shape(where, "v", t.v.data(), rows_held, values * heads.value_dim, here);
-    detail::require_shape(where, "g", t.g.data(), rows_held, values, here);
-    detail::require_shape(where, "beta", t.beta.data(), rows_held, values, here);
-    detail::require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim, here);
-
-    detail::delta_rule_run<T, S> const run(plan.sharding, plan.rank, t, heads, options);
+    detail::check_delta_rule(where, plan, t, heads, options, here);
+    detail::delta_rule_run<T, S> const run(plan, t, heads, options);
     index const sequences = plan.sharding.batch().sequences(), width = run.state_width();
     if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width, here);

@@ -27,4 +27,20 @@ std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> 
     return local;
 }
 
+/// Adds rows in local order to where `local_rows` took them from: the gradient of a weight from that of a rank's part.
+template <class T, any_sharding S>
+void add_local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> local,
+                    rows<T> weight) {
+    index first = 0, taken = 0;
+    for (section const& s : sections) {
+        range const heads = sharding.heads(rank, s.heads);
+        for (index row = first + heads.first * s.width; row < first + heads.last * s.width; ++row, ++taken)
+            for (index column = 0; column < weight.width(); ++column) weight(row, column) += local(taken, column);
+        first += s.heads * s.width;
+    }
+    require(first == weight.count() && taken == local.count(), "add_local_rows", "rows of the weight and of its part",
+            std::to_string(first) + " and " + std::to_string(taken),
+            std::to_string(weight.count()) + " and " + std::to_string(local.count()));
+}
+
 } // namespace cpx

@@ -23,20 +23,39 @@ T delta_rule_gate(T a, T a_log, T dt_bias) {
     return -std::exp(a_log) * softplus(a + dt_bias);
 }
 
+/// The gradients of the arguments of `delta_rule_gate`, the parameters' terms of one token and head.
+template <class T>
+struct delta_rule_gate_gradients {
+    T a, a_log, dt_bias;
+};
+
+/// Returns the gradients of `delta_rule_gate(a, a_log, dt_bias)`, given that of its value.
+template <class T>
+delta_rule_gate_gradients<T> delta_rule_gate_backward(T a, T a_log, T dt_bias, T dg) {
+    T const of_a = softplus_backward(a + dt_bias, -std::exp(a_log) * dg);
+    return {of_a, dg * delta_rule_gate(a, a_log, dt_bias), of_a};
+}
+
 namespace detail {
+
+/// The keys of a chunk of n tokens and how they fade.
+template <class T>
+struct delta_keys {
+    padded<T> keys;           // (n, Dk), normalised
+    padded<T> products;       // (n, n): k_i . k_j
+    padded<T> decay;          // (n, n): exp(g_{j+1} + ... + g_i) for j <= i, else 0
+    std::vector<T> decay_all; // (n): exp(g_0 + ... + g_i)
+};
 
 /// A chunk of n tokens without its queries and without the state that reaches it.
 ///
 /// The chunk changes the state S into `decay_all S + onward fresh(S)`, where `fresh(S) = u + minus_w S` holds what each
 /// token writes beyond what is already stored. Row i depends on the tokens up to i alone.
 template <class T>
-struct delta_chunk {
-    padded<T> keys;           // (n, Dk), normalised
-    padded<T> decay;          // (n, n): exp(g_{j+1} + ... + g_i) for j <= i, else 0
-    std::vector<T> decay_all; // (n): exp(g_0 + ... + g_i)
-    padded<T> minus_w;        // (n, Dk)
-    padded<T> u;              // (n, Dv)
-    padded<T> onward;         // (Dk, n): keys, decayed to the end of the chunk
+struct delta_chunk : delta_keys<T> {
+    padded<T> minus_w; // (n, Dk)
+    padded<T> u;       // (n, Dv)
+    padded<T> onward;  // (Dk, n): keys, decayed to the end of the chunk
 
     /// Returns (n, width of S).
     padded<T> fresh(padded<T> result, padded<T> const& state) const {
@@ -46,7 +65,7 @@ struct delta_chunk {
 
     void advance(padded<T> const& fresh_rows, padded<T>& state) const {
         for (index d = 0; d < state.count(); ++d)
-            combine(onward.row(d), onward.width(), fresh_rows, decay_all.back(), state.row(d));
+            combine(onward.row(d), onward.width(), fresh_rows, this->decay_all.back(), state.row(d));
     }
 };
 
@@ -62,17 +81,10 @@ padded<T> delta_rows(rows<T const> x, bool l2norm, T scale) {
 }
 
 template <class T>
-delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, bool l2norm) {
+delta_keys<T> prepare_keys(rows<T const> k, rows<T const> g, bool l2norm) {
     index const n = k.count();
-    delta_chunk<T> c{delta_rows(k, l2norm, T(1)),
-                     {n, n},
-                     std::vector<T>(static_cast<std::size_t>(n)),
-                     {n, k.width()},
-                     {n, v.width()},
-                     {k.width(), n}};
-    padded<T> products(n, n);
-    linear<T>(c.keys.view(), c.keys.view(), products.view());
-    std::vector<T> factors(static_cast<std::size_t>(n));
+    delta_keys<T> c{delta_rows(k, l2norm, T(1)), {n, n}, {n, n}, std::vector<T>(static_cast<std::size_t>(n))};
+    linear<T>(c.keys.view(), c.keys.view(), c.products.view());
     T until_now = 1;
     for (index i = 0; i < n; ++i) {
         // A product of decays: a difference of sums of g would cancel, and a quotient of decays could be 0 / 0.
@@ -80,10 +92,20 @@ delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, 
         for (index j = 0; j < i; ++j) c.decay(i, j) = decay * c.decay(i - 1, j);
         c.decay(i, i) = 1;
         c.decay_all[static_cast<std::size_t>(i)] = until_now *= decay;
+    }
+    return c;
+}
 
+template <class T>
+delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, bool l2norm) {
+    index const n = k.count();
+    delta_chunk<T> c{prepare_keys(k, g, l2norm), {n, k.width()}, {n, v.width()}, {k.width(), n}};
+    std::vector<T> factors(static_cast<std::size_t>(n));
+    for (index i = 0; i < n; ++i) {
         // Row i of the two unit triangular systems (I + A) W = diag(beta decay_all) K and (I + A) U = diag(beta) V.
         for (index j = 0; j < i; ++j)
-            factors[static_cast<std::size_t>(j)] = -(beta(i, 0) * products(i, j) * c.decay(i, j));
+            factors[static_cast<std::size_t>(j)] = -(beta(i, 0) * c.products(i, j) * c.decay(i, j));
+        T const until_now = c.decay_all[static_cast<std::size_t>(i)];
         for (index d = 0; d < k.width(); ++d) c.minus_w(i, d) = -(beta(i, 0) * until_now * c.keys(i, d));
         for (index d = 0; d < v.width(); ++d) c.u(i, d) = beta(i, 0) * v(i, d);
         combine(factors.data(), i, c.minus_w, T(1), c.minus_w.row(i));
@@ -94,15 +116,28 @@ delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, 
     return c;
 }
 
+/// Checks the gates of `count` tokens, and the chunks.
+template <class T>
+void require_gates(char const* where, index count, rows<T const> g, rows<T const> beta, index first,
+                   delta_rule_options const& options) {
+    require_shape(where, "g", g, count, 1);
+    require_shape(where, "beta", beta, count, 1);
+    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk);
+    require(first >= 0, where, "first", "not negative", first);
+}
+
+/// Returns the factor of queries of `dim` channels.
+template <class T>
+T delta_scale(delta_rule_options const& options, index dim) {
+    return static_cast<T>(options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dim)));
+}
+
 /// Calls `f(row, chunk)` for the chunks of a segment in turn; `row` is the chunk's first row.
 template <class T, class F>
 void for_each_chunk(char const* where, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
                     index first, delta_rule_options const& options, F&& f) {
     require_shape(where, "v", v, k.count(), v.width());
-    require_shape(where, "g", g, k.count(), 1);
-    require_shape(where, "beta", beta, k.count(), 1);
-    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk);
-    require(first >= 0, where, "first", "not negative", first);
+    require_gates(where, k.count(), g, beta, first, options);
     index n = 0;
     for (index row = 0; row < k.count(); row += n) {
         n = std::min(options.chunk - (first + row) % options.chunk, k.count() - row);
@@ -140,7 +175,7 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
     detail::require_shape(where, "q", q, k.count(), k.width());
     detail::require_shape(where, "state", state, k.width(), v.width());
     detail::require_shape(where, "o", o, k.count(), v.width());
-    T const scale = static_cast<T>(options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(k.width())));
+    T const scale = detail::delta_scale<T>(options, k.width());
     detail::padded<T> s(state);
     detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index row, detail::delta_chunk<T> const& chunk) {
         index const n = chunk.keys.count();

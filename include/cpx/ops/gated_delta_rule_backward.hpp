@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward of the gated delta rule over sequences on any sharding.
+#pragma once
+
+#include <cpx/ops/gated_delta_rule.hpp>
+#include <cpx/ops/local/delta_rule_backward.hpp>
+
+namespace cpx {
+
+/// What goes into and comes out of the backward of a gated delta rule, shaped and sharded as in `delta_rule_tensors`.
+///
+/// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows.
+/// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins. On `head_sharded`,
+/// dq and dk of a key head that several ranks hold are each rank's share, which the transposed plan of the relayout adds.
+template <class T, any_sharding S>
+struct delta_rule_gradient_tensors {
+    sharded<T const, S> dout;
+    sharded<T, S> dq, dk, dv, dg, dbeta;
+    rows<T const> dfinal = {};
+    rows<T> dinitial = {};
+};
+
+namespace detail {
+
+/// One rank's part of the backward: runs segments from their end to their start, head by head.
+template <class T, any_sharding S>
+class delta_rule_backward_run : public delta_rule_views<T, S> {
+public:
+    delta_rule_backward_run(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+                            delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
+                            delta_rule_options const& options)
+        : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options) {}
+
+    /// Writes the gradients of segment `i`; `dstate` is that of its end state before and of its start state after.
+    void backward(std::size_t i, T* dstate) const {
+        segment const& s = this->segment_at(i);
+        index const dim = this->heads_.value_dim;
+        T const* const start = t_.saved->starts.data() + static_cast<index>(i) * this->state_width();
+        for (index h = 0; h < this->values_.size(); ++h)
+            delta_rule_backward<T>(
+                this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h), this->columns(t_.v, s, h, dim),
+                this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token, options_,
+                this->matrix_at(start, h, dim), this->columns(to_.dout, s, h, dim), this->matrix_at(dstate, h, dim),
+                {this->key_columns(to_.dq, s, h), this->key_columns(to_.dk, s, h), this->columns(to_.dv, s, h, dim),
+                 this->columns(to_.dg, s, h, 1), this->columns(to_.dbeta, s, h, 1)});
+        if (s.token == 0 && to_.dinitial.data()) std::copy_n(dstate, this->state_width(), to_.dinitial.row(s.sequence));
+    }
+
+    /// Sets `dstate` to what the outputs of segment `i` alone give the gradient of its start state.
+    void fold(std::size_t i, T* dstate) const {
+        segment const& s = this->segment_at(i);
+        index const dim = this->heads_.value_dim;
+        std::fill_n(dstate, this->state_width(), T{});
+        for (index h = 0; h < this->values_.size(); ++h)
+            delta_rule_backward_fold<T>(this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h),
+                                        this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token,
+                                        options_, this->columns(to_.dout, s, h, dim), this->matrix_at(dstate, h, dim));
+    }
+
+    /// Computes `dstate = M^T dstate + folded`, with the M that the forward saved for segment `i`.
+    void join(std::size_t i, T const* folded, T* dstate) const {
+        T const* const maps = t_.saved->maps.data() + this->plan_.links[i].map_row * this->map_width();
+        matrix<T> next;
+        for (index h = 0; h < this->values_.size(); ++h) {
+            auto const ds = cpx::map(this->matrix_at(dstate, h, this->heads_.value_dim));
+            next = cpx::map(this->matrix_at(maps, h, this->heads_.key_dim)).transpose() * ds +
+                   cpx::map(this->matrix_at(folded, h, this->heads_.value_dim));
+            cpx::map(this->matrix_at(dstate, h, this->heads_.value_dim)) = next;
+        }
+    }
+
+private:
+    delta_rule_tensors<T, S> const& t_;
+    delta_rule_gradient_tensors<T, S> const& to_;
+    delta_rule_options const& options_;
+};
+
+} // namespace detail
+
+/// Computes the gradients of `gated_delta_rule`.
+///
+/// `how`, `plan`, `t`, `heads` and `options` as in the forward, which has filled `t.saved`; t.o is not read.
+/// The gradient of the state goes back along each sequence's segments, one exchange of one state (value heads * key_dim
+/// * value_dim) a cut: with `serial` from the end of one segment's backward to the next, with `scan` as
+/// `dS_start = M^T dS_end + E`, the M cached from the forward and all E computed beforehand, in parallel.
+/// With `serial` and cuts at multiples of the chunk bitwise the same as on one rank.
+/// Collective. Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
+template <carry_kind How, class T, any_sharding S, transport Comm>
+void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+                               delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
+                               delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
+    char const* const where = "gated_delta_rule_backward";
+    detail::check_delta_rule(where, plan, t, heads, options, here);
+    // the gradients have the shapes of what they are gradients of
+    detail::check_delta_rule(where, plan, delta_rule_tensors<T, S>{to.dq, to.dk, to.dv, to.dg, to.dbeta, t.o}, heads,
+                             options, here);
+    require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
+    detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
+    detail::delta_rule_backward_run<T, S> const run(plan, t, to, heads, options);
+    index const width = run.state_width(), sequences = plan.sharding.batch().sequences();
+    require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
+            "saved states", "those of the forward", t.saved ? "others" : "none", here);
+    if (to.dfinal.data()) detail::require_shape(where, "dfinal", to.dfinal, sequences, width, here);
+    if (to.dinitial.data()) detail::require_shape(where, "dinitial", to.dinitial, sequences, width, here);
+    for (auto const* shared : {&to.dq, &to.dk}) // value heads add to them
+        for (index row = 0; row < shared->data().count(); ++row)
+            std::fill_n(shared->data().row(row), shared->data().width(), T{});
+
+    constexpr bool folds = std::same_as<How, scan>;
+    auto const states = [&](std::size_t count) { return std::vector<T>(count * static_cast<std::size_t>(width)); };
+    auto const at = [&](std::vector<T>& values, auto i) { return values.data() + static_cast<index>(i) * width; };
+    auto folded = states(folds ? plan.segments.size() : 0), dends = states(folds ? plan.segments.size() : 0);
+    for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
+        if (plan.links[i].map_row >= 0) run.fold(i, at(folded, i));
+
+    std::vector<T> later; // gradients of the start states of the level above
+    for (std::size_t level = plan.levels.size(); level-- > 0;) {
+        auto const& members = plan.levels[level];
+        auto dstates = states(members.size()); // of end states, then of start states
+        if (level < plan.steps.size()) {
+            cpx::plan const back = plan.steps[level].transposed();
+            exchange(back, rows<T const>(later.data(), back.source_rows, width),
+                     rows<T>(dstates.data(), back.target_rows, width), comm, here);
+        }
+        for (std::size_t m = 0; m < members.size(); ++m) {
+            auto const i = static_cast<std::size_t>(members[m]);
+            bool const last = !plan.links[i].has_successor;
+            T* const dstate = at(dstates, m);
+            if (last && to.dfinal.data()) std::copy_n(to.dfinal.row(plan.segments[i].sequence), width, dstate);
+            if (folds) std::copy_n(dstate, width, at(dends, i));
+            if (!folds || last)
+                run.backward(i, dstate);
+            else if (level > 0)
+                run.join(i, at(folded, i), dstate);
+        }
+        later = std::move(dstates);
+    }
+    for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
+        if (plan.links[i].has_successor) run.backward(i, at(dends, i));
+    for (index s = 0; to.dinitial.data() && s < sequences; ++s)
+        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) {
+            std::fill_n(to.dinitial.row(s), width, T{});
+            if (to.dfinal.data()) std::copy_n(to.dfinal.row(s), width, to.dinitial.row(s));
+        }
+}
+
+} // namespace cpx
