@@ -10,11 +10,21 @@
 #include <vector>
 
 namespace cpx {
+namespace detail {
+
+/// Throws `cpx::error` unless each of `tokens` is a token of a sequence of `count`.
+inline void require_tokens(char const* where, char const* what, std::span<index const> tokens, index count) {
+    for (index const token : tokens)
+        if (token < 0 || token >= count) require(false, where, what, "0 to " + std::to_string(count - 1), token);
+}
+
+} // namespace detail
 
 /// Computes `o_i = sum_j softmax_j(scale q_i . k_j) v_j` over the keys `j <= positions[i]`.
 ///
 /// q: (queries, Dk), any tokens of the sequence in any order, `positions[i]` is the token of query i;
 /// k: (tokens, Dk), v: (tokens, Dv), the whole sequence; o: (queries, Dv), not overlapping the others.
+/// lse: one a query, takes the logarithm of the sum of the exponentials of the scaled scores; empty if not wanted.
 /// A row of o is a function of its query and of the keys and values up to its token, bit for bit.
 /// Cost: queries * tokens * (Dk + Dv) multiplications; copies k and v once.
 /// Source: Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, eq. 1.
@@ -22,14 +32,13 @@ namespace cpx {
 /// Throws `cpx::error` if the shapes do not fit or a position is not a token of the sequence.
 template <class T>
 void attend_head(rows<T const> q, std::span<index const> positions, rows<T const> k, rows<T const> v, T scale,
-                 rows<T> o) {
+                 rows<T> o, std::span<T> lse = {}) {
     auto const queries = static_cast<index>(positions.size());
     detail::require_shape("attend_head", "q", q, queries, k.width());
     detail::require_shape("attend_head", "v", v, k.count(), v.width());
     detail::require_shape("attend_head", "o", o, queries, v.width());
-    for (index const position : positions)
-        if (position < 0 || position >= k.count())
-            require(false, "attend_head", "position", "0 to " + std::to_string(k.count() - 1), position);
+    if (!lse.empty()) require(std::ssize(lse) == queries, "attend_head", "size of lse", queries, lse.size());
+    detail::require_tokens("attend_head", "position", positions, k.count());
 
     // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
     detail::padded<T> const keys(k), values(v);
@@ -49,6 +58,7 @@ void attend_head(rows<T const> q, std::span<index const> positions, rows<T const
             T const highest = *std::max_element(weight, weight + count);
             T total = 0;
             for (index j = 0; j < count; ++j) total += weight[j] = std::exp(weight[j] - highest);
+            if (!lse.empty()) lse[static_cast<std::size_t>(first + i)] = highest + std::log(total);
             std::fill_n(out.row(0), out.stride(), T(0));
             detail::combine(weight, count, values, T(0), out.row(0));
             for (index d = 0; d < v.width(); ++d) o(first + i, d) = out(0, d) / total;

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of causal softmax attention of one query head over one sequence.
+#pragma once
+
+#include <cpx/ops/local/attention.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <vector>
+
+namespace cpx {
+
+/// What the backward of `attend_head` must know of some queries; row i is that of `positions[i]`.
+template <class T>
+struct attended_queries {
+    rows<T const> q;                  ///< (queries, Dk)
+    rows<T const> dout;               ///< (queries, Dv), the gradient of o
+    std::span<index const> positions; ///< the token of each query
+    std::span<T const> lse;           ///< as `attend_head` wrote it
+    std::span<T const> delta;         ///< as `attend_head_delta` wrote it
+};
+
+/// Computes `delta_i = dout_i . o_i`, the mean of the gradients of the weights of a query. A function of the row alone.
+///
+/// o, dout: (queries, Dv); delta: one a query. Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta) {
+    detail::require_shape("attend_head_delta", "dout", dout, o.count(), o.width());
+    require(std::ssize(delta) == o.count(), "attend_head_delta", "size of delta", o.count(), delta.size());
+    for (index i = 0; i < o.count(); ++i)
+        delta[static_cast<std::size_t>(i)] = detail::dot(dout.row(i), o.row(i), o.width());
+}
+
+namespace detail {
+
+template <class T>
+void require_attended(char const* where, attended_queries<T> const& to, rows<T const> k, rows<T const> v) {
+    auto const queries = static_cast<index>(to.positions.size());
+    require_shape(where, "q", to.q, queries, k.width());
+    require_shape(where, "dout", to.dout, queries, v.width());
+    require_shape(where, "v", v, k.count(), v.width());
+    require(std::ssize(to.lse) == queries, where, "size of lse", queries, to.lse.size());
+    require(std::ssize(to.delta) == queries, where, "size of delta", queries, to.delta.size());
+}
+
+/// Turns the scaled score of query `i` and a key into the weight of the key's value, and `pull`, the gradient of this
+/// weight, into the gradient of the score.
+template <class T>
+void attention_pull(attended_queries<T> const& from, index i, T scale, T& score, T& pull) {
+    auto const at = static_cast<std::size_t>(i);
+    score = std::exp(score - from.lse[at]);
+    pull = score * (pull - from.delta[at]) * scale;
+}
+
+} // namespace detail
+
+/// Computes the gradients of some queries of `attend_head`.
+///
+/// from: these queries, in any order; k: (tokens, Dk), v: (tokens, Dv), the sequence from its beginning at least up to
+/// their tokens; dq: (queries, Dk), not overlapping the others.
+/// A row of dq is a function of its query and of the keys and values up to its token, bit for bit.
+/// Cost: queries * tokens * (2 Dk + Dv) multiplications; copies k and v once.
+///
+/// Throws `cpx::error` if the shapes do not fit or a position is not a token of k.
+template <class T>
+void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k, rows<T const> v, T scale,
+                                rows<T> dq) {
+    char const* const where = "attend_head_backward_query";
+    auto const queries = static_cast<index>(from.positions.size());
+    detail::require_attended(where, from, k, v);
+    detail::require_shape(where, "dq", dq, queries, k.width());
+    detail::require_tokens(where, "position", from.positions, k.count());
+
+    detail::padded<T> const keys(k), values(v);
+    index const block = detail::linear_rows;
+    detail::padded<T> out(1, k.width()), scores(block, k.count()), pulls(block, k.count());
+    for (index first = 0; first < queries; first += block) {
+        index const n = std::min(block, queries - first);
+        auto const of_block = from.positions.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n));
+        index const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
+        linear<T>(from.q.sub(first, n), keys.view().sub(0, visible), scores.view().sub(0, n).columns(0, visible));
+        linear<T>(from.dout.sub(first, n), values.view().sub(0, visible), pulls.view().sub(0, n).columns(0, visible));
+        for (index i = 0; i < n; ++i) {
+            index const count = of_block[static_cast<std::size_t>(i)] + 1;
+            for (index j = 0; j < count; ++j) detail::attention_pull(from, first + i, scale, scores(i, j), pulls(i, j));
+            std::fill_n(out.row(0), out.stride(), T(0));
+            detail::accumulate(pulls.row(i), 0, count, keys, out.row(0));
+            std::copy_n(out.row(0), k.width(), dq.row(first + i));
+        }
+    }
+}
+
+/// Adds to the gradients of some keys and values what some queries of `attend_head` contribute.
+///
+/// from: queries in ascending order of tokens; k: (keys, Dk), v: (keys, Dv), any tokens of the sequence in any order,
+/// `tokens[j]` is that of key j; dk, dv: as k and v, not overlapping the others, added to. Queries before a key do not
+/// contribute to it.
+///
+/// A row of dk and dv is a function of what it holds, of its key and value and of the queries from its token on, bit
+/// for bit. Queries are added one after the other, so they may be split between calls, in order, without changing a
+/// bit; heads that share keys are run in turn.
+/// Cost: queries * keys * (2 Dk + 2 Dv) multiplications; copies q and dout once.
+///
+/// Throws `cpx::error` if the shapes do not fit or the queries are not in order.
+template <class T>
+void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, rows<T const> v,
+                              std::span<index const> tokens, T scale, rows<T> dk, rows<T> dv) {
+    char const* const where = "attend_head_backward_key";
+    auto const queries = static_cast<index>(from.positions.size()), keys = static_cast<index>(tokens.size());
+    detail::require_attended(where, from, k, v);
+    detail::require_shape(where, "k", k, keys, k.width());
+    detail::require_shape(where, "dk", dk, keys, k.width());
+    detail::require_shape(where, "dv", dv, keys, v.width());
+    auto const unordered = std::is_sorted_until(from.positions.begin(), from.positions.end());
+    require(unordered == from.positions.end(), where, "positions", "tokens in ascending order", "a later one first");
+
+    detail::padded<T> const q(from.q), dout(from.dout);
+    index const block = detail::linear_rows;
+    detail::padded<T> to_key(1, k.width()), to_value(1, v.width()), scores(block, queries), pulls(block, queries);
+    for (index begin = 0; begin < keys; begin += block) {
+        index const n = std::min(block, keys - begin);
+        auto const of_block = tokens.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(n));
+        auto const seen_from = [&](index token) { // the first query that sees it
+            return std::lower_bound(from.positions.begin(), from.positions.end(), token) - from.positions.begin();
+        };
+        index const first = seen_from(*std::min_element(of_block.begin(), of_block.end())), count = queries - first;
+        linear<T>(k.sub(begin, n), q.view().sub(first, count), scores.view().sub(0, n).columns(first, count));
+        linear<T>(v.sub(begin, n), dout.view().sub(first, count), pulls.view().sub(0, n).columns(first, count));
+        for (index j = 0; j < n; ++j) {
+            index const own = seen_from(of_block[static_cast<std::size_t>(j)]);
+            for (index i = own; i < queries; ++i) scores(j, i) *= scale;
+            for (index i = own; i < queries; ++i) detail::attention_pull(from, i, scale, scores(j, i), pulls(j, i));
+            std::copy_n(dk.row(begin + j), k.width(), to_key.row(0));
+            std::copy_n(dv.row(begin + j), v.width(), to_value.row(0));
+            detail::accumulate(pulls.row(j), own, queries, q, to_key.row(0));
+            detail::accumulate(scores.row(j), own, queries, dout, to_value.row(0));
+            std::copy_n(to_key.row(0), k.width(), dk.row(begin + j));
+            std::copy_n(to_value.row(0), v.width(), dv.row(begin + j));
+        }
+    }
+}
+
+} // namespace cpx
