@@ -2,6 +2,8 @@
 // The golden files of transformers through the program that users run on them.
 #include <examples/program.hpp>
 
+#include <map>
+
 namespace {
 
 using namespace program;
@@ -16,26 +18,26 @@ struct golden_file {
 };
 
 std::vector<golden_file> const files = {
-    {"conv_bias", "causal_conv1d", {"y"}},
-    {"conv_linear", "causal_conv1d", {"y"}},
-    {"conv_silu", "causal_conv1d", {"y"}},
-    {"gdr_small", "gated_delta_rule", {"final_state", "o"}},
-    {"gdr_odd", "gated_delta_rule", {"final_state", "o"}},
-    {"gdr_fast_decay", "gated_delta_rule", {"final_state", "o"}},
+    {"conv_bias", "causal_conv1d", {"y", "dx", "dweight", "dbias"}},
+    {"conv_linear", "causal_conv1d", {"y", "dx", "dweight"}},
+    {"conv_silu", "causal_conv1d", {"y", "dx", "dweight"}},
+    {"gdr_small", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
+    {"gdr_odd", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
+    {"gdr_fast_decay", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
     {"gdn_layer_small", "gdn_layer", {"output"}},
     {"gdn_layer_odd", "gdn_layer", {"output"}},
 };
 
 std::string path(char const* name) { return (golden / name).string() + ".safetensors"; }
 
-/// Checks that a run reports the outputs of its file, each within the limit.
+/// Checks that a run reports the outputs and gradients of its file, each within the limit.
 void check_errors(golden_file const& file, std::string const& dtype, arguments const& options) {
     auto const report = run_json(arguments{path(file.name), "--dtype", dtype} + options);
     CHECK(report.at("kind") == file.kind);
-    CHECK(report.at("errors").size() == file.outputs.size());
+    auto const errors = report.at("errors").get<std::map<std::string, double>>();
+    for (auto const& name : file.outputs) CHECK_MESSAGE(errors.count(name) == 1, name);
     double const wide = file.kind == std::string("causal_conv1d") ? 1e-6 : 2e-7;
-    for (auto const& name : file.outputs) {
-        double const error = report.at("errors").at(name).get<double>();
+    for (auto const& [name, error] : errors) {
         CAPTURE(name);
         CHECK(error <= (dtype == "float64" ? wide : 5e-6));
         CHECK(error > 0); // the file is another program's
