@@ -104,6 +104,7 @@ part range(size first, size last) {
 TEST_SUITE("ops") {
     TEST_CASE("the gradients of attention are its differences") {
         for (size const n : {1, 2, 9}) {
+            CAPTURE(n);
             head<double> h(n, 5, 3, 2);
             auto const loss = [&] {
                 scattered<double> o(n, 3);

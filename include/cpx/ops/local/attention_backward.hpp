@@ -83,6 +83,8 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
         linear<T>(from.dout.sub(first, n), values.view().sub(0, visible), pulls.view().sub(0, n).columns(0, visible));
         for (index i = 0; i < n; ++i) {
             index const count = of_block[static_cast<std::size_t>(i)] + 1;
+            // Rounded as in the forward before lse is subtracted, so that no weight is above 1.
+            for (index j = 0; j < count; ++j) scores(i, j) *= scale;
             for (index j = 0; j < count; ++j) detail::attention_pull(from, first + i, scale, scores(i, j), pulls(i, j));
             std::fill_n(out.row(0), out.stride(), T(0));
             detail::accumulate(pulls.row(i), 0, count, keys, out.row(0));
