@@ -52,8 +52,8 @@ std::vector<T> gather(cpx::rows<T const> part, cpx::index width, S const& shardi
 
 /// Returns this rank's part of the gradient of an output, given whole.
 ///
-/// By heads it comes from zigzag tokens by the backward of the way that the output went: where several ranks hold a head,
-/// the one that sent the output gets its gradient, the others zeros.
+/// By heads it comes from zigzag tokens by the backward of the way that the output went: where several ranks hold a
+/// head, the one that sent the output gets its gradient, the others zeros.
 template <class T, class S>
 cpx::tensor<T, S> take_gradient(std::vector<T> const& whole, cpx::index width, S const& sharding, cpx::threads& comm) {
     if constexpr (S::every_row) {

@@ -1097,8 +1097,8 @@ struct identity {
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back. If that is no plan of its own kind, because this one
-    /// is not `one_to_one`, the operation says so.
+    /// Returns the identity of the plan that moves everything back. If that is no plan of its own kind, because this
+    /// one is not `one_to_one`, the operation says so.
     identity transposed(bool one_to_one) const {
         static constexpr std::string_view mark = " transposed";
         identity back = *this;
@@ -1237,7 +1237,8 @@ struct message {
 };
 
 /// What a plan does: moves every place of the source to one of the target; copies them to one or more; adds those that
-/// go to the same place; or selects, because several places of the source, or of the target, are replicas of each other.
+/// go to the same place; or selects, because several places of the source, or of the target, are replicas of each
+/// other.
 enum class flow { moves, copies, sums, selects };
 
 /// All that one rank sends and receives in one exchange: at most one message a peer.
@@ -2352,8 +2353,8 @@ tensor<T, To> exchange(relayout_plan<From, To> const& p, tensor<T, From> const& 
 
 namespace cpx {
 
-/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which every
-/// rank has its share.
+/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
+/// every rank has its share.
 ///
 /// Collective; all ranks have equally many values. Each rank adds one part and hands it to the others, so that it sends
 /// 2 (W - 1) / W times the values. Throws what `exchange` throws.

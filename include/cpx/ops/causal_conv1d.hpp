@@ -70,8 +70,8 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
 ///
-/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they hold:
-/// the gradient is the sum over all ranks.
+/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
+/// hold: the gradient is the sum over all ranks.
 template <class T, any_sharding S>
 struct causal_conv1d_gradients {
     sharded<T, S> dx;

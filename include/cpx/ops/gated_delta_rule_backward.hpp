@@ -11,7 +11,8 @@ namespace cpx {
 ///
 /// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows.
 /// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins. On `head_sharded`,
-/// dq and dk of a key head that several ranks hold are each rank's share, which the transposed plan of the relayout adds.
+/// dq and dk of a key head that several ranks hold are each rank's share, which the transposed plan of the relayout
+/// adds.
 template <class T, any_sharding S>
 struct delta_rule_gradient_tensors {
     sharded<T const, S> dout;

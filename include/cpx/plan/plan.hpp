@@ -33,7 +33,8 @@ struct message {
 };
 
 /// What a plan does: moves every place of the source to one of the target; copies them to one or more; adds those that
-/// go to the same place; or selects, because several places of the source, or of the target, are replicas of each other.
+/// go to the same place; or selects, because several places of the source, or of the target, are replicas of each
+/// other.
 enum class flow { moves, copies, sums, selects };
 
 /// All that one rank sends and receives in one exchange: at most one message a peer.

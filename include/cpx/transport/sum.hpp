@@ -8,8 +8,8 @@
 
 namespace cpx {
 
-/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which every
-/// rank has its share.
+/// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
+/// every rank has its share.
 ///
 /// Collective; all ranks have equally many values. Each rank adds one part and hands it to the others, so that it sends
 /// 2 (W - 1) / W times the values. Throws what `exchange` throws.
