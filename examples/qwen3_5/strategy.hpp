@@ -119,6 +119,7 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
         result.rows += comm.sent("relayout");
         result.rows += comm.sent("halo");
         result.states += comm.sent("carry");
+        result.states += comm.sent("carry, scan");
         if (rank == 0) result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
     });
     return result;

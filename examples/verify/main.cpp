@@ -12,7 +12,7 @@
 
 namespace {
 
-/// Returns |x - reference| / |reference| in the 2-norm; NaN if x has one.
+/// Returns |x - reference| / |reference| in the 2-norm, or |x - reference| if the reference is zero; NaN if x has one.
 template <class T>
 double relative_error(std::vector<T> const& x, std::vector<double> const& reference) {
     double difference = 0, norm = 0;
@@ -21,7 +21,7 @@ double relative_error(std::vector<T> const& x, std::vector<double> const& refere
         difference += d * d;
         norm += reference[i] * reference[i];
     }
-    return std::sqrt(difference / norm);
+    return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
 }
 
 template <class T>
@@ -42,7 +42,10 @@ void report(verify::job const& j, bool serial, bool json) {
         auto const reference = j.file.read<double>(name);
         cpx::require(values.size() == reference.size(), j.file.where().c_str(), ("elements of " + name).c_str(),
                      values.size(), reference.size());
-        errors[name] = relative_error(values, reference);
+        double const error = relative_error(values, reference);
+        cpx::require(std::isfinite(error), j.file.where().c_str(), ("relative error of " + name).c_str(), "a number",
+                     "nan or infinity: the file or the result has one");
+        errors[name] = error;
     }
     if (json) {
         std::printf("%s\n", nlohmann::json{{"kind", kind}, {"errors", errors}}.dump(2).c_str());

@@ -289,6 +289,8 @@ public:
     static thd uniform(index count, index length) {
         require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
                 count < 0 ? count : length);
+        require(length == 0 || count < (index{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
+                std::to_string(count) + " times " + std::to_string(length));
         std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
         for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets));
@@ -578,6 +580,18 @@ struct section {
     friend constexpr bool operator==(section, section) = default;
 };
 
+namespace detail {
+
+// Stand for what callers pass; nvcc does not accept lambdas in a concept.
+struct takes_range {
+    void operator()(range) const {}
+};
+struct takes_holder {
+    void operator()(int, range) const {}
+};
+
+} // namespace detail
+
 /// How a tensor is spread over the ranks. Plans and operators ask these questions and no others:
 ///
 /// - `for_each_piece(rank, f)` calls `f(range)` with the global rows that a rank holds, ascending: its local order.
@@ -593,8 +607,8 @@ concept any_sharding = std::copy_constructible<S> && requires(S const s, int ran
     { s.sections() } -> std::convertible_to<std::span<section const>>;
     { s.heads(rank, run) } -> std::same_as<range>;
     { S::every_row } -> std::convertible_to<bool>;
-    s.for_each_piece(rank, [](range) {});
-    s.for_each_holder(range{}, run, [](int, range) {});
+    s.for_each_piece(rank, detail::takes_range{});
+    s.for_each_holder(range{}, run, detail::takes_holder{});
 };
 
 /// Rows sharded by tokens: every row lives on one rank, whole.
@@ -613,6 +627,8 @@ public:
     /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist.
     explicit sharding(thd batch, P policy = {}, Cut cut = {}) : batch_(std::move(batch)), policy_(policy), cut_(cut) {
         require(policy_.ranks() > 0, "sharding", "ranks of the layout", "at least 1", policy_.ranks());
+        if constexpr (requires { cut_.unit(); })
+            require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit());
         if constexpr (layout<P>) check(policy_);
     }
 
@@ -688,11 +704,22 @@ public:
     friend bool operator==(sharding const& a, sharding const& b) {
         if constexpr (std::equality_comparable<P> && std::equality_comparable<Cut>)
             return a.policy_ == b.policy_ && a.cut_ == b.cut_ && a.batch_ == b.batch_;
-        else
-            return a.ranks() == b.ranks() && a.batch_ == b.batch_;
+        else // by what they do: rules and layouts of the user's need not be comparable
+            return a.ranks() == b.ranks() && a.batch_ == b.batch_ && a.same_pieces(b);
     }
 
 private:
+    /// Returns whether every rank holds the same rows. Cost: O(runs * chunks).
+    bool same_pieces(sharding const& other) const {
+        for (int rank = 0; rank < ranks(); ++rank) {
+            std::vector<range> mine, theirs;
+            for_each_piece(rank, [&](range piece) { mine.push_back(piece); });
+            other.for_each_piece(rank, [&](range piece) { theirs.push_back(piece); });
+            if (mine != theirs) return false;
+        }
+        return true;
+    }
+
     template <layout L>
     void check(L const& l) const {
         require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
@@ -1554,8 +1581,10 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
         c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id, S::every_row));
-    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id, S::every_row);
-    c.maps = maps.finish(rank, own_maps, id, S::every_row);
+    identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
+    identity::set(scanned.operation, "carry, scan");
+    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), scanned, S::every_row);
+    c.maps = maps.finish(rank, own_maps, scanned, S::every_row);
     return c;
 }
 
@@ -1777,6 +1806,19 @@ index local_width(S const& s, int rank, std::span<section const> sections) {
     return width;
 }
 
+inline index brought(std::vector<message> const& messages) {
+    index rows = 0;
+    for (message const& m : messages) rows += total(m.rows);
+    return rows;
+}
+
+/// Returns the rows of the message of `rank` to itself.
+inline index kept(std::vector<message> const& messages, int rank) {
+    for (message const& m : messages)
+        if (m.peer == rank) return total(m.rows);
+    return 0;
+}
+
 /// Returns whether some rows or heads stand on several ranks.
 template <any_sharding S>
 bool has_replicas(S const& s, std::span<section const> sections) {
@@ -1836,7 +1878,11 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
             for (message& m : *messages) m.columns.clear();
     if (detail::has_replicas(from, parts)) p.kind = flow::selects;
     if (detail::has_replicas(to, parts)) p.kind = flow::copies;
-    require(p.covers_target(), "relayout", "places of the target that nothing reaches", 0, "some", here);
+    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
+            detail::brought(p.receives), here);
+    // A row that stays is named twice, by two walks: as it leaves and as it arrives.
+    require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
+            "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;
 }
 
@@ -2098,7 +2144,7 @@ struct tally {
 };
 
 /// Passes every exchange on to another transport and counts it under its plan's operation: "relayout", "halo", "carry",
-/// and "agreement" for the comparison that precedes a new plan.
+/// "carry, scan" and "agreement", for the comparison that precedes a new plan.
 template <transport Comm>
 class counted {
 public:
@@ -2209,7 +2255,11 @@ template <class A, class Comm>
 void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
                        Comm& comm) {
     auto sends = parcels<std::byte const>(p.sends, from);
-    copy(take_own(sends, p.rank), take_own(receives, p.rank));
+    auto const own = take_own(sends, p.rank);
+    auto const kept = take_own(receives, p.rank);
+    require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
+            own.bytes(), kept.bytes());
+    copy(own, kept);
     comm.exchange(id, sends, receives);
 }
 

@@ -62,6 +62,8 @@ public:
     static thd uniform(index count, index length) {
         require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
                 count < 0 ? count : length);
+        require(length == 0 || count < (index{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
+                std::to_string(count) + " times " + std::to_string(length));
         std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
         for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets));

@@ -21,6 +21,18 @@ struct section {
     friend constexpr bool operator==(section, section) = default;
 };
 
+namespace detail {
+
+// Stand for what callers pass; nvcc does not accept lambdas in a concept.
+struct takes_range {
+    void operator()(range) const {}
+};
+struct takes_holder {
+    void operator()(int, range) const {}
+};
+
+} // namespace detail
+
 /// How a tensor is spread over the ranks. Plans and operators ask these questions and no others:
 ///
 /// - `for_each_piece(rank, f)` calls `f(range)` with the global rows that a rank holds, ascending: its local order.
@@ -36,8 +48,8 @@ concept any_sharding = std::copy_constructible<S> && requires(S const s, int ran
     { s.sections() } -> std::convertible_to<std::span<section const>>;
     { s.heads(rank, run) } -> std::same_as<range>;
     { S::every_row } -> std::convertible_to<bool>;
-    s.for_each_piece(rank, [](range) {});
-    s.for_each_holder(range{}, run, [](int, range) {});
+    s.for_each_piece(rank, detail::takes_range{});
+    s.for_each_holder(range{}, run, detail::takes_holder{});
 };
 
 /// Rows sharded by tokens: every row lives on one rank, whole.
@@ -56,6 +68,8 @@ public:
     /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist.
     explicit sharding(thd batch, P policy = {}, Cut cut = {}) : batch_(std::move(batch)), policy_(policy), cut_(cut) {
         require(policy_.ranks() > 0, "sharding", "ranks of the layout", "at least 1", policy_.ranks());
+        if constexpr (requires { cut_.unit(); })
+            require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit());
         if constexpr (layout<P>) check(policy_);
     }
 
@@ -131,11 +145,22 @@ public:
     friend bool operator==(sharding const& a, sharding const& b) {
         if constexpr (std::equality_comparable<P> && std::equality_comparable<Cut>)
             return a.policy_ == b.policy_ && a.cut_ == b.cut_ && a.batch_ == b.batch_;
-        else
-            return a.ranks() == b.ranks() && a.batch_ == b.batch_;
+        else // by what they do: rules and layouts of the user's need not be comparable
+            return a.ranks() == b.ranks() && a.batch_ == b.batch_ && a.same_pieces(b);
     }
 
 private:
+    /// Returns whether every rank holds the same rows. Cost: O(runs * chunks).
+    bool same_pieces(sharding const& other) const {
+        for (int rank = 0; rank < ranks(); ++rank) {
+            std::vector<range> mine, theirs;
+            for_each_piece(rank, [&](range piece) { mine.push_back(piece); });
+            other.for_each_piece(rank, [&](range piece) { theirs.push_back(piece); });
+            if (mine != theirs) return false;
+        }
+        return true;
+    }
+
     template <layout L>
     void check(L const& l) const {
         require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());

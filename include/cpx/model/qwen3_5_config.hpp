@@ -74,7 +74,7 @@ public:
     explicit config_problems(std::string where) : where_(std::move(where)) {}
 
     void add(std::string what, std::string expected, std::string got) {
-        found_.emplace_back(where_, std::move(what), std::move(expected), std::move(got));
+        found_.push_back(error(where_, std::move(what), std::move(expected), std::move(got)));
     }
 
     /// Notes a problem with `object`'s `key` unless `holds`.

@@ -149,8 +149,10 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
         c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id, S::every_row));
-    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), id, S::every_row);
-    c.maps = maps.finish(rank, own_maps, id, S::every_row);
+    identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
+    identity::set(scanned.operation, "carry, scan");
+    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), scanned, S::every_row);
+    c.maps = maps.finish(rank, own_maps, scanned, S::every_row);
     return c;
 }
 

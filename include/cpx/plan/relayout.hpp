@@ -79,6 +79,19 @@ index local_width(S const& s, int rank, std::span<section const> sections) {
     return width;
 }
 
+inline index brought(std::vector<message> const& messages) {
+    index rows = 0;
+    for (message const& m : messages) rows += total(m.rows);
+    return rows;
+}
+
+/// Returns the rows of the message of `rank` to itself.
+inline index kept(std::vector<message> const& messages, int rank) {
+    for (message const& m : messages)
+        if (m.peer == rank) return total(m.rows);
+    return 0;
+}
+
 /// Returns whether some rows or heads stand on several ranks.
 template <any_sharding S>
 bool has_replicas(S const& s, std::span<section const> sections) {
@@ -138,7 +151,11 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
             for (message& m : *messages) m.columns.clear();
     if (detail::has_replicas(from, parts)) p.kind = flow::selects;
     if (detail::has_replicas(to, parts)) p.kind = flow::copies;
-    require(p.covers_target(), "relayout", "places of the target that nothing reaches", 0, "some", here);
+    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
+            detail::brought(p.receives), here);
+    // A row that stays is named twice, by two walks: as it leaves and as it arrives.
+    require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
+            "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;
 }
 

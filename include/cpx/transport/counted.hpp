@@ -24,7 +24,7 @@ struct tally {
 };
 
 /// Passes every exchange on to another transport and counts it under its plan's operation: "relayout", "halo", "carry",
-/// and "agreement" for the comparison that precedes a new plan.
+/// "carry, scan" and "agreement", for the comparison that precedes a new plan.
 template <transport Comm>
 class counted {
 public:

@@ -81,7 +81,11 @@ template <class A, class Comm>
 void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
                        Comm& comm) {
     auto sends = parcels<std::byte const>(p.sends, from);
-    copy(take_own(sends, p.rank), take_own(receives, p.rank));
+    auto const own = take_own(sends, p.rank);
+    auto const kept = take_own(receives, p.rank);
+    require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
+            own.bytes(), kept.bytes());
+    copy(own, kept);
     comm.exchange(id, sends, receives);
 }
 
