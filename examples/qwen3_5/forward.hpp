@@ -13,11 +13,6 @@ namespace qwen3_5 {
 /// How full attention sees all keys: keys and values gathered on every rank, or queries, keys and values by heads.
 enum class attention_by { gather, heads };
 
-/// What one forward pass must move, counted from who owns which rows, and what gathering whole tensors would move.
-struct needs {
-    cpx::volume least, all_gather;
-};
-
 /// The forward pass of one rank.
 ///
 /// Hidden states enter zigzag over sequence (`Entry`). Linear attention runs on `Linear`, its recurrence on `Mix`:

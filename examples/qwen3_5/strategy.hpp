@@ -27,6 +27,11 @@ struct input {
     std::vector<cpx::index> ids, labels;
 };
 
+/// What one forward pass must move, counted from who owns which rows, and what gathering whole tensors would move.
+struct needs {
+    cpx::volume least, all_gather;
+};
+
 struct outcome {
     std::vector<double> log_probabilities; ///< by global row
     bool exact = false;                    ///< bitwise those of one rank, by construction

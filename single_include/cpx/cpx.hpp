@@ -31,10 +31,14 @@
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
 
+// CPX_CALLS_BACK stands before a template for host and device that calls what it is given, which may be for the host
+// only.
 #if defined(__CUDACC__)
 #define CPX_HOST_DEVICE __host__ __device__
+#define CPX_CALLS_BACK _Pragma("nv_exec_check_disable")
 #else
 #define CPX_HOST_DEVICE
+#define CPX_CALLS_BACK
 #endif
 
 // cpx/core/error.hpp
@@ -441,6 +445,7 @@ namespace cpx {
 
 /// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
 /// where to look first. Cost: O(1) if the guess is right, else O(log count).
+CPX_CALLS_BACK
 template <class Begins>
 CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, Begins const& begins) {
     int low = 0, high = count;
@@ -1821,13 +1826,13 @@ inline index kept(std::vector<message> const& messages, int rank) {
 
 /// Returns whether some rows or heads stand on several ranks.
 template <any_sharding S>
-bool has_replicas(S const& s, std::span<section const> sections) {
-    if constexpr (!S::every_row) return false;
-    for (section const& part : sections) {
-        index everywhere = 0;
-        for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
-        if (everywhere > part.heads) return true;
-    }
+bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
+    if constexpr (S::every_row)
+        for (section const& part : sections) {
+            index everywhere = 0;
+            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
+            if (everywhere > part.heads) return true;
+        }
     return false;
 }
 

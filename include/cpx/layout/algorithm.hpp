@@ -10,6 +10,7 @@ namespace cpx {
 
 /// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
 /// where to look first. Cost: O(1) if the guess is right, else O(log count).
+CPX_CALLS_BACK
 template <class Begins>
 CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, Begins const& begins) {
     int low = 0, high = count;
