@@ -50,34 +50,6 @@ std::vector<T> gather(cpx::rows<T const> part, cpx::index width, S const& shardi
     return whole;
 }
 
-/// Returns this rank's part of the gradient of an output, given whole.
-///
-/// By heads it comes from zigzag tokens by the backward of the way that the output went: where several ranks hold a
-/// head, the one that sent the output gets its gradient, the others zeros.
-template <class T, class S>
-cpx::tensor<T, S> take_gradient(std::vector<T> const& whole, cpx::index width, S const& sharding, cpx::threads& comm) {
-    if constexpr (S::every_row) {
-        auto const tokens = cpx::shard(sharding.batch(), cpx::zigzag<>(sharding.ranks()));
-        auto const there = relayout(sharding, tokens, comm.rank()).transposed();
-        return exchange(there, take(whole, width, tokens, comm), comm);
-    } else {
-        return take(whole, width, sharding, comm);
-    }
-}
-
-/// Returns the whole of the gradient of an input. By heads, what several ranks hold of a head is added on the way.
-template <class T, class S>
-std::vector<T> gather_gradient(cpx::tensor<T, S> const& part, cpx::index width, cpx::threads& comm) {
-    S const& sharding = part.sharding();
-    if constexpr (S::every_row) {
-        auto const tokens = cpx::shard(sharding.batch(), cpx::zigzag<>(sharding.ranks()));
-        auto const home = exchange(relayout(tokens, sharding, comm.rank()).transposed(), part, comm);
-        return gather<T>(home.data(), width, tokens, comm);
-    } else {
-        return gather<T>(part.data(), width, sharding, comm);
-    }
-}
-
 /// Calls `f(input, output)` with the job's sharding of rows of some sections: by tokens both are the same.
 template <class F>
 void with_sharding(job const& j, std::vector<cpx::section> const& in, std::vector<cpx::section> const& out, F&& f) {
@@ -163,7 +135,7 @@ outputs<T> gated_delta_rule(job const& j) {
             std::vector<T> gradients;
             if (backward) {
                 cpx::tensor<T, S> d(sharding, rank, part.width());
-                auto const d_out = take_gradient(dout, out_width, out_sharding, comm);
+                auto const d_out = take(dout, out_width, out_sharding, comm);
                 auto const dx = d.view();
                 cpx::gated_delta_rule_backward(How{}, plan, tensors,
                                                cpx::delta_rule_gradient_tensors<T, S>{{d_out.data(), sharding},
@@ -173,7 +145,7 @@ outputs<T> gated_delta_rule(job const& j) {
                                                                                       dx.columns(v_end, n),
                                                                                       dx.columns(v_end + n, n)},
                                                heads, options, comm);
-                gradients = gather_gradient(d, width, comm);
+                gradients = gather<T>(d.data(), width, sharding, comm);
             }
             std::lock_guard const lock(guard);
             for (std::size_t i = 0; i < plan.segments.size(); ++i) { // a final state is where its sequence ends
@@ -227,14 +199,14 @@ outputs<T> causal_conv1d(job const& j) {
             if (rank == 0) result["y"] = std::move(all);
             if (!backward) return;
 
-            auto const d_out = take_gradient(dy, channels, sharding, comm);
+            auto const d_out = take(dy, channels, sharding, comm);
             auto dx = part;
             std::vector<T> dlocal(local_weight.size()), dlocal_bias(local_bias.size());
             cpx::causal_conv1d_backward(
                 before, after, part.view(), cpx::rows<T const>(local_weight, taps), std::span<T const>(local_bias), act,
                 d_out.view(), cpx::causal_conv1d_gradients{dx.view(), cpx::rows(dlocal, taps), std::span(dlocal_bias)},
                 comm);
-            auto dx_all = gather_gradient(dx, channels, comm);
+            auto dx_all = gather<T>(dx.data(), channels, sharding, comm);
             auto const sum = [&](std::vector<T> const& local,
                                  cpx::index columns) { // over this rank's channels, then ranks
                 std::vector<T> total(static_cast<std::size_t>(channels * columns));
@@ -264,29 +236,43 @@ outputs<T> gdn_layer(job const& j) {
                                           j.chunk,
                                           config.template get<double>("rms_norm_eps")};
     auto const x = j.file.read<T>("hidden_states", {j.tokens(), net.hidden});
+    auto const order = cpx::sum_order::by_rank;
+    bool const backward = j.file.contains("d_output");
+    auto const dy = backward ? j.file.read<T>("d_output", {j.tokens(), net.hidden}) : std::vector<T>();
     std::map<std::string, std::vector<T>> values;
-    auto const weight = [&](std::string const& name, cpx::index width) {
-        return cpx::rows<T const>(values[name] = j.file.read<T>("weight." + name), width);
-    };
-    cpx::index const v = net.heads.value_heads * net.heads.value_dim;
-    cpx::gated_delta_net_weights<T> const w{weight("in_proj_qkv.weight", net.hidden),
-                                            weight("in_proj_z.weight", net.hidden),
-                                            weight("in_proj_b.weight", net.hidden),
-                                            weight("in_proj_a.weight", net.hidden),
-                                            weight("conv1d.weight", net.kernel),
-                                            weight("A_log", 1),
-                                            weight("dt_bias", 1),
-                                            weight("norm.weight", net.heads.value_dim),
-                                            weight("out_proj.weight", v)};
+    cpx::gated_delta_net_weights<T> w;
+    for_each_parameter(w, net, [&](std::string const& name, auto& weight, cpx::index count, cpx::index width) {
+        auto const& read = values[name] = j.file.read<T>("weight." + name);
+        cpx::require(std::ssize(read) == count * width, j.file.where().c_str(), ("elements of " + name).c_str(),
+                     count * width, read.size());
+        weight = {read.data(), count, width};
+    });
 
     outputs<T> result;
     auto const run = [&](auto const& sharding, auto const& make_layer) {
+        using S = std::remove_cvref_t<decltype(sharding)>;
         cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
             auto const part = take(x, net.hidden, sharding, comm);
-            auto y = part;
-            make_layer(comm.rank())(w, part.view(), y.view(), comm);
+            auto y = part, dx = part;
+            auto const layer = make_layer(comm.rank());
+            typename std::remove_cvref_t<decltype(layer)>::template saved<T> saved;
+            layer(w, part.view(), y.view(), comm, {{}, &saved});
             auto all = gather<T>(y.data(), net.hidden, sharding, comm);
             if (comm.rank() == 0) result["output"] = std::move(all);
+            if (!backward) return;
+
+            std::map<std::string, std::vector<T>> gradients;
+            cpx::gated_delta_net_gradients<T, S> to{dx.view(), {}, order};
+            for_each_parameter(to.weights, net, [&](std::string const& name, auto& g, cpx::index n, cpx::index width) {
+                auto& sum = gradients["grad." + name];
+                sum.resize(static_cast<std::size_t>(n * width));
+                g = {sum.data(), n, width};
+            });
+            auto const d_output = take(dy, net.hidden, sharding, comm);
+            gated_delta_net_backward(layer, w, part.view(), saved, d_output.view(), to, comm);
+            for (auto& [name, sum] : gradients) sum_over_ranks(std::span(sum), comm);
+            gradients["d_hidden_states"] = gather<T>(dx.data(), net.hidden, sharding, comm);
+            if (comm.rank() == 0) result.merge(gradients);
         });
     };
     examples::sharding_spec tokens = j.layout;

@@ -53,7 +53,7 @@ void report(verify::job const& j, bool serial, bool json) {
     }
     std::printf("%s on %d ranks, %s\n", kind.c_str(), j.ranks, examples::describe(j.layout).c_str());
     for (auto const& [name, error] : errors.items())
-        std::printf("  %-12s relative error %.2e\n", name.c_str(), error.template get<double>());
+        std::printf("  %-23s relative error %.2e\n", name.c_str(), error.template get<double>());
 }
 
 } // namespace

@@ -2,10 +2,9 @@
 // The host operators of cpx, with Eigen inside.
 #pragma once
 
-#include <cpx/ops/attention.hpp>
+#include <cpx/ops/attention_backward.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
-#include <cpx/ops/gated_delta_net.hpp>
-#include <cpx/ops/gated_delta_rule.hpp>
+#include <cpx/ops/gated_delta_net_backward.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/norm.hpp>

@@ -18,12 +18,14 @@ struct attention_heads {
 ///
 /// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
 /// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that `rank` holds.
+/// lse: (rows, query heads), takes what the backward needs; empty if not wanted.
 /// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit.
 template <class T, any_sharding Q, any_sharding K, elements_of<T> A, elements_of<T> B>
 void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded<B, K> const& v,
-               attention_heads const& heads, double scale, sharded<T, Q> const& o, caller here = caller::here()) {
+               attention_heads const& heads, double scale, sharded<T, Q> const& o, rows<T> lse = {},
+               caller here = caller::here()) {
     static_assert(K::every_row,
                   "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                   "them to replicated or head_sharded first");
@@ -44,6 +46,9 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
     detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
     detail::require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
 
+    if (lse.data()) detail::require_shape(where, "lse", lse, held, queries.size(), here);
+
+    std::vector<T> of_head;
     auto const segments = cpx::segments(q.sharding(), rank);
     auto const tokens = positions(segments);
     for (segment const& s : segments)
@@ -52,10 +57,12 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
             auto const seen = [&](sharded<B, K> const& x) -> rows<T const> { // later keys are masked for all of these
                 return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
             };
+            of_head.resize(lse.data() ? static_cast<std::size_t>(s.count) : 0);
             attend_head<T>(
                 rows<T const>(q.data()).sub(s.row, s.count).columns(h * dim, dim),
                 std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)), seen(k),
-                seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim));
+                seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim), std::span(of_head));
+            for (index i = 0; i < std::ssize(of_head); ++i) lse(s.row + i, h) = of_head[static_cast<std::size_t>(i)];
         }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cpx/layout/sharded.hpp>
 #include <cpx/ops/local/causal_conv.hpp>
+#include <cpx/ops/weight_sums.hpp>
 #include <cpx/plan/halo.hpp>
 #include <cpx/transport/exchange.hpp>
 
@@ -13,12 +14,13 @@ namespace cpx {
 
 namespace detail {
 
-/// Copies the rows beside segment `i` into `buffer` and returns them, in token order.
+/// Copies the rows beside segment `i`, after those that precede them all, into `buffer` and returns them, in token
+/// order.
 template <class T, any_sharding S>
 rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const> own, rows<T const> halo,
-                          std::vector<T>& buffer) {
-    buffer.clear();
-    index count = 0;
+                          std::vector<T>& buffer, std::span<T const> preceding = {}) {
+    buffer.assign(preceding.begin(), preceding.end());
+    index count = own.width() > 0 ? std::ssize(preceding) / own.width() : 0;
     for (std::size_t k = plan.begin[i]; k < plan.begin[i + 1]; ++k) {
         halo_part const& part = plan.parts[k];
         rows<T const> const from = (part.halo ? halo : own).sub(part.first, part.count);
@@ -31,18 +33,32 @@ rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const>
 
 } // namespace detail
 
+/// The K newest rows of every sequence, before the convolution: what a convolution that goes on from here must know.
+///
+/// Each is (sequences, K * channels), the newest row last, or empty for none. `initial` stands for tokens before the
+/// batch, zeros for none; it is read on every rank that holds one of the first K - 1 tokens of a sequence. `final` is
+/// written on the rank where a sequence ends (rank 0 if it has no tokens) and elsewhere left alone. They may be the
+/// same.
+template <class T>
+struct causal_conv1d_states {
+    rows<T const> initial = {};
+    rows<T> final = {};
+};
+
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
 /// begins.
 ///
 /// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K) and
-/// bias: (channels) or empty, for the channels that this rank holds (see `local_rows`).
+/// bias: (channels) or empty, for the channels that this rank holds (see `local_rows`). `states`, for decoding: what
+/// came before the batch, and what the next one will have to know.
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
 ///
 /// Throws `cpx::error` on shapes that do not fit, and what `exchange` throws.
 template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
 void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T const> weight, std::span<T const> bias,
-                   activation act, sharded<T, Y> const& y, Comm& comm, caller here = caller::here()) {
+                   activation act, sharded<T, Y> const& y, Comm& comm, causal_conv1d_states<T> const& states = {},
+                   caller here = caller::here()) {
     static_assert(std::same_as<X, S> && std::same_as<Y, S>,
                   "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
                   "halo(x.sharding(), ...) and y of the same sharding");
@@ -59,24 +75,48 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange(plan, x.data(), halo, comm, here);
 
-    std::vector<T> before;
+    thd const& batch = plan.sharding.batch();
+    index const taps = weight.width(), window = taps * channels;
+    for (auto const& given : {states.initial, rows<T const>(states.final)})
+        if (given.data()) detail::require_shape("causal_conv1d", "states", given, batch.sequences(), window, here);
+    std::vector<T> history, newest;
+    auto const finish = [&](index sequence, rows<T const> before, rows<T const> own) {
+        if (!states.final.data()) return;
+        newest.assign(static_cast<std::size_t>(window), T{});
+        if (states.initial.data()) std::copy_n(states.initial.row(sequence), window, newest.data());
+        for (rows<T const> const part : {before, own}) // of all these the last K rows
+            for (index row = std::max<index>(0, part.count() - taps); row < part.count(); ++row)
+                newest.insert(newest.end(), part.row(row), part.row(row) + channels);
+        std::copy_n(newest.end() - window, window, states.final.row(sequence));
+    };
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
         segment const& s = plan.segments[i];
-        convolve_segment<T>(detail::rows_beside<T, S>(plan, i, x.data(), halo, before),
-                            rows<T const>(x.data()).sub(s.row, s.count), weight, bias.empty() ? nullptr : bias.data(),
-                            act, y.data().sub(s.row, s.count));
+        std::span<T const> preceding; // of the initial rows those within reach
+        if (states.initial.data() && s.token < plan.reach)
+            preceding = {states.initial.row(s.sequence) + (s.token + 1) * channels,
+                         static_cast<std::size_t>((plan.reach - s.token) * channels)};
+        auto const before = detail::rows_beside<T, S>(plan, i, x.data(), halo, history, preceding);
+        auto const own = rows<T const>(x.data()).sub(s.row, s.count);
+        convolve_segment<T>(before, own, weight, bias.empty() ? nullptr : bias.data(), act,
+                            y.data().sub(s.row, s.count));
+        index const skip = std::ssize(preceding) / std::max<index>(1, channels);
+        if (s.token + s.count == batch.length(s.sequence))
+            finish(s.sequence, before.sub(skip, before.count() - skip), own);
     }
+    for (index s = 0; s < batch.sequences(); ++s)
+        if (batch.length(s) == 0 && (S::every_row || plan.rank == 0)) finish(s, {}, {});
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
 ///
 /// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
-/// hold: the gradient is the sum over all ranks.
+/// hold: the gradient is the sum over all ranks. `order`: see there.
 template <class T, any_sharding S>
 struct causal_conv1d_gradients {
     sharded<T, S> dx;
     rows<T> dweight = {};
     std::span<T> dbias = {};
+    sum_order order = sum_order::by_rank;
 };
 
 /// Computes the gradients of `causal_conv1d`.
@@ -111,6 +151,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
     rows<T> const x_halo(x_values.data(), before.target_rows, channels);
     rows<T> const dz(dz_values.data(), before.source_rows, channels);
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
+    weight_sums<S> const sums(x.sharding(), before.rank, to.order);
     exchange(before, x.data(), x_halo, comm, here);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];
@@ -118,9 +159,20 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
         convolve_segment_backward_sums<T>(history, own, weight, bias.empty() ? nullptr : bias.data(), act,
                                           rows<T const>(dy.data()).sub(s.row, s.count), dz.sub(s.row, s.count));
-        if (to.dweight.data())
+        if (to.dweight.data() && !sums.moves())
             convolve_segment_backward_weight<T>(history, own, dz.sub(s.row, s.count), to.dweight,
                                                 to.dbias.empty() ? nullptr : to.dbias.data());
+    }
+    if (to.dweight.data() && sums.moves()) { // whole sequences, some channels
+        auto const all_x = sums.template share<T>(x, channels, comm, here);
+        auto const all_dz = sums.template share<T>(sharded(dz, x.sharding()), channels, comm, here);
+        range const own = all_x.share;
+        thd const& batch = x.sharding().batch();
+        for (index s = 0; !own.empty() && s < batch.sequences(); ++s)
+            convolve_segment_backward_weight<T>(
+                {nullptr, 0, own.size()}, all_x.data.sub(batch.offset(s), batch.length(s)),
+                all_dz.data.sub(batch.offset(s), batch.length(s)), to.dweight.sub(own.first, own.size()),
+                to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
     }
     exchange(after, dz, dz_halo, comm, here);
     for (std::size_t i = 0; i < after.segments.size(); ++i) {

@@ -10,6 +10,8 @@
 #include <cpx/ops/local/norm.hpp>
 #include <cpx/ops/sections.hpp>
 
+#include <optional>
+
 namespace cpx {
 
 /// Sizes of a gated delta net layer.
@@ -32,57 +34,131 @@ struct gated_delta_net_config {
     std::vector<section> output_sections() const { return {{heads.value_heads, heads.value_dim}}; }
 };
 
-/// Weights of a gated delta net layer, whole on every rank, named and shaped as in the checkpoint.
+/// Weights of a gated delta net layer, or their gradients, whole on every rank, named and shaped as in the checkpoint.
 ///
 /// Projections are (out, in); conv is (q + k + v channels, kernel); A_log, dt_bias (value heads, 1); norm (1,
 /// value_dim).
+template <class A>
+struct gated_delta_net_parameters {
+    rows<A> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
+};
+
+/// Calls `f(name, rows, count, width)` for each parameter, const or not, with its name in a checkpoint and its shape.
+template <class Parameters, class F>
+void for_each_parameter(Parameters& p, gated_delta_net_config const& c, F&& f) {
+    index const heads = c.heads.value_heads, v = heads * c.heads.value_dim;
+    index const qkv = 2 * c.heads.key_heads * c.heads.key_dim + v, one = 1;
+    f("in_proj_qkv.weight", p.in_proj_qkv, qkv, c.hidden);
+    f("in_proj_z.weight", p.in_proj_z, v, c.hidden);
+    f("in_proj_b.weight", p.in_proj_b, heads, c.hidden);
+    f("in_proj_a.weight", p.in_proj_a, heads, c.hidden);
+    f("conv1d.weight", p.conv, qkv, c.kernel);
+    f("A_log", p.A_log, heads, one);
+    f("dt_bias", p.dt_bias, heads, one);
+    f("norm.weight", p.norm, one, c.heads.value_dim);
+    f("out_proj.weight", p.out_proj, c.hidden, v);
+}
+
 template <class T>
-struct gated_delta_net_weights {
-    rows<T const> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
+using gated_delta_net_weights = gated_delta_net_parameters<T const>;
+
+/// What a gated delta net hands from one batch to the next one of the same sequences, for the heads that a rank holds.
+///
+/// conv: (sequences, kernel * (q + k + v channels)), see `causal_conv1d_states`; recurrent: (sequences, value heads *
+/// key_dim * value_dim). Zeros before the first token. Read where a sequence begins, conv on every rank that holds one
+/// of its first kernel - 1 tokens; written in place where it ends. Decoding is a batch of one token a sequence.
+template <class T>
+struct gated_delta_net_state {
+    rows<T> conv = {}, recurrent = {};
+};
+
+/// What the backward needs of its forward: of the gated norm on the layer's sharding, of the rest where it ran.
+template <class T, any_sharding S, any_sharding Mix>
+struct gated_delta_net_saved {
+    std::optional<tensor<T, S>> z, o;
+    std::optional<tensor<T, Mix>> projected, mixed, gates;
+    delta_rule_saved<T> states;
+};
+
+template <class T, any_sharding S>
+struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
+
+/// What a forward keeps beside its output, both only if wanted.
+template <class T, any_sharding S, any_sharding Mix>
+struct gated_delta_net_memory {
+    gated_delta_net_state<T> state = {};
+    gated_delta_net_saved<T, S, Mix>* saved = nullptr;
 };
 
 namespace detail {
 
+/// How wide this rank's columns of q (and of k), v and of the gates are.
+template <any_sharding S>
+struct gated_delta_widths {
+    index q, v, values;
+
+    gated_delta_widths(gated_delta_net_config const& config, S const& sharding, int rank)
+        : q(sharding.heads(rank, config.heads.key_heads).size() * config.heads.key_dim),
+          values(sharding.heads(rank, config.heads.value_heads).size()) {
+        v = values * config.heads.value_dim;
+    }
+    index qkv() const { return 2 * q + v; }
+};
+
 /// The convolution, the gates and the delta rule: what needs neighbours, on the sharding `S`.
 template <carry_kind How, any_sharding S>
 struct gated_delta_mixer {
-    halo_plan<S> halo_rows;
+    halo_plan<S> before, after;
     carry_plan<S> states;
 
     gated_delta_mixer(S const& sharding, int rank, index kernel)
-        : halo_rows(halo(sharding, rank, kernel - 1)), states(carry(sharding, rank)) {}
+        : before(halo(sharding, rank, kernel - 1)), after(halo(sharding, rank, kernel - 1, side::after)),
+          states(carry(sharding, rank)) {}
+
+    /// The tensors of the delta rule: what the convolution gave and the gates, each (g, then beta).
+    template <class T>
+    delta_rule_tensors<T, S> delta_rule(gated_delta_widths<S> const& n, tensor<T, S> const& mixed,
+                                        tensor<T, S> const& gates, sharded<T, S> const& o) const {
+        auto const qkv = mixed.view(), g_beta = gates.view();
+        return {qkv.columns(0, n.q),
+                qkv.columns(n.q, n.q),
+                qkv.columns(2 * n.q, n.v),
+                g_beta.columns(0, n.values),
+                g_beta.columns(n.values, n.values),
+                o};
+    }
 
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
-    template <class T, class Comm>
+    template <class T, class Saved, class Comm>
     void operator()(gated_delta_net_config const& config, gated_delta_net_weights<T> const& w, tensor<T, S> const& x,
-                    tensor<T, S>& o, Comm& comm) const {
+                    tensor<T, S>& o, gated_delta_net_state<T> const& state, Saved* saved, Comm& comm) const {
         S const& sharding = states.sharding;
         int const rank = states.rank;
-        delta_rule_heads const& heads = config.heads;
-        index const keys = sharding.heads(rank, heads.key_heads).size(), q = keys * heads.key_dim;
-        index const values = sharding.heads(rank, heads.value_heads).size(), v = values * heads.value_dim;
+        gated_delta_widths<S> const n(config, sharding, rank);
         auto const sections = config.sections();
         auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
 
         auto const conv = local_rows(sharding, rank, qkv, w.conv);
-        tensor<T, S> mixed(sharding, rank, 2 * q + v), g_beta(sharding, rank, 2 * values);
-        causal_conv1d(halo_rows, x.view().columns(0, 2 * q + v), rows<T const>(conv, config.kernel),
-                      std::span<T const>(), activation::silu, mixed.view(), comm);
+        tensor<T, S> mixed(sharding, rank, n.qkv()), gates(sharding, rank, 2 * n.values);
+        causal_conv1d(before, x.view().columns(0, n.qkv()), rows<T const>(conv, config.kernel), std::span<T const>(),
+                      activation::silu, mixed.view(), comm, {state.conv, state.conv});
 
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
-        auto const b = x.data().columns(2 * q + v, values), a = x.data().columns(2 * q + v + values, values);
+        auto const b = x.data().columns(n.qkv(), n.values), a = x.data().columns(n.qkv() + n.values, n.values);
         for (index row = 0; row < a.count(); ++row)
-            for (index h = 0; h < values; ++h) {
+            for (index h = 0; h < n.values; ++h) {
                 auto const head = static_cast<std::size_t>(h);
-                g_beta.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
-                g_beta.data()(row, values + h) = sigmoid(b(row, h));
+                gates.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
+                gates.data()(row, n.values + h) = sigmoid(b(row, h));
             }
-        auto const qkv_rows = mixed.view(), gates = g_beta.view();
-        delta_rule_tensors<T, S> const t{qkv_rows.columns(0, q),        qkv_rows.columns(q, q),
-                                         qkv_rows.columns(2 * q, v),    gates.columns(0, values),
-                                         gates.columns(values, values), sharded<T, S>(o.data(), sharding)};
-        gated_delta_rule(How{}, states, t, heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
+        auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding));
+        t.initial = t.final = state.recurrent;
+        if (saved) t.saved = &saved->states;
+        gated_delta_rule(How{}, states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
+        if (!saved) return;
+        saved->mixed = std::move(mixed);
+        saved->gates = std::move(gates);
     }
 };
 
@@ -100,6 +176,9 @@ struct gated_delta_mixer {
 template <carry_kind How, any_sharding S, any_sharding Mix = S>
 class gated_delta_net {
 public:
+    template <class T>
+    using saved = gated_delta_net_saved<T, S, Mix>;
+
     /// In place. Pure: no communication.
     gated_delta_net(S const& sharding, int rank, gated_delta_net_config const& config)
         requires std::same_as<S, Mix>
@@ -109,65 +188,10 @@ public:
     gated_delta_net(S const& sharding, Mix const& mix, Mix const& back, int rank, gated_delta_net_config const& config)
         requires(!std::same_as<S, Mix>)
         : config_(config), mixer_(mix, rank, config.kernel),
-          moves_{relayout(sharding, mix, rank), relayout(back, sharding, rank)} {}
+          moves_{relayout(sharding, mix, rank), relayout(back, sharding, rank), relayout(sharding, back, rank),
+                 relayout(mix, sharding, rank)} {}
 
-    /// Computes the layer: x, y (rows, hidden) of the layer's sharding. Collective.
-    ///
-    /// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` and the operators throw.
-    template <class T, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
-    void operator()(gated_delta_net_weights<T> const& w, sharded<A, X> const& x, sharded<T, Y> const& y, Comm& comm,
-                    caller here = caller::here()) const {
-        static_assert(std::same_as<X, S> && std::same_as<Y, S>,
-                      "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or make "
-                      "the layer with x.sharding()");
-        char const* const where = "gated_delta_net";
-        require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
-        require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
-        delta_rule_heads const& heads = config_.heads;
-        require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
-                "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
-        index const v = heads.value_heads * heads.value_dim, qkv = 2 * heads.key_heads * heads.key_dim + v;
-        index const hidden = config_.hidden, mixed_width = qkv + 2 * heads.value_heads;
-        detail::require_shape(where, "in_proj_qkv", w.in_proj_qkv, qkv, hidden, here);
-        detail::require_shape(where, "in_proj_z", w.in_proj_z, v, hidden, here);
-        detail::require_shape(where, "in_proj_b", w.in_proj_b, heads.value_heads, hidden, here);
-        detail::require_shape(where, "in_proj_a", w.in_proj_a, heads.value_heads, hidden, here);
-        detail::require_shape(where, "conv", w.conv, qkv, config_.kernel, here);
-        detail::require_shape(where, "A_log", w.A_log, heads.value_heads, 1, here);
-        detail::require_shape(where, "dt_bias", w.dt_bias, heads.value_heads, 1, here);
-        detail::require_shape(where, "norm", w.norm, 1, heads.value_dim, here);
-        detail::require_shape(where, "out_proj", w.out_proj, hidden, v, here);
-
-        rows<T const> const in = x.data();
-        int const rank = comm.rank();
-        tensor<T, S> projected(x.sharding(), rank, mixed_width), z(x.sharding(), rank, v), o(x.sharding(), rank, v);
-        detail::require_shape(where, "x", in, z.data().count(), hidden, here);
-        detail::require_shape(where, "y", y.data(), z.data().count(), hidden, here);
-        linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
-        linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads.value_heads));
-        linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads.value_heads, heads.value_heads));
-        linear<T>(in, w.in_proj_z, z.data());
-        if constexpr (std::same_as<S, Mix>) {
-            mixer_(config_, w, projected, o, comm);
-        } else {
-            auto const& [there, back] = moves_;
-            auto const local = exchange(there, projected, comm);
-            tensor<T, Mix> mixed(back.from, rank, back.source_width);
-            mixer_(config_, w, local, mixed, comm);
-            exchange(back, mixed.view(), o.view(), comm);
-        }
-        gated_rms_norm<T>(o.data(), z.data(), {w.norm.data(), static_cast<std::size_t>(w.norm.width())},
-                          static_cast<T>(config_.eps), o.data());
-        linear<T>(o.data(), w.out_proj, y.data());
-    }
-
-private:
-    struct two_moves {
-        relayout_plan<S, Mix> there;
-        relayout_plan<Mix, S> back;
-    };
-    struct nothing {};
-
+    gated_delta_net_config const& config() const { return config_; }
     S const& sharding() const {
         if constexpr (std::same_as<S, Mix>)
             return mixer_.states.sharding;
@@ -175,9 +199,80 @@ private:
             return moves_.there.from;
     }
 
+    /// Computes the layer: x, y (rows, hidden) of the layer's sharding. Collective.
+    ///
+    /// `memory`: states to go on from, for decoding, and what the backward needs, see `gated_delta_net_backward`.
+    /// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` and the operators throw.
+    template <class T, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
+    void operator()(gated_delta_net_weights<T> const& w, sharded<A, X> const& x, sharded<T, Y> const& y, Comm& comm,
+                    gated_delta_net_memory<T, S, Mix> const& memory = {}, caller here = caller::here()) const {
+        static_assert(std::same_as<X, S> && std::same_as<Y, S>,
+                      "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or make "
+                      "the layer with x.sharding()");
+        char const* const where = "gated_delta_net";
+        require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
+        require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
+        check(where, w, here);
+        index const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
+        index const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
+        rows<T const> const in = x.data();
+        int const rank = comm.rank();
+        tensor<T, S> projected(sharding(), rank, qkv + 2 * heads), z(sharding(), rank, v), o(sharding(), rank, v);
+        detail::require_shape(where, "x", in, z.data().count(), config_.hidden, here);
+        detail::require_shape(where, "y", y.data(), z.data().count(), config_.hidden, here);
+        linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
+        linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads));
+        linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
+        linear<T>(in, w.in_proj_z, z.data());
+        auto* const saved = memory.saved;
+        if constexpr (std::same_as<S, Mix>) {
+            mixer_(config_, w, projected, o, memory.state, saved, comm);
+            if (saved) saved->projected = std::move(projected);
+        } else {
+            auto local = exchange(moves_.there, projected, comm);
+            tensor<T, Mix> mixed(moves_.back.from, rank, moves_.back.source_width);
+            mixer_(config_, w, local, mixed, memory.state, saved, comm);
+            exchange(moves_.back, mixed.view(), o.view(), comm);
+            if (saved) saved->projected = std::move(local);
+        }
+        auto normed = o;
+        gated_rms_norm<T>(o.data(), z.data(), {w.norm.data(), static_cast<std::size_t>(w.norm.width())},
+                          static_cast<T>(config_.eps), normed.data());
+        linear<T>(normed.data(), w.out_proj, y.data());
+        if (!saved) return;
+        saved->z = std::move(z);
+        saved->o = std::move(o);
+    }
+
+private:
+    template <class T, carry_kind H, any_sharding X, any_sharding M, class Comm>
+    friend void gated_delta_net_backward(gated_delta_net<H, X, M> const&, gated_delta_net_weights<T> const&,
+                                         std::type_identity_t<sharded<T const, X>> const&,
+                                         gated_delta_net_saved<T, X, M>&,
+                                         std::type_identity_t<sharded<T const, X>> const&,
+                                         gated_delta_net_gradients<T, X> const&, Comm&, caller);
+
+    struct four_moves {
+        relayout_plan<S, Mix> there;
+        relayout_plan<Mix, S> back;
+        relayout_plan<S, Mix> gradient_there;
+        relayout_plan<Mix, S> gradient_back;
+    };
+    struct nothing {};
+
+    template <class A>
+    void check(char const* where, gated_delta_net_parameters<A> const& w, caller here) const {
+        delta_rule_heads const& heads = config_.heads;
+        require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
+                "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
+        for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index count, index width) {
+            detail::require_shape(where, name, weight, count, width, here);
+        });
+    }
+
     gated_delta_net_config config_;
     detail::gated_delta_mixer<How, Mix> mixer_;
-    [[no_unique_address]] std::conditional_t<std::same_as<S, Mix>, nothing, two_moves> moves_;
+    [[no_unique_address]] std::conditional_t<std::same_as<S, Mix>, nothing, four_moves> moves_;
 };
 
 } // namespace cpx

@@ -4,6 +4,7 @@
 
 #include <cpx/ops/gated_delta_rule.hpp>
 #include <cpx/ops/local/delta_rule_backward.hpp>
+#include <cpx/ops/shared_heads.hpp>
 
 namespace cpx {
 
@@ -11,8 +12,7 @@ namespace cpx {
 ///
 /// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows.
 /// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins. On `head_sharded`,
-/// dq and dk of a key head that several ranks hold are each rank's share, which the transposed plan of the relayout
-/// adds.
+/// every rank that holds a head gets its whole gradient; dout is whole on every rank that holds its head, too.
 template <class T, any_sharding S>
 struct delta_rule_gradient_tensors {
     sharded<T const, S> dout;
@@ -30,20 +30,23 @@ public:
     delta_rule_backward_run(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
                             delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
                             delta_rule_options const& options)
-        : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options) {}
+        : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options),
+          dq_dk_(static_cast<std::size_t>(t.q.data().count() * 2 * this->values_.size() * heads.key_dim)) {}
 
     /// Writes the gradients of segment `i`; `dstate` is that of its end state before and of its start state after.
-    void backward(std::size_t i, T* dstate) const {
+    void backward(std::size_t i, T* dstate) {
         segment const& s = this->segment_at(i);
         index const dim = this->heads_.value_dim;
         T const* const start = t_.saved->starts.data() + static_cast<index>(i) * this->state_width();
-        for (index h = 0; h < this->values_.size(); ++h)
+        index const keys = this->heads_.key_dim, values = this->values_.size();
+        rows<T> const dq_dk = shares().sub(s.row, s.count);
+        for (index h = 0; h < values; ++h)
             delta_rule_backward<T>(
                 this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h), this->columns(t_.v, s, h, dim),
                 this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token, options_,
                 this->matrix_at(start, h, dim), this->columns(to_.dout, s, h, dim), this->matrix_at(dstate, h, dim),
-                {this->key_columns(to_.dq, s, h), this->key_columns(to_.dk, s, h), this->columns(to_.dv, s, h, dim),
-                 this->columns(to_.dg, s, h, 1), this->columns(to_.dbeta, s, h, 1)});
+                {dq_dk.columns(h * keys, keys), dq_dk.columns((values + h) * keys, keys),
+                 this->columns(to_.dv, s, h, dim), this->columns(to_.dg, s, h, 1), this->columns(to_.dbeta, s, h, 1)});
         if (s.token == 0 && to_.dinitial.data()) std::copy_n(dstate, this->state_width(), to_.dinitial.row(s.sequence));
     }
 
@@ -70,10 +73,16 @@ public:
         }
     }
 
+    /// Returns what every value head contributes to dq, then to dk, of the key head that it reads.
+    rows<T> shares() {
+        return {dq_dk_.data(), t_.q.data().count(), 2 * this->values_.size() * this->heads_.key_dim};
+    }
+
 private:
     delta_rule_tensors<T, S> const& t_;
     delta_rule_gradient_tensors<T, S> const& to_;
     delta_rule_options const& options_;
+    std::vector<T> dq_dk_;
 };
 
 } // namespace detail
@@ -84,6 +93,7 @@ private:
 /// The gradient of the state goes back along each sequence's segments, one exchange of one state (value heads * key_dim
 /// * value_dim) a cut: with `serial` from the end of one segment's backward to the next, with `scan` as
 /// `dS_start = M^T dS_end + E`, the M cached from the forward and all E computed beforehand, in parallel.
+/// Where a rank holds some of the value heads of a key head only, their shares of dq and dk meet in one more exchange.
 /// With `serial` and cuts at multiples of the chunk bitwise the same as on one rank.
 /// Collective. Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
 template <carry_kind How, class T, any_sharding S, transport Comm>
@@ -97,15 +107,12 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
                              options, here);
     require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
     detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
-    detail::delta_rule_backward_run<T, S> const run(plan, t, to, heads, options);
+    detail::delta_rule_backward_run<T, S> run(plan, t, to, heads, options);
     index const width = run.state_width(), sequences = plan.sharding.batch().sequences();
     require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
             "saved states", "those of the forward", t.saved ? "others" : "none", here);
     if (to.dfinal.data()) detail::require_shape(where, "dfinal", to.dfinal, sequences, width, here);
     if (to.dinitial.data()) detail::require_shape(where, "dinitial", to.dinitial, sequences, width, here);
-    for (auto const* shared : {&to.dq, &to.dk}) // value heads add to them
-        for (index row = 0; row < shared->data().count(); ++row)
-            std::fill_n(shared->data().row(row), shared->data().width(), T{});
 
     constexpr bool folds = std::same_as<How, scan>;
     auto const states = [&](std::size_t count) { return std::vector<T>(count * static_cast<std::size_t>(width)); };
@@ -138,6 +145,8 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
     }
     for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
         if (plan.links[i].has_successor) run.backward(i, at(dends, i));
+    sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, run.shares(),
+                   std::array{to.dq.data(), to.dk.data()}, comm, here);
     for (index s = 0; to.dinitial.data() && s < sequences; ++s)
         if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) {
             std::fill_n(to.dinitial.row(s), width, T{});

@@ -27,20 +27,39 @@ std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> 
     return local;
 }
 
+/// Returns the heads of a section for which `rank` speaks: those that it holds and no lower rank does. All of them
+/// where tokens are sharded, for there every rank has rows of its own.
+template <any_sharding S>
+range owned_heads(S const& sharding, int rank, index heads) {
+    range owned = sharding.heads(rank, heads);
+    if (S::every_row && rank > 0) owned.first = std::max(owned.first, sharding.heads(rank - 1, heads).last);
+    return {std::min(owned.first, owned.last), owned.last};
+}
+
 /// Adds rows in local order to where `local_rows` took them from: the gradient of a weight from that of a rank's part.
+///
+/// Where several ranks hold a head and so its whole gradient, the lowest of them adds it (see `owned_heads`): the sum
+/// over all ranks counts it once.
 template <class T, any_sharding S>
 void add_local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> local,
                     rows<T> weight) {
+    index all = 0, held = 0;
+    for (section const& s : sections) {
+        all += s.heads * s.width;
+        held += sharding.heads(rank, s.heads).size() * s.width;
+    }
+    require(all == weight.count() && held == local.count(), "add_local_rows", "rows of the weight and of its part",
+            std::to_string(all) + " and " + std::to_string(held),
+            std::to_string(weight.count()) + " and " + std::to_string(local.count()));
     index first = 0, taken = 0;
     for (section const& s : sections) {
-        range const heads = sharding.heads(rank, s.heads);
-        for (index row = first + heads.first * s.width; row < first + heads.last * s.width; ++row, ++taken)
-            for (index column = 0; column < weight.width(); ++column) weight(row, column) += local(taken, column);
+        range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);
+        for (index row = owned.first * s.width; row < owned.last * s.width; ++row)
+            for (index column = 0; column < weight.width(); ++column)
+                weight(first + row, column) += local(taken + row - heads.first * s.width, column);
         first += s.heads * s.width;
+        taken += heads.size() * s.width;
     }
-    require(first == weight.count() && taken == local.count(), "add_local_rows", "rows of the weight and of its part",
-            std::to_string(first) + " and " + std::to_string(taken),
-            std::to_string(weight.count()) + " and " + std::to_string(local.count()));
 }
 
 } // namespace cpx

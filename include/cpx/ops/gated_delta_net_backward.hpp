@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward of the gated delta net layer.
+#pragma once
+
+#include <cpx/ops/gated_delta_net.hpp>
+#include <cpx/ops/gated_delta_rule_backward.hpp>
+
+namespace cpx {
+
+/// What the backward of a gated delta net computes.
+///
+/// dx: (rows, hidden), written. weights: this rank's share, added to what they hold; `sum_over_ranks` completes them.
+/// `order`: in which order rows are added up there.
+template <class T, any_sharding S>
+struct gated_delta_net_gradients {
+    sharded<T, S> dx;
+    gated_delta_net_parameters<T> weights;
+    sum_order order = sum_order::by_rank;
+};
+
+namespace detail {
+
+/// The backward of `gated_delta_mixer`: from the gradient of o to that of x, and the weights' shares.
+template <class T, carry_kind How, any_sharding S, class Saved, class Comm>
+void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_delta_net_config const& config,
+                                gated_delta_net_weights<T> const& w, Saved& saved, tensor<T, S> const& dout,
+                                tensor<T, S>& dx, gated_delta_net_parameters<T> const& to, sum_order order,
+                                Comm& comm) {
+    S const& sharding = mixer.states.sharding;
+    int const rank = mixer.states.rank;
+    gated_delta_widths<S> const n(config, sharding, rank);
+    auto const sections = config.sections();
+    auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
+    auto const buffer = [](index count) { return std::vector<T>(static_cast<std::size_t>(count)); };
+
+    tensor<T, S> dmixed(sharding, rank, n.qkv()), dgates(sharding, rank, 2 * n.values), o(sharding, rank, n.v);
+    auto t = mixer.delta_rule(n, *saved.mixed, *saved.gates, o.view());
+    t.saved = &saved.states;
+    auto const dqkv = dmixed.view(), dg_beta = dgates.view();
+    gated_delta_rule_backward(How{}, mixer.states, t,
+                              delta_rule_gradient_tensors<T, S>{{dout.data(), sharding},
+                                                                dqkv.columns(0, n.q),
+                                                                dqkv.columns(n.q, n.q),
+                                                                dqkv.columns(2 * n.q, n.v),
+                                                                dg_beta.columns(0, n.values),
+                                                                dg_beta.columns(n.values, n.values)},
+                              config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
+
+    auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
+    auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
+    rows<T const> const x = saved.projected->data();
+    auto sums = buffer(2 * n.values);
+    weight_sums<S>(sharding, rank, order)
+        .terms(
+            std::span(sums),
+            [&](index row, std::span<T> into) {
+                T const* const b = x.row(row) + n.qkv();
+                T* const db = dx.data().row(row) + n.qkv();
+                T const* const dg = dgates.data().row(row);
+                for (index h = 0; h < n.values; ++h) {
+                    auto const head = static_cast<std::size_t>(h), next = static_cast<std::size_t>(n.values + h);
+                    auto const gate = delta_rule_gate_backward(b[n.values + h], A_log[head], dt_bias[head], dg[h]);
+                    db[h] = sigmoid_backward(b[h], dg[n.values + h]);
+                    db[n.values + h] = gate.a;
+                    into[head] += gate.a_log;
+                    into[next] += gate.dt_bias;
+                }
+            },
+            comm);
+    add_local_rows(sharding, rank, per_head, rows<T const>(sums.data(), n.values, 1), to.A_log);
+    add_local_rows(sharding, rank, per_head, rows<T const>(sums.data() + n.values, n.values, 1), to.dt_bias);
+
+    auto const conv = local_rows(sharding, rank, qkv, w.conv);
+    auto dconv = buffer(std::ssize(conv));
+    causal_conv1d_backward(
+        mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()), rows<T const>(conv, config.kernel),
+        std::span<T const>(), activation::silu, dqkv,
+        causal_conv1d_gradients<T, S>{dx.view().columns(0, n.qkv()), rows<T>(dconv, config.kernel), {}, order}, comm);
+    add_local_rows(sharding, rank, qkv, rows<T const>(dconv, config.kernel), to.conv);
+}
+
+} // namespace detail
+
+/// Computes the gradients of a gated delta net layer.
+///
+/// `net`, `w` and x as in the forward, which has filled `saved`; dy: (rows, hidden), the gradient of y.
+/// Collective: the exchanges of the forward backwards, and those that `order` asks for.
+/// By heads, or with `serial` and cuts at multiples of the chunk, dx is bitwise that of one rank; the weights' are, too,
+/// with `sum_order::by_row`.
+///
+/// Throws `cpx::error` on shapes or shardings that do not fit, if `saved` is empty, and what the operators throw.
+template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Comm>
+void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
+                              std::type_identity_t<sharded<T const, S>> const& x,
+                              gated_delta_net_saved<T, S, Mix>& saved,
+                              std::type_identity_t<sharded<T const, S>> const& dy,
+                              gated_delta_net_gradients<T, S> const& to, Comm& comm, caller here = caller::here()) {
+    char const* const where = "gated_delta_net_backward";
+    auto const& config = net.config();
+    S const& sharding = net.sharding();
+    for (auto const* s : {&x.sharding(), &dy.sharding(), &to.dx.sharding()})
+        require(*s == sharding, where, "sharding of x, dy and dx", "the layer's", "another", here);
+    net.check(where, w, here);
+    net.check(where, to.weights, here);
+    require(saved.o && saved.projected, where, "saved tensors", "those of the forward", "none", here);
+    index const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
+    index const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
+    for (auto const& in : {x.data(), dy.data(), rows<T const>(to.dx.data())})
+        detail::require_shape(where, "x, dy and dx", in, count, config.hidden, here);
+    int const rank = comm.rank();
+    weight_sums<S> const sums(sharding, rank, to.order);
+
+    std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));
+    T const eps = static_cast<T>(config.eps);
+    auto const &o = *saved.o, &z = *saved.z;
+    auto normed = o, dnormed = o, dout = o, dz = z;
+    gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
+    sums.template linear<T>(sums.template whole<T>(normed.view(), comm), dy, to.weights.out_proj, comm);
+    linear_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
+    auto const one = [](auto& of, index row) { return of.data().sub(row, 1); };
+    sums.terms(
+        std::span(to.weights.norm.data(), gain.size()),
+        [&](index row, std::span<T> dgain) {
+            gated_rms_norm_backward<T>(one(o, row), one(z, row), gain, eps, one(dnormed, row), one(dout, row),
+                                       one(dz, row), dgain);
+        },
+        comm);
+
+    tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads);
+    if constexpr (std::same_as<S, Mix>) {
+        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm);
+    } else {
+        auto const local = exchange(net.moves_.gradient_there, dout, comm);
+        tensor<T, Mix> dlocal(net.moves_.there.to, rank, saved.projected->width());
+        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm);
+        exchange(net.moves_.gradient_back, dlocal.view(), dprojected.view(), comm);
+    }
+
+    auto const in = sums.template whole<T>(x, comm);
+    tensor<T, S> part(sharding, rank, config.hidden);
+    linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
+    sums.template linear<T>(in, dz.view(), to.weights.in_proj_z, comm);
+    auto const projection = [&](index first, rows<T const> weight, rows<T> dweight) {
+        auto const d = dprojected.view().columns(first, weight.count());
+        sums.template linear<T>(in, d, dweight, comm);
+        linear_backward_input<T>(d.data(), weight, part.data());
+        for (index row = 0; row < count; ++row)
+            for (index j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += part.data()(row, j);
+    };
+    projection(0, w.in_proj_qkv, to.weights.in_proj_qkv);
+    projection(qkv, w.in_proj_b, to.weights.in_proj_b);
+    projection(qkv + heads, w.in_proj_a, to.weights.in_proj_a);
+}
+
+} // namespace cpx

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients of heads that several other heads read.
+#pragma once
+
+#include <cpx/layout/tensor.hpp>
+#include <cpx/transport/exchange.hpp>
+
+#include <array>
+
+namespace cpx {
+
+namespace detail {
+
+/// Holds the readers that `S` holds, or all readers of the shared heads that it holds.
+template <any_sharding S>
+class reader_sharding {
+public:
+    static constexpr bool every_row = S::every_row;
+    static constexpr int static_ranks = cpx::static_ranks<S>;
+
+    reader_sharding(S const& base, index shared, std::vector<section> sections, bool all)
+        : base_(base), shared_(shared), sections_(std::move(sections)), all_(all) {}
+
+    int ranks() const { return base_.ranks(); }
+    thd const& batch() const { return base_.batch(); }
+    index rows(int rank) const { return base_.rows(rank); }
+    std::span<section const> sections() const { return sections_; }
+    range heads(int rank, index readers) const {
+        if (!all_) return base_.heads(rank, readers);
+        range const held = base_.heads(rank, shared_);
+        return {held.first * (readers / shared_), held.last * (readers / shared_)};
+    }
+    template <class F>
+    void for_each_piece(int rank, F&& f) const {
+        base_.for_each_piece(rank, std::forward<F>(f));
+    }
+    template <class F>
+    void for_each_holder(range rows, index& hint, F&& f) const {
+        base_.for_each_holder(rows, hint, std::forward<F>(f));
+    }
+    friend bool operator==(reader_sharding const& a, reader_sharding const& b) {
+        return a.base_ == b.base_ && a.shared_ == b.shared_ && a.sections_ == b.sections_ && a.all_ == b.all_;
+    }
+
+private:
+    S base_;
+    index shared_;
+    std::vector<section> sections_;
+    bool all_;
+};
+
+} // namespace detail
+
+/// Adds what the readers of shared heads contribute to them, such as the query heads of a group to the keys.
+///
+/// `readers` heads of `width` read `shared` heads, readers / shared neighbours each. `parts`: (rows, n * readers held *
+/// width), one contribution a reader for each of n tensors; `sums[i]`: (rows, shared heads held * width), written.
+/// Every rank that holds a shared head gets its whole sum, readers ascending: bitwise the same on every sharding.
+/// Collective, if a rank holds a part of a group only: one exchange; else nothing moves.
+template <class T, std::size_t N, any_sharding S, class Comm>
+void sum_readers(S const& sharding, int rank, index shared, index readers, index width, rows<T const> parts,
+                 std::array<rows<T>, N> const& sums, Comm& comm, caller here = caller::here()) {
+    index const group = readers / shared;
+    range held = sharding.heads(rank, readers);
+    range const own = sharding.heads(rank, shared);
+    bool split = false;
+    for (int r = 0; S::every_row && r < sharding.ranks(); ++r) {
+        range const of_rank = sharding.heads(r, readers);
+        split |= of_rank.first % group != 0 || of_rank.last % group != 0;
+    }
+    std::vector<T> whole;
+    if (split) {
+        std::vector<section> const sections(N, section{readers, width});
+        using R = detail::reader_sharding<S>;
+        auto const plan =
+            relayout(R(sharding, shared, sections, false), R(sharding, shared, sections, true), rank, here);
+        whole.resize(static_cast<std::size_t>(plan.target_rows * plan.target_width));
+        rows<T> const all(whole.data(), plan.target_rows, plan.target_width);
+        exchange(plan, parts, all, comm, here);
+        parts = all;
+        held = {own.first * group, own.last * group};
+    }
+    for (std::size_t i = 0; i < N; ++i)
+        for (index row = 0; row < parts.count(); ++row)
+            for (index head = own.first; head < own.last; ++head) {
+                T const* from =
+                    parts.row(row) + (static_cast<index>(i) * held.size() + head * group - held.first) * width;
+                T* const to = sums[i].row(row) + (head - own.first) * width;
+                std::copy_n(from, width, to);
+                for (index reader = 1; reader < group; ++reader)
+                    for (index column = 0; column < width; ++column) to[column] += from[reader * width + column];
+            }
+}
+
+} // namespace cpx

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients of weights: sums over all rows of a batch whose rows are sharded.
+#pragma once
+
+#include <cpx/layout/head_sharded.hpp>
+#include <cpx/ops/local/linear.hpp>
+#include <cpx/ops/sections.hpp>
+#include <cpx/transport/exchange.hpp>
+
+namespace cpx {
+
+/// In which order the rows' contributions to the gradient of a weight are added.
+///
+/// `by_rank`: every rank adds its own rows; nothing moves but the sums. Equal to one rank within rounding.
+/// `by_row`: in the order of the batch, as on one rank and bitwise the same on every sharding. Every rank adds all rows
+/// for its share of the weight: inputs go to every rank, output gradients by columns, so that a linear layer moves
+/// tokens * ((W - 1) in + out) elements. For runs that must be reproduced on another number of ranks.
+enum class sum_order { by_rank, by_row };
+
+/// All the rows, and some of the columns, of which a rank adds up its part of a weight's gradient.
+template <class T>
+struct summed_rows {
+    rows<T const> data;
+    range share;           ///< the columns that `data` has of each section
+    std::vector<T> memory; ///< what `data` views, unless that is the tensor itself
+};
+
+/// Adds up gradients of weights of operators whose rows are sharded by `S`, in the order that was asked for.
+///
+/// Every rank ends with a part of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
+/// every rank holds every row, by heads, sums are in the order of the batch already, over the rank's own columns; then
+/// `add_local_rows` puts them in their places.
+/// Members that take `comm` are collective.
+template <any_sharding S>
+class weight_sums {
+public:
+    weight_sums(S const& sharding, int rank, sum_order order) : sharding_(sharding), rank_(rank), order_(order) {}
+
+    S const& sharding() const { return sharding_; }
+    /// Returns whether rows must move first.
+    bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
+
+    /// Returns the rows to add up, whole.
+    template <class T, elements_of<T> A, transport Comm>
+    summed_rows<T> whole(sharded<A, S> const& x, Comm& comm, caller here = caller::here()) const {
+        if (!moves()) return {x.data(), {0, x.data().width()}, {}};
+        return gather<T>(x, replicated<>(sharding_.ranks(), sharding_.batch()), x.data().width(), comm, here);
+    }
+
+    /// Returns the rows to add up, with this rank's columns of sections of `columns` columns each, the same of each.
+    template <class T, elements_of<T> A, transport Comm>
+    summed_rows<T> share(sharded<A, S> const& x, index columns, Comm& comm, caller here = caller::here()) const {
+        if (!moves()) return {x.data(), {0, columns}, {}};
+        std::vector<section> const sections(static_cast<std::size_t>(x.data().width() / columns), {columns, 1});
+        head_sharded<> const split(sharding_.ranks(), sharding_.batch(), sections);
+        range const held = split.heads(rank_, columns), owned = owned_heads(split, rank_, columns);
+        auto all = gather<T>(x, split, held.size() * std::ssize(sections), comm, here);
+        if (owned.empty()) all.data = all.data.sub(0, 0); // a lower rank speaks for these columns
+        all.share = owned;
+        return all;
+    }
+
+    /// Adds `dy^T x` to `dweight`: (columns of dy, columns of x), the gradient of a projection. `x` is from `whole`.
+    template <class T, elements_of<T> A, transport Comm>
+    void linear(summed_rows<T> const& x, sharded<A, S> const& dy, rows<T> dweight, Comm& comm,
+                caller here = caller::here()) const {
+        detail::require_shape("weight_sums::linear", "dweight", dweight, dy.data().width(), x.data.width(), here);
+        auto const part = share<T>(dy, dy.data().width(), comm, here);
+        if (part.share.empty()) return;
+        linear_backward_weight<T>(part.data, x.data, dweight.sub(part.share.first, part.share.size()));
+    }
+
+    /// Adds what `term(row, sums)` adds for every row of this rank to `sums`: the gradients of a norm or a bias.
+    ///
+    /// By row, the terms of a row are added up first, then the rows. `term` is called once a row, rows ascending.
+    template <class T, class Term, transport Comm>
+    void terms(std::span<T> sums, Term&& term, Comm& comm, caller here = caller::here()) const {
+        index const count = sharding_.rows(rank_), width = std::ssize(sums);
+        if (!moves()) {
+            for (index row = 0; row < count; ++row) term(row, sums);
+            return;
+        }
+        tensor<T, S> of_rows(sharding_, rank_, width);
+        for (index row = 0; row < count; ++row)
+            term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
+        auto const part = share<T>(of_rows.view(), width, comm, here);
+        for (index row = 0; row < part.data.count(); ++row)
+            for (index column = part.share.first; column < part.share.last; ++column)
+                sums[static_cast<std::size_t>(column)] += part.data(row, column - part.share.first);
+    }
+
+private:
+    template <class T, class A, class To, class Comm>
+    summed_rows<T> gather(sharded<A, S> const& x, To const& to, index width, Comm& comm, caller here) const {
+        auto const plan = relayout(sharding_, to, rank_, here);
+        summed_rows<T> all{{}, {0, width}, std::vector<T>(static_cast<std::size_t>(plan.target_rows * width))};
+        rows<T> const target(all.memory.data(), plan.target_rows, width);
+        exchange(plan, x, sharded(target, to), comm, here);
+        all.data = target;
+        return all;
+    }
+
+    S sharding_;
+    int rank_;
+    sum_order order_;
+};
+
+} // namespace cpx
