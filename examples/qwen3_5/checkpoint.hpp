@@ -5,9 +5,12 @@
 #include <cpx/model/qwen3_5_config.hpp>
 #include <cpx/model/safetensors.hpp>
 #include <cpx/ops.hpp>
+#include <cpx/ops/local/moe.hpp>
 
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace qwen3_5 {
 
@@ -17,7 +20,7 @@ class checkpoint {
 public:
     /// Reads DIRECTORY/config.json and DIRECTORY/model.safetensors.
     ///
-    /// Throws `cpx::error` if they are not those of a dense Qwen3.5 model, or if a weight is missing or misshapen.
+    /// Throws `cpx::error` if they are not those of a Qwen3.5 model, or if a weight is missing or misshapen.
     explicit checkpoint(std::string const& directory) : config(cpx::qwen3_5_config::read(directory + "/config.json")) {
         cpx::safetensors const file(directory + "/model.safetensors");
         auto const& c = config;
@@ -29,9 +32,14 @@ public:
             std::string const layer = "model.layers." + std::to_string(i) + '.';
             load(file, layer + "input_layernorm.weight", 1, hidden);
             load(file, layer + "post_attention_layernorm.weight", 1, hidden);
-            load(file, layer + "mlp.gate_proj.weight", c.intermediate_size, hidden);
-            load(file, layer + "mlp.up_proj.weight", c.intermediate_size, hidden);
-            load(file, layer + "mlp.down_proj.weight", hidden, c.intermediate_size);
+            if (c.moe()) {
+                load(file, layer + "mlp.gate.weight", c.num_experts, hidden);
+                load_experts(file, layer + "mlp.experts.");
+                load_mlp(file, layer + "mlp.shared_expert.", c.shared_expert_intermediate_size);
+                load(file, layer + "mlp.shared_expert_gate.weight", 1, hidden);
+            } else {
+                load_mlp(file, layer + "mlp.", c.intermediate_size);
+            }
             if (c.layer_types[static_cast<std::size_t>(i)] == cpx::layer_type::linear_attention) {
                 cpx::index const k = c.linear_num_key_heads * c.linear_key_head_dim;
                 cpx::index const heads = c.linear_num_value_heads, v = heads * c.linear_value_head_dim;
@@ -77,8 +85,25 @@ public:
                 w("norm.weight"),
                 w("out_proj.weight")};
     }
+    /// Returns the weights of the mixture of experts in layer `i`.
+    cpx::moe_weights<T> moe(cpx::index i) const {
+        auto const w = [&](char const* name) { return weight("model.layers." + std::to_string(i) + ".mlp." + name); };
+        return {w("gate.weight"),
+                w("experts.gate_up_proj"),
+                w("experts.down_proj"),
+                w("shared_expert.gate_proj.weight"),
+                w("shared_expert.up_proj.weight"),
+                w("shared_expert.down_proj.weight"),
+                w("shared_expert_gate.weight")};
+    }
     cpx::rows<T const> head() const {
         return weight(config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight");
+    }
+
+    /// Calls `f(name, weight)` for every weight, in the order of their names.
+    template <class F>
+    void each(F f) const {
+        for (auto const& item : weights_) f(item.first, weight(item.first));
     }
 
     cpx::qwen3_5_config config;
@@ -89,9 +114,41 @@ private:
         std::vector<T> values;
     };
 
-    /// Reads a weight of rows * columns elements; the file may shape it with axes of size 1.
     void load(cpx::safetensors const& file, std::string const& name, cpx::index rows, cpx::index columns) {
-        std::vector<cpx::index> shape = file.tensor(name).shape, wanted{rows, columns};
+        weights_[name] = {rows, columns, read(file, name, {rows, columns})};
+    }
+
+    void load_mlp(cpx::safetensors const& file, std::string const& mlp, cpx::index inner) {
+        load(file, mlp + "gate_proj.weight", inner, config.hidden_size);
+        load(file, mlp + "up_proj.weight", inner, config.hidden_size);
+        load(file, mlp + "down_proj.weight", config.hidden_size, inner);
+    }
+
+    /// Stacks the weights of the experts, whether the file has them expert by expert or stacked.
+    void load_experts(cpx::safetensors const& file, std::string const& experts) {
+        cpx::index const count = config.num_experts, hidden = config.hidden_size, inner = config.moe_intermediate_size;
+        stored gate_up{count * 2 * inner, hidden, {}}, down{count * hidden, inner, {}};
+        if (file.contains(experts + "gate_up_proj") || file.contains(experts + "down_proj")) {
+            gate_up.values = read(file, experts + "gate_up_proj", {count, 2 * inner, hidden});
+            down.values = read(file, experts + "down_proj", {count, hidden, inner});
+        } else {
+            auto const append = [](std::vector<T>& to, std::vector<T> const& values) {
+                to.insert(to.end(), values.begin(), values.end());
+            };
+            for (cpx::index e = 0; e < count; ++e) {
+                std::string const expert = experts + std::to_string(e) + '.';
+                append(gate_up.values, read(file, expert + "gate_proj.weight", {inner, hidden}));
+                append(gate_up.values, read(file, expert + "up_proj.weight", {inner, hidden}));
+                append(down.values, read(file, expert + "down_proj.weight", {hidden, inner}));
+            }
+        }
+        weights_[experts + "gate_up_proj"] = std::move(gate_up);
+        weights_[experts + "down_proj"] = std::move(down);
+    }
+
+    /// Returns the elements of a weight; the file may shape it with axes of size 1.
+    static std::vector<T> read(cpx::safetensors const& file, std::string const& name, std::vector<cpx::index> wanted) {
+        std::vector<cpx::index> shape = file.tensor(name).shape;
         std::erase(shape, 1);
         std::erase(wanted, 1);
         auto const show = [](std::vector<cpx::index> const& sizes) {
@@ -105,7 +162,7 @@ private:
         bool const floating = type == dtype::f64 || type == dtype::f32 || type == dtype::f16 || type == dtype::bf16;
         cpx::require(floating, file.where().c_str(), ("type of " + name).c_str(), "F64, F32, F16 or BF16",
                      "integers, as of a quantised model");
-        weights_[name] = {rows, columns, file.read<T>(name)};
+        return file.read<T>(name);
     }
 
     std::map<std::string, stored> weights_;

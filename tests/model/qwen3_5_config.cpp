@@ -21,7 +21,8 @@ using nlohmann::json;
 
 namespace {
 
-std::string const shipped = std::string(CPX_SOURCE_DIR) + "/examples/data/tiny_qwen3_5/config.json";
+std::string const data = std::string(CPX_SOURCE_DIR) + "/examples/data/";
+std::string const shipped = data + "tiny_qwen3_5/config.json";
 
 /// Returns the settings of a small model that is right.
 json valid() {
@@ -34,6 +35,18 @@ json valid() {
         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.5,
                             "mrope_section": [3, 3, 2]}})");
+}
+
+/// Returns the settings of a small mixture of experts that is right.
+json valid_moe() {
+    auto settings = valid();
+    settings.erase("intermediate_size");
+    settings.update({{"model_type", "qwen3_5_moe_text"},
+                     {"num_experts", 8},
+                     {"num_experts_per_tok", 2},
+                     {"moe_intermediate_size", 32},
+                     {"shared_expert_intermediate_size", 48}});
+    return settings;
 }
 
 qwen3_5_config parse(json const& settings) {
@@ -74,6 +87,62 @@ TEST_SUITE("model") {
         CHECK(config.mrope_section == std::vector<cpx::index>{3, 3, 2});
     }
 
+    TEST_CASE("the shipped mixture of experts is read, and has no intermediate_size") {
+        auto const config = qwen3_5_config::read(data + "tiny_qwen3_5_moe/config.json");
+        CHECK(config.moe());
+        CHECK(config.num_experts == 8);
+        CHECK(config.num_experts_per_tok == 2);
+        CHECK(config.moe_intermediate_size == 32);
+        CHECK(config.shared_expert_intermediate_size == 32);
+        CHECK(config.intermediate_size == 0);
+        CHECK(config.rotary_dim() == 16); // not of the partial_rotary_factor beside rope_parameters
+        CHECK(config.layer_types.back() == layer_type::full_attention);
+    }
+
+    TEST_CASE("a dense model has no experts, and experts no intermediate_size, whatever else the file says") {
+        auto dense = valid();
+        dense.update({{"num_experts", 8}, {"num_experts_per_tok", 9}, {"norm_topk_prob", false}});
+        CHECK(!parse(dense).moe());
+        CHECK(parse(dense).num_experts == 0);
+        CHECK(parse(dense).num_experts_per_tok == 0);
+        auto moe = valid_moe();
+        CHECK(parse(moe).shared_expert_intermediate_size == 48);
+        moe.update({{"intermediate_size", 5632}, {"norm_topk_prob", true}, {"num_experts_per_tok", 8}});
+        CHECK(parse(moe).intermediate_size == 0);
+        CHECK(parse(moe).num_experts_per_tok == 8);
+    }
+
+    TEST_CASE("a setting of a mixture of experts that is wrong is named") {
+        std::vector<std::pair<json, std::string>> const wrong = {
+            {{{"num_experts", 0}}, "/num_experts: expected more than 0, got 0"},
+            {{{"num_experts", nullptr}}, "/num_experts: expected an integer"},
+            {{{"num_experts_per_tok", -1}}, "/num_experts_per_tok: expected more than 0, got -1"},
+            {{{"num_experts_per_tok", 9}}, "/num_experts_per_tok: expected at most num_experts, 8, got 9"},
+            {{{"moe_intermediate_size", 32.5}}, "/moe_intermediate_size: expected an integer"},
+            {{{"shared_expert_intermediate_size", 0}}, "/shared_expert_intermediate_size: expected more than 0, got 0"},
+            {{{"norm_topk_prob", false}},
+             "/norm_topk_prob: expected none or true: Qwen3.5 divides the weights of a token's experts by their sum, "
+             "got "
+             "false"},
+            {{{"norm_topk_prob", 1}}, "/norm_topk_prob: expected true or false, got 1"},
+        };
+        for (auto const& item : wrong) {
+            auto settings = valid_moe();
+            settings.update(item.first);
+            auto const text = message([&] { parse(settings); });
+            CAPTURE(text);
+            CHECK(contains(text, "config.json: " + item.second));
+            CHECK(!contains(text, "settings are wrong"));
+        }
+        for (auto const* key :
+             {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}) {
+            auto settings = valid_moe();
+            settings.erase(key);
+            CHECK(contains(message([&] { parse(settings); }),
+                           "config.json: /" + std::string(key) + ": expected a value, got none"));
+        }
+    }
+
     TEST_CASE("rotary settings stand beside the others where rope_parameters lacks them") {
         auto settings = valid();
         settings["rope_theta"] = 5e6;
@@ -95,9 +164,10 @@ TEST_SUITE("model") {
         CHECK(parse(outer).tie_word_embeddings);
         outer["text_config"]["head_dim"] = -1;
         CHECK(contains(message([&] { parse(outer); }), "config.json: /text_config/head_dim: expected more than 0"));
+        CHECK(parse({{"model_type", "qwen3_5_moe"}, {"text_config", valid_moe()}}).num_experts == 8);
     }
 
-    TEST_CASE("a model that is not dense Qwen3.5 is not known") {
+    TEST_CASE("a model that is not Qwen3.5 is not known") {
         auto const unknown = std::string("config.json: a model this program does not know: expected model_type ");
         auto const got = [&](json const& settings, std::string const& what) {
             auto const text = message([&] { parse(settings); });
@@ -105,8 +175,8 @@ TEST_SUITE("model") {
             CHECK(contains(text, unknown));
             CHECK(contains(text, ", got " + what));
         };
-        got({{"model_type", "qwen3_5_moe_text"}}, R"("qwen3_5_moe_text")");
-        got({{"model_type", "qwen3_5_moe"}, {"text_config", valid()}}, R"("qwen3_5_moe")");
+        got({{"model_type", "qwen3_5_moe"}}, R"("qwen3_5_moe")");
+        got({{"model_type", "qwen3_5_moe"}, {"text_config", valid()}}, R"("qwen3_5_text" in text_config)");
         got({{"model_type", "llama"}}, R"("llama")");
         got({{"model_type", 5}}, "5");
         got({{"model_type", nullptr}}, "no model_type");

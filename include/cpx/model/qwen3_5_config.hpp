@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes of a dense Qwen3.5 language model, read from its Hugging Face config.json and checked against each other.
+// The sizes of a Qwen3.5 language model, read from its Hugging Face config.json and checked against each other.
 #pragma once
 
 #include <cpx/core/error.hpp>
@@ -23,17 +23,22 @@ namespace cpx {
 /// How a layer mixes tokens: by the gated delta rule or by softmax attention.
 enum class layer_type { linear_attention, full_attention };
 
-/// The settings of a dense Qwen3.5 language model, under the names that its config.json uses.
+/// The settings of a Qwen3.5 language model, dense or a mixture of experts, under the names that its config.json uses.
 ///
 /// Only what the file says counts: a setting that it leaves out is an error, never the default of some library version.
 struct qwen3_5_config {
     index hidden_size = 0;
-    index intermediate_size = 0;
+    index intermediate_size = 0; // of a dense model; 0 in a mixture of experts
     index vocab_size = 0;
     index num_hidden_layers = 0;
     std::vector<layer_type> layer_types; // one a layer
     double rms_norm_eps = 0;
     bool tie_word_embeddings = false;
+
+    index num_experts = 0; // mixture of experts; all are 0 in a dense model
+    index num_experts_per_tok = 0;
+    index moe_intermediate_size = 0;
+    index shared_expert_intermediate_size = 0;
 
     index num_attention_heads = 0; // full attention
     index num_key_value_heads = 0;
@@ -49,6 +54,8 @@ struct qwen3_5_config {
     double partial_rotary_factor = 0;
     std::vector<index> mrope_section; // rotary pairs of the axes t, h, w; empty if the file has none
 
+    /// Returns whether the MLPs are mixtures of experts.
+    bool moe() const { return num_experts > 0; }
     /// Returns how many of the first channels of a head are rotated: `head_dim * partial_rotary_factor`, rounded down.
     index rotary_dim() const { return static_cast<index>(static_cast<double>(head_dim) * partial_rotary_factor); }
 
@@ -58,7 +65,7 @@ struct qwen3_5_config {
     /// Reads the document of a config.json.
     ///
     /// model_type is "qwen3_5_text", or "qwen3_5" with the same in text_config, where tie_word_embeddings may stand
-    /// beside text_config. Rotary settings in rope_parameters win over those beside it, as in transformers.
+    /// beside text_config; for a mixture of experts it is "qwen3_5_moe_text" and "qwen3_5_moe". Rotary settings in rope_parameters win over those beside it, as in transformers.
     /// Text gives the three axes of mrope_section equal positions, so that plain rotary embedding is the result.
     ///
     /// Throws one `cpx::error` that names the document and lists every setting that is missing, of the wrong type,
@@ -135,14 +142,18 @@ inline json_value qwen3_5_text(json_value const& document) {
     auto const type = [](json_value const& object) {
         return object.has("model_type") ? object.at("model_type").got() : std::string("no model_type");
     };
-    auto const expected = R"(model_type "qwen3_5_text", or "qwen3_5" with "qwen3_5_text" in text_config)";
-    if (type(document) == R"("qwen3_5_text")") return document;
-    if (type(document) != R"("qwen3_5")" || !document.has("text_config"))
-        throw error(document.where(), "a model this program does not know", expected, type(document));
-    auto const text = document.at("text_config");
-    if (type(text) != R"("qwen3_5_text")")
+    auto const expected =
+        R"(model_type "qwen3_5_text" or "qwen3_5_moe_text", or "qwen3_5" or "qwen3_5_moe" with it in )"
+        "text_config";
+    for (std::string const name : {"qwen3_5", "qwen3_5_moe"}) {
+        auto const wanted = quote(name + "_text");
+        if (type(document) == wanted) return document;
+        if (type(document) != quote(name) || !document.has("text_config")) continue;
+        auto const text = document.at("text_config");
+        if (type(text) == wanted) return text;
         throw error(document.where(), "a model this program does not know", expected, type(text) + " in text_config");
-    return text;
+    }
+    throw error(document.where(), "a model this program does not know", expected, type(document));
 }
 
 inline void read_layers(qwen3_5_config& config, json_value const& text, config_problems& problems) {
@@ -160,6 +171,25 @@ inline void read_layers(qwen3_5_config& config, json_value const& text, config_p
     auto const layers = config.num_hidden_layers;
     problems.require(layers == 0 || layers == std::ssize(names), text, "layer_types",
                      "as many as num_hidden_layers, " + std::to_string(layers), std::to_string(names.size()));
+}
+
+/// Reads the sizes of the MLPs: of a dense model, or of experts.
+inline void read_mlp(qwen3_5_config& config, json_value const& text, config_problems& problems) {
+    if (text.at("model_type").got() == R"("qwen3_5_text")") {
+        config.intermediate_size = problems.positive<index>(text, "intermediate_size");
+        return;
+    }
+    config.num_experts = problems.positive<index>(text, "num_experts");
+    config.num_experts_per_tok = problems.positive<index>(text, "num_experts_per_tok");
+    config.moe_intermediate_size = problems.positive<index>(text, "moe_intermediate_size");
+    config.shared_expert_intermediate_size = problems.positive<index>(text, "shared_expert_intermediate_size");
+    problems.require(config.num_experts == 0 || config.num_experts_per_tok <= config.num_experts, text,
+                     "num_experts_per_tok", "at most num_experts, " + std::to_string(config.num_experts),
+                     std::to_string(config.num_experts_per_tok));
+    // A setting of Qwen3: Qwen3.5 has no choice.
+    if (text.has("norm_topk_prob"))
+        problems.only(text, "norm_topk_prob", true,
+                      "none or true: Qwen3.5 divides the weights of a token's experts by their sum");
 }
 
 inline void read_rotary(qwen3_5_config& config, json_value const& text, config_problems& problems) {
@@ -202,7 +232,6 @@ inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
     qwen3_5_config config;
     detail::read_layers(config, text, problems);
     for (auto const& [key, member] : {std::pair{"hidden_size", &qwen3_5_config::hidden_size},
-                                      {"intermediate_size", &qwen3_5_config::intermediate_size},
                                       {"vocab_size", &qwen3_5_config::vocab_size},
                                       {"num_attention_heads", &qwen3_5_config::num_attention_heads},
                                       {"num_key_value_heads", &qwen3_5_config::num_key_value_heads},
@@ -216,6 +245,7 @@ inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
     config.rms_norm_eps = problems.positive<double>(text, "rms_norm_eps");
     auto const& outer = document.has("tie_word_embeddings") ? document : text;
     config.tie_word_embeddings = problems.get<bool>(outer, "tie_word_embeddings");
+    detail::read_mlp(config, text, problems);
     detail::read_rotary(config, text, problems);
 
     problems.only(text, "hidden_act", std::string("silu"), R"("silu")");
