@@ -65,7 +65,8 @@ struct qwen3_5_config {
     /// Reads the document of a config.json.
     ///
     /// model_type is "qwen3_5_text", or "qwen3_5" with the same in text_config, where tie_word_embeddings may stand
-    /// beside text_config; for a mixture of experts it is "qwen3_5_moe_text" and "qwen3_5_moe". Rotary settings in rope_parameters win over those beside it, as in transformers.
+    /// beside text_config; for a mixture of experts it is "qwen3_5_moe_text" and "qwen3_5_moe".
+    /// Rotary settings in rope_parameters win over those beside it, as in transformers.
     /// Text gives the three axes of mrope_section equal positions, so that plain rotary embedding is the result.
     ///
     /// Throws one `cpx::error` that names the document and lists every setting that is missing, of the wrong type,
