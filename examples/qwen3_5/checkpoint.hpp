@@ -96,9 +96,8 @@ public:
                 w("shared_expert.down_proj.weight"),
                 w("shared_expert_gate.weight")};
     }
-    cpx::rows<T const> head() const {
-        return weight(config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight");
-    }
+    /// Returns the name of the weight that gives the logits.
+    char const* head() const { return config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight"; }
 
     /// Calls `f(name, weight)` for every weight, in the order of their names.
     template <class F>

@@ -8,20 +8,53 @@
 
 #include <nlohmann/json.hpp>
 
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 
 namespace {
 
 struct options {
     std::string model, reference, ranks = "4", dtype = "float64", attention, linear, carry, cut, chunk = "64";
-    bool json = false;
+    bool json = false, backward = false;
 };
 
 struct report {
     std::string attention, linear, carry, cut;
     qwen3_5::outcome outcome;
-    double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0, loss = 0;
+    double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0;
+    std::map<std::string, double> gradient_errors = {}; ///< by weight
+    bool gradients_equal_one_rank = true;
+
+    double max_gradient_error() const {
+        double largest = 0;
+        for (auto const& item : gradient_errors)
+            if (!(item.second <= largest)) largest = item.second; // a NaN, too
+        return largest;
+    }
 };
+
+/// Returns |a - b| / |b| in the 2-norm.
+double relative_error(std::vector<double> const& a, std::vector<double> const& b) {
+    double difference = 0, norm = 0;
+    for (std::size_t i = 0; i < b.size(); ++i) {
+        difference += (a[i] - b[i]) * (a[i] - b[i]);
+        norm += b[i] * b[i];
+    }
+    return std::sqrt(norm > 0 ? difference / norm : difference);
+}
+
+/// Compares the gradients with those of the reference file, `grad.NAME`, and with one rank's.
+void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one_rank, report& r) {
+    for (auto const& [name, values] : r.outcome.gradients) {
+        auto const reference = file.read<double>("grad." + name);
+        cpx::require(values.size() == reference.size(), file.where().c_str(), ("elements of grad." + name).c_str(),
+                     values.size(), reference.size());
+        r.gradient_errors[name] = relative_error(values, reference);
+        auto const& one = one_rank.gradients.at(name);
+        r.gradients_equal_one_rank &= std::memcmp(values.data(), one.data(), values.size() * sizeof(double)) == 0;
+    }
+}
 
 /// Returns the packed batch of a reference file and checks it against the model.
 qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
@@ -34,11 +67,7 @@ qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config cons
         if (ids[i] < 0 || ids[i] >= config.vocab_size)
             throw cpx::error(file.where(), "token id " + std::to_string(i),
                              "0 to " + std::to_string(config.vocab_size - 1), std::to_string(ids[i]));
-    qwen3_5::input in{batch, ids, std::vector<cpx::index>(ids.size(), -1)};
-    for (cpx::index s = 0; s < batch.sequences(); ++s)
-        for (cpx::index row = batch.offset(s); row + 1 < batch.offset(s + 1); ++row)
-            in.labels[static_cast<std::size_t>(row)] = ids[static_cast<std::size_t>(row) + 1];
-    return in;
+    return {batch, ids};
 }
 
 /// Returns the strategies that the options leave open: one if `--linear` is given, else all.
@@ -96,10 +125,9 @@ std::vector<report> run(options const& o) {
                  how.by_heads() ? "none"
                  : how.cut.unit ? "aligned:" + std::to_string(how.cut.unit)
                                 : "balanced",
-                 qwen3_5::run(model, in, how, ranks, chunk)};
-        auto const one_rank = qwen3_5::run(model, in, how, 1, chunk);
+                 qwen3_5::run(model, in, how, ranks, chunk, o.backward)};
+        auto const one_rank = qwen3_5::run(model, in, how, 1, chunk, o.backward);
         double sum = 0;
-        cpx::index predicted = 0;
         for (std::size_t i = 0; i < reference.size(); ++i) {
             double const p = r.outcome.log_probabilities[i], delta = std::abs(p - reference[i]);
             // written so that a NaN is never below the maximum
@@ -107,65 +135,76 @@ std::vector<report> run(options const& o) {
             double const to_one = std::abs(p - one_rank.log_probabilities[i]);
             if (!(to_one <= r.max_delta_to_one_rank)) r.max_delta_to_one_rank = to_one;
             sum += delta;
-            if (in.labels[i] < 0) continue;
-            r.loss -= p;
-            ++predicted;
         }
         r.mean_delta = reference.empty() ? 0 : sum / static_cast<double>(reference.size());
-        r.loss = predicted > 0 ? r.loss / static_cast<double>(predicted) : 0;
+        compare_gradients(file, one_rank, r);
         reports.push_back(std::move(r));
     }
     return reports;
 }
 
-void print_json(std::vector<report> const& reports, int ranks, cpx::index element) {
+void print_json(std::vector<report> const& reports, int ranks, cpx::index element, bool backward) {
     auto list = nlohmann::json::array();
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
-        list.push_back({{"attention", r.attention},
-                        {"linear", r.linear},
-                        {"carry", r.carry},
-                        {"cut", r.cut},
-                        {"ranks", ranks},
-                        {"exact", r.outcome.exact},
-                        {"max_abs_delta", r.max_delta},
-                        {"mean_abs_delta", r.mean_delta},
-                        {"max_abs_delta_to_one_rank", r.max_delta_to_one_rank},
-                        {"loss", r.loss},
-                        {"rows_sent", r.outcome.rows.rows},
-                        {"rows_lower_bound", least.rows},
-                        {"rows_all_gather", all_gather.rows},
-                        {"bytes_sent", r.outcome.rows.bytes},
-                        {"bytes_lower_bound", least.elements * element},
-                        {"bytes_all_gather", all_gather.elements * element},
-                        {"state_bytes_sent", r.outcome.states.bytes},
-                        {"messages", r.outcome.rows.messages + r.outcome.states.messages}});
+        nlohmann::json item{{"attention", r.attention},
+                            {"linear", r.linear},
+                            {"carry", r.carry},
+                            {"cut", r.cut},
+                            {"ranks", ranks},
+                            {"exact", r.outcome.exact},
+                            {"max_abs_delta", r.max_delta},
+                            {"mean_abs_delta", r.mean_delta},
+                            {"max_abs_delta_to_one_rank", r.max_delta_to_one_rank},
+                            {"loss", r.outcome.loss.mean},
+                            {"rows_sent", r.outcome.rows.rows},
+                            {"rows_lower_bound", least.rows},
+                            {"rows_all_gather", all_gather.rows},
+                            {"bytes_sent", r.outcome.rows.bytes},
+                            {"bytes_lower_bound", least.elements * element},
+                            {"bytes_all_gather", all_gather.elements * element},
+                            {"state_bytes_sent", r.outcome.states.bytes},
+                            {"messages", r.outcome.rows.messages + r.outcome.states.messages}};
+        if (backward) {
+            item["max_grad_error"] = r.max_gradient_error();
+            item["grads"] = r.gradient_errors;
+            item["grads_equal_one_rank"] = r.gradients_equal_one_rank;
+        }
+        list.push_back(std::move(item));
     }
     std::printf("%s\n", nlohmann::json{{"strategies", list}}.dump(2).c_str());
 }
 
-void print_table(std::vector<report> const& reports, int ranks, std::string const& dtype, cpx::index element) {
+void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index element) {
     std::printf(
         "Qwen3.5 over %d ranks in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n",
-        ranks, dtype.c_str());
-    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %8s %9s %6s %6s %6s %7s %7s %7s\n";
+        ranks, o.dtype.c_str());
+    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %8s %9s %6s %6s %6s %7s %7s %7s";
     std::printf(header, "", "", "", "", "max", "mean", "max to", "", "rows", "lower", "all-", "KiB", "all-", "state");
+    std::printf(o.backward ? " %8s %8s\n" : "\n", "gradient", "to one");
     std::printf(header, "attention", "linear", "carry", "cut", "delta", "delta", "one rank", "loss", "sent", "bound",
                 "gather", "sent", "gather", "KiB");
+    std::printf(o.backward ? " %8s %8s\n" : "\n", "error", "rank");
     auto const kib = [](cpx::index bytes) { return static_cast<double>(bytes) / 1024; };
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
         char to_one[16];
         std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.1e",
                       r.max_delta_to_one_rank);
-        std::printf("%-12s %-16s %-6s %-10s %8.1e %8.1e %8s %9.6f %6lld %6lld %6lld %7.1f %7.1f %7.1f\n",
+        std::printf("%-12s %-16s %-6s %-10s %8.1e %8.1e %8s %9.6f %6lld %6lld %6lld %7.1f %7.1f %7.1f",
                     r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, r.mean_delta,
-                    to_one, r.loss, static_cast<long long>(r.outcome.rows.rows), static_cast<long long>(least.rows),
-                    static_cast<long long>(all_gather.rows), kib(r.outcome.rows.bytes),
-                    kib(all_gather.elements * element), kib(r.outcome.states.bytes));
+                    to_one, r.outcome.loss.mean, static_cast<long long>(r.outcome.rows.rows),
+                    static_cast<long long>(least.rows), static_cast<long long>(all_gather.rows),
+                    kib(r.outcome.rows.bytes), kib(all_gather.elements * element), kib(r.outcome.states.bytes));
+        if (o.backward)
+            std::printf(" %8.1e %8s", r.max_gradient_error(), r.gradients_equal_one_rank ? "equal" : "rounding");
+        std::printf("\n");
     }
     std::printf(
         "\nexact: bitwise equal to one rank by construction; all-gather: the same, had every tensor been gathered\n");
+    if (o.backward)
+        std::printf("gradient error: the largest relative error (2-norm) of a weight's gradient of the loss; to one "
+                    "rank: all of them bitwise equal, or within rounding\n");
 }
 
 } // namespace
@@ -183,6 +222,7 @@ int main(int argc, char** argv) {
     app.add_option("--carry", o.carry, "scan or serial");
     app.add_option("--cut", o.cut, "balanced or aligned:UNIT, for the sharding of linear attention");
     app.add_option("--chunk", o.chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
+    app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--json", o.json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {
         bool const wide = o.dtype == "float64";
@@ -191,8 +231,8 @@ int main(int argc, char** argv) {
         int const ranks = examples::parse_ranks(o.ranks);
         cpx::index const element = wide ? 8 : 4;
         if (o.json)
-            print_json(reports, ranks, element);
+            print_json(reports, ranks, element, o.backward);
         else
-            print_table(reports, ranks, o.dtype, element);
+            print_table(reports, ranks, o, element);
     });
 }

@@ -2,7 +2,7 @@
 // Runs a Qwen3.5 model over ranks under one strategy and accounts for what moved.
 #pragma once
 
-#include "forward.hpp"
+#include "pass.hpp"
 
 #include "../common/sharding_options.hpp"
 
@@ -21,10 +21,10 @@ struct strategy {
     bool by_heads() const { return linear.name == "head_sharded"; }
 };
 
-/// The packed batch: token ids and, for every row, the next token of its sequence (-1 for the last).
+/// The packed batch and its token ids.
 struct input {
     cpx::thd batch;
-    std::vector<cpx::index> ids, labels;
+    std::vector<cpx::index> ids;
 };
 
 /// What one forward pass must move, counted from who owns which rows, and what gathering whole tensors would move.
@@ -34,8 +34,10 @@ struct needs {
 
 struct outcome {
     std::vector<double> log_probabilities; ///< by global row
-    bool exact = false;                    ///< bitwise those of one rank, by construction
-    cpx::tally rows, states;               ///< what all ranks sent: rows (relayouts and halos) and recurrent states
+    cpx::token_loss loss;
+    std::map<std::string, std::vector<double>> gradients; ///< of the loss, by weight; none unless asked for
+    bool exact = false;                                   ///< bitwise those of one rank, by construction
+    cpx::tally rows, states; ///< what all ranks sent: rows (relayouts and halos) and recurrent states
     needs counted;
 };
 
@@ -96,8 +98,8 @@ needs count_forward(cpx::qwen3_5_config const& c, attention_by attention, Entry 
 }
 
 template <class How, class T, class Linear, class Mix, class MakeNet>
-outcome run(checkpoint<T> const& model, input const& in, attention_by attention, Linear const& linear, Mix const& mix,
-            cpx::gated_delta_net_config const& net, MakeNet make_net) {
+outcome run(checkpoint<T> const& model, input const& in, attention_by attention, bool backward, Linear const& linear,
+            Mix const& mix, cpx::gated_delta_net_config const& net, MakeNet make_net) {
     using examples::token_sharding;
     int const ranks = linear.ranks();
     token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
@@ -109,32 +111,50 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
     cpx::threads::run(ranks, [&](cpx::threads& threads) {
         cpx::counted comm(threads);
         int const rank = comm.rank();
-        std::vector<cpx::index> ids, labels;
+        using Entry = token_sharding<cpx::scope::sequence>;
+        cpx::tensor<cpx::index, Entry> ids(entry, rank, 1), labels = ids;
+        cpx::index row = 0;
         entry.for_each_piece(rank, [&](cpx::range rows) {
-            ids.insert(ids.end(), in.ids.begin() + rows.first, in.ids.begin() + rows.last);
-            labels.insert(labels.end(), in.labels.begin() + rows.first, in.labels.begin() + rows.last);
+            std::copy(in.ids.begin() + rows.first, in.ids.begin() + rows.last, ids.data().row(row));
+            row += rows.size();
         });
+        next_token_labels(halo(entry, rank, 1, cpx::side::after), std::as_const(ids).view(), labels.view(), threads);
         auto const delta_net = make_net(rank);
-        forward<T, How, token_sharding<cpx::scope::sequence>, Linear, Mix, cpx::counted<cpx::threads>> pass(
-            model, entry, linear, delta_net, attention, comm);
-        auto const local = pass(ids, labels);
-        auto const all =
-            exchange(relayout(entry, cpx::replicated<>(ranks, in.batch), rank), local, threads); // not counted
+        auto const order = result.exact ? cpx::sum_order::by_row : cpx::sum_order::by_rank;
+        pass<T, How, Entry, Linear, Mix, cpx::counted<cpx::threads>> step(model, entry, linear, delta_net, attention,
+                                                                          order, comm);
+        auto const local = step.forward(ids, labels);
+        auto const sent = [&](char const* operation) { return comm.sent(operation); };
+        cpx::tally const relayouts = sent("relayout"), halos = sent("halo");
+        cpx::tally states = sent("carry");
+        states += sent("carry, scan");
+
+        auto const loss = mean_token_loss(local.view(), std::as_const(labels).view(), threads);
+        std::map<std::string, std::vector<T>> gradients;
+        if (backward) {
+            auto dlogp = local;
+            mean_token_loss_backward(loss, std::as_const(labels).view(), 1, dlogp.view());
+            gradients = step.backward(dlogp);
+        }
+        auto const all = exchange(relayout(entry, cpx::replicated<>(ranks, in.batch), rank), local, threads);
         std::lock_guard const lock(guard);
-        result.rows += comm.sent("relayout");
-        result.rows += comm.sent("halo");
-        result.states += comm.sent("carry");
-        result.states += comm.sent("carry, scan");
-        if (rank == 0) result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
+        result.rows += relayouts;
+        result.rows += halos;
+        result.states += states;
+        if (rank != 0) return;
+        result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
+        result.loss = loss;
+        for (auto const& [name, values] : gradients) result.gradients[name].assign(values.begin(), values.end());
     });
     return result;
 }
 
 } // namespace detail
 
-/// Runs the model over `ranks` threads. Throws `cpx::error` on bad input.
+/// Runs the model over `ranks` threads, forward and, if asked for, backward. Throws `cpx::error` on bad input.
 template <class T>
-outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index chunk) {
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index chunk,
+            bool backward) {
     auto const& c = model.config;
     cpx::gated_delta_net_config const net{
         c.hidden_size,
@@ -146,14 +166,14 @@ outcome run(checkpoint<T> const& model, input const& in, strategy const& how, in
         examples::token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
                                                                    cpx::aligned<cpx::dynamic>(1));
         cpx::head_sharded<> const mix(ranks, in.batch, net.sections()), back(ranks, in.batch, net.output_sections());
-        return detail::run<cpx::serial>(model, in, how.attention, entry, mix, net, [&](int rank) {
+        return detail::run<cpx::serial>(model, in, how.attention, backward, entry, mix, net, [&](int rank) {
             return cpx::gated_delta_net<cpx::serial, std::remove_cvref_t<decltype(entry)>, cpx::head_sharded<>>(
                 entry, mix, back, rank, net);
         });
     }
     return examples::with_token_sharding(in.batch, how.linear, how.cut, ranks, [&](auto const& linear) {
         auto const with = [&]<class How>(How) {
-            return detail::run<How>(model, in, how.attention, linear, linear, net, [&](int rank) {
+            return detail::run<How>(model, in, how.attention, backward, linear, linear, net, [&](int rank) {
                 return cpx::gated_delta_net<How, std::remove_cvref_t<decltype(linear)>>(linear, rank, net);
             });
         };

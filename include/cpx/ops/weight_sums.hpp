@@ -37,6 +37,7 @@ public:
     weight_sums(S const& sharding, int rank, sum_order order) : sharding_(sharding), rank_(rank), order_(order) {}
 
     S const& sharding() const { return sharding_; }
+    sum_order order() const { return order_; }
     /// Returns whether rows must move first.
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
 

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The blocks that mix tokens: full attention and linear attention.
+#pragma once
+
+#include "site.hpp"
+
+#include <cmath>
+
+namespace qwen3_5 {
+
+/// How full attention sees all keys: keys and values gathered on every rank, or queries, keys and values by heads.
+enum class attention_by { gather, heads };
+
+/// h += linear_attention(norm(h)), by `net`, which knows on which sharding its recurrence runs.
+template <class Site, class Net>
+typename Site::backward linear_attention(Site& at, Net const& net, cpx::index layer, typename Site::tensor& h) {
+    using T = typename Site::element;
+    auto const norm = layer_name(layer, "input_layernorm.weight");
+    auto const before = h;
+    auto x = h, y = h;
+    at.norm(norm, h.view(), x.view());
+    typename Net::template saved<T> saved;
+    net(at.model.delta_net(layer), x.view(), y.view(), at.comm, {{}, &saved});
+    at.add(y.data(), h.data());
+
+    return [=, &at, &net, saved = std::move(saved)](typename Site::tensor& dh) mutable {
+        auto dx = at.make(x.width());
+        cpx::gated_delta_net_gradients<T, typename Site::sharding_type> to{dx.view(), {}, at.sums.order()};
+        for_each_parameter(to.weights, net.config(), [&](char const* name, auto& gradient, auto...) {
+            gradient = at.grads.of(layer_name(layer, "linear_attn.") + name);
+        });
+        gated_delta_net_backward(net, at.model.delta_net(layer), std::as_const(x).view(), saved,
+                                 std::as_const(dh).view(), to, at.comm);
+        at.norm_backward(norm, before.view(), dx.view(), dx.view());
+        at.add(dx.data(), dh.data());
+    };
+}
+
+/// h += full_attention(norm(h)): norms and rotary embedding of q and k, attention, an output gate, a projection.
+template <class Site>
+class full_attention {
+    using T = typename Site::element;
+    using S = typename Site::sharding_type;
+    using tensor = typename Site::tensor;
+    using by_heads = cpx::head_sharded<>;
+
+public:
+    full_attention(Site& at, attention_by how, cpx::index layer)
+        : at_(at), how_(how), layer_(layer),
+          heads_{at.model.config.num_attention_heads, at.model.config.num_key_value_heads, at.model.config.head_dim},
+          dim_(heads_.dim), q_(heads_.query_heads * dim_), kv_(heads_.key_heads * dim_),
+          scale_(1 / std::sqrt(static_cast<double>(dim_))),
+          split_(at.sharding.ranks(), at.sharding.batch(),
+                 {{heads_.query_heads, dim_}, {heads_.key_heads, dim_}, {heads_.key_heads, dim_}}),
+          split_o_(at.sharding.ranks(), at.sharding.batch(), {{heads_.query_heads, dim_}}) {}
+
+    typename Site::backward operator()(tensor& h) const {
+        saved s{h, h, at_.make(2 * q_), at_.make(q_ + 2 * kv_), at_.make(q_ + 2 * kv_), at_.make(q_), {}, {}, {}, {}};
+        auto y = h;
+        at_.norm(name("input_layernorm.weight"), h.view(), s.x.view());
+        at_.linear(name("self_attn.q_proj.weight"), s.x.view(), s.q_and_gate.view());
+        at_.linear(name("self_attn.k_proj.weight"), s.x.view(), s.raw.view().columns(q_, kv_));
+        at_.linear(name("self_attn.v_proj.weight"), s.x.view(), s.raw.view().columns(q_ + kv_, kv_));
+        for (cpx::index head = 0; head < heads_.query_heads; ++head) // q_proj gives each head's query, then its gate
+            cpx::map(s.raw.data().columns(head * dim_, dim_)) =
+                cpx::map(s.q_and_gate.data().columns(2 * head * dim_, dim_));
+        s.qkv = s.raw;
+        for (auto const& [weight, first, width] : normed()) {
+            auto const part = s.qkv.view().columns(first, width);
+            at_.norm(weight, part, part);
+            cpx::rotary(at_.rank(), typename Site::const_view(part), dim_, rotation(), part);
+        }
+        if (how_ == attention_by::gather)
+            attend_gathered(s);
+        else
+            attend_by_heads(s);
+        auto gated = s.o;
+        each_gate(
+            s, [&](T& o, T gate) { o *= cpx::sigmoid(gate); }, gated);
+        at_.linear(name("self_attn.o_proj.weight"), gated.view(), y.view());
+        at_.add(y.data(), h.data());
+        return
+            [block = *this, s = std::move(s), gated = std::move(gated)](tensor& dh) { block.backward(s, gated, dh); };
+    }
+
+private:
+    struct saved {
+        tensor before, x, q_and_gate, raw, qkv, o; ///< raw: q, k, v before norms and rotation
+        std::vector<T> lse;
+        std::optional<cpx::tensor<T, cpx::replicated<>>> keys;
+        std::optional<cpx::tensor<T, by_heads>> part, part_o;
+    };
+    struct normed_part {
+        std::string weight;
+        cpx::index first, width;
+    };
+
+    std::string name(char const* part) const { return layer_name(layer_, part); }
+    cpx::rotary_options rotation() const { return {at_.model.config.rope_theta, at_.model.config.rotary_dim()}; }
+    std::vector<normed_part> normed() const {
+        return {{name("self_attn.q_norm.weight"), 0, q_}, {name("self_attn.k_norm.weight"), q_, kv_}};
+    }
+    /// Calls `f(o, gate)` for every element of `o`.
+    template <class F>
+    void each_gate(saved const& s, F&& f, tensor& o) const {
+        for (cpx::index row = 0; row < o.data().count(); ++row)
+            for (cpx::index j = 0; j < q_; ++j)
+                f(o.data()(row, j), s.q_and_gate.data()(row, (j / dim_ * 2 + 1) * dim_ + j % dim_));
+    }
+    template <class Q>
+    cpx::rows<T> lse(std::vector<T>& values, cpx::tensor<T, Q> const& of, cpx::index query_heads) const {
+        values.resize(static_cast<std::size_t>(of.data().count() * query_heads));
+        return {values.data(), of.data().count(), query_heads};
+    }
+
+    void attend_gathered(saved& s) const {
+        cpx::replicated<> const everywhere(at_.sharding.ranks(), at_.sharding.batch());
+        auto keys = at_.make(2 * kv_);
+        cpx::map(keys.data()) = cpx::map(s.qkv.data().columns(q_, 2 * kv_));
+        s.keys = exchange(relayout(at_.sharding, everywhere, at_.rank()), keys, at_.comm);
+        attention(at_.rank(), s.qkv.view().columns(0, q_), s.keys->view().columns(0, kv_),
+                  s.keys->view().columns(kv_, kv_), heads_, scale_, s.o.view(), lse(s.lse, s.o, heads_.query_heads));
+    }
+
+    void attend_by_heads(saved& s) const {
+        int const rank = at_.rank();
+        s.part = exchange(relayout(at_.sharding, split_, rank), s.qkv, at_.comm);
+        auto const [q, k] = widths();
+        s.part_o.emplace(split_o_, rank, q);
+        auto const all = s.part->view();
+        attention(rank, all.columns(0, q), all.columns(q, k), all.columns(q + k, k), heads_, scale_,
+                  cpx::sharded(s.part_o->data(), split_), lse(s.lse, *s.part_o, q / dim_));
+        exchange(relayout(split_o_, at_.sharding, rank), s.part_o->view(), s.o.view(), at_.comm);
+    }
+    /// Returns the columns of q, and of k, that this rank holds by heads.
+    std::pair<cpx::index, cpx::index> widths() const {
+        return {split_.heads(at_.rank(), heads_.query_heads).size() * dim_,
+                split_.heads(at_.rank(), heads_.key_heads).size() * dim_};
+    }
+
+    void backward(saved const& s, tensor const& gated, tensor& dh) const {
+        auto d_o = at_.make(q_), dqkv = at_.make(q_ + 2 * kv_), dq_and_gate = at_.make(2 * q_),
+             dx = at_.make(dh.width());
+        at_.linear_backward(name("self_attn.o_proj.weight"), at_.whole(gated.view()), dh.view(), d_o.view());
+        auto dgate = d_o;
+        for (cpx::index row = 0; row < s.o.data().count(); ++row)
+            for (cpx::index j = 0; j < q_; ++j) dgate.data()(row, j) *= s.o.data()(row, j);
+        each_gate(
+            s, [&](T& d, T gate) { d = cpx::sigmoid_backward(gate, d); }, dgate);
+        each_gate(
+            s, [&](T& d, T gate) { d *= cpx::sigmoid(gate); }, d_o);
+
+        if (how_ == attention_by::gather)
+            attend_gathered_backward(s, d_o, dqkv);
+        else
+            attend_by_heads_backward(s, d_o, dqkv);
+        for (auto const& [weight, first, width] : normed()) {
+            auto const part = dqkv.view().columns(first, width);
+            cpx::rotary_backward(at_.rank(), typename Site::const_view(part), dim_, rotation(), part);
+            at_.norm_backward(weight, s.raw.view().columns(first, width), part, part);
+        }
+        for (cpx::index head = 0; head < heads_.query_heads; ++head) {
+            auto const both = dq_and_gate.data().columns(2 * head * dim_, 2 * dim_);
+            cpx::map(both.columns(0, dim_)) = cpx::map(dqkv.data().columns(head * dim_, dim_));
+            cpx::map(both.columns(dim_, dim_)) = cpx::map(dgate.data().columns(head * dim_, dim_));
+        }
+        auto const whole = at_.whole(s.x.view());
+        at_.linear_backward(name("self_attn.q_proj.weight"), whole, dq_and_gate.view(), dx.view());
+        at_.linear_backward(name("self_attn.k_proj.weight"), whole, dqkv.view().columns(q_, kv_), dx.view());
+        at_.linear_backward(name("self_attn.v_proj.weight"), whole, dqkv.view().columns(q_ + kv_, kv_), dx.view());
+        at_.norm_backward(name("input_layernorm.weight"), s.before.view(), dx.view(), dx.view());
+        at_.add(dx.data(), dh.data());
+    }
+
+    /// dq where the queries live. dk and dv: where the keys live, from all queries, if sums are to be in the order of
+    /// the batch; else from this rank's queries for all keys, and the transposed gather adds the ranks.
+    void attend_gathered_backward(saved const& s, tensor const& d_o, tensor& dqkv) const {
+        int const rank = at_.rank();
+        cpx::index const n = heads_.query_heads;
+        cpx::replicated<> const everywhere(at_.sharding.ranks(), at_.sharding.batch());
+        auto of_queries = at_.make(2 * q_ + 2 * n); // q, dout, lse, delta
+        auto const all = of_queries.view();
+        cpx::map(all.data().columns(0, q_)) = cpx::map(s.qkv.data().columns(0, q_));
+        cpx::map(all.data().columns(q_, q_)) = cpx::map(d_o.data());
+        cpx::map(all.data().columns(2 * q_, n)) = cpx::map(cpx::rows<T const>(s.lse, n));
+        attention_delta(s.o.view(), d_o.view(), dim_, all.columns(2 * q_ + n, n));
+        auto const queries = [&]<class Q>(cpx::sharded<T const, Q> const& x) {
+            return cpx::attention_queries<T, Q>{x.columns(0, q_), x.columns(q_, q_), x.columns(2 * q_, n),
+                                                x.columns(2 * q_ + n, n)};
+        };
+        auto const own = queries(std::as_const(of_queries).view());
+        auto const gathered_k = s.keys->view().columns(0, kv_), gathered_v = s.keys->view().columns(kv_, kv_);
+        attention_backward_queries(rank, own, gathered_k, gathered_v, heads_, scale_, dqkv.view().columns(0, q_));
+
+        auto const gather = relayout(at_.sharding, everywhere, rank);
+        auto const dk = dqkv.view().columns(q_, kv_), dv = dqkv.view().columns(q_ + kv_, kv_);
+        if (at_.sums.moves()) {
+            auto const everyones = exchange(gather, of_queries, at_.comm);
+            attention_backward_keys(queries(everyones.view()), s.qkv.view().columns(q_, kv_),
+                                    s.qkv.view().columns(q_ + kv_, kv_), heads_, scale_, dk, dv, at_.comm);
+        } else {
+            cpx::tensor<T, cpx::replicated<>> shares(everywhere, rank, 2 * kv_);
+            attention_backward_keys(own, gathered_k, gathered_v, heads_, scale_, shares.view().columns(0, kv_),
+                                    shares.view().columns(kv_, kv_), at_.comm);
+            exchange(gather.transposed(), shares.view(), dqkv.view().columns(q_, 2 * kv_), at_.comm);
+        }
+    }
+
+    void attend_by_heads_backward(saved const& s, tensor const& d_o, tensor& dqkv) const {
+        int const rank = at_.rank();
+        auto const [q, k] = widths();
+        cpx::index const n = q / dim_;
+        auto const d_part = exchange(relayout(at_.sharding, split_o_, rank), d_o, at_.comm);
+        cpx::tensor<T, by_heads> numbers(split_, rank, n), dpart(split_, rank, q + 2 * k);
+        cpx::sharded<T const, by_heads> const dout(d_part.data(), split_), o(s.part_o->data(), split_),
+            lse(cpx::rows<T const>(s.lse, n), split_);
+        attention_delta(o, dout, dim_, numbers.view());
+        auto const all = s.part->view();
+        cpx::attention_queries<T, by_heads> const own{all.columns(0, q), dout, lse, numbers.view()};
+        auto const keys = all.columns(q, k), values = all.columns(q + k, k);
+        attention_backward_queries(rank, own, keys, values, heads_, scale_, dpart.view().columns(0, q));
+        attention_backward_keys(own, keys, values, heads_, scale_, dpart.view().columns(q, k),
+                                dpart.view().columns(q + k, k), at_.comm);
+        exchange(relayout(split_, at_.sharding, rank), dpart.view(), dqkv.view(), at_.comm);
+    }
+
+    Site& at_;
+    attention_by how_;
+    cpx::index layer_;
+    cpx::attention_heads heads_;
+    cpx::index dim_, q_, kv_;
+    double scale_;
+    by_heads split_, split_o_;
+};
+
+} // namespace qwen3_5

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every block of the model needs of the place where its tokens are: norms and projections, forward and backward.
+#pragma once
+
+#include "checkpoint.hpp"
+
+#include <cpx/cpx.hpp>
+#include <cpx/ops.hpp>
+
+#include <functional>
+#include <map>
+#include <vector>
+
+namespace qwen3_5 {
+
+/// The gradients of all weights: one rank's shares, until they are summed.
+template <class T>
+class gradients {
+public:
+    explicit gradients(checkpoint<T> const& model) {
+        cpx::index first = 0;
+        model.each([&](std::string const& name, cpx::rows<T const> weight) {
+            places_[name] = {first, weight.count(), weight.width()};
+            first += weight.count() * weight.width();
+        });
+        values_.resize(static_cast<std::size_t>(first));
+    }
+
+    cpx::rows<T> of(std::string const& name) {
+        auto const& p = places_.at(name);
+        return {values_.data() + p.first, p.count, p.width};
+    }
+    std::span<T> gain(std::string const& name) {
+        cpx::rows<T> const all = of(name);
+        return {all.data(), static_cast<std::size_t>(all.count() * all.width())};
+    }
+    /// Completes all of them in one call. Collective.
+    template <class Comm>
+    void sum(Comm& comm) {
+        cpx::sum_over_ranks(std::span(values_), comm);
+    }
+    /// Returns them by name.
+    std::map<std::string, std::vector<T>> all() {
+        std::map<std::string, std::vector<T>> result;
+        for (auto const& item : places_) {
+            auto const values = gain(item.first);
+            result[item.first].assign(values.begin(), values.end());
+        }
+        return result;
+    }
+
+private:
+    struct place {
+        cpx::index first, count, width;
+    };
+    std::map<std::string, place> places_;
+    std::vector<T> values_;
+};
+
+/// One rank's part of the residual stream on the sharding `S`.
+///
+/// A block is a function of a site and hidden states h; it adds to h and returns its backward, which adds to dh.
+template <class T, cpx::any_sharding S, cpx::transport Comm>
+class site {
+public:
+    using element = T;
+    using sharding_type = S;
+    using tensor = cpx::tensor<T, S>;
+    using view = cpx::sharded<T, S>;
+    using const_view = cpx::sharded<T const, S>;
+    using backward = std::function<void(tensor& dh)>;
+
+    site(checkpoint<T> const& weights, gradients<T>& of_weights, S const& where, cpx::sum_order order, Comm& transport)
+        : model(weights), grads(of_weights), sharding(where), sums(where, transport.rank(), order), comm(transport) {}
+
+    int rank() const { return comm.rank(); }
+    tensor make(cpx::index width) const { return {sharding, rank(), width}; }
+
+    void norm(std::string const& weight, const_view x, view y) const {
+        cpx::rms_norm<T>(x.data(), model.gain(weight), eps(), T(1), y.data());
+    }
+    /// Writes dx, which may be dy.
+    void norm_backward(std::string const& weight, const_view x, const_view dy, view dx) const {
+        auto const gain = model.gain(weight);
+        sums.terms(
+            grads.gain(weight),
+            [&](cpx::index row, std::span<T> dgain) {
+                cpx::rms_norm_backward<T>(x.data().sub(row, 1), gain, eps(), T(1), dy.data().sub(row, 1),
+                                          dx.data().sub(row, 1), dgain);
+            },
+            comm);
+    }
+
+    void linear(std::string const& weight, const_view x, view y) const {
+        cpx::linear<T>(x.data(), model.weight(weight), y.data());
+    }
+    /// Returns the input of linear layers as their weights' gradients want it.
+    cpx::summed_rows<T> whole(const_view x) const { return sums.template whole<T>(x, comm); }
+    /// Adds to dx; `x` is from `whole`.
+    void linear_backward(std::string const& weight, cpx::summed_rows<T> const& x, const_view dy, view dx) const {
+        sums.template linear<T>(x, dy, grads.of(weight), comm);
+        auto part = make(dx.data().width());
+        cpx::linear_backward_input<T>(dy.data(), model.weight(weight), part.data());
+        add(part.data(), dx.data());
+    }
+
+    static void add(cpx::rows<T const> x, cpx::rows<T> h) { cpx::map(h) += cpx::map(x); }
+
+    checkpoint<T> const& model;
+    gradients<T>& grads;
+    S sharding;
+    cpx::weight_sums<S> sums;
+    Comm& comm;
+
+private:
+    T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
+};
+
+inline std::string layer_name(cpx::index layer, char const* part) {
+    return "model.layers." + std::to_string(layer) + '.' + part;
+}
+
+} // namespace qwen3_5
