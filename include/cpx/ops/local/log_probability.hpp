@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Log-probabilities of labels under softmax, row by row.
+#pragma once
+
+#include <cpx/ops/local/shape.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+
+namespace cpx {
+
+/// The label of a row that has none: padding, the last token of a sequence, a token that the loss leaves out.
+inline constexpr index ignored = -1;
+
+namespace detail {
+
+/// What softmax subtracts and divides by: p_j = exp(z_j - highest) / total.
+template <class T>
+struct softmax_scale {
+    T highest = 0;
+    double total = 0;
+};
+
+/// Reads one row of `width` > 0 logits, in the order of its columns; the total is a double for the sake of vocabularies
+/// of 10^5 floats. A NaN in any column makes the total NaN.
+template <class T>
+softmax_scale<T> scale_of(T const* logits, index width) {
+    softmax_scale<T> s{*std::max_element(logits, logits + width)};
+    for (index j = 0; j < width; ++j) s.total += static_cast<double>(std::exp(logits[j] - s.highest));
+    return s;
+}
+
+/// Throws `cpx::error` that names the first row whose label is neither `ignored` nor one of `vocabulary` tokens.
+inline void require_labels(char const* where, std::span<index const> labels, index count, index vocabulary,
+                           caller here) {
+    require(std::ssize(labels) == count, where, "number of labels", count, labels.size(), here);
+    for (std::size_t row = 0; row < labels.size(); ++row)
+        if (labels[row] < ignored || labels[row] >= vocabulary)
+            throw error(where, "label of row " + std::to_string(row), "-1 to " + std::to_string(vocabulary - 1),
+                        std::to_string(labels[row]), here);
+}
+
+} // namespace detail
+
+/// Computes `out_i = log softmax(logits_i)[labels_i]`, and 0 where the label is `ignored`.
+///
+/// logits: (rows, vocabulary), labels and out: one a row. An element of out is a function of its row of logits and its
+/// label, bit for bit, so rows may be split between calls. A logit of -inf is an impossible token; a NaN anywhere in a
+/// row with a label makes its result NaN. Cost: one exponential a logit, no memory.
+///
+/// Throws `cpx::error` if the shapes do not fit or a label is no token, before it writes.
+template <class T>
+void log_probabilities(rows<T const> logits, std::span<index const> labels, std::span<T> out,
+                       caller here = caller::here()) {
+    detail::require_labels("log_probabilities", labels, logits.count(), logits.width(), here);
+    require(out.size() == labels.size(), "log_probabilities", "size of out", labels.size(), out.size(), here);
+    for (index i = 0; i < logits.count(); ++i) {
+        index const label = labels[static_cast<std::size_t>(i)];
+        T& result = out[static_cast<std::size_t>(i)];
+        result = 0;
+        if (label == ignored) continue;
+        auto const [highest, total] = detail::scale_of(logits.row(i), logits.width());
+        result = static_cast<T>(static_cast<double>(logits(i, label) - highest) - std::log(total));
+    }
+}
+
+/// Computes `dlogits_i = dlogp_i (onehot(labels_i) - softmax(logits_i))`, the gradient of `log_probabilities`, and rows
+/// of 0 where the label is `ignored`, whatever they hold.
+///
+/// dlogp: one a row; dlogits: as logits, may be logits. Bits, NaN and cost as in the forward, with two exponentials a
+/// logit instead of memory for the probabilities.
+///
+/// Throws `cpx::error` if the shapes do not fit or a label is no token, before it writes.
+template <class T>
+void log_probabilities_backward(rows<T const> logits, std::span<index const> labels, std::span<T const> dlogp,
+                                rows<T> dlogits, caller here = caller::here()) {
+    char const* const where = "log_probabilities_backward";
+    detail::require_labels(where, labels, logits.count(), logits.width(), here);
+    require(dlogp.size() == labels.size(), where, "size of dlogp", labels.size(), dlogp.size(), here);
+    detail::require_shape(where, "dlogits", dlogits, logits.count(), logits.width(), here);
+    for (index i = 0; i < logits.count(); ++i) {
+        index const label = labels[static_cast<std::size_t>(i)];
+        if (label == ignored) {
+            std::fill_n(dlogits.row(i), dlogits.width(), T(0));
+            continue;
+        }
+        auto const [highest, total] = detail::scale_of(logits.row(i), logits.width());
+        T const gradient = dlogp[static_cast<std::size_t>(i)], divisor = static_cast<T>(total);
+        for (index j = 0; j < logits.width(); ++j) {
+            T const p = std::exp(logits(i, j) - highest) / divisor;
+            dlogits(i, j) = gradient * (j == label ? 1 - p : -p);
+        }
+    }
+}
+
+} // namespace cpx

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Labels and loss of next-token training on any sharding.
+#pragma once
+
+#include <cpx/layout/head_sharded.hpp>
+#include <cpx/ops/local/log_probability.hpp>
+#include <cpx/plan/halo.hpp>
+#include <cpx/transport/exchange.hpp>
+
+#include <span>
+#include <type_traits>
+
+namespace cpx {
+
+/// Writes to every row the token that follows its own in its sequence, wherever that lives, and `ignored` to the last
+/// valid token of a sequence and to padding.
+///
+/// `plan` is `halo(sharding, rank, 1, side::after)`; tokens, labels: (rows, 1) of the plan's sharding, not overlapping.
+/// Tokens are moved, not judged: `ignored` among them becomes the label of the row before it.
+/// Collective: one exchange of the halo, at most one token a segment; none where every rank holds every row.
+///
+/// Throws `cpx::error` on shapes and shardings that do not fit, and what `exchange` throws.
+template <any_sharding S, elements_of<index> A, transport Comm>
+void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sharded<index, S> const& labels,
+                       Comm& comm, caller here = caller::here()) {
+    char const* const where = "next_token_labels";
+    require(tokens.sharding() == plan.sharding && labels.sharding() == plan.sharding, where,
+            "sharding of tokens and labels", "the plan's", "another", here);
+    require(plan.reach == 1 && plan.where == side::after, where, "rows after a segment in the plan", 1,
+            plan.where == side::after ? plan.reach : 0, here);
+    index const count = plan.sharding.rows(plan.rank);
+    detail::require_shape(where, "tokens", tokens.data(), count, 1, here);
+    detail::require_shape(where, "labels", labels.data(), count, 1, here);
+    std::vector<index> received(static_cast<std::size_t>(plan.target_rows));
+    rows<index> const halo(received.data(), plan.target_rows, 1);
+    exchange(plan, tokens.data(), halo, comm, here);
+
+    thd const& batch = plan.sharding.batch();
+    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+        segment const& s = plan.segments[i];
+        for (index k = 0; k < s.count; ++k) {
+            index& label = labels.data()(s.row + k, 0);
+            if (s.token + k + 1 >= batch.valid(s.sequence)) {
+                label = ignored;
+            } else if (k + 1 < s.count) {
+                label = tokens.data()(s.row + k + 1, 0);
+            } else {
+                halo_part const next = plan.parts[plan.begin[i]];
+                label = (next.halo ? rows<index const>(halo) : rows<index const>(tokens.data()))(next.first, 0);
+            }
+        }
+    }
+}
+
+/// The weighted mean of -log p over the tokens of the whole batch, and the sum of their weights: without weights, the
+/// number of labels. The same bits on every rank.
+struct token_loss {
+    double mean = 0;
+    double weight = 0;
+};
+
+namespace detail {
+
+/// Returns what a row counts: 0 without a label, else its weight, or 1 if there are no weights.
+template <class T>
+double weight_of(index label, std::span<T const> weights, index row) {
+    if (label < 0) return 0;
+    return weights.empty() ? 1 : static_cast<double>(weights[static_cast<std::size_t>(row)]);
+}
+
+/// Throws `cpx::error` unless labels are (count, 1) and weights, if there are any, are `count` numbers not negative.
+template <class T>
+void require_weights(char const* where, rows<index const> labels, std::span<T const> weights, index count,
+                     caller here) {
+    require_shape(where, "labels", labels, count, 1, here);
+    if (!weights.empty())
+        require(std::ssize(weights) == count, where, "number of weights", count, weights.size(), here);
+    for (std::size_t row = 0; row < weights.size(); ++row)
+        if (!(weights[row] >= 0)) // nor is NaN
+            throw error(where, "weight of row " + std::to_string(row), "not negative", show(weights[row]), here);
+}
+
+} // namespace detail
+
+/// Returns `-sum w_i logp_i / sum w_i` over all rows of the batch that have a label; both are 0 if no row counts.
+///
+/// logp, labels: (rows, 1) of any sharding, as `log_probabilities` and `next_token_labels` write them; weights: one a
+/// row of this rank, not negative, on every rank or on none; empty: all 1, the mean over labels. What logp holds in a
+/// row without label or of weight 0 does not matter.
+/// Bitwise the same on every sharding and any number of ranks: every rank receives every row and adds them in row
+/// order, in double.
+/// Collective: one all-gather of 16 bytes a row, so O(tokens) memory and additions on every rank. Sums of each rank's
+/// own rows would move 16 bytes a rank, but their bits would tell how the batch is sharded. No communication where
+/// every rank holds every row.
+///
+/// Throws `cpx::error` on shapes, shardings or weights that do not fit, and what `exchange` throws.
+template <class A, any_sharding S, elements_of<index> B, transport Comm>
+token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& labels, Comm& comm,
+                           std::span<std::remove_const_t<A> const> weights = {}, caller here = caller::here()) {
+    char const* const where = "mean_token_loss";
+    S const& sharding = logp.sharding();
+    require(sharding.ranks() == comm.ranks(), where, "ranks of the transport", sharding.ranks(), comm.ranks(), here);
+    require(labels.sharding() == sharding, where, "sharding of labels", "that of logp", "another", here);
+    tensor<double, S> terms(sharding, comm.rank(), 2);
+    rows<double> const own = terms.data();
+    detail::require_shape(where, "logp", logp.data(), own.count(), 1, here);
+    detail::require_weights(where, labels.data(), weights, own.count(), here);
+    for (index row = 0; row < own.count(); ++row) {
+        double const weight = detail::weight_of(labels.data()(row, 0), weights, row);
+        if (weight == 0) continue; // 0 times -inf would be NaN
+        own(row, 0) = -weight * static_cast<double>(logp.data()(row, 0));
+        own(row, 1) = weight;
+    }
+
+    token_loss loss;
+    auto const add = [&](rows<double const> all) {
+        for (index row = 0; row < all.count(); ++row) {
+            loss.mean += all(row, 0);
+            loss.weight += all(row, 1);
+        }
+        if (loss.weight > 0) loss.mean /= loss.weight;
+    };
+    if constexpr (S::every_row) {
+        add(own);
+    } else {
+        replicated<> const whole(comm.ranks(), sharding.batch());
+        auto const all = exchange(relayout(sharding, whole, comm.rank(), here), terms, comm, here);
+        add(all.data());
+    }
+    return loss;
+}
+
+/// Computes `dlogp_i = -upstream w_i / sum w_i`, the gradient of `mean_token_loss`, and 0 in rows that do not count.
+///
+/// `loss` is what the forward returned, labels and weights as there, `upstream` the gradient of the mean; dlogp:
+/// (rows, 1), what `log_probabilities_backward` wants. No communication: a row of dlogp tells nothing of other rows but
+/// the sum of all weights.
+///
+/// Throws `cpx::error` on shapes, shardings or weights that do not fit.
+template <class T, any_sharding S, elements_of<index> B>
+void mean_token_loss_backward(token_loss const& loss, sharded<B, S> const& labels, double upstream,
+                              sharded<T, S> const& dlogp, std::span<std::type_identity_t<T> const> weights = {},
+                              caller here = caller::here()) {
+    char const* const where = "mean_token_loss_backward";
+    require(dlogp.sharding() == labels.sharding(), where, "sharding of dlogp", "that of labels", "another", here);
+    index const count = labels.data().count();
+    detail::require_shape(where, "dlogp", dlogp.data(), count, 1, here);
+    detail::require_weights(where, labels.data(), weights, count, here);
+    for (index row = 0; row < count; ++row) {
+        double const weight = detail::weight_of(labels.data()(row, 0), weights, row);
+        dlogp.data()(row, 0) = weight == 0 ? T(0) : static_cast<T>(-upstream * weight / loss.weight);
+    }
+}
+
+} // namespace cpx
