@@ -3,92 +3,15 @@
 
 #include <doctest/doctest.h>
 
-#include <ops/on_ranks.hpp>
+#include <ops/attention.hpp>
 #include <support/rejects.hpp>
 
 namespace {
 
 using namespace on_ranks;
 using cpx::index;
+using reference::random_attention, reference::run, reference::run_by_heads, reference::run_gathered;
 using support::lengths;
-
-/// Attention with whole rows of q, k, v.
-template <class T>
-struct problem {
-    cpx::thd batch;
-    cpx::attention_heads heads;
-    double scale;
-    std::vector<T> q, k, v;
-
-    cpx::section queries() const { return {heads.query_heads, heads.dim}; }
-    cpx::section keys() const { return {heads.key_heads, heads.dim}; }
-    index width() const { return heads.query_heads * heads.dim; }
-};
-
-template <class T>
-problem<T> random_problem(cpx::thd const& batch, cpx::attention_heads const& heads, std::uint64_t seed) {
-    support::splitmix numbers(seed);
-    index const keys = batch.tokens() * heads.key_heads * heads.dim;
-    return {batch,
-            heads,
-            1 / std::sqrt(static_cast<double>(heads.dim)),
-            uniform<T>(numbers, batch.tokens() * heads.query_heads * heads.dim, 3),
-            uniform<T>(numbers, keys, 3),
-            uniform<T>(numbers, keys)};
-}
-
-/// o_t = sum_j softmax_j(scale q_t . k_j) v_j over the tokens j of the sequence up to t.
-template <class T>
-std::vector<double> reference(problem<T> const& p) {
-    index const dim = p.heads.dim, key_width = p.heads.key_heads * dim;
-    auto const at = [](std::vector<T> const& values, index i) {
-        return static_cast<double>(values[static_cast<std::size_t>(i)]);
-    };
-    std::vector<double> o(p.q.size());
-    for (index row = 0; row < p.batch.tokens(); ++row)
-        for (index h = 0; h < p.heads.query_heads; ++h) {
-            index const first = p.batch.offset(p.batch.sequence(row)), q = row * p.width() + h * dim;
-            index const key = h / (p.heads.query_heads / p.heads.key_heads) * dim;
-            std::vector<double> weight;
-            double highest = -std::numeric_limits<double>::infinity(), sum = 0;
-            for (index j = first; j <= row; ++j) {
-                double dot = 0;
-                for (index d = 0; d < dim; ++d) dot += at(p.q, q + d) * at(p.k, j * key_width + key + d);
-                weight.push_back(p.scale * dot);
-                highest = std::max(highest, weight.back());
-            }
-            for (double& w : weight) sum += w = std::exp(w - highest);
-            for (index j = first; j <= row; ++j)
-                for (index d = 0; d < dim; ++d)
-                    o[static_cast<std::size_t>(q + d)] +=
-                        weight[static_cast<std::size_t>(j - first)] / sum * at(p.v, j * key_width + key + d);
-        }
-    return o;
-}
-
-/// Queries on `sharding`, keys and values on `everywhere`.
-template <class T, cpx::any_sharding Q, cpx::any_sharding K>
-std::vector<T> run(problem<T> const& p, Q const& sharding, K const& everywhere) {
-    return assemble<T>(sharding, {p.queries()}, [&](cpx::threads& comm) {
-        int const rank = comm.rank();
-        auto const q = part(p.q, {p.queries()}, sharding, rank);
-        auto const k = part(p.k, {p.keys()}, everywhere, rank), v = part(p.v, {p.keys()}, everywhere, rank);
-        auto o = poisoned<T>(sharding, rank, q.width());
-        cpx::attention(rank, q.view(), k.view(), v.view(), p.heads, p.scale, o.view());
-        return o;
-    });
-}
-
-template <class T, cpx::any_sharding Q>
-std::vector<T> run_gathered(problem<T> const& p, Q const& sharding) {
-    return run(p, sharding, cpx::replicated<>(sharding.ranks(), p.batch));
-}
-
-template <class T>
-std::vector<T> run_by_heads(problem<T> const& p, int ranks) {
-    cpx::head_sharded<> const split(ranks, p.batch, {p.queries(), p.keys(), p.keys()});
-    return run(p, split, split);
-}
 
 std::vector<cpx::attention_heads> const heads = {{1, 1, 8}, {4, 2, 5}, {6, 1, 3}, {3, 3, 16}};
 std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0, 7}, {64, 65}};
@@ -101,11 +24,11 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("attention is the same formula on every sharding, and the same bits", T, float, double) {
         for (std::size_t turn = 0; turn < 2 * packings.size(); ++turn) {
             auto const p =
-                random_problem<T>(lengths(packings[turn / 2]), heads[(turn + turn / 4) % heads.size()], turn);
+                random_attention<T>(lengths(packings[turn / 2]), heads[(turn + turn / 4) % heads.size()], turn);
             CAPTURE(support::text(p.batch));
             auto const one = run_gathered(p, one_rank(p.batch));
             // scores of up to 9 sqrt(dim) * 3 have that many roundings, which exp turns into relative errors
-            CHECK(relative_error(one, reference(p)) <= 200 * std::numeric_limits<T>::epsilon());
+            CHECK(relative_error(one, run(p)) <= 200 * std::numeric_limits<T>::epsilon());
             for (int const ranks : rank_counts) {
                 CAPTURE(ranks);
                 CHECK(same_bits(run_by_heads(p, ranks), one));
@@ -122,7 +45,7 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE("a token changes no bit of another sequence and of no token before it, not even by NaN") {
-        auto const p = random_problem<float>(lengths({9, 1, 14, 0, 3}), {4, 2, 4}, 2);
+        auto const p = random_attention<float>(lengths({9, 1, 14, 0, 3}), {4, 2, 4}, 2);
         auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(3));
         auto const before = run_gathered(p, sharding);
         REQUIRE(same_bits(run_by_heads(p, 3), before));
@@ -145,16 +68,16 @@ TEST_SUITE("ops") {
 
     TEST_CASE_TEMPLATE("a sequence has the bits that it has alone, whatever it is packed with", T, float, double) {
         for (auto const& order : std::vector<std::vector<index>>{{33, 1, 50, 16}, {50, 0, 16, 33, 1}}) {
-            auto const p = random_problem<T>(lengths(order), {4, 2, 8}, 8);
+            auto const p = random_attention<T>(lengths(order), {4, 2, 8}, 8);
             auto const all = run_gathered(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}));
             for (index s = 0; s < p.batch.sequences(); ++s) {
                 index const first = p.batch.offset(s), last = p.batch.offset(s + 1);
-                problem<T> const own{lengths({last - first}),
-                                     p.heads,
-                                     p.scale,
-                                     slice(p.q, p.width(), first, last),
-                                     slice(p.k, 16, first, last),
-                                     slice(p.v, 16, first, last)};
+                reference::attention<T> const own{lengths({last - first}),
+                                                  p.heads,
+                                                  p.scale,
+                                                  slice(p.q, p.width(), first, last),
+                                                  slice(p.k, 16, first, last),
+                                                  slice(p.v, 16, first, last)};
                 CHECK(same_bits(slice(all, p.width(), first, last), run_gathered(own, one_rank(own.batch))));
             }
         }

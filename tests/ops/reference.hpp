@@ -166,6 +166,52 @@ inline result<double> run(delta<double> const& p) {
     return out;
 }
 
+/// Returns whether `rank` holds the first token of a sequence, or the last one; rank 0 speaks for one without tokens.
+template <cpx::any_sharding S>
+bool holds_end(S const& sharding, int rank, index sequence, cpx::side side) {
+    cpx::thd const& batch = sharding.batch();
+    if (batch.length(sequence) == 0) return S::every_row || rank == 0;
+    index const row = side == cpx::side::before ? batch.offset(sequence) : batch.offset(sequence + 1) - 1;
+    bool held = false;
+    sharding.for_each_piece(rank, [&](cpx::range piece) { held |= piece.first <= row && row < piece.last; });
+    return held;
+}
+
+/// Returns the states, `state` elements a head, of the heads that `rank` holds, poison where it must not read them.
+template <class T, cpx::any_sharding S>
+std::vector<T> states_on(S const& sharding, int rank, index heads, index state, std::vector<T> const& whole,
+                         cpx::side side) {
+    cpx::range const held = sharding.heads(rank, heads);
+    std::vector<T> local;
+    for (index s = 0; !whole.empty() && s < sharding.batch().sequences(); ++s)
+        if (holds_end(sharding, rank, s, side))
+            local.insert(local.end(), whole.begin() + (s * heads + held.first) * state,
+                         whole.begin() + (s * heads + held.last) * state);
+        else
+            local.insert(local.end(), static_cast<size_t>(held.size() * state), on_ranks::poison<T>());
+    return local;
+}
+
+/// Puts together what every rank wrote; states that are not written by exactly those ranks that should are poison.
+template <class T, cpx::any_sharding S>
+std::vector<T> whole_states(S const& sharding, index heads, index state, std::vector<std::vector<T>> const& parts) {
+    index const sequences = sharding.batch().sequences();
+    std::vector<T> whole(static_cast<size_t>(sequences * heads * state), on_ranks::poison<T>());
+    for (index s = 0; s < sequences; ++s) {
+        int writers = 0;
+        for (int rank = 0; rank < sharding.ranks(); ++rank) {
+            cpx::range const held = sharding.heads(rank, heads);
+            T const* const from = parts[static_cast<size_t>(rank)].data() + s * held.size() * state;
+            if (on_ranks::same_bits(*from, on_ranks::poison<T>())) continue;
+            ++writers;
+            std::copy_n(from, held.size() * state, whole.begin() + (s * heads + held.first) * state);
+        }
+        if (writers != (S::every_row ? sharding.ranks() : 1))
+            std::fill_n(whole.begin() + s * heads * state, heads * state, on_ranks::poison<T>());
+    }
+    return whole;
+}
+
 /// Final states that are not written by exactly those ranks that should are poison.
 template <cpx::carry_kind How, class T, cpx::any_sharding S>
 result<T> run(delta<T> const& p, S const& sharding) {
@@ -182,11 +228,7 @@ result<T> run(delta<T> const& p, S const& sharding) {
         auto o = on_ranks::poisoned<T>(sharding, rank, v);
         auto& final = finals[static_cast<size_t>(rank)];
         final.assign(static_cast<size_t>(sequences * local), on_ranks::poison<T>());
-        std::vector<T> initial; // this rank's heads
-        if (!p.initial.empty())
-            for (index s = 0; s < sequences; ++s)
-                initial.insert(initial.end(), p.initial.begin() + (s * heads + held.first) * state,
-                               p.initial.begin() + (s * heads + held.last) * state);
+        auto const initial = states_on(sharding, rank, heads, state, p.initial, cpx::side::before);
         cpx::delta_rule_tensors<T, S> const t{x.columns(0, k),
                                               x.columns(k, k),
                                               x.columns(2 * k, v),
@@ -198,19 +240,7 @@ result<T> run(delta<T> const& p, S const& sharding) {
         cpx::gated_delta_rule(How{}, carry(sharding, rank), t, p.heads, p.options, comm);
         return o;
     });
-    out.final.assign(static_cast<size_t>(sequences * heads * state), on_ranks::poison<T>());
-    for (index s = 0; s < sequences; ++s) {
-        int writers = 0;
-        for (int rank = 0; rank < sharding.ranks(); ++rank) {
-            cpx::range const held = sharding.heads(rank, heads);
-            T const* const from = finals[static_cast<size_t>(rank)].data() + s * held.size() * state;
-            if (on_ranks::same_bits(*from, on_ranks::poison<T>())) continue;
-            ++writers;
-            std::copy_n(from, held.size() * state, out.final.begin() + (s * heads + held.first) * state);
-        }
-        if (writers != (S::every_row ? sharding.ranks() : 1))
-            std::fill_n(out.final.begin() + s * heads * state, heads * state, on_ranks::poison<T>());
-    }
+    out.final = whole_states(sharding, heads, state, finals);
     return out;
 }
 
