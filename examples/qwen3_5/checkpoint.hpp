@@ -5,7 +5,6 @@
 #include <cpx/model/qwen3_5_config.hpp>
 #include <cpx/model/safetensors.hpp>
 #include <cpx/ops.hpp>
-#include <cpx/ops/local/moe.hpp>
 
 #include <map>
 #include <string>

@@ -19,7 +19,7 @@ typename Site::backward linear_attention(Site& at, Net const& net, cpx::index la
     auto const before = h;
     auto x = h, y = h;
     at.norm(norm, h.view(), x.view());
-    typename Net::template saved<T> saved;
+    typename Net::template saved_of<T> saved;
     net(at.model.delta_net(layer), x.view(), y.view(), at.comm, {{}, &saved});
     at.add(y.data(), h.data());
 

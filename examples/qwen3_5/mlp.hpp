@@ -4,8 +4,6 @@
 
 #include "site.hpp"
 
-#include <cpx/ops/local/moe_backward.hpp>
-
 namespace qwen3_5 {
 
 /// h += down(silu(gate(x)) up(x)), x = norm(h).

@@ -5,8 +5,6 @@
 #include "mixers.hpp"
 #include "mlp.hpp"
 
-#include <cpx/ops/token_loss.hpp>
-
 namespace qwen3_5 {
 
 /// The training step of one rank: log-probabilities of the next tokens, their mean loss, its gradients.

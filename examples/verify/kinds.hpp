@@ -255,7 +255,7 @@ outputs<T> gdn_layer(job const& j) {
             auto const part = take(x, net.hidden, sharding, comm);
             auto y = part, dx = part;
             auto const layer = make_layer(comm.rank());
-            typename std::remove_cvref_t<decltype(layer)>::template saved<T> saved;
+            typename std::remove_cvref_t<decltype(layer)>::template saved_of<T> saved;
             layer(w, part.view(), y.view(), comm, {{}, &saved});
             auto all = gather<T>(y.data(), net.hidden, sharding, comm);
             if (comm.rank() == 0) result["output"] = std::move(all);

@@ -7,5 +7,7 @@
 #include <cpx/ops/gated_delta_net_backward.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 #include <cpx/ops/local/linear.hpp>
+#include <cpx/ops/local/moe_backward.hpp>
 #include <cpx/ops/local/norm.hpp>
 #include <cpx/ops/rotary.hpp>
+#include <cpx/ops/token_loss.hpp>

@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <ranges>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -333,6 +334,278 @@ private:
     };
     std::shared_ptr<lengths const> data_;
 };
+
+} // namespace cpx
+
+// cpx/core/packing.hpp
+// Packed batches from what data loaders hold: position ids, padding masks, valid and padded cu_seqlens.
+
+namespace cpx {
+
+/// A vector, array or span of one of the types `E`.
+template <class R, class... E>
+concept list_of = std::ranges::contiguous_range<R const> && (std::same_as<std::ranges::range_value_t<R>, E> || ...);
+
+/// What a token of position -1 is. Trainers use both, so there is no default.
+enum class pad {
+    joins_last_sequence, ///< one more row, not valid, of the sequence before it: tail padding
+    own_sequence,        ///< a sequence of length 1 and valid length 0
+};
+
+/// On which side of its sequence the rows of a mask may have padding; `any`: on either or both.
+enum class padding { left, right, any };
+
+/// What else must hold of padded offsets: where they end (-1: not known), what divides every padded length.
+struct padded_buffer {
+    index rows = -1;
+    index multiple = 1;
+};
+
+/// Where the rows of a batch without padding lie in a padded buffer: sequence `s` in rows `start(s)` and after.
+///
+/// The buffer may be a (rows, columns) tensor or another packed batch. `pack` and `unpack` move rows by it.
+class packing {
+public:
+    /// Throws `cpx::error` that names the first sequence that overlaps the one before it or leaves the buffer.
+    packing(thd batch, std::vector<index> starts, index buffer_rows, caller here = caller::here())
+        : batch_(std::move(batch)), starts_(std::move(starts)), buffer_rows_(buffer_rows) {
+        require(std::ssize(starts_) == batch_.sequences(), "packing", "number of starts", batch_.sequences(),
+                starts_.size(), here);
+        require(buffer_rows_ >= 0, "packing", "rows of the buffer", "not negative", buffer_rows_, here);
+        index end = 0;
+        for (index s = 0; s < batch_.sequences(); ++s) {
+            index const last = buffer_rows_ - batch_.length(s);
+            if (start(s) < end || start(s) > last)
+                throw error("packing", "start of sequence " + std::to_string(s),
+                            std::to_string(end) + " to " + std::to_string(last), std::to_string(start(s)), here);
+            end = start(s) + batch_.length(s);
+        }
+    }
+
+    thd const& batch() const { return batch_; }
+    index start(index s) const { return starts_[static_cast<std::size_t>(s)]; }
+    index buffer_rows() const { return buffer_rows_; }
+
+    /// Returns the buffer's row of every row of the batch, ascending, as gathers by index want them.
+    std::vector<index> rows() const {
+        std::vector<index> list(static_cast<std::size_t>(batch_.tokens()));
+        for (index s = 0; s < batch_.sequences(); ++s)
+            std::iota(list.begin() + batch_.offset(s), list.begin() + batch_.offset(s + 1), start(s));
+        return list;
+    }
+    /// Returns for every row of the buffer 1 if it is a row of the batch, 0 if it is padding.
+    std::vector<std::uint8_t> mask() const {
+        std::vector<std::uint8_t> valid(static_cast<std::size_t>(buffer_rows_), 0);
+        for (index s = 0; s < batch_.sequences(); ++s)
+            std::fill_n(valid.begin() + start(s), batch_.length(s), std::uint8_t{1});
+        return valid;
+    }
+
+    friend bool operator==(packing const&, packing const&) = default;
+
+private:
+    thd batch_;
+    std::vector<index> starts_;
+    index buffer_rows_ = 0;
+};
+
+namespace detail {
+
+/// Makes a batch whose valid lengths are left out where there is no padding: equal batches then compare equal.
+inline thd padded_thd(std::vector<index> const& lengths, std::vector<index> valid) {
+    thd const batch = thd::from_lengths(lengths);
+    if (valid == lengths) return batch;
+    return thd(std::vector<index>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
+}
+
+inline void require_columns(char const* where, index count, index columns, caller here) {
+    require(columns > 0 ? count % columns == 0 : columns == 0 && count == 0, where, "size of the list",
+            "a multiple of the columns, " + std::to_string(columns), count, here);
+}
+
+template <class T>
+void copy_rows(rows<T const> from, rows<T> to) {
+    if (from.stride() == from.width() && to.stride() == to.width())
+        std::copy_n(from.data(), from.count() * from.width(), to.data());
+    else
+        for (index i = 0; i < from.count(); ++i) std::copy_n(from.row(i), from.width(), to.row(i));
+}
+
+template <class T>
+void require_fits(char const* where, packing const& p, rows<T const> packed, rows<T const> buffer, caller here) {
+    require(packed.count() == p.batch().tokens(), where, "packed rows", p.batch().tokens(), packed.count(), here);
+    require(buffer.count() == p.buffer_rows(), where, "rows of the buffer", p.buffer_rows(), buffer.count(), here);
+    require(packed.width() == buffer.width(), where, "width of the packed rows", buffer.width(), packed.width(), here);
+}
+
+} // namespace detail
+
+/// Makes a batch of position ids: a sequence begins at every 0 and goes on 1, 2, ...; -1 is padding behind it.
+///
+/// `positions`: (B, columns), -1 columns: one row. Every row begins a sequence; the batch has B * columns tokens.
+/// There are no sequences of length 0: positions cannot show them.
+///
+/// Throws `cpx::error` that names the row of the batch where a position follows neither the one before it nor a rule
+/// above. So does a row that begins with another position: its sequence's earlier tokens are not there, and operators
+/// would count its positions from 0. So does padding that comes first where it joins the last sequence.
+/// Source: twinkle's sequence parallelism, whose revisions differ in `pad`: the later one joins.
+template <list_of<std::int32_t, std::int64_t> R>
+thd thd_from_positions(R const& positions, pad pads, index columns = -1, caller here = caller::here()) {
+    index const count = std::ssize(positions);
+    if (columns == -1) columns = count;
+    detail::require_columns("thd_from_positions", count, columns, here);
+    std::vector<index> lengths, valid;
+    index previous = -1;
+    for (index row = 0; row < count; ++row) {
+        index const position = std::data(positions)[row];
+        bool const first = row % columns == 0, joins = pads == pad::joins_last_sequence;
+        if (first) previous = -1;
+        if (position == 0 || (position == -1 && !joins)) {
+            lengths.push_back(1);
+            valid.push_back(position == 0);
+        } else if (position == -1 ? !first : position == previous + 1) {
+            ++lengths.back();
+            valid.back() += position != -1;
+        } else
+            throw error("thd_from_positions", "position of row " + std::to_string(row),
+                        first && joins   ? "0, where a sequence begins"
+                        : previous == -1 ? "0 or -1"
+                                         : "0, -1 or " + std::to_string(previous + 1),
+                        std::to_string(position), here);
+        previous = position;
+    }
+    return detail::padded_thd(lengths, std::move(valid));
+}
+
+/// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
+/// rows lie in the (rows * columns) rows of the padded tensor. A row that is padding only is a sequence of length 0.
+///
+/// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that makes the ones of
+/// its row two runs, or that is padding on the other side.
+template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> R>
+packing packing_from_mask(R const& mask, index columns, padding side, caller here = caller::here()) {
+    index const count = std::ssize(mask);
+    detail::require_columns("packing_from_mask", count, columns, here);
+    std::vector<index> lengths, starts;
+    for (index row = 0; row < count; row += columns) {
+        index start = row, length = 0;
+        for (index column = 0; column < columns; ++column) {
+            index const value = static_cast<index>(std::data(mask)[row + column]);
+            index const end = start - row + length;
+            char const* expected = nullptr;
+            if (value != 0 && value != 1)
+                expected = "0 or 1";
+            else if (value == 1 && length == 0 && column > 0 && side == padding::right)
+                expected = "0, the padding being on the right";
+            else if (value == 1 && length > 0 && end < column)
+                expected = "0, the sequence having ended before";
+            else if (value == 0 && length > 0 && side == padding::left)
+                expected = "1, the padding being on the left";
+            if (expected != nullptr)
+                throw error("packing_from_mask",
+                            "row " + std::to_string(row / columns) + ", column " + std::to_string(column), expected,
+                            std::to_string(value), here);
+            if (value == 1 && length++ == 0) start = row + column;
+        }
+        lengths.push_back(length);
+        starts.push_back(start);
+    }
+    return packing(thd::from_lengths(lengths), std::move(starts), count, here);
+}
+
+/// Makes a batch of the offsets of valid tokens and those of padded sequences (cu_seqlens and cu_seqlens_padded of
+/// TransformerEngine and Megatron-LM). The padding is at the end of each sequence.
+///
+/// Throws `cpx::error` if either list is not one of offsets, if they differ in number, if a sequence has more valid
+/// tokens than rows, or if the padded offsets are not what `buffer` says. Rows before the first sequence, as in padded
+/// offsets 2, 6, 12, are an error: make them a sequence of no valid tokens (0, 2, 6, 12), or a `packing`.
+template <list_of<std::int32_t, std::int64_t> V, list_of<std::int32_t, std::int64_t> P>
+thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = {}, caller here = caller::here()) {
+    char const* const where = "thd_from_cu_seqlens";
+    require(std::ssize(valid) == std::ssize(padded), where, "number of valid offsets", std::ssize(padded),
+            std::ssize(valid), here);
+    require(buffer.multiple >= 1, where, "multiple", "at least 1", buffer.multiple, here);
+    require(std::size(padded) == 0 || *std::data(padded) <= 0, where, "rows before the first sequence",
+            "none (make them a sequence without valid tokens)", std::size(padded) == 0 ? 0 : *std::data(padded), here);
+    auto const read = [&](char const* list, auto const& offsets) {
+        try {
+            return thd(std::vector<index>(std::begin(offsets), std::end(offsets)));
+        } catch (error const& e) {
+            throw error(where, std::string(list) + " offsets: " + e.problem(), e.expected(), e.got(), here);
+        }
+    };
+    thd const tokens = read("valid", valid), physical = read("padded", padded);
+    require(buffer.rows < 0 || physical.tokens() == buffer.rows, where, "last padded offset",
+            "the rows of the buffer, " + std::to_string(buffer.rows), physical.tokens(), here);
+    std::vector<index> lengths, counts;
+    for (index s = 0; s < physical.sequences(); ++s) {
+        lengths.push_back(physical.length(s));
+        counts.push_back(tokens.length(s));
+        if (counts.back() > lengths.back())
+            throw error(where, "valid length of sequence " + std::to_string(s),
+                        "0 to " + std::to_string(lengths.back()), std::to_string(counts.back()), here);
+        if (lengths.back() % buffer.multiple != 0)
+            throw error(where, "padded length of sequence " + std::to_string(s),
+                        "a multiple of " + std::to_string(buffer.multiple), std::to_string(lengths.back()), here);
+    }
+    return detail::padded_thd(lengths, std::move(counts));
+}
+
+/// Returns the batch whose sequences have the valid lengths of `batch`, each padded at its end to a multiple of
+/// `multiple` rows; padding that `batch` has is dropped, and 1 drops it all.
+///
+/// cpx needs no padding. Peers do: zigzag wants 2 W, with sequence parallelism over TP ranks lcm(2 W, W TP).
+/// Throws `cpx::error` if `multiple` is below 1, or so large that there would be 2^62 rows.
+inline thd pad_to_multiple(thd const& batch, index multiple, caller here = caller::here()) {
+    index const most = ((index{1} << 62) - 1 - batch.tokens()) / std::max<index>(batch.sequences(), 1);
+    require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
+            here);
+    std::vector<index> lengths, valid;
+    for (index s = 0; s < batch.sequences(); ++s) {
+        valid.push_back(batch.valid(s));
+        lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
+    }
+    return detail::padded_thd(lengths, std::move(valid));
+}
+
+/// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
+inline packing unpadded(thd const& padded) {
+    std::vector<index> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
+    return packing(pad_to_multiple(padded, 1), offsets, padded.tokens());
+}
+
+/// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.
+///
+/// `buffer`: (p.buffer_rows(), width); `packed`: (p.batch().tokens(), width), elsewhere. Cost: one copy a sequence
+/// where rows are contiguous. Throws `cpx::error` if the shapes do not fit.
+template <class T>
+void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> packed, caller here = caller::here()) {
+    detail::require_fits<T>("pack", p, packed, buffer, here);
+    for (index s = 0; s < p.batch().sequences(); ++s)
+        detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
+                             packed.sub(p.batch().offset(s), p.batch().length(s)));
+}
+
+/// Copies the rows of the batch into a padded buffer and zeros into the padding: writes every row of `buffer`.
+///
+/// The inverse of `pack` on the rows of the batch, and its transpose: the gradient of one is the other.
+/// Shapes, cost and errors as there.
+template <class T>
+void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T> buffer,
+            caller here = caller::here()) {
+    detail::require_fits<T>("unpack", p, packed, buffer, here);
+    index row = 0;
+    auto const zero_until = [&](index end) {
+        for (; row < end; ++row) std::fill_n(buffer.row(row), buffer.width(), T{});
+    };
+    for (index s = 0; s < p.batch().sequences(); ++s) {
+        index const count = p.batch().length(s);
+        zero_until(p.start(s));
+        detail::copy_rows<T>(packed.sub(p.batch().offset(s), count), buffer.sub(row, count));
+        row += count;
+    }
+    zero_until(p.buffer_rows());
+}
 
 } // namespace cpx
 

@@ -12,6 +12,7 @@ using namespace program;
 using arguments = std::vector<std::string>;
 
 fs::path const data = fs::path(CPX_SOURCE_DIR) / "examples/data/tiny_qwen3_5";
+fs::path const experts = fs::path(CPX_SOURCE_DIR) / "examples/data/tiny_qwen3_5_moe";
 fs::path const reference = data / "reference.safetensors";
 
 arguments on(fs::path const& model, fs::path const& expected, std::string const& ranks) {
@@ -20,8 +21,25 @@ arguments on(fs::path const& model, fs::path const& expected, std::string const&
 
 arguments const tiny = on(data, reference, "3");
 
-/// Checks every figure of every strategy against the limits.
-void check_figures(json const& report, int ranks, bool wide, double loss) {
+/// Checks the gradients of one strategy: all weights of the reference, each within the limit.
+void check_gradients(json const& s, bool wide, std::set<std::string> const& weights) {
+    double largest = 0;
+    std::set<std::string> got;
+    for (auto const& [name, error] : s.at("grads").items()) {
+        CAPTURE(name);
+        got.insert(name);
+        largest = std::max(largest, error.get<double>());
+        // in float32 transformers itself is off by 1e-3
+        CHECK(error.get<double>() <= (wide ? 1e-6 : 5e-3));
+        CHECK(error.get<double>() > 0);
+    }
+    CHECK(got == weights);
+    CHECK(s.at("max_grad_error") == largest);
+    if (s.at("exact").get<bool>()) CHECK(s.at("grads_equal_one_rank") == true);
+}
+
+/// Checks every figure of every strategy against the limits; `weights` have gradients, none if there was no backward.
+void check_figures(json const& report, int ranks, bool wide, double loss, std::set<std::string> const& weights = {}) {
     for (json const& s : report.at("strategies")) {
         CAPTURE(s.dump());
         for (char const* key : {"attention", "linear", "carry", "cut"}) CHECK(s.at(key).is_string());
@@ -29,7 +47,10 @@ void check_figures(json const& report, int ranks, bool wide, double loss) {
         CHECK(s.at("max_abs_delta").get<double>() <= (wide ? 1e-9 : 1e-3));
         CHECK(s.at("mean_abs_delta").get<double>() <= (wide ? 1e-9 : 5e-5));
         CHECK(s.at("mean_abs_delta").get<double>() > 0); // the reference is another program's
-        CHECK(std::abs(s.at("loss").get<double>() - loss) <= (wide ? 1e-9 : 5e-5));
+        CHECK(std::abs(s.at("loss").get<double>() - loss) <= (wide ? 1e-10 : 5e-5));
+        for (char const* key : {"max_grad_error", "grads", "grads_equal_one_rank"})
+            CHECK(s.contains(key) == !weights.empty());
+        if (!weights.empty()) check_gradients(s, wide, weights);
         if (s.at("exact").get<bool>()) CHECK(s.at("max_abs_delta_to_one_rank").get<double>() == 0);
         CHECK(s.at("max_abs_delta_to_one_rank").get<double>() <= (wide ? 1e-9 : 1e-3));
         CHECK(s.at("rows_sent") == s.at("rows_lower_bound"));
@@ -86,20 +107,38 @@ TEST_SUITE("examples") {
                 CAPTURE(dtype);
                 bool const wide = dtype == std::string("float64");
                 auto const options = on(data, reference, std::to_string(ranks)) + arguments{"--dtype", dtype};
-                auto const all = run_json(options);
-                check_figures(all, ranks, wide, loss);
-                CHECK(all.at("strategies").size() == 34);
-                CHECK(names(all).size() == 34);
                 auto const aligned = run_json(options + arguments{"--chunk", "16", "--cut", "aligned:16"});
                 check_figures(aligned, ranks, wide, loss);
                 CHECK(names(aligned).size() == 18);
-                for (auto const* report : {&all, &aligned})
-                    for (json const& s : report->at("strategies"))
-                        if (ranks == 1 || (s.at("carry") == "serial" && s.at("cut") != "balanced"))
-                            CHECK(s.at("exact") == true);
-                        else if (s.at("carry") == "scan")
-                            CHECK(s.at("exact") == false);
+                for (json const& s : aligned.at("strategies"))
+                    if (ranks == 1 || (s.at("carry") == "serial" && s.at("cut") != "balanced"))
+                        CHECK(s.at("exact") == true);
+                    else if (s.at("carry") == "scan")
+                        CHECK(s.at("exact") == false);
             }
+    }
+
+    TEST_CASE("a training step of both models has the gradients of transformers under every strategy") {
+        for (fs::path const& model : {data, experts}) {
+            cpx::safetensors const expected(model / "reference.safetensors");
+            double const loss = expected.read<double>("loss").at(0);
+            std::set<std::string> weights;
+            for (auto const& name : expected.names())
+                if (name.starts_with("grad.")) weights.insert(name.substr(5));
+            for (int const ranks : {1, 2, 3, 4, 5, 8})
+                for (char const* dtype : {"float64", "float32"}) {
+                    CAPTURE(model.string());
+                    CAPTURE(ranks);
+                    CAPTURE(dtype);
+                    bool const wide = dtype == std::string("float64");
+                    if (!wide && ranks % 3 != 0) continue; // the same code: once is enough
+                    auto const report = run_json(on(model, model / "reference.safetensors", std::to_string(ranks)) +
+                                                 arguments{"--dtype", dtype, "--backward"});
+                    check_figures(report, ranks, wide, loss, weights);
+                    CHECK(report.at("strategies").size() == 34);
+                    CHECK(names(report).size() == 34);
+                }
+        }
     }
 
     TEST_CASE("the options choose one strategy, which the report names") {
@@ -125,6 +164,10 @@ TEST_SUITE("examples") {
         CHECK(result.err == "");
         for (char const* part : {"gather", "zigzag", "serial", "aligned:64", "0 exact"})
             CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+        CHECK(result.out.find("gradient") == std::string::npos);
+        auto const step = run(tiny + arguments{"--linear", "head_sharded", "--backward"});
+        for (char const* part : {"gradient", "0 exact", " equal\n"})
+            CHECK_MESSAGE(step.out.find(part) != std::string::npos, part);
     }
 
     TEST_CASE("options that mean nothing are refused") {
@@ -203,8 +246,8 @@ TEST_SUITE("examples") {
             check_refusal(c.options(), arguments{"config.json"} + parts);
             fs::copy_file(data / "config.json", c.model / "config.json", fs::copy_options::overwrite_existing);
         };
-        c.config("model_type", "qwen3_5_moe_text");
-        refuse({"model_type", "qwen3_5_moe_text"});
+        c.config("model_type", "qwen3_5_moe_text"); // which has other settings
+        refuse({"4 settings are wrong", "num_experts"});
         c.config("model_type", "llama");
         refuse({"model_type", "llama"});
         c.config("num_hidden_layers", 5);
@@ -280,6 +323,11 @@ TEST_SUITE("examples") {
         refuse(cu(last, std::int64_t{1} << 62), {"last offset", "128"});
         refuse(cu(last, 127), {"last offset", "128", "got 127"});
         refuse([](archive& a) { a.tensors.erase("cu_seqlens"); }, {"cu_seqlens"});
+        auto without = good;
+        without.tensors.erase("grad.lm_head.weight");
+        without.save(c.expected);
+        CHECK(run(c.options()).code == 0); // not asked for
+        check_refusal(c.options() + arguments{"--backward"}, {"expected.safetensors", "grad.lm_head.weight"});
         refuse([](archive& a) { a.tensors.erase("input_ids"); }, {"input_ids"});
         refuse([](archive& a) { a.tensors.erase("logprobs"); }, {"logprobs"});
         refuse([](archive& a) { a.tensors.at("cu_seqlens") = {"I64", {0}, ""}; }, {"offsets"});

@@ -17,6 +17,11 @@ struct golden_file {
     std::vector<std::string> outputs;
 };
 
+std::vector<std::string> const layer_outputs = {
+    "output",       "d_hidden_states",       "grad.in_proj_qkv.weight", "grad.in_proj_z.weight",
+    "grad.A_log",   "grad.in_proj_b.weight", "grad.in_proj_a.weight",   "grad.conv1d.weight",
+    "grad.dt_bias", "grad.norm.weight",      "grad.out_proj.weight"};
+
 std::vector<golden_file> const files = {
     {"conv_bias", "causal_conv1d", {"y", "dx", "dweight", "dbias"}},
     {"conv_linear", "causal_conv1d", {"y", "dx", "dweight"}},
@@ -24,8 +29,8 @@ std::vector<golden_file> const files = {
     {"gdr_small", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
     {"gdr_odd", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
     {"gdr_fast_decay", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
-    {"gdn_layer_small", "gdn_layer", {"output"}},
-    {"gdn_layer_odd", "gdn_layer", {"output"}},
+    {"gdn_layer_small", "gdn_layer", layer_outputs},
+    {"gdn_layer_odd", "gdn_layer", layer_outputs},
 };
 
 std::string path(char const* name) { return (golden / name).string() + ".safetensors"; }
@@ -162,9 +167,11 @@ TEST_SUITE("examples") {
             refuse("gdr_small", drop(tensor), {tensor});
             refuse("gdr_small", shorter(tensor), {"expected", "got"});
         }
-        for (char const* tensor : {"hidden_states", "output", "weight.A_log", "weight.conv1d.weight", "weight.dt_bias",
-                                   "weight.in_proj_a.weight", "weight.in_proj_b.weight", "weight.in_proj_qkv.weight",
-                                   "weight.in_proj_z.weight", "weight.norm.weight", "weight.out_proj.weight"}) {
+        refuse("gdn_layer_small", shorter("d_output"), {"d_output", "expected", "got"});
+        for (char const* tensor :
+             {"hidden_states", "output", "d_hidden_states", "grad.conv1d.weight", "weight.A_log",
+              "weight.conv1d.weight", "weight.dt_bias", "weight.in_proj_a.weight", "weight.in_proj_b.weight",
+              "weight.in_proj_qkv.weight", "weight.in_proj_z.weight", "weight.norm.weight", "weight.out_proj.weight"}) {
             refuse("gdn_layer_small", drop(tensor), {tensor});
             refuse("gdn_layer_small", shorter(tensor), {"expected", "got"});
         }
