@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators against transformers, on every sharding: tests/golden/README.md says what the files hold.
-#include <cpx/model/json.hpp>
-#include <cpx/model/safetensors.hpp>
 #include <cpx/ops.hpp>
 
 #include <doctest/doctest.h>
 
+#include <ops/golden.hpp>
 #include <ops/on_ranks.hpp>
 #include <ops/reference.hpp>
 
@@ -13,13 +12,8 @@ namespace {
 
 using namespace on_ranks;
 using cpx::index;
+using golden::batch_of, golden::open, golden::read_layer;
 using reference::conv, reference::delta, reference::layer, reference::run, reference::run_by_heads;
-
-cpx::safetensors open(std::string const& name) {
-    return cpx::safetensors(std::string(CPX_GOLDEN_DIR) + '/' + name + ".safetensors");
-}
-
-cpx::thd batch_of(cpx::safetensors const& file) { return cpx::thd(file.read<index>("cu_seqlens")); }
 
 conv<double> read_conv(cpx::safetensors const& file) {
     auto const& shape = file.tensor("weight").shape;
@@ -48,24 +42,6 @@ delta<double> read_delta(cpx::safetensors const& file) {
     for (index row = 0; row < p.batch.tokens(); ++row)
         for (auto const& [values, columns] : parts)
             p.x.insert(p.x.end(), values.begin() + row * columns, values.begin() + (row + 1) * columns);
-    return p;
-}
-
-layer<double> read_layer(cpx::safetensors const& file) {
-    auto const config = cpx::json_value::parse(file.metadata("config"), "config");
-    auto const get = [&](char const* key) { return config.get<index>(key); };
-    layer<double> p{batch_of(file),
-                    {get("hidden_size"),
-                     {get("linear_num_key_heads"), get("linear_num_value_heads"), get("linear_key_head_dim"),
-                      get("linear_value_head_dim")},
-                     get("linear_conv_kernel_dim"),
-                     16,
-                     config.get<double>("rms_norm_eps")},
-                    file.read<double>("hidden_states"),
-                    {}};
-    for (char const* name : {"in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight",
-                             "conv1d.weight", "A_log", "dt_bias", "norm.weight", "out_proj.weight"})
-        p.weights.push_back(file.read<double>(std::string("weight.") + name));
     return p;
 }
 

@@ -102,7 +102,9 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
         require(*s == sharding, where, "sharding of x, dy and dx", "the layer's", "another", here);
     net.check(where, w, here);
     net.check(where, to.weights, here);
-    require(saved.o && saved.projected, where, "saved tensors", "those of the forward", "none", here);
+    bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
+    require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
+            ran ? "those of another sharding" : "none", here);
     index const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
     index const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
     for (auto const& in : {x.data(), dy.data(), rows<T const>(to.dx.data())})
