@@ -211,7 +211,6 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         cpx::weight_sums<S> const sums(sharding, rank, order);
         auto dout = part(dy, p.outputs(), sharding, rank);
         std::vector<double> gates(2 * p.a_log.size()), dgains(2 * p.gain.size()), dweight(p.weight.size());
-        index const rows = dout.data().count();
         sums.terms(
             std::span(gates),
             [&](index row, std::span<double> into) {
@@ -232,22 +231,24 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         auto dxz = poisoned<double>(sharding, rank, 2 * width);
         auto const dx = dxz.data().columns(0, width), dz = dxz.data().columns(width, width);
         cpx::linear_backward_input<double>(of_linear.data(), f.weight, dgated.data());
-        auto const positions = cpx::positions(cpx::segments(sharding, rank));
         auto const one = [](auto const& values, index row) { return values.sub(row, 1); };
+        std::span<double> const both(dgains);
         sums.terms(
-            std::span(dgains),
+            both.last(p.gain.size()),
             [&](index row, std::span<double> into) {
-                auto const back = dgated.data().sub(row, 1);
+                auto const back = one(dgated.data(), row);
                 cpx::gated_rms_norm_backward<double>(one(f.rotated.data(), row), one(f.z.data(), row), p.gated_gain,
-                                                     p.eps, back, one(dx, row), one(dz, row), into.last(p.gain.size()));
-                cpx::rotary_backward<double>(one(dx, row), p.dim,
-                                             std::span(positions).subspan(static_cast<std::size_t>(row), 1), p.rotary,
-                                             back);
-                cpx::rms_norm_backward<double>(one(f.x.data(), row), p.gain, p.eps, 1, back, one(dx, row),
-                                               into.first(p.gain.size()));
+                                                     p.eps, back, back, one(dz, row), into);
             },
             comm);
-        REQUIRE(rows == std::ssize(positions));
+        cpx::rotary_backward(rank, dgated.view(), p.dim, p.rotary, dgated.view());
+        sums.terms(
+            both.first(p.gain.size()),
+            [&](index row, std::span<double> into) {
+                cpx::rms_norm_backward<double>(one(f.x.data(), row), p.gain, p.eps, 1, one(dgated.data(), row),
+                                               one(dx, row), into);
+            },
+            comm);
         for (auto* values : {&gates, &dgains, &dweight}) cpx::sum_over_ranks(std::span(*values), comm);
         std::lock_guard const lock(guard);
         auto const half = [](std::vector<double> const& two, bool second) {

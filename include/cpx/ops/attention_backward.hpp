@@ -61,9 +61,12 @@ void check_queries(char const* where, int rank, attention_queries<T, Q> const& f
 /// Computes `delta = sum over a head of o dout` for every row and head.
 ///
 /// o, dout: (rows, heads * dim), delta: (rows, heads), all of one sharding. No communication.
+/// Throws `cpx::error` on shapes or shardings that do not fit.
 template <class T, any_sharding Q, elements_of<T> A, elements_of<T> B>
 void attention_delta(sharded<A, Q> const& o, sharded<B, Q> const& dout, index dim, sharded<T, Q> const& delta,
                      caller here = caller::here()) {
+    require(dout.sharding() == o.sharding() && delta.sharding() == o.sharding(), "attention_delta",
+            "sharding of dout and delta", "that of o", "another", here);
     index const count = o.data().count(), heads = delta.data().width();
     detail::require_shape("attention_delta", "o", o.data(), count, heads * dim, here);
     detail::require_shape("attention_delta", "dout", dout.data(), count, heads * dim, here);
@@ -129,6 +132,10 @@ template <class T, any_sharding Q, any_sharding K, elements_of<T> A, class Comm>
 void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> const& k, sharded<A, K> const& v,
                              attention_heads const& heads, double scale, sharded<T, K> const& dk,
                              sharded<T, K> const& dv, Comm& comm, caller here = caller::here()) {
+    static_assert(
+        Q::every_row || K::every_row,
+        "cpx: the gradients of keys want every query of a key's sequence, or every key of a query's; relayout "
+        "the queries, or the keys and values, to replicated or head_sharded first");
     char const* const where = "attention_backward_keys";
     int const rank = comm.rank();
     detail::check_queries(where, rank, from, heads, here);
@@ -155,7 +162,8 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
     auto const tokens = positions(segments(sharding, rank));
     for (segment const& s : segments(sharding, rank)) {
         auto const own = std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count));
-        auto const [first, last] = std::ranges::equal_range(of_queries, s.sequence, {}, &segment::sequence);
+        auto const first = std::ranges::lower_bound(of_queries, s.sequence, {}, &segment::sequence);
+        auto const last = std::ranges::upper_bound(of_queries, s.sequence, {}, &segment::sequence);
         for (auto seen = first; seen != last; ++seen) {
             if (seen->token + seen->count <= s.token) continue; // all of them before these keys
             for (index h = 0; h < n; ++h) {
