@@ -66,7 +66,8 @@ using gated_delta_net_weights = gated_delta_net_parameters<T const>;
 ///
 /// conv: (sequences, kernel * (q + k + v channels)), see `causal_conv1d_states`; recurrent: (sequences, value heads *
 /// key_dim * value_dim). Zeros before the first token. Read where a sequence begins, conv on every rank that holds one
-/// of its first kernel - 1 tokens; written in place where it ends. Decoding is a batch of one token a sequence.
+/// of its first kernel - 1 tokens; written in place where it ends. Decoding is a batch of one token a sequence, see
+/// `gated_delta_net_relayout`.
 template <class T>
 struct gated_delta_net_state {
     rows<T> conv = {}, recurrent = {};
@@ -92,15 +93,17 @@ struct gated_delta_net_memory {
 
 namespace detail {
 
-/// How wide this rank's columns of q (and of k), v and of the gates are.
+/// How wide this rank's columns of q (and of k), v, of the gates and of the states are.
 template <any_sharding S>
 struct gated_delta_widths {
-    index q, v, values;
+    index q, v, values, conv, recurrent;
 
     gated_delta_widths(gated_delta_net_config const& config, S const& sharding, int rank)
         : q(sharding.heads(rank, config.heads.key_heads).size() * config.heads.key_dim),
           values(sharding.heads(rank, config.heads.value_heads).size()) {
         v = values * config.heads.value_dim;
+        conv = config.kernel * qkv();
+        recurrent = v * config.heads.key_dim;
     }
     index qkv() const { return 2 * q + v; }
 };
@@ -177,12 +180,15 @@ template <carry_kind How, any_sharding S, any_sharding Mix = S>
 class gated_delta_net {
 public:
     template <class T>
-    using saved = gated_delta_net_saved<T, S, Mix>;
+    using saved_of = gated_delta_net_saved<T, S, Mix>;
 
-    /// In place. Pure: no communication.
+    /// In place, on whole rows: by tokens or replicated. Pure: no communication. Throws `cpx::error` on rows by heads.
     gated_delta_net(S const& sharding, int rank, gated_delta_net_config const& config)
         requires std::same_as<S, Mix>
-        : config_(config), mixer_(sharding, rank, config.kernel) {}
+        : config_(config), mixer_(sharding, rank, config.kernel) {
+        require(sharding.sections().empty(), "gated_delta_net", "sharding of a layer that runs in place",
+                "whole rows; by heads is what the recurrence runs on", "heads");
+    }
 
     /// By heads: `mix` and `back` are `head_sharded` over `config.sections()` and `config.output_sections()`.
     gated_delta_net(S const& sharding, Mix const& mix, Mix const& back, int rank, gated_delta_net_config const& config)
@@ -213,6 +219,7 @@ public:
         require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
         require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
         check(where, w, here);
+        check(where, memory.state, here);
         index const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
         index const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
         rows<T const> const in = x.data();
@@ -268,6 +275,17 @@ private:
         for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index count, index width) {
             detail::require_shape(where, name, weight, count, width, here);
         });
+    }
+
+    /// Here, for the operators that read the states would find out one after the other, with an exchange between.
+    template <class T>
+    void check(char const* where, gated_delta_net_state<T> const& state, caller here) const {
+        Mix const& mix = mixer_.states.sharding;
+        detail::gated_delta_widths<Mix> const n(config_, mix, mixer_.states.rank);
+        index const sequences = mix.batch().sequences();
+        if (state.conv.data()) detail::require_shape(where, "conv state", state.conv, sequences, n.conv, here);
+        if (state.recurrent.data())
+            detail::require_shape(where, "recurrent state", state.recurrent, sequences, n.recurrent, here);
     }
 
     gated_delta_net_config config_;
