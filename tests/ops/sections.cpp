@@ -76,4 +76,59 @@ TEST_SUITE("ops") {
         support::rejects({"local_rows: rows of the weight: expected 18, got 17"}, call(17));
         CHECK(support::message(call(18)) == "");
     }
+
+    TEST_CASE("parts of a weight's gradient add up to the whole once, whoever holds the heads") {
+        auto const values = numbered(18);
+        for (int const ranks : {1, 2, 3, 4, 6, 9, 13}) {
+            CAPTURE(ranks);
+            auto const sum = [&](auto const& sharding, int start) {
+                std::vector<int> all(values.size(), start);
+                for (int rank = 0; rank < ranks; ++rank) {
+                    auto const local = cpx::local_rows(sharding, rank, qkv, cpx::rows<int const>(values, 2));
+                    cpx::add_local_rows(sharding, rank, qkv, cpx::rows<int const>(local, 2), cpx::rows<int>(all, 2));
+                }
+                return all;
+            };
+            auto const times = [&](int factor, int start) {
+                std::vector<int> all;
+                for (int const value : values) all.push_back(factor * value + start);
+                return all;
+            };
+            CHECK(sum(cpx::head_sharded<>(ranks, batch, qkv), 0) == values);
+            CHECK(sum(cpx::head_sharded<>(ranks, batch, qkv), 7) == times(1, 7));
+            CHECK(sum(cpx::replicated<>(ranks, batch), 0) == values);
+            // where tokens are sharded every rank has a part of every row
+            CHECK(sum(cpx::shard(batch, cpx::zigzag<>(ranks)), 7) == times(ranks, 7));
+        }
+        // rows of a gradient may lie in wider rows
+        std::vector<int> wide{1, 1, 9, 1, 1, 9};
+        std::vector<int> const own{5, 6};
+        cpx::head_sharded<2> const two(batch, {{2, 1}});
+        cpx::add_local_rows(two, 1, two.sections(), cpx::rows<int const>(own, 2), cpx::rows<int>(wide.data(), 2, 2, 3));
+        CHECK(wide == std::vector{1, 1, 9, 6, 7, 9});
+    }
+
+    TEST_CASE("parts that do not fit are rejected before anything is added") {
+        cpx::head_sharded<> const three(3, batch, qkv); // rank 0: head 0 of q and k, 2 of v
+        std::vector<int> all(40, 1);
+        auto const local = numbered(9);
+        auto const call = [&](cpx::rows<int const> from, index count, index width) {
+            return [&, from, count, width] {
+                cpx::add_local_rows(three, 0, qkv, from, cpx::rows<int>(all.data(), count, width));
+            };
+        };
+        cpx::rows<int const> const from(local, 2);
+        auto const rejects = [&](std::string const& part, auto const& f) {
+            support::rejects({"add_local_rows: " + part}, f);
+            CHECK(all == std::vector<int>(40, 1));
+        };
+        std::string const counts = "rows of the weight and of its part: expected 18 and 8, got ";
+        rejects(counts + "17 and 8", call(from.sub(0, 8), 17, 2));
+        rejects(counts + "19 and 8", call(from.sub(0, 8), 19, 2));
+        rejects(counts + "18 and 7", call(from.sub(0, 7), 18, 2));
+        rejects(counts + "18 and 9", call(from, 18, 2));
+        rejects("width of the part: expected 1, got 2", call(from.sub(0, 8), 18, 1));
+        rejects("width of the part: expected 2, got 1", call(from.sub(0, 8).columns(0, 1), 18, 2));
+        CHECK(support::message(call(from.sub(0, 8), 18, 2)) == "");
+    }
 }

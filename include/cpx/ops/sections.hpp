@@ -16,14 +16,15 @@ namespace cpx {
 template <class T, any_sharding S>
 std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> weight) {
     std::vector<T> local;
-    index first = 0;
+    index all = 0, first = 0;
+    for (section const& s : sections) all += s.heads * s.width;
+    require(all == weight.count(), "local_rows", "rows of the weight", all, weight.count());
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads);
         for (index row = first + heads.first * s.width; row < first + heads.last * s.width; ++row)
             local.insert(local.end(), weight.row(row), weight.row(row) + weight.width());
         first += s.heads * s.width;
     }
-    require(first == weight.count(), "local_rows", "rows of the weight", first, weight.count());
     return local;
 }
 
@@ -51,6 +52,7 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
     require(all == weight.count() && held == local.count(), "add_local_rows", "rows of the weight and of its part",
             std::to_string(all) + " and " + std::to_string(held),
             std::to_string(weight.count()) + " and " + std::to_string(local.count()));
+    require(local.width() == weight.width(), "add_local_rows", "width of the part", weight.width(), local.width());
     index first = 0, taken = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);

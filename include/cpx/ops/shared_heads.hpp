@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/layout/tensor.hpp>
+#include <cpx/ops/local/shape.hpp>
 #include <cpx/transport/exchange.hpp>
 
 #include <array>
@@ -57,12 +58,19 @@ private:
 /// width), one contribution a reader for each of n tensors; `sums[i]`: (rows, shared heads held * width), written.
 /// Every rank that holds a shared head gets its whole sum, readers ascending: bitwise the same on every sharding.
 /// Collective, if a rank holds a part of a group only: one exchange; else nothing moves.
+///
+/// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws.
 template <class T, std::size_t N, any_sharding S, class Comm>
 void sum_readers(S const& sharding, int rank, index shared, index readers, index width, rows<T const> parts,
                  std::array<rows<T>, N> const& sums, Comm& comm, caller here = caller::here()) {
+    require(shared > 0 && readers % shared == 0, "sum_readers", "readers",
+            "a multiple of the shared heads " + std::to_string(shared), readers, here);
     index const group = readers / shared;
     range held = sharding.heads(rank, readers);
     range const own = sharding.heads(rank, shared);
+    index const count = sharding.rows(rank);
+    detail::require_shape("sum_readers", "parts", parts, count, static_cast<index>(N) * held.size() * width, here);
+    for (rows<T> const& sum : sums) detail::require_shape("sum_readers", "sums", sum, count, own.size() * width, here);
     bool split = false;
     for (int r = 0; S::every_row && r < sharding.ranks(); ++r) {
         range const of_rank = sharding.heads(r, readers);
