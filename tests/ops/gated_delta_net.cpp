@@ -149,12 +149,15 @@ TEST_SUITE("ops") {
                          call(p, foreign, x));
         support::rejects({"gated_delta_net.cpp", "gated_delta_net: sharding of y: expected the layer's"},
                          call(p, x, foreign));
-        std::vector<std::pair<std::string, index>> const weights = {
-            {"in_proj_qkv: expected (40, 12)", 40}, {"in_proj_z: expected (24, 12)", 24},
-            {"in_proj_b: expected (4, 12)", 4},     {"in_proj_a: expected (4, 12)", 4},
-            {"conv: expected (40, 4)", 40},         {"A_log: expected (4, 1)", 4},
-            {"dt_bias: expected (4, 1)", 4},        {"norm: expected (1, 6)", 1},
-            {"out_proj: expected (12, 24)", 12}};
+        std::vector<std::pair<std::string, index>> const weights = {{"in_proj_qkv.weight: expected (40, 12)", 40},
+                                                                    {"in_proj_z.weight: expected (24, 12)", 24},
+                                                                    {"in_proj_b.weight: expected (4, 12)", 4},
+                                                                    {"in_proj_a.weight: expected (4, 12)", 4},
+                                                                    {"conv1d.weight: expected (40, 4)", 40},
+                                                                    {"A_log: expected (4, 1)", 4},
+                                                                    {"dt_bias: expected (4, 1)", 4},
+                                                                    {"norm.weight: expected (1, 6)", 1},
+                                                                    {"out_proj.weight: expected (12, 24)", 12}};
         for (std::size_t w = 0; w < weights.size(); ++w) {
             auto q = p;
             q.weights[w].resize(static_cast<std::size_t>((weights[w].second + 1) * p.widths()[w]));
