@@ -77,6 +77,86 @@ std::vector<scenario> const peers = {
     {"twinkle test_twinkle_qwen3_5_text_model.py, packed", 2, 4, {3, 5}},
 };
 
+/// States of every rank, (sequences, taps * channels held) each.
+template <class T>
+using rank_states = std::vector<std::vector<T>>;
+
+/// Runs a convolution that goes on from `initial`, if that is not empty, and writes `final`, which may be the same.
+template <class T, cpx::any_sharding S>
+std::vector<T> run_on(conv<T> const& p, S const& sharding, std::vector<cpx::section> const& sections,
+                      rank_states<T> const& initial, rank_states<T>& final) {
+    return assemble<T>(sharding, sections, [&](cpx::threads& comm) {
+        int const rank = comm.rank();
+        auto const x = part(p.x, sections, sharding, rank);
+        auto y = poisoned<T>(sharding, rank, x.width());
+        auto const weight = local_rows(sharding, rank, sections, cpx::rows<T const>(p.weight, p.taps));
+        auto const bias = p.bias.empty() ? p.bias : local_rows(sharding, rank, sections, cpx::rows<T const>(p.bias, 1));
+        auto const at = [&](auto& states) {
+            return cpx::rows(states[static_cast<std::size_t>(rank)].data(), p.batch.sequences(), p.taps * x.width());
+        };
+        cpx::causal_conv1d_states<T> states{.final = at(final)};
+        if (!initial.empty()) states.initial = at(initial);
+        cpx::causal_conv1d(halo(sharding, rank, p.taps - 1), x.view(), cpx::rows<T const>(weight, p.taps),
+                           std::span<T const>(bias), p.act, y.view(), comm, states);
+        return y;
+    });
+}
+
+/// Returns for every sequence the last K rows of `initial` (zeros if empty) and its own, as whole states.
+template <class T>
+std::vector<T> newest_rows(conv<T> const& p, std::vector<T> const& initial) {
+    std::vector<T> newest;
+    index const window = p.taps * p.channels;
+    for (index s = 0; s < p.batch.sequences(); ++s) {
+        auto all =
+            initial.empty() ? std::vector<T>(static_cast<std::size_t>(window)) : slice(initial, window, s, s + 1);
+        auto const own = slice(p.x, p.channels, p.batch.offset(s), p.batch.offset(s + 1));
+        all.insert(all.end(), own.begin(), own.end());
+        newest.insert(newest.end(), all.end() - window, all.end());
+    }
+    return newest;
+}
+
+/// Returns what every rank holds of whole states: of those for which `held(rank, sequence)`, else poison.
+template <class T, cpx::any_sharding S, class F>
+rank_states<T> split_states(std::vector<T> const& whole, conv<T> const& p, S const& sharding,
+                            std::vector<cpx::section> const& sections, F&& held) {
+    rank_states<T> parts(static_cast<std::size_t>(sharding.ranks()));
+    for (int rank = 0; rank < sharding.ranks(); ++rank)
+        for (index s = 0; s < p.batch.sequences(); ++s)
+            for (index tap = 0; tap < p.taps; ++tap)
+                for (index const c : columns(sharding, rank, sections)) {
+                    auto const at = static_cast<std::size_t>((s * p.taps + tap) * p.channels + c);
+                    parts[static_cast<std::size_t>(rank)].push_back(held(rank, s) ? whole[at] : poison<T>());
+                }
+    return parts;
+}
+
+/// Returns whether `rank` must know the state of a sequence: it holds one of its first taps - 1 tokens.
+template <class T, cpx::any_sharding S>
+bool reads_state(conv<T> const& p, S const& sharding, int rank, index s) {
+    if (p.batch.length(s) == 0) return reference::holds_end(sharding, rank, s, cpx::side::after);
+    index const first = p.batch.offset(s), last = std::min(first + p.taps - 1, p.batch.offset(s + 1));
+    bool reads = false;
+    sharding.for_each_piece(rank, [&](cpx::range piece) { reads |= piece.first < last && first < piece.last; });
+    return reads;
+}
+
+/// Calls `f(sharding, sections)` by tokens and by heads.
+template <class F>
+void for_each_states_sharding(cpx::thd const& batch, index channels, F&& f) {
+    std::vector<cpx::section> const whole{{channels, 1}}, split{{2, 1}, {channels - 2, 1}};
+    for (int const ranks : {1, 2, 3, 5}) {
+        for_each_sharding(batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
+            CAPTURE(name);
+            f(sharding, whole);
+        });
+        CAPTURE(ranks);
+        f(cpx::head_sharded<>(ranks, batch, whole), whole);
+        f(cpx::head_sharded<>(ranks, batch, split), split);
+    }
+}
+
 } // namespace
 
 TEST_SUITE("ops") {
@@ -150,6 +230,91 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE_TEMPLATE("final states are the newest rows of the initial ones and the sequence, where it ends", T, float,
+                       double) {
+        for (index const taps : {1, 2, 4, 8}) {
+            auto const p = random_conv<T>(lengths({0, 1, taps - 1, taps, taps + 3, 0, 20}), 6, taps, true,
+                                          cpx::activation::silu, static_cast<std::uint64_t>(taps));
+            CAPTURE(taps);
+            support::splitmix numbers(8);
+            auto const random = uniform<T>(numbers, p.batch.sequences() * taps * p.channels);
+            for (auto const& initial : {std::vector<T>(), random}) {
+                auto const newest = newest_rows(p, initial);
+                for_each_states_sharding(p.batch, p.channels, [&](auto const& sharding, auto const& sections) {
+                    auto const given =
+                        initial.empty() ? rank_states<T>()
+                                        : split_states(initial, p, sharding, sections,
+                                                       [&](int r, index s) { return reads_state(p, sharding, r, s); });
+                    auto const expected = split_states(newest, p, sharding, sections, [&](int r, index s) {
+                        return reference::holds_end(sharding, r, s, cpx::side::after);
+                    });
+                    auto final = split_states(newest, p, sharding, sections, [](int, index) { return false; });
+                    auto const y = run_on(p, sharding, sections, given, final);
+                    for (std::size_t rank = 0; rank < final.size(); ++rank)
+                        CHECK(same_bits(final[rank], expected[rank]));
+                    for (T const value : y) CHECK(std::isfinite(value));
+                    if (initial.empty()) CHECK(same_bits(y, run(p, sharding, sections)));
+                });
+            }
+        }
+    }
+
+    TEST_CASE_TEMPLATE("sequences that go on in the next batch give the bits of one run", T, float, double) {
+        for (index const taps : {1, 2, 4, 8}) {
+            // cut before, after and around the reach of the convolution, and between tokens
+            std::vector<std::array<index, 3>> const parts = {
+                {0, 3, 0}, {1, 0, 1}, {taps - 1, 1, 9}, {taps, taps, 1}, {5, 11, taps - 1}, {0, 0, 0}, {1, 1, 1}};
+            std::vector<index> all;
+            for (auto const& [a, b, c] : parts) all.push_back(a + b + c);
+            auto const p = random_conv<T>(lengths(all), 5, taps, taps % 2 == 0, cpx::activation::silu, 31);
+            CAPTURE(taps);
+            auto const whole = run(p, one_rank(p.batch));
+            for (int const ranks : {1, 2, 3, 5})
+                for (std::size_t layout = 0; layout < 4; ++layout) { // the ranks of a sequence change with its length
+                    rank_states<T> states;
+                    std::vector<T> known;
+                    std::vector<index> done(parts.size());
+                    for (std::size_t turn = 0; turn < 3; ++turn) {
+                        auto batch = p;
+                        std::vector<index> now;
+                        batch.x.clear();
+                        std::vector<T> expected;
+                        for (std::size_t s = 0; s < parts.size(); ++s) {
+                            index const first = p.batch.offset(static_cast<index>(s)) + done[s];
+                            now.push_back(parts[s][turn]);
+                            done[s] += now.back();
+                            for (auto const& [from, to] : {std::pair(&p.x, &batch.x), std::pair(&whole, &expected)}) {
+                                auto const rows = slice(*from, p.channels, first, first + now.back());
+                                to->insert(to->end(), rows.begin(), rows.end());
+                            }
+                        }
+                        batch.batch = lengths(now);
+                        CAPTURE(turn);
+                        auto const check = [&](auto const& sharding, std::vector<cpx::section> const& sections) {
+                            // in place, on every rank: what no rank wrote stays
+                            if (turn == 0)
+                                states = split_states(newest_rows(batch, {}), batch, sharding, sections,
+                                                      [](int, index) { return false; });
+                            auto const y = run_on(batch, sharding, sections, turn ? states : rank_states<T>(), states);
+                            CHECK(same_bits(y, expected));
+                        };
+                        std::vector<cpx::section> const sections{{p.channels, 1}};
+                        if (layout == 3) {
+                            check(cpx::head_sharded<>(ranks, batch.batch, sections), sections);
+                            continue;
+                        }
+                        cpx::table const layouts[] = {cpx::table(cpx::sequential<>(ranks)),
+                                                      cpx::table(cpx::zigzag<>(ranks)),
+                                                      cpx::table(cpx::striped<>(ranks))};
+                        auto const sharding = cpx::shard<cpx::scope::batch>(batch.batch, layouts[layout]);
+                        check(sharding, sections);
+                        known = newest_rows(batch, known); // handed to all ranks
+                        states = split_states(known, batch, sharding, sections, [](int, index) { return true; });
+                    }
+                }
+        }
+    }
+
     TEST_CASE("the convolution rejects what does not fit, before anything moves") {
         auto const batch = lengths({6, 5}), other = lengths({5, 6});
         auto const sharding = cpx::shard(batch, cpx::zigzag<>(1));
@@ -179,5 +344,97 @@ TEST_SUITE("ops") {
         support::rejects({"shape of x: expected (11, 3), got (10, 3)"}, call(plan, low, w, {}, y));
         support::rejects({"shape of y: expected (11, 3), got (10, 3)"}, call(plan, x, w, {}, low));
         CHECK(support::message(call(plan, x, w, bias, y)) == "");
+
+        std::vector<float> states(2 * 12 + 12), written(33);
+        cpx::sharded<float, S> const to({written, 3}, sharding);
+        auto const with = [&](cpx::causal_conv1d_states<float> const& given) {
+            return [=, &given] {
+                cpx::threads::run(1, [&](cpx::threads& comm) {
+                    cpx::causal_conv1d(plan, x, w, {}, cpx::activation::none, to, comm, given);
+                });
+            };
+        };
+        std::ranges::fill(values, 1.f);
+        cpx::rows<float> const good(states.data(), 2, 12), three(states.data(), 3, 12),
+            narrow_states(states.data(), 2, 9);
+        std::string const shape = "shape of states: expected (2, 12), got ";
+        for (auto const& bad : {three, narrow_states}) {
+            auto const size = '(' + std::to_string(bad.count()) + ", " + std::to_string(bad.width()) + ')';
+            support::rejects({"causal_conv1d.cpp", shape + size}, with({bad, good}));
+            support::rejects({"causal_conv1d.cpp", shape + size}, with({good, bad}));
+        }
+        for (float const value : states) CHECK(value == 0);
+        CHECK(support::message(with({good, good})) == "");
+        CHECK(std::count(states.begin(), states.end(), 1.f) == 24);
+    }
+
+    TEST_CASE("the backward of the convolution leaves out what is not wanted, and rejects what does not fit") {
+        auto const p = random_conv<double>(lengths({6, 5}), 3, 4, true, cpx::activation::silu, 4);
+        using S = cpx::sharding<cpx::zigzag<>>;
+        S const sharding = cpx::shard(p.batch, cpx::zigzag<>(1)), other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
+        auto const before = halo(sharding, 0, 3), after = halo(sharding, 0, 3, cpx::side::after);
+        std::vector<double> values = p.x, written(values.size()), sums(12), biases(3);
+        cpx::rows<double const> const w(p.weight, 4);
+        cpx::sharded<double, S> const x({values, 3}, sharding), dx({written, 3}, sharding);
+        cpx::sharded<double, S> const foreign(x.data(), other), foreign_dx(dx.data(), other);
+        cpx::sharded<double, S> const low(x.data().sub(0, 10), sharding), low_dx(dx.data().sub(0, 10), sharding);
+        cpx::rows<double> const dweight(sums, 4);
+        std::span<double> const dbias(biases);
+        std::span<double const> const bias(p.bias);
+        struct arguments {
+            cpx::halo_plan<S> before, after;
+            cpx::sharded<double, S> x, dy;
+            cpx::rows<double const> weight;
+            std::span<double const> bias;
+            cpx::causal_conv1d_gradients<double, S> to;
+        };
+        arguments const good{before, after, x, x, w, bias, {dx, dweight, dbias}};
+        auto const call = [&](auto&& change) {
+            arguments a = good;
+            change(a);
+            return [a] {
+                cpx::threads::run(1, [&](cpx::threads& comm) {
+                    cpx::causal_conv1d_backward(a.before, a.after, a.x, a.weight, a.bias, cpx::activation::silu, a.dy,
+                                                a.to, comm);
+                });
+            };
+        };
+        auto const rejects = [&](std::string const& part, auto&& change) {
+            support::rejects({"causal_conv1d.cpp", "causal_conv1d_backward: " + part}, call(change));
+            for (auto const* touched : {&written, &sums, &biases})
+                CHECK(std::ranges::all_of(*touched, [](double v) { return v == 0; }));
+        };
+        rejects("sharding of x: expected that of the plans", [&](arguments& a) { a.x = foreign; });
+        rejects("sharding of x: expected that of the plans", [&](arguments& a) { a.before = halo(other, 0, 3); });
+        rejects("sharding of dy and dx: expected that of x", [&](arguments& a) { a.dy = foreign; });
+        rejects("sharding of dy and dx: expected that of x", [&](arguments& a) { a.to.dx = foreign_dx; });
+        std::string const plans = "rows beside a segment in the plans: expected 3 before and after";
+        rejects(plans, [&](arguments& a) { a.before = halo(sharding, 0, 2); });
+        rejects(plans, [&](arguments& a) { std::swap(a.before, a.after); });
+        rejects(plans, [&](arguments& a) { a.after = halo(sharding, 0, 2, cpx::side::after); });
+        rejects("size of bias: expected 3, got 2", [&](arguments& a) { a.bias = a.bias.first(2); });
+        rejects("shape of x: expected (11, 3), got (10, 3)", [&](arguments& a) { a.x = low; });
+        rejects("shape of dy: expected (11, 3), got (10, 3)", [&](arguments& a) { a.dy = low; });
+        rejects("shape of dx: expected (11, 3), got (10, 3)", [&](arguments& a) { a.to.dx = low_dx; });
+        rejects("shape of weight: expected (3, 4), got (2, 4)", [&](arguments& a) { a.weight = w.sub(0, 2); });
+        rejects("shape of dweight: expected (3, 4), got (3, 3)",
+                [&](arguments& a) { a.to.dweight = dweight.columns(0, 3); });
+        rejects("size of dbias: expected 3, got 2", [&](arguments& a) { a.to.dbias = dbias.first(2); });
+
+        CHECK(support::message(call([](arguments&) {})) == "");
+        auto const all = std::array{written, sums, biases};
+        for (cpx::sum_order const order : {cpx::sum_order::by_rank, cpx::sum_order::by_row})
+            for (bool const of_weight : {false, true})
+                for (bool const of_bias : {false, true}) {
+                    for (auto* reset : {&written, &sums, &biases}) std::ranges::fill(*reset, 0.);
+                    CHECK(support::message(call([&](arguments& a) {
+                              if (!of_weight) a.to.dweight = {};
+                              if (!of_bias) a.to.dbias = {};
+                              a.to.order = order;
+                          })) == "");
+                    CHECK(same_bits(written, all[0]));
+                    CHECK(same_bits(sums, of_weight ? all[1] : std::vector<double>(12)));
+                    CHECK(same_bits(biases, of_bias ? all[2] : std::vector<double>(3)));
+                }
     }
 }

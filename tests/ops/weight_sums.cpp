@@ -111,10 +111,10 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("sums of weights by row have the bits of one rank on every sharding, by rank they are near", T,
                        float, double) {
         for (std::size_t turn = 0; turn < packings.size() * 2; ++turn) {
-            auto const [in, out] = widths[turn % widths.size()];
-            auto const p = random_projection<T>(lengths(packings[turn / 2]), in, out, turn);
+            auto const& width = widths[turn % widths.size()];
+            auto const p = random_projection<T>(lengths(packings[turn / 2]), width.first, width.second, turn);
             CAPTURE(support::text(p.batch));
-            CAPTURE(out);
+            CAPTURE(width.second);
             auto const weight = plain_weight(p), of_terms = plain_terms(p);
             // every row adds a rounding
             double const tolerance = static_cast<double>(p.batch.tokens() + 20) * std::numeric_limits<T>::epsilon();

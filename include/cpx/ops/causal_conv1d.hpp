@@ -71,14 +71,13 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
     detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels, here);
     detail::require_shape("causal_conv1d", "y", y.data(), plan.source_rows, channels, here);
     detail::require_shape("causal_conv1d", "weight", weight, channels, weight.width(), here);
-    std::vector<T> halo_rows(static_cast<std::size_t>(plan.target_rows * channels));
-    rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
-    exchange(plan, x.data(), halo, comm, here);
-
     thd const& batch = plan.sharding.batch();
     index const taps = weight.width(), window = taps * channels;
     for (auto const& given : {states.initial, rows<T const>(states.final)})
         if (given.data()) detail::require_shape("causal_conv1d", "states", given, batch.sequences(), window, here);
+    std::vector<T> halo_rows(static_cast<std::size_t>(plan.target_rows * channels));
+    rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
+    exchange(plan, x.data(), halo, comm, here);
     std::vector<T> history, newest;
     auto const finish = [&](index sequence, rows<T const> before, rows<T const> own) {
         if (!states.final.data()) return;
@@ -144,8 +143,13 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
     detail::require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
     detail::require_shape(where, "dx", to.dx.data(), before.source_rows, channels, here);
     detail::require_shape(where, "weight", weight, channels, weight.width(), here);
+    if (to.dweight.data()) detail::require_shape(where, "dweight", to.dweight, channels, weight.width(), here);
+    require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
+            here);
 
     auto const buffer = [&](index count) { return std::vector<T>(static_cast<std::size_t>(count * channels)); };
+    auto unwanted = buffer(to.dweight.data() || to.dbias.empty() ? 0 : weight.width());
+    rows<T> const dweight = to.dweight.data() ? to.dweight : rows<T>(unwanted, weight.width());
     auto x_values = buffer(before.target_rows), dz_values = buffer(before.source_rows), beside = buffer(0);
     auto future_values = buffer(after.target_rows);
     rows<T> const x_halo(x_values.data(), before.target_rows, channels);
@@ -159,11 +163,11 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
         convolve_segment_backward_sums<T>(history, own, weight, bias.empty() ? nullptr : bias.data(), act,
                                           rows<T const>(dy.data()).sub(s.row, s.count), dz.sub(s.row, s.count));
-        if (to.dweight.data() && !sums.moves())
-            convolve_segment_backward_weight<T>(history, own, dz.sub(s.row, s.count), to.dweight,
+        if (dweight.data() && !sums.moves())
+            convolve_segment_backward_weight<T>(history, own, dz.sub(s.row, s.count), dweight,
                                                 to.dbias.empty() ? nullptr : to.dbias.data());
     }
-    if (to.dweight.data() && sums.moves()) { // whole sequences, some channels
+    if (dweight.data() && sums.moves()) { // whole sequences, some channels
         auto const all_x = sums.template share<T>(x, channels, comm, here);
         auto const all_dz = sums.template share<T>(sharded(dz, x.sharding()), channels, comm, here);
         range const own = all_x.share;
@@ -171,7 +175,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         for (index s = 0; !own.empty() && s < batch.sequences(); ++s)
             convolve_segment_backward_weight<T>(
                 {nullptr, 0, own.size()}, all_x.data.sub(batch.offset(s), batch.length(s)),
-                all_dz.data.sub(batch.offset(s), batch.length(s)), to.dweight.sub(own.first, own.size()),
+                all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
                 to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
     }
     exchange(after, dz, dz_halo, comm, here);
