@@ -85,8 +85,8 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
 ///
 /// `net`, `w` and x as in the forward, which has filled `saved`; dy: (rows, hidden), the gradient of y.
 /// Collective: the exchanges of the forward backwards, and those that `order` asks for.
-/// By heads, or with `serial` and cuts at multiples of the chunk, dx is bitwise that of one rank; the weights' are, too,
-/// with `sum_order::by_row`.
+/// By heads, or with `serial` and cuts at multiples of the chunk, dx is bitwise that of one rank; the weights' are,
+/// too, with `sum_order::by_row`.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit, if `saved` is empty, and what the operators throw.
 template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Comm>
