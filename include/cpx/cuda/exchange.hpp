@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
+#pragma once
+
+#include <cpx/cuda/runtime.hpp>
+#include <cpx/layout/sharded.hpp>
+#include <cpx/plan/relayout.hpp>
+#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/nccl.hpp>
+
+#include <cpx/rectangles.cuh>
+
+#include <algorithm>
+#include <type_traits>
+
+namespace cpx::cuda {
+
+namespace detail {
+
+/// Lets all ranks compare what they are about to run, as `cpx::agree` does for transports of host memory.
+inline void agree(nccl& comm, identity const& mine, caller here) {
+    if (comm.agreed().contains(mine.fingerprint())) return;
+    std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
+    comm.gather(&mine, all.data(), sizeof(identity), here);
+    for (int field = 0; field < identity::fields; ++field)
+        for (identity const& other : all)
+            if (other.value(field) != mine.value(field))
+                throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
+                            cpx::detail::disagreement(all, field), here);
+    comm.agreed().insert(mine.fingerprint());
+}
+
+/// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
+struct rectangle_end {
+    std::vector<run> rows, columns; ///< columns in bytes
+    index pitch = 0;
+    int buffer = 0;
+    index base = 0; ///< bytes from the buffer's beginning
+};
+
+/// Lists the rectangles that take `from` to `to`, which name equally many rows and columns, cut to `most` bytes.
+inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<kernels::rectangle>& list,
+                            index most = index{1} << 15) {
+    auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
+        std::size_t i = 0, j = 0;
+        for (index used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
+            index const count = std::min(a[i].count - used_a, b[j].count - used_b);
+            if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
+            used_a += count, used_b += count;
+            if (used_a == a[i].count) ++i, used_a = 0;
+            if (used_b == b[j].count) ++j, used_b = 0;
+        }
+    };
+    zip(from.rows, to.rows, [&](index from_row, index to_row, index rows) {
+        zip(from.columns, to.columns, [&](index from_byte, index to_byte, index bytes) {
+            index const wide = std::min(bytes, index{1} << 30), step = std::max<index>(1, most / wide);
+            for (index column = 0; column < bytes; column += wide)
+                for (index row = 0; row < rows; row += step) {
+                    index const count = std::min(step, rows - row), width = std::min(wide, bytes - column);
+                    kernels::rectangle r{};
+                    r.source = from.base + (from_row + row) * from.pitch + from_byte + column;
+                    r.target = to.base + (to_row + row) * to.pitch + to_byte + column;
+                    r.source_pitch = from.pitch;
+                    r.target_pitch = to.pitch;
+                    r.rows = static_cast<std::int32_t>(count);
+                    r.bytes = static_cast<std::int32_t>(width);
+                    r.source_buffer = static_cast<std::int16_t>(from.buffer);
+                    r.target_buffer = static_cast<std::int16_t>(to.buffer);
+                    index const all = r.source | r.target | r.source_pitch | r.target_pitch | r.bytes | 16;
+                    r.vector = static_cast<std::int16_t>(all & -all);
+                    list.push_back(r);
+                }
+        });
+    });
+}
+
+} // namespace detail
+
+/// A plan made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
+///
+/// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
+/// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
+/// or received into, its place. A plan that sums adds in rank order.
+/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks.
+template <class T>
+class exchange {
+public:
+    /// `width`: elements a row if the plan moves whole rows, else ignored; strides: elements from row to row, 0 for
+    /// dense. Collective: ranks compare what they are about to run.
+    ///
+    /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
+    exchange(plan const& p, index width, nccl& comm, index from_stride = 0, index to_stride = 0,
+             caller here = caller::here())
+        : plan_(p), comm_(comm), source_width_(p.source_width ? p.source_width : width),
+          target_width_(p.target_width ? p.target_width : width),
+          from_stride_(from_stride ? from_stride : source_width_), to_stride_(to_stride ? to_stride : target_width_) {
+        require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
+                std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
+                std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+        require(width >= 0 && from_stride_ >= source_width_ && to_stride_ >= target_width_, "exchange", "strides",
+                "at least the widths", std::min(from_stride_, to_stride_), here);
+        require(current_device() == comm.device(), "exchange", "current device", comm.device(), current_device(), here);
+        identity id = p.id;
+        identity::set(id.element, cpx::detail::element_name<T>());
+        if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(width);
+        if (!p.local) detail::agree(comm, id, here);
+        make_tables();
+    }
+
+    /// Moves this rank's part of `from` to where it belongs in everybody's `to`; they must not overlap.
+    ///
+    /// Throws `cpx::error` before anything is enqueued if a buffer does not fit or is not memory of this device, or
+    /// if the communicator is broken.
+    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, caller here = caller::here()) {
+        check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
+        check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);
+        comm_.begin_call(here);
+        kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
+                                                  reinterpret_cast<char*>(to.data()), staged_out_.data(),
+                                                  staged_in_.data()}};
+        if (plan_.kind == flow::sums || !plan_.covers_target())
+            if (to.count() > 0 && to.width() > 0)
+                check(cudaMemset2DAsync(to.data(), bytes(to_stride_), 0, bytes(to.width()),
+                                        static_cast<std::size_t>(to.count()), stream),
+                      "cudaMemset2DAsync", here);
+        copy(pack_, buffers, stream, here);
+        if (!sends_.empty() || !receives_.empty()) {
+            comm_.settle(ncclGroupStart(), "ncclGroupStart", here);
+            for (wire const& w : sends_)
+                static_cast<void>(ncclSend(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
+                                           ncclInt8, w.peer, comm_.get(), stream));
+            for (wire const& w : receives_)
+                static_cast<void>(ncclRecv(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
+                                           ncclInt8, w.peer, comm_.get(), stream));
+            comm_.settle(ncclGroupEnd(), "ncclGroupEnd", here);
+        }
+        copy(unpack_, buffers, stream, here);
+        if constexpr (std::is_arithmetic_v<T> || requires(T a, T b) { static_cast<T>(a + b); })
+            for (table const& t : add_)
+                if (t.count > 0) {
+                    kernels::add_rectangles<T><<<grid(t.count), 256, 0, stream>>>(t.list.data(), t.count, buffers);
+                    check(cudaGetLastError(), "add_rectangles", here);
+                }
+    }
+
+private:
+    struct wire {
+        int peer, buffer;
+        index offset, bytes;
+    };
+    struct table {
+        buffer<kernels::rectangle> list;
+        int count = 0;
+    };
+    static std::size_t bytes(index elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
+    static unsigned grid(int count) { return static_cast<unsigned>(std::min(count, 1056)); }
+
+    void check_buffer(char const* which, auto const& b, index count, index width, index stride, caller here) const {
+        std::string const where = std::string("exchange, ") + which;
+        require(b.count() == count && b.width() == width && (b.stride() == stride || count < 2), where.c_str(),
+                "rows, width and stride",
+                std::to_string(count) + ", " + std::to_string(width) + ", " + std::to_string(stride),
+                std::to_string(b.count()) + ", " + std::to_string(b.width()) + ", " + std::to_string(b.stride()), here);
+        if (count * width == 0) return;
+        require(device_of(b.data()) == comm_.device(), where.c_str(), "memory of device", comm_.device(),
+                device_of(b.data()), here);
+        require(reinterpret_cast<std::uintptr_t>(b.data()) % 16 == 0, where.c_str(), "alignment of the buffer",
+                "16 bytes", reinterpret_cast<std::uintptr_t>(b.data()) % 16, here);
+    }
+    void copy(table const& t, kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) const {
+        if (t.count == 0) return;
+        kernels::copy_rectangles<><<<grid(t.count), 512, 0, stream>>>(t.list.data(), t.count, buffers);
+        check(cudaGetLastError(), "copy_rectangles", here);
+    }
+    static table upload(std::vector<kernels::rectangle> const& list) {
+        return {buffer<kernels::rectangle>(std::span(list)), static_cast<int>(list.size())};
+    }
+
+    /// Returns a message's end in one of the caller's buffers.
+    detail::rectangle_end place(message const& m, bool out) const {
+        index const element = static_cast<index>(sizeof(T)), width = out ? source_width_ : target_width_;
+        detail::rectangle_end end{m.rows, m.columns, (out ? from_stride_ : to_stride_) * element, out ? 0 : 1, 0};
+        if (end.columns.empty()) end.columns.push_back({0, width});
+        for (run& c : end.columns) c = {c.first * element, c.count * element};
+        return end;
+    }
+    /// Returns the same bytes side by side from `base` on in a staging buffer.
+    static detail::rectangle_end packed(detail::rectangle_end const& end, int buffer, index base) {
+        index const width = total(end.columns);
+        return {{{0, total(end.rows)}}, {{0, width}}, width, buffer, base};
+    }
+
+    void make_tables() {
+        std::vector<kernels::rectangle> pack, unpack;
+        index out = 0, in = 0;
+        auto const walk = [&](std::vector<message> const& messages, bool outgoing, auto&& staged) {
+            for (message const& m : messages) {
+                if (m.peer == plan_.rank) continue;
+                auto const end = place(m, outgoing);
+                index const size = total(end.rows) * total(end.columns);
+                if (size == 0) continue;
+                bool const dense = end.rows.size() == 1 && total(end.columns) == end.pitch;
+                if (dense && (outgoing || plan_.kind != flow::sums))
+                    (outgoing ? sends_ : receives_)
+                        .push_back({m.peer, end.buffer, end.rows[0].first * end.pitch, size});
+                else
+                    staged(m, end, size);
+            }
+        };
+        auto const padded = [](index size) { return (size + 255) / 256 * 256; };
+        walk(plan_.sends, true, [&](message const& m, detail::rectangle_end const& end, index size) {
+            detail::list_rectangles(end, packed(end, 2, out), pack);
+            sends_.push_back({m.peer, 2, out, size});
+            out += padded(size);
+        });
+        std::vector<std::pair<int, std::vector<kernels::rectangle>>> sums;
+        walk(plan_.receives, false, [&](message const& m, detail::rectangle_end const& end, index size) {
+            if (plan_.kind == flow::sums)
+                detail::list_rectangles(packed(end, 3, in), end,
+                                        sums.emplace_back(m.peer, std::vector<kernels::rectangle>()).second);
+            else
+                detail::list_rectangles(packed(end, 3, in), end, unpack);
+            receives_.push_back({m.peer, 3, in, size});
+            in += padded(size);
+        });
+        auto const own = [&](std::vector<message> const& list) {
+            return std::ranges::find(list, plan_.rank, &message::peer);
+        };
+        if (auto const kept = own(plan_.sends); kept != plan_.sends.end()) {
+            auto const from = place(*kept, true), to = place(*own(plan_.receives), false);
+            auto& list = plan_.kind == flow::sums
+                             ? sums.emplace_back(plan_.rank, std::vector<kernels::rectangle>()).second
+                             : pack;
+            detail::list_rectangles(from, to, list);
+        }
+        std::ranges::sort(sums, {}, [](auto const& s) { return s.first; });
+        pack_ = upload(pack);
+        unpack_ = upload(unpack);
+        for (auto const& s : sums) add_.push_back(upload(s.second));
+        staged_out_ = buffer<char>(out);
+        staged_in_ = buffer<char>(in);
+    }
+
+    plan plan_;
+    nccl& comm_;
+    index source_width_, target_width_, from_stride_, to_stride_;
+    std::vector<wire> sends_, receives_;
+    table pack_, unpack_;
+    std::vector<table> add_;
+    buffer<char> staged_out_, staged_in_;
+};
+
+} // namespace cpx::cuda

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank of an NCCL communicator, with deadlines and errors that say who is missing.
+#pragma once
+
+#include <cpx/transport/roll_call.hpp>
+
+#include <nccl.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <span>
+#include <thread>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace cpx {
+
+/// A rank's communicator: joined without blocking, watched with a deadline, aborted when it fails.
+///
+/// Belongs to one thread and to the device that was current when it was made. After an error it is broken: every later
+/// call throws at once. A peer that dies or never comes is an error on the others within the deadline, which names the
+/// ranks of this host that are missing.
+class nccl {
+public:
+    using clock = std::chrono::steady_clock;
+    static constexpr std::chrono::milliseconds default_deadline{60'000};
+
+    /// Joins the communicator of `id` as `rank` of `ranks`. Collective.
+    ///
+    /// Throws `cpx::error` if a rank has not come by the deadline or NCCL fails.
+    nccl(ncclUniqueId const& id, int rank, int ranks, std::chrono::milliseconds deadline = default_deadline,
+         caller here = caller::here())
+        : nccl(rank, ranks, deadline, page_name(id), here) {
+        ncclConfig_t config = nonblocking();
+        settle(ncclCommInitRankConfig(&comm_, ranks, id, rank, &config), "ncclCommInitRankConfig", here);
+        joined();
+    }
+
+    /// Returns all ranks of a communicator in this process, rank i on `devices[i]`, for one thread each.
+    static std::vector<std::unique_ptr<nccl>> all(std::span<int const> devices,
+                                                  std::chrono::milliseconds deadline = default_deadline,
+                                                  caller here = caller::here()) {
+        auto const id = new_id(here);
+        int const ranks = static_cast<int>(devices.size());
+        int before = 0;
+        require(cudaGetDevice(&before) == cudaSuccess, "nccl", "cudaGetDevice", "success", "a failure", here);
+        std::vector<std::unique_ptr<nccl>> group;
+        std::vector<ncclResult_t> results;
+        ncclConfig_t config = nonblocking();
+        static_cast<void>(ncclGroupStart());
+        for (int rank = 0; rank < ranks; ++rank) {
+            require(cudaSetDevice(devices[static_cast<std::size_t>(rank)]) == cudaSuccess, "nccl", "device",
+                    "one of this machine", devices[static_cast<std::size_t>(rank)], here);
+            group.emplace_back(new nccl(rank, ranks, deadline, page_name(id), here));
+            results.push_back(ncclCommInitRankConfig(&group.back()->comm_, ranks, id, rank, &config));
+        }
+        static_cast<void>(ncclGroupEnd());
+        for (std::size_t i = 0; i < group.size(); ++i) {
+            group[i]->settle(results[i], "ncclCommInitRankConfig", here);
+            group[i]->settle(ncclInProgress, "ncclCommInitRankConfig", here);
+            group[i]->joined();
+        }
+        static_cast<void>(cudaSetDevice(before));
+        return group;
+    }
+
+    /// Joins as torchrun's variables say: RANK, WORLD_SIZE, LOCAL_RANK (which selects the device), MASTER_ADDR and
+    /// MASTER_PORT. NCCL's own bootstrap listens on the port after MASTER_PORT, which torchrun itself holds, unless
+    /// NCCL_COMM_ID already names an address.
+    static std::unique_ptr<nccl> from_environment(std::chrono::milliseconds deadline = default_deadline,
+                                                  caller here = caller::here()) {
+        int const ranks = variable("WORLD_SIZE", 1, 1 << 20, here), rank = variable("RANK", 0, ranks - 1, here);
+        int devices = 0;
+        require(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "nccl", "GPUs", "at least 1", devices,
+                here);
+        int const local = variable("LOCAL_RANK", 0, devices - 1, here);
+        require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
+        if (!std::getenv("NCCL_COMM_ID")) {
+            char const* const address = std::getenv("MASTER_ADDR");
+            require(address != nullptr, "nccl", "MASTER_ADDR", "the address of rank 0", "nothing", here);
+            std::string const where =
+                std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
+            ::setenv("NCCL_COMM_ID", where.c_str(), 1);
+        }
+        return std::make_unique<nccl>(new_id(here), rank, ranks, deadline, here); // the address is the id
+    }
+
+    /// Returns the id of a new communicator, for one rank to make and give to the others.
+    static ncclUniqueId new_id(caller here = caller::here()) {
+        ncclUniqueId id;
+        ncclResult_t const result = ncclGetUniqueId(&id);
+        require(result == ncclSuccess, "nccl", "ncclGetUniqueId", "success", ncclGetErrorString(result), here);
+        return id;
+    }
+
+    nccl(nccl const&) = delete;
+    nccl& operator=(nccl const&) = delete;
+    ~nccl() {
+        if (!comm_) return;
+        if (broken_.empty() && ncclCommFinalize(comm_) != ncclInvalidArgument) {
+            ncclResult_t state = ncclInProgress;
+            auto const end = clock::now() + deadline_;
+            while (ncclCommGetAsyncError(comm_, &state) == ncclSuccess && state == ncclInProgress && clock::now() < end)
+                std::this_thread::yield();
+            if (state == ncclSuccess) {
+                static_cast<void>(ncclCommDestroy(comm_));
+                return;
+            }
+        }
+        static_cast<void>(ncclCommAbort(comm_));
+    }
+
+    int rank() const { return rank_; }
+    int ranks() const { return ranks_; }
+    int device() const { return device_; }
+    std::chrono::milliseconds deadline() const { return deadline_; }
+    ncclComm_t get() const { return comm_; }
+    std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
+
+    /// Says that this rank begins a call that all ranks make. Throws if the communicator is broken.
+    void begin_call(caller here = caller::here()) {
+        require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
+        present_->begin_call();
+    }
+
+    /// Waits until NCCL has done what `result` was returned for. Throws `cpx::error`, after an abort, if it fails or
+    /// the deadline passes.
+    void settle(ncclResult_t result, char const* call, caller here = caller::here()) {
+        auto const end = clock::now() + deadline_;
+        while (result == ncclInProgress) {
+            if (comm_ && ncclCommGetAsyncError(comm_, &result) != ncclSuccess) result = ncclInternalError;
+            if (result != ncclInProgress) break;
+            if (clock::now() > end) fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+        if (result != ncclSuccess && result != ncclInProgress)
+            fail(call, std::string("success, not ") + ncclGetErrorString(result) + " (" + ncclGetLastError(comm_) + ')',
+                 here);
+    }
+
+    /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline.
+    void wait(cudaStream_t stream, caller here = caller::here()) {
+        require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
+        auto const end = clock::now() + deadline_;
+        for (int round = 0;; ++round) {
+            cudaError_t const state = cudaStreamQuery(stream);
+            if (state == cudaSuccess) return;
+            if (state != cudaErrorNotReady)
+                fail("stream", std::string("success, not ") + cudaGetErrorString(state), here);
+            ncclResult_t result = ncclSuccess;
+            if (round % 64 == 0 && ncclCommGetAsyncError(comm_, &result) == ncclSuccess && result != ncclSuccess &&
+                result != ncclInProgress)
+                fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
+            if (clock::now() > end) fail("stream", "an end within " + std::to_string(deadline_.count()) + " ms", here);
+            if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
+        }
+    }
+
+    /// Gathers `bytes` of every rank into `all`, in rank order, both in host memory; for records at set-up. Collective.
+    void gather(void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
+        begin_call(here);
+        char* memory = nullptr;
+        cudaStream_t stream = nullptr;
+        auto const cuda = [&](cudaError_t result, char const* call) {
+            if (result != cudaSuccess) fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
+        };
+        std::size_t const total = bytes * static_cast<std::size_t>(ranks_);
+        cuda(cudaMalloc(reinterpret_cast<void**>(&memory), total + bytes), "cudaMalloc");
+        cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+        cuda(cudaMemcpyAsync(memory + total, mine, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+        settle(ncclAllGather(memory + total, memory, bytes, ncclInt8, comm_, stream), "ncclAllGather", here);
+        wait(stream, here);
+        cuda(cudaMemcpyAsync(all, memory, total, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+        wait(stream, here);
+        cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+        cuda(cudaFree(memory), "cudaFree");
+    }
+
+    /// Aborts the communicator and throws; `expected` says what did not happen.
+    [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here()) {
+        std::string const missing = present_->missing();
+        broken_ = std::string(what) + " failed before";
+        if (comm_) static_cast<void>(ncclCommAbort(std::exchange(comm_, nullptr)));
+        throw error("nccl", what, expected,
+                    missing.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + missing,
+                    here);
+    }
+
+private:
+    nccl(int rank, int ranks, std::chrono::milliseconds deadline, std::string const& page, caller here)
+        : rank_(rank), ranks_(ranks), deadline_(deadline) {
+        require(ranks > 0 && rank >= 0 && rank < ranks, "nccl", "rank", "0 to " + std::to_string(ranks - 1), rank,
+                here);
+        require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
+        present_ = std::make_unique<roll_call>(page, rank, ranks);
+    }
+
+    static ncclConfig_t nonblocking() {
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        config.blocking = 0;
+        return config;
+    }
+    static std::string page_name(ncclUniqueId const& id) {
+        std::uint64_t hash = 14695981039346656037ull;
+        for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+        char text[32];
+        std::snprintf(text, sizeof text, "cpx.%016llx", static_cast<unsigned long long>(hash));
+        return text;
+    }
+    static int variable(char const* name, int lowest, int highest, caller here) {
+        char const* const text = std::getenv(name);
+        char* end = nullptr;
+        long const value = text ? std::strtol(text, &end, 10) : lowest - 1;
+        require(text && *text && !*end && value >= lowest && value <= highest, "nccl", name,
+                std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
+        return static_cast<int>(value);
+    }
+    void joined() {
+        if (rank_ == 0) present_->forget();
+    }
+
+    int rank_, ranks_, device_ = 0;
+    std::chrono::milliseconds deadline_;
+    ncclComm_t comm_ = nullptr;
+    std::unique_ptr<roll_call> present_;
+    std::unordered_set<std::uint64_t> agreed_;
+    std::string broken_;
+};
+
+} // namespace cpx

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which ranks of this host are alive and how far they have come.
+#pragma once
+
+#include <cpx/core/error.hpp>
+#include <cpx/core/index.hpp>
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+namespace cpx {
+
+/// A page that the ranks of one host share, in which each says that it has come and how many calls it has begun.
+///
+/// NCCL tells that an operation does not end, not whose fault it is. Here every rank of the host writes its process and
+/// a count of its calls, so that the others can name those that are dead or have not come. Ranks of other hosts are not
+/// seen. Nothing waits here, and no data moves.
+class roll_call {
+public:
+    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group.
+    roll_call(std::string const& name, int rank, int ranks) : name_('/' + name), rank_(rank), ranks_(ranks) {
+        int const file = ::shm_open(name_.c_str(), O_CREAT | O_RDWR, 0600);
+        require(file >= 0, "roll_call", ("shm_open " + name_).c_str(), "success", std::strerror(errno));
+        bool const sized = ::ftruncate(file, static_cast<off_t>(bytes())) == 0;
+        void* const page = sized ? ::mmap(nullptr, bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+        ::close(file);
+        require(page != MAP_FAILED, "roll_call", ("mmap " + name_).c_str(), "success", std::strerror(errno));
+        entries_ = static_cast<entry*>(page);
+        mine().calls.store(0);
+        mine().process.store(static_cast<std::int64_t>(::getpid()));
+    }
+    roll_call(roll_call const&) = delete;
+    roll_call& operator=(roll_call const&) = delete;
+    ~roll_call() {
+        mine().process.store(gone);
+        ::munmap(entries_, bytes());
+        forget();
+    }
+
+    /// Removes the page's name, once every rank of the host has opened it.
+    void forget() { ::shm_unlink(name_.c_str()); }
+    void begin_call() { mine().calls.fetch_add(1); }
+
+    /// Returns " 1 3", the ranks that have not come, have left, are dead or have begun fewer calls than this one.
+    std::string missing() const {
+        std::string list;
+        std::uint64_t const calls = mine().calls.load();
+        for (int r = 0; r < ranks_; ++r) {
+            std::int64_t const process = entries_[r].process.load();
+            bool const alive = process > 0 && (::kill(static_cast<pid_t>(process), 0) == 0 || errno == EPERM);
+            if (!alive || entries_[r].calls.load() < calls) list += ' ' + std::to_string(r);
+        }
+        return list;
+    }
+
+private:
+    static constexpr std::int64_t gone = -1;
+    struct entry {
+        std::atomic<std::int64_t> process;
+        std::atomic<std::uint64_t> calls;
+    };
+    static_assert(std::atomic<std::int64_t>::is_always_lock_free);
+
+    std::size_t bytes() const { return static_cast<std::size_t>(ranks_) * sizeof(entry); }
+    entry& mine() { return entries_[rank_]; }
+    entry const& mine() const { return entries_[rank_]; }
+
+    std::string name_;
+    int rank_, ranks_;
+    entry* entries_ = nullptr;
+};
+
+} // namespace cpx

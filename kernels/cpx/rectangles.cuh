@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies and adds rectangles of rows and columns, many in one launch.
+#pragma once
+
+#include <cstdint>
+
+namespace cpx::kernels {
+
+/// Some rows of `bytes` bytes each, from one of a launch's buffers to another; `vector` is the largest power of two up
+/// to 16 that divides both places, both pitches and `bytes`.
+struct rectangle {
+    std::int64_t source, target;             ///< bytes from the buffers' beginnings
+    std::int64_t source_pitch, target_pitch; ///< bytes from row to row
+    std::int32_t rows, bytes;
+    std::int16_t source_buffer, target_buffer, vector, unused;
+};
+
+/// The buffers of a launch: where rows come from, where they go to, and what goes through the wire.
+struct rectangle_buffers {
+    char* base[4];
+};
+
+namespace detail {
+
+template <class Vector>
+__device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* source, char* target) {
+    constexpr int unroll = 4;
+    std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(Vector);
+    std::uint32_t const total = per_row * static_cast<std::uint32_t>(r.rows);
+    for (std::uint32_t first = threadIdx.x; first < total; first += unroll * blockDim.x) {
+        Vector held[unroll];
+#pragma unroll
+        for (int i = 0; i < unroll; ++i)
+            if (std::uint32_t const u = first + i * blockDim.x; u < total)
+                held[i] = reinterpret_cast<Vector const*>(source + u / per_row * r.source_pitch)[u % per_row];
+#pragma unroll
+        for (int i = 0; i < unroll; ++i)
+            if (std::uint32_t const u = first + i * blockDim.x; u < total)
+                reinterpret_cast<Vector*>(target + u / per_row * r.target_pitch)[u % per_row] = held[i];
+    }
+}
+
+} // namespace detail
+
+/// Copies all rectangles; none of them has more than 2^31 bytes. Any grid, any block.
+template <class = void>
+__global__ void copy_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
+    for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+        rectangle const r = list[i];
+        char const* const source = buffers.base[r.source_buffer] + r.source;
+        char* const target = buffers.base[r.target_buffer] + r.target;
+        switch (r.vector) {
+        case 16: detail::copy_rectangle<uint4>(r, source, target); break;
+        case 8: detail::copy_rectangle<uint2>(r, source, target); break;
+        case 4: detail::copy_rectangle<std::uint32_t>(r, source, target); break;
+        case 2: detail::copy_rectangle<std::uint16_t>(r, source, target); break;
+        default: detail::copy_rectangle<std::uint8_t>(r, source, target);
+        }
+    }
+}
+
+/// Adds all rectangles of elements T to their targets. No two of a launch may share a target.
+template <class T>
+__global__ void add_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
+    for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+        rectangle const r = list[i];
+        std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);
+        std::uint32_t const total = per_row * static_cast<std::uint32_t>(r.rows);
+        for (std::uint32_t u = threadIdx.x; u < total; u += blockDim.x) {
+            T const* const source =
+                reinterpret_cast<T const*>(buffers.base[r.source_buffer] + r.source + u / per_row * r.source_pitch) +
+                u % per_row;
+            T* const target =
+                reinterpret_cast<T*>(buffers.base[r.target_buffer] + r.target + u / per_row * r.target_pitch) +
+                u % per_row;
+            *target = static_cast<T>(*target + *source);
+        }
+    }
+}
+
+} // namespace cpx::kernels
