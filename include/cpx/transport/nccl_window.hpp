@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory of every rank that the others' kernels can store to, by NCCL's symmetric windows.
+#pragma once
+
+#include <cpx/transport/nccl.hpp>
+
+#include <nccl_device.h>
+
+#include <cpx/meeting.cuh>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace cpx {
+
+namespace detail {
+
+template <class = void>
+__global__ void window_pointers(ncclWindow_t window, int ranks, void** pointers) {
+    for (int rank = 0; rank < ranks; ++rank) pointers[rank] = ncclGetLsaPointer(window, 0, rank);
+}
+
+} // namespace detail
+
+/// As many bytes of memory on every rank, which each rank's kernels reach.
+///
+/// Only where all ranks reach each other by loads and stores, as the GPUs of one host with NVLink; see `supported`.
+/// Never uses multicast. Made and freed by all ranks in the same order.
+class nccl_window {
+public:
+    /// Returns whether all ranks of the communicator reach each other's memory. Collective; the same on every rank.
+    static bool supported(nccl& comm, caller here = caller::here()) {
+        comm.begin_call(here);
+        ncclDevCommRequirements wanted;
+        std::memset(&wanted, 0, sizeof wanted);
+        wanted.lsaBarrierCount = 1;
+        ncclDevComm device;
+        bool can = comm.ranks() <= kernels::most_ranks;
+        if (can && ncclDevCommCreate(comm.get(), &wanted, &device) == ncclSuccess) {
+            can = device.lsaSize == comm.ranks();
+            static_cast<void>(ncclDevCommDestroy(comm.get(), &device));
+        } else {
+            can = false;
+        }
+        std::vector<char> all(static_cast<std::size_t>(comm.ranks()));
+        char const mine = can;
+        comm.gather(&mine, all.data(), 1, here);
+        return std::find(all.begin(), all.end(), 0) == all.end();
+    }
+
+    /// Allocates `bytes` on every rank, the same number. `blocks`: of every kernel that meets others here. Collective.
+    ///
+    /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
+    nccl_window(nccl& comm, index bytes, int blocks = 64, caller here = caller::here())
+        : comm_(comm), bytes_((bytes + 255) / 256 * 256), blocks_(blocks) {
+        std::vector<std::array<index, 2>> all(static_cast<std::size_t>(comm.ranks()));
+        std::array<index, 2> const mine{bytes, blocks};
+        comm.gather(&mine, all.data(), sizeof mine, here);
+        for (std::size_t r = 0; r < all.size(); ++r)
+            require(all[r] == mine, "nccl_window", "bytes and blocks of all ranks",
+                    std::to_string(bytes) + ", " + std::to_string(blocks),
+                    std::to_string(all[r][0]) + ", " + std::to_string(all[r][1]) + " on rank " + std::to_string(r),
+                    here);
+        require(supported(comm, here), "nccl_window", "GPUs", "ranks that reach each other's memory", "others", here);
+
+        std::size_t const flags = static_cast<std::size_t>(blocks) * static_cast<std::size_t>(comm.ranks()) * 4;
+        std::size_t const total = (static_cast<std::size_t>(bytes_) + flags + 4095) / 4096 * 4096;
+        comm.settle(ncclMemAlloc(&memory_, total), "ncclMemAlloc", here);
+        cuda(cudaMemset(memory_, 0, total), "cudaMemset", here);
+        comm.settle(ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC),
+                    "ncclCommWindowRegister", here);
+        comm.settle(ncclInProgress, "ncclCommWindowRegister", here);
+
+        void** pointers = nullptr;
+        std::array<void*, kernels::most_ranks> host{};
+        std::size_t const table = sizeof(void*) * static_cast<std::size_t>(comm.ranks());
+        cuda(cudaMalloc(reinterpret_cast<void**>(&pointers), table), "cudaMalloc", here);
+        detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
+        cuda(cudaMemcpy(host.data(), pointers, table, cudaMemcpyDeviceToHost), "window_pointers", here);
+        cuda(cudaFree(pointers), "cudaFree", here);
+        for (int r = 0; r < comm.ranks(); ++r) {
+            base_[r] = static_cast<char*>(host[static_cast<std::size_t>(r)]);
+            meeting_.flags[r] = reinterpret_cast<std::uint32_t*>(base_[r] + bytes_);
+        }
+        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), static_cast<std::size_t>(blocks) * 4), "cudaMalloc",
+             here);
+        cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks) * 4), "cudaMemset", here);
+        cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.missing), 4, cudaHostAllocPortable), "cudaHostAlloc",
+             here);
+        *meeting_.missing = 0;
+        meeting_.rank = comm.rank();
+        meeting_.ranks = comm.ranks();
+        meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
+        char const ready = 1;
+        std::vector<char> everyone(static_cast<std::size_t>(comm.ranks()));
+        comm.gather(&ready, everyone.data(), 1, here); // nobody's flags are written before they are 0
+    }
+    nccl_window(nccl_window const&) = delete;
+    nccl_window& operator=(nccl_window const&) = delete;
+    ~nccl_window() {
+        static_cast<void>(cudaDeviceSynchronize());
+        if (window_ && comm_.get()) static_cast<void>(ncclCommWindowDeregister(comm_.get(), window_));
+        if (memory_) static_cast<void>(ncclMemFree(memory_));
+        static_cast<void>(cudaFree(meeting_.epochs));
+        static_cast<void>(cudaFreeHost(meeting_.missing));
+    }
+
+    /// Returns this rank's memory.
+    char* data() const { return base_[comm_.rank()]; }
+    index bytes() const { return bytes_; }
+    int blocks() const { return blocks_; }
+    /// Returns the memory of `rank` as this device reaches it.
+    char* of(int rank) const { return base_[rank]; }
+    nccl& comm() const { return comm_; }
+
+    /// Returns where kernels meet. Throws `cpx::error` that names the ranks that an earlier kernel missed.
+    kernels::meeting const& meeting(caller here = caller::here()) const {
+        check_missing(here);
+        comm_.begin_call(here);
+        return meeting_;
+    }
+
+    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come.
+    void wait(cudaStream_t stream, caller here = caller::here()) const {
+        comm_.wait(stream, here);
+        check_missing(here);
+    }
+
+private:
+    void check_missing(caller here) const {
+        std::uint32_t const missing = *static_cast<std::uint32_t volatile*>(meeting_.missing);
+        if (missing == 0) return;
+        std::string names;
+        for (int r = 0; r < comm_.ranks(); ++r)
+            if (missing >> r & 1) names += ' ' + std::to_string(r);
+        throw error("nccl_window", "kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
+                    "nothing from ranks" + names, here);
+    }
+    void cuda(cudaError_t result, char const* call, caller here) {
+        if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
+    }
+
+    nccl& comm_;
+    index bytes_;
+    int blocks_;
+    void* memory_ = nullptr;
+    ncclWindow_t window_ = nullptr;
+    char* base_[kernels::most_ranks] = {};
+    kernels::meeting meeting_{};
+};
+
+} // namespace cpx

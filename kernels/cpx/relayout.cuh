@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moves a tensor between two shardings in one kernel: every rank stores its rows where they belong in its peers' memory.
+#pragma once
+
+#include <cpx/layout/algorithm.hpp>
+#include <cpx/layout/sharding.hpp>
+
+#include <cpx/meeting.cuh>
+
+namespace cpx::kernels {
+
+inline constexpr int most_sections = 8;
+
+/// Rows sharded by tokens, as a kernel knows them: policies, no batch.
+template <layout P, scope Scope, cut Cut>
+struct token_side {
+    static constexpr bool every_row = false, by_sequence = Scope == scope::sequence;
+    P policy;
+    Cut cut;
+};
+
+/// Every row on every rank, in sequence order: by heads, or replicated.
+struct every_row_side {
+    static constexpr bool every_row = true, by_sequence = false;
+};
+
+/// Columns that go to one peer: `units` of `vector` bytes from byte `source` of a row to byte `target` of the peer's.
+struct column_piece {
+    std::int64_t source, target;
+    std::int32_t units, vector;
+};
+
+/// What one rank moves. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of int32 unless `wide`.
+struct relayout_rows {
+    void const* offsets;
+    int sequences;
+    bool wide;
+    int pieces;
+    char const* source;
+    std::int64_t source_pitch;
+    char* target[most_ranks];
+    std::int64_t target_pitch[most_ranks];
+    column_piece piece[most_ranks][most_sections];
+};
+
+namespace detail {
+
+/// The sequences of the batch: `offsets[0] .. offsets[count]`, in shared memory.
+struct sequences {
+    std::int32_t const* offsets;
+    int count;
+
+    __device__ std::int32_t rows() const { return offsets[count]; }
+    /// Returns the sequence that holds row `row`; never an empty one.
+    __device__ int holding(std::int32_t row) const { return last_not_above(offsets, count, row); }
+    /// Returns the last s < count with `ascending[s] <= value`.
+    __device__ static int last_not_above(std::int32_t const* ascending, int count, std::int32_t value) {
+        int low = 0, high = count;
+        while (low + 1 < high) {
+            int const middle = (low + high) / 2;
+            (ascending[middle] <= value ? low : high) = middle;
+        }
+        return low;
+    }
+};
+
+/// Cuts the whole batch where `Cut` would cut the sequence that holds the place.
+template <class Cut>
+struct batch_cut {
+    Cut cut;
+    sequences all;
+
+    __device__ index begin(int c, int chunks, index n) const {
+        index const at = cut.begin(c, chunks, n);
+        if (at >= n) return n;
+        int const s = all.holding(static_cast<std::int32_t>(at));
+        index const first = all.offsets[s];
+        return first + cut.snap(at - first, all.offsets[s + 1] - first);
+    }
+    __device__ index snap(index t, index) const { return t; }
+};
+
+/// Where rows stand under one sharding. By sequence, `bases` holds for each rank the rows before each sequence.
+template <class Side>
+struct placement {
+    Side side;
+    sequences all;
+    std::int32_t const* bases; ///< (ranks, count + 1), or (1, count + 1) if only one rank's are needed
+
+    __device__ auto cut() const { return batch_cut<decltype(side.cut)>{side.cut, all}; }
+
+    /// Returns the global row of `row` of `rank`, whose bases are the first.
+    __device__ std::int32_t global(int rank, std::int32_t row) const {
+        if constexpr (Side::every_row) {
+            return row;
+        } else if constexpr (!Side::by_sequence) {
+            return static_cast<std::int32_t>(token(side.policy, slot{rank, row}, all.rows(), cut()));
+        } else {
+            int const s = sequences::last_not_above(bases, all.count, row);
+            std::int32_t const first = all.offsets[s];
+            return first + static_cast<std::int32_t>(
+                               token(side.policy, slot{rank, row - bases[s]}, all.offsets[s + 1] - first, side.cut));
+        }
+    }
+    /// Returns how many rows `rank` has, whose bases are the first.
+    __device__ std::int32_t rows(int rank) const {
+        if constexpr (Side::every_row)
+            return all.rows();
+        else if constexpr (!Side::by_sequence)
+            return all.rows() == 0 ? 0 : static_cast<std::int32_t>(rows_of(side.policy, rank, all.rows(), cut()));
+        else
+            return bases[all.count];
+    }
+    /// Returns the slot of global row `row`; the bases are those of all ranks.
+    __device__ slot place(std::int32_t row) const {
+        if constexpr (!Side::by_sequence) {
+            return locate(side.policy, row, all.rows(), cut());
+        } else {
+            int const s = all.holding(row);
+            std::int32_t const first = all.offsets[s];
+            slot at = locate(side.policy, row - first, all.offsets[s + 1] - first, side.cut);
+            at.row += bases[at.rank * (all.count + 1) + s];
+            return at;
+        }
+    }
+
+    /// Writes the rows of `rank` before each sequence. Called by one warp.
+    __device__ void fill(int rank, std::int32_t* base) const {
+        if constexpr (Side::by_sequence) {
+            int const lane = static_cast<int>(threadIdx.x % 32);
+            std::int32_t before = 0;
+            for (int first = 0; first <= all.count; first += 32) {
+                int const s = first + lane;
+                std::int32_t const n = s < all.count ? all.offsets[s + 1] - all.offsets[s] : 0;
+                std::int32_t const own = n > 0 ? static_cast<std::int32_t>(rows_of(side.policy, rank, n, side.cut)) : 0;
+                std::int32_t sum = own;
+                for (int step = 1; step < 32; step *= 2) {
+                    std::int32_t const left = __shfl_up_sync(~0u, sum, step);
+                    if (lane >= step) sum += left;
+                }
+                if (s <= all.count) base[s] = before + sum - own;
+                before += __shfl_sync(~0u, sum, 31);
+            }
+        }
+    }
+};
+
+template <class Vector>
+__device__ __forceinline__ void copy_units(char const* source, char* target, int units) {
+    constexpr int at_once = 8;
+    for (int first = static_cast<int>(threadIdx.x % 32); first < units; first += 32 * at_once) {
+        Vector held[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            if (first + 32 * i < units) held[i] = reinterpret_cast<Vector const*>(source)[first + 32 * i];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i)
+            if (first + 32 * i < units) reinterpret_cast<Vector*>(target)[first + 32 * i] = held[i];
+    }
+}
+
+/// Copies the columns of one row that go to one peer. Called by one warp.
+__device__ inline void copy_pieces(column_piece const* pieces, int count, char const* source, char* target) {
+    for (int i = 0; i < count; ++i) {
+        column_piece const p = pieces[i];
+        if (p.units == 0) continue;
+        char const* const from = source + p.source;
+        char* const to = target + p.target;
+        switch (p.vector) {
+        case 16: copy_units<uint4>(from, to, p.units); break;
+        case 8: copy_units<uint2>(from, to, p.units); break;
+        case 4: copy_units<std::uint32_t>(from, to, p.units); break;
+        case 2: copy_units<std::uint16_t>(from, to, p.units); break;
+        default: copy_units<std::uint8_t>(from, to, p.units);
+        }
+    }
+}
+
+} // namespace detail
+
+/// Returns the bytes of shared memory that `relayout_push` wants for a batch of `sequences`.
+template <class From, class To>
+constexpr std::size_t relayout_memory(int sequences, int ranks) {
+    std::size_t const tables =
+        1 + (From::by_sequence ? 1 : 0) + (To::by_sequence ? static_cast<std::size_t>(ranks) : 0);
+    return tables * (static_cast<std::size_t>(sequences) + 1) * sizeof(std::int32_t) +
+           sizeof(column_piece) * most_ranks * most_sections;
+}
+
+/// Stores every row of this rank where it belongs in its peers' targets.
+///
+/// One launch on every rank, with equal grids of resident blocks. Begins when all ranks have come, so that a target is
+/// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. A warp
+/// moves a row to one peer; neighbouring warps take rows that lie far apart, so that no peer is stored to by all at
+/// once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed with
+/// other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
+template <class From, class To>
+__global__ void __launch_bounds__(512, 1)
+    relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {
+    extern __shared__ column_piece pieces[]; // (ranks, sections), then the tables of offsets
+    auto* const offsets = reinterpret_cast<std::int32_t*>(pieces + most_ranks * most_sections);
+    int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
+    std::uint32_t const epoch = m.epochs[blockIdx.x];
+    arrive(m, epoch + 1);
+
+    for (int i = static_cast<int>(threadIdx.x); i <= n; i += static_cast<int>(blockDim.x))
+        offsets[i] = r.wide ? static_cast<std::int32_t>(static_cast<std::int64_t const*>(r.offsets)[i])
+                            : static_cast<std::int32_t const*>(r.offsets)[i];
+    for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
+        pieces[i] = r.piece[i / most_sections][i % most_sections];
+    __syncthreads();
+    detail::sequences const all{offsets, n};
+    std::int32_t *const of_source = offsets + n + 1, *const of_target = of_source + (From::by_sequence ? n + 1 : 0);
+    detail::placement<From> const source{from, all, of_source};
+    detail::placement<To> const target{to, all, of_target};
+    for (int i = warp; i <= m.ranks; i += warps) {
+        if (i == m.ranks)
+            source.fill(m.rank, of_source);
+        else
+            target.fill(i, of_target + i * (n + 1));
+    }
+    if (!await(m, epoch + 1)) return;
+
+    std::int64_t const rows = source.rows(m.rank), parts = 2 * m.ranks, part_rows = (rows + parts - 1) / parts;
+    std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * warps;
+    for (std::int64_t item = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x; item < parts * part_rows;
+         item += stride) {
+        std::int64_t const row = (item + m.rank) % parts * part_rows + item / parts;
+        if (row >= rows) continue;
+        std::int32_t const global = source.global(m.rank, static_cast<std::int32_t>(row));
+        char const* const at = r.source + row * r.source_pitch;
+        if constexpr (To::every_row) {
+            for (int i = 0; i < m.ranks; ++i) {
+                int const peer = static_cast<int>((i + row + m.rank) % m.ranks);
+                detail::copy_pieces(pieces + peer * most_sections, r.pieces, at,
+                                    r.target[peer] + global * r.target_pitch[peer]);
+            }
+        } else {
+            slot const place = target.place(global);
+            detail::copy_pieces(pieces + place.rank * most_sections, r.pieces, at,
+                                r.target[place.rank] + place.row * r.target_pitch[place.rank]);
+        }
+    }
+    arrive(m, epoch + 2);
+    if (!await(m, epoch + 2)) return;
+    if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
+}
+
+} // namespace cpx::kernels

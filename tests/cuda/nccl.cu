@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exchanges between GPUs, one process a rank: send and receive, and the one-kernel relayout over NCCL's windows.
+#include <cpx/cuda/exchange.hpp>
+#include <cpx/cuda/relayout.hpp>
+#include <cpx/transport/nccl_window.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+#include <support/random.hpp>
+
+#include "processes.hpp"
+#include "whole.hpp"
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+using cpx::index;
+using namespace std::chrono_literals;
+
+bool has_gpus(int wanted) {
+    int const found = processes::gpus();
+    if (found >= wanted) return true;
+    std::printf("cpx: skipped, %d GPUs wanted, %d found\n", wanted, found);
+    return false;
+}
+
+cpx::cuda::peer_memory memory_of(cpx::nccl_window& window) {
+    cpx::cuda::peer_memory m;
+    for (int r = 0; r < window.comm().ranks(); ++r) m.base[r] = window.of(r);
+    m.bytes = window.bytes();
+    m.blocks = window.blocks();
+    m.meeting = window.meeting();
+    return m;
+}
+
+/// One rank's communicator, window, stream, and what it found wrong.
+struct bench {
+    std::unique_ptr<cpx::nccl> comm;
+    std::unique_ptr<cpx::nccl_window> window;
+    cpx::cuda::stream stream;
+    std::string problem;
+
+    explicit bench(std::chrono::milliseconds deadline = 60s, index bytes = index{1} << 24)
+        : comm(cpx::nccl::from_environment(deadline)), window(std::make_unique<cpx::nccl_window>(*comm, bytes)) {}
+
+    template <class T>
+    void check(std::vector<T> const& got, std::vector<T> const& expected, std::string const& what) {
+        if (problem.empty() && (got.size() < expected.size() ||
+                                std::memcmp(got.data(), expected.data(), expected.size() * sizeof(T)) != 0))
+            problem = what + " gave other bytes";
+    }
+
+    /// Moves a whole tensor both ways by both paths and compares every byte.
+    template <class T, class From, class To>
+    void relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, std::string const& what) {
+        int const rank = comm->rank();
+        index width = 0;
+        for (cpx::section const& s : sections) width += s.heads * s.width;
+        auto const plan = cpx::relayout(from, to, rank);
+        auto const source = whole::part<T>(from, rank, sections), target = whole::part<T>(to, rank, sections);
+        index const in = std::ssize(whole::columns(from, rank, sections)),
+                    out = std::ssize(whole::columns(to, rank, sections));
+        cpx::cuda::buffer<T> const x{std::span<T const>(source)};
+        cpx::cuda::buffer<T> y(std::ssize(target)), z(std::ssize(source));
+        auto const poison = [&](void* memory, std::size_t size) {
+            cpx::cuda::check(cudaMemset(memory, 0xff, size), "cudaMemset");
+            cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+        };
+        poison(y.data(), target.size() * sizeof(T));
+        cpx::cuda::exchange<T> there(plan, width, *comm);
+        there(cpx::rows<T const>(x.data(), from.rows(rank), in), cpx::rows<T>(y.data(), to.rows(rank), out), stream);
+        comm->wait(stream);
+        check(y.read(), target, what + ", send and receive,");
+        if constexpr (!To::every_row) {
+            poison(z.data(), source.size() * sizeof(T));
+            cpx::cuda::exchange<T> back(plan.transposed(), width, *comm);
+            back(cpx::rows<T const>(y.data(), to.rows(rank), out), cpx::rows<T>(z.data(), from.rows(rank), in), stream);
+            comm->wait(stream);
+            if constexpr (!From::every_row) check(z.read(), source, what + ", back,");
+        }
+        std::vector<std::int64_t> const host(from.batch().offsets().begin(), from.batch().offsets().end());
+        cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+        poison(window->data(), static_cast<std::size_t>(window->bytes()));
+        char const ready = 1;
+        std::vector<char> all(static_cast<std::size_t>(comm->ranks()));
+        comm->gather(&ready, all.data(), 1); // nobody stores into memory that is being poisoned
+        cpx::cuda::make_relayout<T>(plan, width)(cpx::rows<T const>(x.data(), from.rows(rank), in), memory_of(*window),
+                                                 0, {offsets.data(), static_cast<int>(host.size()) - 1}, stream);
+        window->wait(stream);
+        std::vector<T> got(target.size());
+        if (!got.empty())
+            cpx::cuda::check(cudaMemcpy(got.data(), window->data(), got.size() * sizeof(T), cudaMemcpyDeviceToHost),
+                             "cudaMemcpy");
+        check(got, target, what + ", one kernel,");
+    }
+};
+
+std::string movements(int) {
+    bench b;
+    int const ranks = b.comm->ranks();
+    support::splitmix numbers(11);
+    std::vector<std::vector<index>> packings = {{}, {1}, {2, 0, 1}, {700, 1, 123}, {5000}};
+    for (int i = 0; i < 6; ++i) {
+        std::vector<index> lengths;
+        for (index k = numbers.between(1, 9); k > 0; --k) lengths.push_back(numbers.between(0, 300));
+        packings.push_back(lengths);
+    }
+    for (auto const& lengths : packings) {
+        auto const batch = cpx::thd::from_lengths(lengths);
+        auto const text = support::text(batch);
+        auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
+        auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+        auto const striped = cpx::shard<cpx::scope::batch>(batch, cpx::striped<>(ranks), cpx::aligned<16>{});
+        index const width = numbers.between(1, 100);
+        std::vector<cpx::section> const plain{{1, width}}, sections{{8, 16}, {4, 16}, {8, 1}, {8, 2}};
+        b.relayout<float>(zigzag, sequential, plain, text + " zigzag to sequential");
+        b.relayout<std::uint16_t>(sequential, striped, plain, text + " sequential to striped");
+        b.relayout<double>(striped, zigzag, plain, text + " striped to zigzag");
+        b.relayout<float>(zigzag, cpx::replicated<>(ranks, batch), plain, text + " zigzag to replicated");
+        cpx::head_sharded<> const heads(ranks, batch, sections);
+        b.relayout<std::uint16_t>(zigzag, heads, sections, text + " zigzag to heads");
+        b.relayout<float>(heads, sequential, sections, text + " heads to sequential");
+    }
+    return b.problem;
+}
+
+/// Sums in rank order: every rank's share of every token, by the transposed plan of a gather.
+std::string sums(int) {
+    bench b;
+    int const ranks = b.comm->ranks(), rank = b.comm->rank();
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{37, 5, 90});
+    auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const plan = cpx::relayout(zigzag, cpx::replicated<>(ranks, batch), rank).transposed();
+    index const width = 7;
+    auto const share = [&](int r, index row, index column) {
+        return std::sin(static_cast<float>(r * 77 + row * 13 + column)) * std::pow(10.f, static_cast<float>(r % 5));
+    };
+    std::vector<float> mine(static_cast<std::size_t>(batch.tokens() * width));
+    for (index i = 0; i < std::ssize(mine); ++i) mine[static_cast<std::size_t>(i)] = share(rank, i / width, i % width);
+    std::vector<float> expected;
+    zigzag.for_each_piece(rank, [&](cpx::range piece) {
+        for (index g = piece.first; g < piece.last; ++g)
+            for (index c = 0; c < width; ++c) {
+                float sum = 0;
+                for (int r = 0; r < ranks; ++r) sum += share(r, g, c);
+                expected.push_back(sum);
+            }
+    });
+    cpx::cuda::buffer<float> const x{std::span<float const>(mine)};
+    cpx::cuda::buffer<float> y(std::ssize(expected));
+    cpx::cuda::exchange<float> add(plan, width, *b.comm);
+    add(cpx::rows<float const>(x.data(), batch.tokens(), width), cpx::rows<float>(y.data(), zigzag.rows(rank), width),
+        b.stream);
+    b.comm->wait(b.stream);
+    b.check(y.read(), expected, "the sum");
+    return b.problem;
+}
+
+/// Many exchanges with ranks out of step: what arrives is always the same.
+std::string delays(int) {
+    bench b;
+    int const ranks = b.comm->ranks(), rank = b.comm->rank();
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{64, 31, 200});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+    std::vector<cpx::section> const plain{{1, 64}};
+    auto const there = cpx::cuda::make_relayout<float>(cpx::relayout(from, to, rank), 64);
+    auto const back = cpx::cuda::make_relayout<float>(cpx::relayout(to, from, rank), 64);
+    auto const source = whole::part<float>(from, rank, plain);
+    cpx::cuda::buffer<float> x{std::span<float const>(source)};
+    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    support::splitmix numbers(static_cast<std::uint64_t>(rank) + 1);
+    index const half = b.window->bytes() / 2;
+    for (int i = 0; i < 5000; ++i) {
+        if (numbers.between(0, 9) == 0) ::usleep(static_cast<unsigned>(numbers.between(0, 300)));
+        there(cpx::rows<float const>(x.data(), from.rows(rank), 64), memory_of(*b.window), 0, {offsets.data(), 3},
+              b.stream);
+        auto* const y = reinterpret_cast<float const*>(b.window->data());
+        back(cpx::rows<float const>(y, to.rows(rank), 64), memory_of(*b.window), half, {offsets.data(), 3}, b.stream);
+        cpx::cuda::check(cudaMemcpyAsync(x.data(), b.window->data() + half, source.size() * sizeof(float),
+                                         cudaMemcpyDeviceToDevice, b.stream),
+                         "cudaMemcpyAsync");
+    }
+    b.window->wait(b.stream);
+    b.check(x.read(), source, "the tensor after 10000 exchanges");
+    return b.problem;
+}
+
+/// Expects an error whose message holds all parts, within some seconds.
+template <class F>
+std::string expect_error(std::vector<std::string> const& parts, double seconds, F&& f) {
+    auto const begin = std::chrono::steady_clock::now();
+    std::string message = "nothing";
+    try {
+        f();
+    } catch (cpx::error const& e) {
+        message = e.what();
+    }
+    double const took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    for (auto const& part : parts)
+        if (message.find(part) == std::string::npos) return "expected an error with \"" + part + "\", got: " + message;
+    return took > seconds ? "the error came after " + std::to_string(took) + " s" : "";
+}
+
+std::string other_offsets(int rank) {
+    bench b;
+    auto const batch = cpx::thd::from_lengths(rank == 1 ? std::vector<index>{10, 21} : std::vector<index>{11, 20});
+    auto const plan = cpx::relayout(cpx::shard(batch, cpx::zigzag<>(b.comm->ranks())),
+                                    cpx::shard(batch, cpx::sequential<>(b.comm->ranks())), rank);
+    return expect_error({"ranks disagree on", "(rank 1)"}, 30, [&] { cpx::cuda::exchange<float>(plan, 4, *b.comm); });
+}
+
+std::string bad_buffers(int rank) {
+    bench b;
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    auto const plan = cpx::relayout(cpx::shard(batch, cpx::zigzag<>(b.comm->ranks())),
+                                    cpx::shard(batch, cpx::sequential<>(b.comm->ranks())), rank);
+    cpx::cuda::exchange<float> move(plan, 4, *b.comm);
+    cpx::cuda::buffer<float> memory(1000);
+    std::vector<float> host(1000);
+    cpx::rows<float> const from(memory.data(), plan.source_rows, 4), to(memory.data() + 500, plan.target_rows, 4);
+    auto const rejects = [&](std::string const& part, cpx::rows<float> x, cpx::rows<float> y) {
+        if (b.problem.empty()) b.problem = expect_error({part}, 5, [&] { move(x, y, b.stream); });
+    };
+    rejects("memory of device", {host.data(), plan.source_rows, 4}, to);
+    rejects("alignment of the buffer", {memory.data() + 1, plan.source_rows, 4}, to);
+    rejects("rows, width and stride", from, {memory.data() + 500, plan.target_rows + 1, 4});
+    rejects("rows, width and stride", {memory.data(), plan.source_rows, 3}, to);
+    int const other = (b.comm->device() + 1) % cpx::cuda::devices();
+    cpx::cuda::use_device(other);
+    cpx::cuda::buffer<float> elsewhere(1000);
+    cpx::cuda::use_device(b.comm->device());
+    rejects("memory of device", {elsewhere.data(), plan.source_rows, 4}, to);
+    move(from, to, b.stream); // and the communicator still works
+    b.comm->wait(b.stream);
+    return b.problem;
+}
+
+/// Rank 1 never joins.
+std::string never_joins(int rank) {
+    if (rank == 1) {
+        ::usleep(6'000'000);
+        return "";
+    }
+    return expect_error({"ncclCommInitRankConfig", "nothing from ranks 1"}, 6, [] { cpx::nccl::from_environment(2s); });
+}
+
+/// Rank 1 dies before an exchange: by send and receive, or by the kernel.
+std::string dies(int rank, bool by_kernel) {
+    bench b(3s);
+    int const ranks = b.comm->ranks();
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{400, 20});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
+    auto const plan = cpx::relayout(from, to, rank);
+    cpx::cuda::exchange<float> move(plan, 1024, *b.comm);
+    auto const push = cpx::cuda::make_relayout<float>(plan, 1024);
+    cpx::cuda::buffer<float> const x(plan.source_rows * 1024 + 4), y(plan.target_rows * 1024 + 4);
+    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    auto const run = [&] {
+        cpx::rows<float const> const source(x.data(), plan.source_rows, 1024);
+        if (by_kernel) {
+            push(source, memory_of(*b.window), 0, {offsets.data(), 2}, b.stream);
+            b.window->wait(b.stream);
+        } else {
+            move(source, cpx::rows<float>(y.data(), plan.target_rows, 1024), b.stream);
+            b.comm->wait(b.stream);
+        }
+    };
+    run();
+    if (rank == 1) ::raise(SIGKILL);
+    b.problem = expect_error({"from ranks", "1"}, 10, [&] {
+        for (int i = 0; i < 3; ++i) run();
+    });
+    std::fflush(nullptr);
+    if (!b.problem.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, b.problem.c_str());
+    ::_exit(b.problem.empty() ? 0 : 1); // what is left of the communicator needs the dead rank
+}
+
+void check_codes(std::vector<int> const& codes, int killed = -1) {
+    for (std::size_t r = 0; r < codes.size(); ++r) {
+        CAPTURE(r);
+        CHECK(codes[r] == (static_cast<int>(r) == killed ? -1 : 0));
+    }
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE("both paths move every byte to its place, on two GPUs and on all") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(2, movements));
+        if (int const all = std::min(processes::gpus(), 8); all > 2) check_codes(processes::run(all, movements));
+    }
+    TEST_CASE("a transposed gather adds in rank order") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(std::min(processes::gpus(), 4), sums));
+    }
+    TEST_CASE("ten thousand exchanges with ranks out of step give one result") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(std::min(processes::gpus(), 4), delays));
+    }
+    TEST_CASE("ranks that disagree are all told so") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(2, other_offsets));
+    }
+    TEST_CASE("buffers that do not fit, of the host, of another GPU or misaligned are refused") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(2, bad_buffers));
+    }
+    TEST_CASE("a rank that never joins is named within the deadline") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(2, never_joins));
+    }
+    TEST_CASE("a rank that dies is named within the deadline") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(2, [](int rank) { return dies(rank, true); }), 1);
+        check_codes(processes::run(2, [](int rank) { return dies(rank, false); }), 1);
+    }
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as processes, each with a GPU, as torchrun starts them.
+#pragma once
+
+#include <cpx/cuda/runtime.hpp>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace processes {
+
+/// Runs `f` in a process of its own and returns its exit code, or -1 if it was killed.
+inline int wait_for(pid_t process) {
+    int status = 0;
+    ::waitpid(process, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/// Returns the number of GPUs, without touching them in this process: what CUDA knows does not survive a fork.
+inline int gpus() {
+    std::fflush(nullptr);
+    pid_t const process = ::fork();
+    if (process == 0) ::_exit(cpx::cuda::devices());
+    return wait_for(process);
+}
+
+/// Runs `f(rank)` in `ranks` processes with torchrun's variables and returns their exit codes; `f` returns its problem,
+/// or "" if there is none, which becomes exit code 1 and a line on stderr.
+inline std::vector<int> run(int ranks, std::function<std::string(int)> const& f) {
+    static int port = 20'000 + static_cast<int>(::getpid() % 20'000);
+    port += 2;
+    std::fflush(nullptr);
+    std::vector<pid_t> started;
+    for (int rank = 0; rank < ranks; ++rank) {
+        pid_t const process = ::fork();
+        if (process != 0) {
+            started.push_back(process);
+            continue;
+        }
+        ::setenv("RANK", std::to_string(rank).c_str(), 1);
+        ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+        ::setenv("WORLD_SIZE", std::to_string(ranks).c_str(), 1);
+        ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+        ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
+        ::unsetenv("NCCL_COMM_ID");
+        std::string problem;
+        try {
+            problem = f(rank);
+        } catch (std::exception const& e) {
+            problem = e.what();
+        }
+        if (!problem.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, problem.c_str());
+        std::fflush(nullptr);
+        ::_exit(problem.empty() ? 0 : 1); // no destructors of a runtime that was forked
+    }
+    std::vector<int> codes;
+    for (pid_t const process : started) codes.push_back(wait_for(process));
+    return codes;
+}
+
+} // namespace processes

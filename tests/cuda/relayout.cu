@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one-kernel relayout, its ranks being streams of one GPU that store into each other's buffers.
+#include <cpx/cuda/relayout.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+#include <support/random.hpp>
+
+#include "gpus.hpp"
+#include "whole.hpp"
+
+#include <cstring>
+
+namespace {
+
+using cpx::index;
+using whole::columns, whole::part;
+
+/// Ranks on one GPU: each has a stream and memory that the others reach.
+struct ranks_of_one_gpu {
+    ranks_of_one_gpu(int ranks, index bytes, int blocks, std::uint64_t patience = 20'000'000'000) : count(ranks) {
+        auto const words = static_cast<index>(blocks * ranks);
+        for (int r = 0; r < ranks; ++r) {
+            streams.emplace_back();
+            memory.emplace_back(std::span<char const>(std::vector<char>(static_cast<std::size_t>(bytes), '\x7f')));
+            flags.emplace_back(
+                std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(words))));
+            epochs.emplace_back(
+                std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(blocks))));
+        }
+        cpx::cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&missing), 4, cudaHostAllocPortable), "cudaHostAlloc");
+        *missing = 0;
+        for (int r = 0; r < ranks; ++r) {
+            cpx::cuda::peer_memory p;
+            p.bytes = bytes;
+            p.blocks = blocks;
+            for (int peer = 0; peer < ranks; ++peer) {
+                p.base[peer] = memory[static_cast<std::size_t>(peer)].data();
+                p.meeting.flags[peer] = flags[static_cast<std::size_t>(peer)].data();
+            }
+            p.meeting.epochs = epochs[static_cast<std::size_t>(r)].data();
+            p.meeting.missing = missing;
+            p.meeting.patience = patience;
+            p.meeting.rank = r;
+            p.meeting.ranks = ranks;
+            peers.push_back(p);
+        }
+    }
+    ~ranks_of_one_gpu() { static_cast<void>(cudaFreeHost(missing)); }
+
+    int count;
+    std::vector<cpx::cuda::stream> streams;
+    std::vector<cpx::cuda::buffer<char>> memory;
+    std::vector<cpx::cuda::buffer<std::uint32_t>> flags, epochs;
+    std::uint32_t* missing = nullptr;
+    std::vector<cpx::cuda::peer_memory> peers;
+};
+
+template <class T, class From, class To>
+void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index pad, bool wide) {
+    int const ranks = from.ranks();
+    index const offset = 256;
+    std::vector<cpx::cuda::buffer<T>> sources;
+    std::vector<cpx::cuda::relayout<T, From, To>> moves;
+    index bytes = 0, width = 0;
+    for (cpx::section const& s : sections) width += s.heads * s.width;
+    for (int r = 0; r < ranks; ++r) {
+        auto const stride = std::ssize(columns(from, r, sections)) + pad;
+        sources.emplace_back(std::span<T const>(part<T>(from, r, sections, stride)));
+        moves.emplace_back(cpx::relayout(from, to, r), width);
+        for (int peer = 0; peer < ranks; ++peer) bytes = std::max(bytes, moves.back().target_bytes(peer));
+    }
+    std::vector<std::int64_t> const offsets(from.batch().offsets().begin(), from.batch().offsets().end());
+    std::vector<std::int32_t> const narrow(offsets.begin(), offsets.end());
+    cpx::cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
+    cpx::cuda::buffer<std::int32_t> const device_narrow{std::span<std::int32_t const>(narrow)};
+    int const n = static_cast<int>(from.batch().sequences());
+    ranks_of_one_gpu gpu(ranks, offset + bytes + 64, 4);
+    for (int again = 0; again < 2; ++again)
+        for (int r = 0; r < ranks; ++r) {
+            auto const i = static_cast<std::size_t>(r);
+            auto const stride = std::ssize(columns(from, r, sections)) + pad;
+            cpx::rows<T const> const rows(sources[i].data(), from.rows(r), stride - pad, stride);
+            auto const batch = wide ? cpx::cuda::packed_offsets(device_offsets.data(), n)
+                                    : cpx::cuda::packed_offsets(device_narrow.data(), n);
+            moves[i](rows, gpu.peers[i], offset, batch, gpu.streams[i]);
+        }
+    for (int r = 0; r < ranks; ++r) {
+        auto const got = gpu.memory[static_cast<std::size_t>(r)].read();
+        auto const expected = part<T>(to, r, sections);
+        std::size_t const size = expected.size() * sizeof(T);
+        CAPTURE(r);
+        CHECK((size == 0 || std::memcmp(got.data() + offset, expected.data(), size) == 0));
+        for (std::size_t i = 0; i < got.size(); ++i) // nothing else is written
+            if (i < static_cast<std::size_t>(offset) || i >= static_cast<std::size_t>(offset) + size)
+                if (got[i] != '\x7f') {
+                    FAIL_CHECK("byte " << i << " was written");
+                    break;
+                }
+    }
+    CHECK(*gpu.missing == 0);
+}
+
+template <int W>
+void check_all(cpx::thd const& batch, index width, bool wide) {
+    using cpx::scope, cpx::shard;
+    auto const zigzag = shard(batch, cpx::zigzag<W>{});
+    auto const sequential = shard<scope::batch>(batch, cpx::sequential<W>{});
+    auto const striped = shard(batch, cpx::striped<>(W), cpx::aligned<cpx::dynamic>(4));
+    auto const aligned = shard<scope::batch>(batch, cpx::zigzag<>(W), cpx::aligned<8>{});
+    std::vector<cpx::section> const whole{{1, width}};
+    check_relayout<float>(zigzag, sequential, whole, 0, wide);
+    check_relayout<std::uint16_t>(sequential, zigzag, whole, 3, !wide);
+    check_relayout<double>(striped, aligned, whole, 1, wide);
+    check_relayout<std::uint16_t>(aligned, striped, whole, 0, wide);
+    check_relayout<std::uint16_t>(zigzag, cpx::replicated<>(W, batch), whole, 0, wide);
+    std::vector<cpx::section> const sections{{4, width}, {2, width}, {8, width}, {8, 1}};
+    cpx::head_sharded<> const heads(W, batch, sections);
+    check_relayout<std::uint16_t>(zigzag, heads, sections, 0, wide);
+    check_relayout<float>(heads, sequential, sections, 2, !wide);
+    check_relayout<float>(aligned, heads, sections, 5, wide);
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE("one kernel moves every row and column to its place and writes nothing else") {
+        if (!has_gpus()) return;
+        support::splitmix numbers(5);
+        std::vector<std::vector<cpx::index>> packings = {{}, {0}, {1}, {7, 13}, {0, 3, 0, 0, 64, 5}, {500, 1, 333}};
+        packings.emplace_back(1000, 3);
+        for (int i = 0; i < 4; ++i) {
+            std::vector<cpx::index> lengths;
+            for (cpx::index k = numbers.between(1, 12); k > 0; --k) lengths.push_back(numbers.between(0, 70));
+            packings.push_back(lengths);
+        }
+        bool wide = true;
+        for (auto const& lengths : packings) {
+            auto const batch = cpx::thd::from_lengths(lengths);
+            CAPTURE(support::text(batch));
+            cpx::index const width = numbers.between(1, 40);
+            CAPTURE(width);
+            check_all<1>(batch, width, wide);
+            check_all<3>(batch, 8 * width, wide = !wide);
+            check_all<4>(batch, width, wide);
+            check_all<8>(batch, 16, wide);
+        }
+    }
+
+    TEST_CASE("a graph moves another packing when its offsets have changed in place") {
+        if (!has_gpus()) return;
+        constexpr int ranks = 4;
+        auto const batch_of = [](std::vector<cpx::index> const& lengths) { return cpx::thd::from_lengths(lengths); };
+        std::vector<cpx::thd> const batches = {batch_of({100, 37, 63}), batch_of({1, 198, 1}), batch_of({66, 67, 67})};
+        std::vector<cpx::section> const whole{{1, 24}};
+        cpx::cuda::buffer<std::int64_t> offsets(4);
+        ranks_of_one_gpu gpu(ranks, 200 * 24 * 4, 4);
+        std::vector<cpx::cuda::buffer<float>> sources;
+        std::vector<cpx::cuda::graph> graphs;
+        auto const from = [](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<ranks>{}); };
+        auto const to = [](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, cpx::sequential<ranks>{}); };
+        for (int r = 0; r < ranks; ++r) {
+            sources.emplace_back(200 * 24);
+            auto const move = cpx::cuda::make_relayout<float>(cpx::relayout(from(batches[0]), to(batches[0]), r), 24);
+            auto const& stream = gpu.streams[static_cast<std::size_t>(r)];
+            graphs.emplace_back(stream, [&] {
+                move(cpx::rows<float const>(sources.back().data(), 200, 24), gpu.peers[static_cast<std::size_t>(r)], 0,
+                     {offsets.data(), 3}, stream);
+            });
+        }
+        for (int round = 0; round < 6; ++round) {
+            cpx::thd const& batch = batches[static_cast<std::size_t>(round) % batches.size()];
+            offsets.write(std::span<std::int64_t const>(batch.offsets().data(), 4));
+            for (int r = 0; r < ranks; ++r) {
+                auto values = part<float>(from(batch), r, whole);
+                values.resize(200 * 24);
+                sources[static_cast<std::size_t>(r)].write(values);
+            }
+            for (int r = 0; r < ranks; ++r)
+                graphs[static_cast<std::size_t>(r)].launch(gpu.streams[static_cast<std::size_t>(r)]);
+            for (int r = 0; r < ranks; ++r) {
+                auto const got = gpu.memory[static_cast<std::size_t>(r)].read();
+                auto const expected = part<float>(to(batch), r, whole);
+                CHECK(std::memcmp(got.data(), expected.data(), expected.size() * sizeof(float)) == 0);
+            }
+        }
+    }
+
+    TEST_CASE("a rank that never comes is named, and nothing hangs") {
+        if (!has_gpus()) return;
+        constexpr int ranks = 3;
+        auto const batch = cpx::thd::from_lengths(std::vector<cpx::index>{30, 11});
+        auto const from = cpx::shard(batch, cpx::zigzag<ranks>{});
+        auto const to = cpx::shard(batch, cpx::sequential<ranks>{});
+        ranks_of_one_gpu gpu(ranks, 41 * 4, 2, 50'000'000);
+        std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+        cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+        cpx::cuda::buffer<float> const source(64);
+        for (int r : {0, 2}) {
+            auto const move = cpx::cuda::make_relayout<float>(cpx::relayout(from, to, r), 1);
+            move(cpx::rows<float const>(source.data(), from.rows(r), 1), gpu.peers[static_cast<std::size_t>(r)], 0,
+                 {offsets.data(), 2}, gpu.streams[static_cast<std::size_t>(r)]);
+        }
+        auto const untouched = gpu.memory[0].read(); // waits for both kernels
+        CHECK(*gpu.missing == 1u << 1);
+        CHECK(untouched == std::vector<char>(untouched.size(), '\x7f'));
+    }
+}

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whole tensors whose every element is known, and what a rank holds of them.
+#pragma once
+
+#include <cpx/cpx.hpp>
+
+#include <algorithm>
+#include <vector>
+
+namespace whole {
+
+using cpx::index;
+
+/// A number for every element of the whole tensor.
+template <class T>
+T element(index row, index column) {
+    return static_cast<T>((row * 1009 + column * 31 + 7) % 65521);
+}
+
+/// Returns the columns of whole rows that `rank` holds, in local order.
+template <class S>
+std::vector<index> columns(S const& s, int rank, std::vector<cpx::section> const& sections) {
+    std::vector<index> held;
+    index first = 0;
+    for (cpx::section const& part : sections) {
+        cpx::range const heads = s.heads(rank, part.heads);
+        for (index c = heads.first * part.width; c < heads.last * part.width; ++c) held.push_back(first + c);
+        first += part.heads * part.width;
+    }
+    return held;
+}
+
+/// Returns what `rank` holds of the whole tensor, rows `stride` apart.
+template <class T, class S>
+std::vector<T> part(S const& s, int rank, std::vector<cpx::section> const& sections, index stride = 0) {
+    auto const held = columns(s, rank, sections);
+    stride = std::max<index>(stride, std::ssize(held));
+    std::vector<T> local(static_cast<std::size_t>(s.rows(rank) * stride));
+    index row = 0;
+    s.for_each_piece(rank, [&](cpx::range piece) {
+        for (index g = piece.first; g < piece.last; ++g, ++row)
+            for (std::size_t c = 0; c < held.size(); ++c)
+                local[static_cast<std::size_t>(row * stride) + c] = element<T>(g, held[c]);
+    });
+    return local;
+}
+
+} // namespace whole
