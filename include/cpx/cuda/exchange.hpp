@@ -125,14 +125,19 @@ public:
                       "cudaMemset2DAsync", here);
         copy(pack_, buffers, stream, here);
         if (!sends_.empty() || !receives_.empty()) {
-            comm_.settle(ncclGroupStart(), "ncclGroupStart", here);
-            for (wire const& w : sends_)
-                static_cast<void>(ncclSend(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
-                                           ncclInt8, w.peer, comm_.get(), stream));
-            for (wire const& w : receives_)
-                static_cast<void>(ncclRecv(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
-                                           ncclInt8, w.peer, comm_.get(), stream));
-            comm_.settle(ncclGroupEnd(), "ncclGroupEnd", here);
+            comm_.call(
+                "ncclSend and ncclRecv",
+                [&] {
+                    static_cast<void>(ncclGroupStart()); // what fails between is told by the end
+                    for (wire const& w : sends_)
+                        static_cast<void>(ncclSend(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
+                                                   ncclInt8, w.peer, comm_.get(), stream));
+                    for (wire const& w : receives_)
+                        static_cast<void>(ncclRecv(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
+                                                   ncclInt8, w.peer, comm_.get(), stream));
+                    return ncclGroupEnd();
+                },
+                here);
         }
         copy(unpack_, buffers, stream, here);
         if constexpr (std::is_arithmetic_v<T> || requires(T a, T b) { static_cast<T>(a + b); })

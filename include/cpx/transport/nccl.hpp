@@ -6,9 +6,12 @@
 
 #include <nccl.h>
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <thread>
 #include <unordered_set>
@@ -17,11 +20,13 @@
 
 namespace cpx {
 
-/// A rank's communicator: joined without blocking, watched with a deadline, aborted when it fails.
+/// A rank's communicator: joined with a deadline, watched, aborted when it fails.
 ///
 /// Belongs to one thread and to the device that was current when it was made. After an error it is broken: every later
 /// call throws at once. A peer that dies or never comes is an error on the others within the deadline, which names the
 /// ranks of this host that are missing.
+///
+/// Calls of NCCL block in this thread, for symmetric windows want it so; another one watches the deadline and aborts.
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
@@ -32,10 +37,8 @@ public:
     /// Throws `cpx::error` if a rank has not come by the deadline or NCCL fails.
     nccl(ncclUniqueId const& id, int rank, int ranks, std::chrono::milliseconds deadline = default_deadline,
          caller here = caller::here())
-        : nccl(rank, ranks, deadline, page_name(id), here) {
-        ncclConfig_t config = nonblocking();
-        settle(ncclCommInitRankConfig(&comm_, ranks, id, rank, &config), "ncclCommInitRankConfig", here);
-        joined();
+        : nccl(rank, ranks, deadline, id, here) {
+        join(here);
     }
 
     /// Returns all ranks of a communicator in this process, rank i on `devices[i]`, for one thread each.
@@ -47,21 +50,12 @@ public:
         int before = 0;
         require(cudaGetDevice(&before) == cudaSuccess, "nccl", "cudaGetDevice", "success", "a failure", here);
         std::vector<std::unique_ptr<nccl>> group;
-        std::vector<ncclResult_t> results;
-        ncclConfig_t config = nonblocking();
-        static_cast<void>(ncclGroupStart());
         for (int rank = 0; rank < ranks; ++rank) {
-            require(cudaSetDevice(devices[static_cast<std::size_t>(rank)]) == cudaSuccess, "nccl", "device",
-                    "one of this machine", devices[static_cast<std::size_t>(rank)], here);
-            group.emplace_back(new nccl(rank, ranks, deadline, page_name(id), here));
-            results.push_back(ncclCommInitRankConfig(&group.back()->comm_, ranks, id, rank, &config));
+            int const device = devices[static_cast<std::size_t>(rank)];
+            require(cudaSetDevice(device) == cudaSuccess, "nccl", "device", "one of this machine", device, here);
+            group.emplace_back(new nccl(rank, ranks, deadline, id, here)); // begins to join
         }
-        static_cast<void>(ncclGroupEnd());
-        for (std::size_t i = 0; i < group.size(); ++i) {
-            group[i]->settle(results[i], "ncclCommInitRankConfig", here);
-            group[i]->settle(ncclInProgress, "ncclCommInitRankConfig", here);
-            group[i]->joined();
-        }
+        for (auto& comm : group) comm->join(here);
         static_cast<void>(cudaSetDevice(before));
         return group;
     }
@@ -98,25 +92,22 @@ public:
     nccl(nccl const&) = delete;
     nccl& operator=(nccl const&) = delete;
     ~nccl() {
-        if (!comm_) return;
-        if (broken_.empty() && ncclCommFinalize(comm_) != ncclInvalidArgument) {
-            ncclResult_t state = ncclInProgress;
-            auto const end = clock::now() + deadline_;
-            while (ncclCommGetAsyncError(comm_, &state) == ncclSuccess && state == ncclInProgress && clock::now() < end)
-                std::this_thread::yield();
-            if (state == ncclSuccess) {
-                static_cast<void>(ncclCommDestroy(comm_));
-                return;
-            }
+        if (comm_ && broken_.empty()) {
+            busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
+            static_cast<void>(ncclCommFinalize(comm_));
+            busy_until_ = 0;
         }
-        static_cast<void>(ncclCommAbort(comm_));
+        watching_ = false;
+        if (watchdog_.joinable()) watchdog_.join();
+        if (comm_ && !aborted_) static_cast<void>(broken_.empty() ? ncclCommDestroy(comm_) : ncclCommAbort(comm_));
     }
 
     int rank() const { return rank_; }
     int ranks() const { return ranks_; }
     int device() const { return device_; }
     std::chrono::milliseconds deadline() const { return deadline_; }
-    ncclComm_t get() const { return comm_; }
+    /// Returns NCCL's handle, or null after an abort.
+    ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
     /// Says that this rank begins a call that all ranks make. Throws if the communicator is broken.
@@ -125,18 +116,23 @@ public:
         present_->begin_call();
     }
 
-    /// Waits until NCCL has done what `result` was returned for. Throws `cpx::error`, after an abort, if it fails or
-    /// the deadline passes.
-    void settle(ncclResult_t result, char const* call, caller here = caller::here()) {
-        auto const end = clock::now() + deadline_;
-        while (result == ncclInProgress) {
-            if (comm_ && ncclCommGetAsyncError(comm_, &result) != ncclSuccess) result = ncclInternalError;
-            if (result != ncclInProgress) break;
-            if (clock::now() > end) fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
-        }
-        if (result != ncclSuccess && result != ncclInProgress)
-            fail(call, std::string("success, not ") + ncclGetErrorString(result) + " (" + ncclGetLastError(comm_) + ')',
+    /// Runs `f()`, a call of NCCL's that may wait for other ranks, and returns its result. Throws `cpx::error` if the
+    /// deadline passes; then the communicator has been aborted.
+    template <class F>
+    ncclResult_t outcome(char const* call, F&& f, caller here = caller::here()) {
+        require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
+        busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
+        ncclResult_t const result = f();
+        busy_until_ = 0;
+        if (aborted_) fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
+        return result;
+    }
+    /// The same; throws `cpx::error` unless the result is success.
+    template <class F>
+    void call(char const* name, F&& f, caller here = caller::here()) {
+        ncclResult_t const result = outcome(name, std::forward<F>(f), here);
+        if (result != ncclSuccess)
+            fail(name, std::string("success, not ") + ncclGetErrorString(result) + " (" + ncclGetLastError(comm_) + ')',
                  here);
     }
 
@@ -150,8 +146,8 @@ public:
             if (state != cudaErrorNotReady)
                 fail("stream", std::string("success, not ") + cudaGetErrorString(state), here);
             ncclResult_t result = ncclSuccess;
-            if (round % 64 == 0 && ncclCommGetAsyncError(comm_, &result) == ncclSuccess && result != ncclSuccess &&
-                result != ncclInProgress)
+            if (round % 64 == 0 && !aborted_ && ncclCommGetAsyncError(comm_, &result) == ncclSuccess &&
+                result != ncclSuccess && result != ncclInProgress)
                 fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
             if (clock::now() > end) fail("stream", "an end within " + std::to_string(deadline_.count()) + " ms", here);
             if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -170,7 +166,9 @@ public:
         cuda(cudaMalloc(reinterpret_cast<void**>(&memory), total + bytes), "cudaMalloc");
         cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
         cuda(cudaMemcpyAsync(memory + total, mine, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
-        settle(ncclAllGather(memory + total, memory, bytes, ncclInt8, comm_, stream), "ncclAllGather", here);
+        call(
+            "ncclAllGather", [&] { return ncclAllGather(memory + total, memory, bytes, ncclInt8, comm_, stream); },
+            here);
         wait(stream, here);
         cuda(cudaMemcpyAsync(all, memory, total, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
         wait(stream, here);
@@ -182,26 +180,62 @@ public:
     [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here()) {
         std::string const missing = present_->missing();
         broken_ = std::string(what) + " failed before";
-        if (comm_) static_cast<void>(ncclCommAbort(std::exchange(comm_, nullptr)));
+        if (comm_ && !aborted_.exchange(true)) static_cast<void>(ncclCommAbort(comm_));
         throw error("nccl", what, expected,
                     missing.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + missing,
                     here);
     }
 
 private:
-    nccl(int rank, int ranks, std::chrono::milliseconds deadline, std::string const& page, caller here)
-        : rank_(rank), ranks_(ranks), deadline_(deadline) {
+    /// What the thread that joins leaves behind. NCCL does not give up joining, so that thread may outlive this object.
+    struct joining {
+        std::mutex guard;
+        std::condition_variable changed;
+        bool done = false, abandoned = false;
+        ncclResult_t result = ncclInProgress;
+        ncclComm_t comm = nullptr;
+    };
+
+    nccl(int rank, int ranks, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here)
+        : rank_(rank), ranks_(ranks), deadline_(deadline), joining_(std::make_shared<joining>()) {
         require(ranks > 0 && rank >= 0 && rank < ranks, "nccl", "rank", "0 to " + std::to_string(ranks - 1), rank,
                 here);
         require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
-        present_ = std::make_unique<roll_call>(page, rank, ranks);
+        present_ = std::make_unique<roll_call>(page_name(id), rank, ranks);
+        std::thread([state = joining_, id, rank, ranks, device = device_] {
+            ncclComm_t comm = nullptr;
+            ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+            config.blocking = 1;
+            ncclResult_t result = ncclUnhandledCudaError;
+            if (cudaSetDevice(device) == cudaSuccess) result = ncclCommInitRankConfig(&comm, ranks, id, rank, &config);
+            std::lock_guard const lock(state->guard);
+            state->result = result;
+            state->comm = comm;
+            state->done = true;
+            if (state->abandoned && result == ncclSuccess) static_cast<void>(ncclCommAbort(comm));
+            state->changed.notify_all();
+        }).detach();
     }
 
-    static ncclConfig_t nonblocking() {
-        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-        config.blocking = 0;
-        return config;
+    void join(caller here) {
+        std::unique_lock lock(joining_->guard);
+        bool const done = joining_->changed.wait_for(lock, deadline_, [&] { return joining_->done; });
+        joining_->abandoned = !done;
+        if (!done) fail("ncclCommInitRankConfig", "an end within " + std::to_string(deadline_.count()) + " ms", here);
+        if (joining_->result != ncclSuccess)
+            fail("ncclCommInitRankConfig", std::string("success, not ") + ncclGetErrorString(joining_->result), here);
+        comm_ = joining_->comm;
+        if (rank_ == 0) present_->forget();
+        watchdog_ = std::thread([this] {
+            while (watching_) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                auto const until = busy_until_.load();
+                if (until != 0 && clock::now().time_since_epoch().count() > until && !aborted_.exchange(true))
+                    static_cast<void>(ncclCommAbort(comm_));
+            }
+        });
     }
+
     static std::string page_name(ncclUniqueId const& id) {
         std::uint64_t hash = 14695981039346656037ull;
         for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
@@ -217,16 +251,16 @@ private:
                 std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
         return static_cast<int>(value);
     }
-    void joined() {
-        if (rank_ == 0) present_->forget();
-    }
-
     int rank_, ranks_, device_ = 0;
     std::chrono::milliseconds deadline_;
     ncclComm_t comm_ = nullptr;
     std::unique_ptr<roll_call> present_;
     std::unordered_set<std::uint64_t> agreed_;
     std::string broken_;
+    std::shared_ptr<joining> joining_;
+    std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended, 0 if there is none
+    std::atomic<bool> aborted_ = false, watching_ = true;
+    std::thread watchdog_;
 };
 
 } // namespace cpx

@@ -37,11 +37,13 @@ public:
         wanted.lsaBarrierCount = 1;
         ncclDevComm device;
         bool can = comm.ranks() <= kernels::most_ranks;
-        if (can && ncclDevCommCreate(comm.get(), &wanted, &device) == ncclSuccess) {
+        can = can && comm.outcome(
+                         "ncclDevCommCreate", [&] { return ncclDevCommCreate(comm.get(), &wanted, &device); }, here) ==
+                         ncclSuccess;
+        if (can) {
             can = device.lsaSize == comm.ranks();
-            static_cast<void>(ncclDevCommDestroy(comm.get(), &device));
-        } else {
-            can = false;
+            comm.call(
+                "ncclDevCommDestroy", [&] { return ncclDevCommDestroy(comm.get(), &device); }, here);
         }
         std::vector<char> all(static_cast<std::size_t>(comm.ranks()));
         char const mine = can;
@@ -66,11 +68,13 @@ public:
 
         std::size_t const flags = static_cast<std::size_t>(blocks) * static_cast<std::size_t>(comm.ranks()) * 4;
         std::size_t const total = (static_cast<std::size_t>(bytes_) + flags + 4095) / 4096 * 4096;
-        comm.settle(ncclMemAlloc(&memory_, total), "ncclMemAlloc", here);
+        comm.call(
+            "ncclMemAlloc", [&] { return ncclMemAlloc(&memory_, total); }, here);
         cuda(cudaMemset(memory_, 0, total), "cudaMemset", here);
-        comm.settle(ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC),
-                    "ncclCommWindowRegister", here);
-        comm.settle(ncclInProgress, "ncclCommWindowRegister", here);
+        comm.call(
+            "ncclCommWindowRegister",
+            [&] { return ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC); },
+            here);
 
         void** pointers = nullptr;
         std::array<void*, kernels::most_ranks> host{};
@@ -100,7 +104,11 @@ public:
     nccl_window& operator=(nccl_window const&) = delete;
     ~nccl_window() {
         static_cast<void>(cudaDeviceSynchronize());
-        if (window_ && comm_.get()) static_cast<void>(ncclCommWindowDeregister(comm_.get(), window_));
+        try {
+            if (window_ && comm_.get())
+                comm_.call("ncclCommWindowDeregister", [&] { return ncclCommWindowDeregister(comm_.get(), window_); });
+        } catch (error const&) { // a peer is gone; what was shared with it is freed with the process
+        }
         if (memory_) static_cast<void>(ncclMemFree(memory_));
         static_cast<void>(cudaFree(meeting_.epochs));
         static_cast<void>(cudaFreeHost(meeting_.missing));
