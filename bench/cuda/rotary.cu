@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary embedding and rows moved by a list, beside a copy on the device. Bytes are those of the 32-byte sectors touched.
+#include <cpx/cuda/rotary.hpp>
+
+#include <cmath>
+#include <cstdio>
+
+namespace {
+
+using cpx::index;
+using cpx::rows;
+using cpx::cuda::buffer;
+namespace cuda = cpx::cuda;
+
+/// Returns a number that looks random, from -4 to 4.
+__host__ __device__ float value_at(index i) {
+    auto z = static_cast<std::uint64_t>(i + 1) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
+    return static_cast<float>(static_cast<std::int32_t>(z >> 32)) * 0x1p-29f;
+}
+
+template <class T>
+__global__ void fill_values(T* to, index count) {
+    index const step = static_cast<index>(gridDim.x) * blockDim.x;
+    for (index i = static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
+        to[i] = static_cast<T>(value_at(i));
+}
+template <class T>
+void fill(buffer<T> const& to) {
+    fill_values<<<1024, 256>>>(to.data(), to.size());
+    cuda::check(cudaDeviceSynchronize(), "fill_values");
+}
+template <class T>
+void poison(buffer<T> const& to) {
+    cuda::check(cudaMemset(to.data(), 0xff, static_cast<std::size_t>(to.size()) * sizeof(T)), "cudaMemset");
+    cuda::check(cudaDeviceSynchronize(), "cudaMemset");
+}
+template <class T>
+std::vector<float> part(buffer<T> const& from, index first, index count) {
+    std::vector<T> values(static_cast<std::size_t>(count));
+    cuda::check(cudaMemcpy(values.data(), from.data() + first, values.size() * sizeof(T), cudaMemcpyDeviceToHost),
+                "cudaMemcpy");
+    return {values.begin(), values.end()};
+}
+template <class T>
+float rounded(float value) {
+    return static_cast<float>(static_cast<T>(value));
+}
+
+/// Returns the milliseconds of one of `calls` calls that `f()` makes: 20 replays of a graph, the median of 7 rounds.
+template <class F>
+float milliseconds(cuda::stream const& stream, int calls, F&& f) {
+    cuda::graph const graph(stream, f);
+    cuda::event begin, end;
+    for (int i = 0; i < 3; ++i) graph.launch(stream);
+    std::vector<float> times;
+    for (int round = 0; round < 7; ++round) {
+        begin.record(stream);
+        for (int i = 0; i < 20; ++i) graph.launch(stream);
+        end.record(stream);
+        times.push_back(end.since(begin) / static_cast<float>(20 * calls));
+    }
+    std::ranges::sort(times);
+    return times[3];
+}
+
+double copy_speed = 0; // bytes a second, read and written
+
+void print(std::string const& name, float ms, double bytes, double error, double allowed) {
+    double const speed = bytes / (ms * 1e-3);
+    std::printf("%-58s %9.4f ms %8.1f GB/s %6.1f %% of copy  error %.1e %s\n", name.c_str(), ms, speed * 1e-9,
+                100 * speed / copy_speed, error, error <= allowed ? "ok" : "WRONG");
+}
+
+enum class from { list, three_axes, segments };
+
+/// q and k of `tokens` rows, two sets of them in turn, so that no cache holds what comes next.
+template <class T>
+void rotate(cuda::stream const& stream, char const* name, index tokens, index q_heads, index k_heads, index head_dim,
+            index half, bool in_place, from kind = from::list, bool backward = false) {
+    std::vector<double> frequencies;
+    for (index i = 0; i < half; ++i)
+        frequencies.push_back(std::pow(1e7, -static_cast<double>(i) / static_cast<double>(half)));
+    auto const axes = kind == from::three_axes ? cuda::rotary_axes({half - 2 * (half / 3), half / 3, half / 3},
+                                                                   cuda::axis_order::interleaved)
+                                               : std::vector<int>();
+    cuda::rotary_pairs const pairs(frequencies, axes);
+    std::vector<std::int64_t> host(static_cast<std::size_t>(3 * tokens));
+    for (index axis = 0; axis < 3; ++axis)
+        for (index row = 0; row < tokens; ++row)
+            host[static_cast<std::size_t>(axis * tokens + row)] = (row * 31 + axis * 1009) % 1000000;
+    std::vector<cpx::segment> segments;
+    if (kind == from::segments)
+        for (index row = 0, count = 0; row < tokens; row += count) {
+            count = std::min(tokens - row, tokens / 11 + 1);
+            segments.push_back({0, row * 7, row, count});
+            for (index i = 0; i < count; ++i) host[static_cast<std::size_t>(row + i)] = row * 7 + i;
+        }
+    buffer<std::int64_t> const list{std::span<std::int64_t const>(host)};
+    cuda::segment_table const table(segments);
+    cuda::rotary_positions const positions =
+        kind == from::segments ? cuda::rotary_positions(table)
+        : kind == from::list
+            ? cuda::rotary_positions(std::span<std::int64_t const>(list.data(), static_cast<std::size_t>(tokens)))
+            : cuda::rotary_positions(rows<std::int64_t const>(list.data(), 3, tokens));
+
+    index const widths[] = {q_heads * head_dim, k_heads * head_dim};
+    std::vector<buffer<T>> x, y;
+    std::vector<cuda::rotated<T>> sets[2];
+    for (auto& set : sets)
+        for (index const width : widths) {
+            x.emplace_back(tokens * width), fill(x.back());
+            if (!in_place) y.emplace_back(tokens * width), poison(y.back());
+            set.push_back({rows<T const>(x.back().data(), tokens, width),
+                           rows<T>((in_place ? x : y).back().data(), tokens, width)});
+        }
+    auto const call = [&](std::vector<cuda::rotated<T>> const& set) {
+        if (backward)
+            cuda::rotary_backward(std::span<cuda::rotated<T> const>(set), head_dim, pairs, positions, stream);
+        else
+            cuda::rotary(std::span<cuda::rotated<T> const>(set), head_dim, pairs, positions, stream);
+    };
+
+    call(sets[0]);
+    stream.synchronize();
+    double error = 0; // in units of what T and 2e-6 of the inputs allow
+    for (index sample = 0; sample < 64; ++sample)
+        for (std::size_t t = 0; t < 2; ++t) {
+            index const row = sample * 7919 % tokens;
+            auto const found = part((in_place ? x : y)[t], row * widths[t], widths[t]);
+            for (index c = 0; c < widths[t]; ++c) {
+                index const channel = c % head_dim, pair = channel % std::max<index>(half, 1);
+                double const self = rounded<T>(value_at(row * widths[t] + c));
+                double exact = self, other = 0;
+                if (channel < 2 * half) {
+                    other = rounded<T>(value_at(row * widths[t] + (channel < half ? c + half : c - half)));
+                    index const axis = axes.empty() ? 0 : axes[static_cast<std::size_t>(pair)];
+                    double const angle = static_cast<double>(host[static_cast<std::size_t>(axis * tokens + row)]) *
+                                         frequencies[static_cast<std::size_t>(pair)] * (backward ? -1 : 1);
+                    exact = self * std::cos(angle) + (channel < half ? -other : other) * std::sin(angle);
+                }
+                double const ulp = std::same_as<T, float> ? 0x1p-24 : std::same_as<T, __half> ? 0x1p-11 : 0x1p-8;
+                double const difference = std::abs(found[static_cast<std::size_t>(c)] - exact);
+                double const share =
+                    difference / (1.0001 * ulp * std::abs(exact) + 2e-6 * (std::abs(self) + std::abs(other)) + 1e-30);
+                error = share <= error ? error : share; // NaN stays
+            }
+        }
+    float const ms = milliseconds(stream, 2, [&] { call(sets[0]), call(sets[1]); });
+    double const channels = static_cast<double>(in_place ? 2 * half : head_dim);
+    double const bytes = static_cast<double>(tokens * (q_heads + k_heads)) * channels * sizeof(T) * 2 +
+                         static_cast<double>(tokens) * (kind == from::segments ? 0
+                                                        : kind == from::list   ? 8
+                                                                               : 24);
+    print(name, ms, bytes, error, 1);
+}
+
+template <class T>
+void move(cuda::stream const& stream, index count, index width) {
+    std::vector<std::int32_t> shuffled(static_cast<std::size_t>(count));
+    for (index i = 0; i < count; ++i)
+        shuffled[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i * 7919 % count); // coprime: a permutation
+    buffer<std::int32_t> const list{std::span<std::int32_t const>(shuffled)};
+    std::span<std::int32_t const> const numbers(list.data(), shuffled.size());
+    buffer<T> const x(count * width), y(count * width);
+    rows<T> const a(x.data(), count, width), b(y.data(), count, width);
+    auto const check = [&](bool scatters, bool adds) {
+        double error = 0;
+        for (index sample = 0; sample < 64; ++sample) {
+            index const i = sample * 6151 % count, row = shuffled[static_cast<std::size_t>(i)];
+            auto const found = part(y, (scatters ? row : i) * width, width);
+            for (index c = 0; c < width; ++c) {
+                float expected = rounded<T>(value_at((scatters ? i : row) * width + c));
+                if (adds) expected = rounded<T>(expected + rounded<T>(value_at(row * width + c)));
+                double const difference = std::abs(found[static_cast<std::size_t>(c)] - expected);
+                error = difference <= error ? error : difference; // NaN stays
+            }
+        }
+        return error;
+    };
+    std::string const shape = " " + std::to_string(count) + " x " + std::to_string(width) + ", " +
+                              std::to_string(sizeof(T)) + " bytes an element";
+    double const bytes = static_cast<double>(count * width) * sizeof(T),
+                 numbers_read = 4.0 * static_cast<double>(count);
+    auto const time = [&](char const* name, double traffic, bool scatters, bool adds, auto&& f) {
+        fill(x);
+        adds ? fill(y) : poison(y);
+        f();
+        stream.synchronize();
+        double const error = check(scatters, adds);
+        print(name + shape, milliseconds(stream, 1, f), traffic, error, 0);
+    };
+    time("gather", 2 * bytes + numbers_read, false, false, [&] { cuda::gather_rows(a, numbers, b, stream); });
+    time("scatter", 2 * bytes + numbers_read, true, false,
+         [&] { cuda::scatter_rows(a, numbers, b, cuda::other_rows::stay, stream); });
+    time("scatter, others zero", 3 * bytes + numbers_read, true, false,
+         [&] { cuda::scatter_rows(a, numbers, b, cuda::other_rows::zeros, stream); });
+    time("scatter and add", 3 * bytes + numbers_read, true, true,
+         [&] { cuda::scatter_add_rows(a, numbers, std::span<std::int32_t const>(), b, stream); });
+}
+
+} // namespace
+
+int main() {
+    if (cuda::devices() == 0) {
+        std::printf("cpx: no GPU\n");
+        return 0;
+    }
+    using bf16 = __nv_bfloat16;
+    cuda::stream const stream;
+    {
+        std::size_t const bytes = std::size_t{1} << 30;
+        buffer<char> const a(1 << 30), b(1 << 30);
+        float const ms = milliseconds(stream, 1, [&] {
+            cuda::check(cudaMemcpyAsync(a.data(), b.data(), bytes, cudaMemcpyDeviceToDevice, stream),
+                        "cudaMemcpyAsync");
+        });
+        copy_speed = 2 * static_cast<double>(bytes) / (ms * 1e-3);
+        std::printf("copy of 1 GiB on the device: %.4f ms, %.1f GB/s read and written\n", ms, copy_speed * 1e-9);
+    }
+    rotate<bf16>(stream, "32768 rows, 16 + 2 heads, 64 of 256, bf16, in place", 32768, 16, 2, 256, 32, true);
+    rotate<bf16>(stream, "  of segments", 32768, 16, 2, 256, 32, true, from::segments);
+    rotate<bf16>(stream, "  interleaved axes", 32768, 16, 2, 256, 32, true, from::three_axes);
+    rotate<bf16>(stream, "  backward", 32768, 16, 2, 256, 32, true, from::list, true);
+    rotate<bf16>(stream, "  elsewhere: all channels move", 32768, 16, 2, 256, 32, false);
+    rotate<__half>(stream, "  half", 32768, 16, 2, 256, 32, true);
+    rotate<float>(stream, "  float", 32768, 16, 2, 256, 32, true);
+    rotate<bf16>(stream, "131072 rows, 16 + 2 heads, 64 of 256, bf16, in place", 131072, 16, 2, 256, 32, true);
+    rotate<bf16>(stream, "32768 rows, 32 + 8 heads, 128 of 128, bf16, in place", 32768, 32, 8, 128, 64, true);
+    rotate<bf16>(stream, "32768 rows, 32 + 8 heads, 128 of 128, bf16, elsewhere", 32768, 32, 8, 128, 64, false);
+    rotate<bf16>(stream, "4096 rows, 16 + 2 heads, 64 of 256, bf16, in place", 4096, 16, 2, 256, 32, true);
+    rotate<bf16>(stream, "64 rows, 16 + 2 heads, 64 of 256, bf16, in place", 64, 16, 2, 256, 32, true);
+    rotate<bf16>(stream, "1 row, 16 + 2 heads, 64 of 256, bf16, in place", 1, 16, 2, 256, 32, true);
+    move<bf16>(stream, 65536, 2048);
+    move<bf16>(stream, 65536, 2047);
+    move<float>(stream, 1 << 20, 64);
+    move<float>(stream, 128, 1 << 20);
+    return 0;
+}

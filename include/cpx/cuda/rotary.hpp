@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary position embedding on the GPU: ordinary and multimodal positions, several tensors at once.
+#pragma once
+
+#include <cpx/cuda/row_gather.hpp>
+#include <cpx/plan/segments.hpp>
+
+#include <cpx/rotary.cuh>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+namespace cpx::cuda {
+
+/// How the pairs of a head are given to the axes of multimodal positions: time, height, width.
+enum class axis_order {
+    sectioned,   ///< the pairs of an axis stand side by side: Qwen2-VL, Qwen2.5-VL
+    interleaved, ///< pair i belongs to axis i % 3 while i < 3 * section[i % 3], then to time: Qwen3-VL, Qwen3.5
+};
+
+/// Returns the axis of every pair, 0 to 2, for `mrope_section` of a model's settings.
+///
+/// Throws `cpx::error` if a section is negative. Source: Hugging Face transformers, apply_multimodal_rotary_pos_emb of
+/// Qwen2-VL and apply_interleaved_mrope of Qwen3-VL.
+inline std::vector<int> rotary_axes(std::array<index, 3> section, axis_order order, caller here = caller::here()) {
+    require(std::ranges::min(section) >= 0, "rotary_axes", "section", "not negative", std::ranges::min(section), here);
+    std::vector<int> axes;
+    for (index i = 0; i < section[0] + section[1] + section[2]; ++i)
+        if (order == axis_order::sectioned)
+            axes.push_back((i >= section[0]) + (i >= section[0] + section[1]));
+        else
+            axes.push_back(i < 3 * section[static_cast<std::size_t>(i % 3)] ? static_cast<int>(i % 3) : 0);
+    return axes;
+}
+
+/// What turns the pairs of every head, in memory of the device that is current when it is made; made once a model.
+class rotary_pairs {
+public:
+    /// `frequencies`: radians from one position to the next, a pair each, as of `rotary_frequencies`; channel i of a
+    /// head is paired with i + frequencies.size(). axes: of `rotary_axes`, none for ordinary positions.
+    ///
+    /// `rotary_frequencies<double>` gives the angles of the formula, `rotary_frequencies<float>` made double those of
+    /// transformers, which differ by position * 1e-8. Throws `cpx::error` if a frequency is negative or not finite, or
+    /// if there is not an axis from 0 to 2 for every pair.
+    explicit rotary_pairs(std::span<double const> frequencies, std::span<int const> axes = {},
+                          caller here = caller::here()) {
+        std::vector<std::uint64_t> turns;
+        for (double const f : frequencies) {
+            require(f >= 0 && std::isfinite(f), "rotary_pairs", "frequency", "0 or more", f, here);
+            turns.push_back(static_cast<std::uint64_t>(std::ldexp(std::fmod(f / (2 * std::numbers::pi), 1.0), 64)));
+        }
+        require(axes.empty() || axes.size() == turns.size(), "rotary_pairs", "number of axes", turns.size(),
+                axes.size(), here);
+        std::vector<std::uint8_t> bytes;
+        for (int const axis : axes) {
+            require(axis >= 0 && axis < 3, "rotary_pairs", "axis", "0 to 2", axis, here);
+            bytes.push_back(static_cast<std::uint8_t>(axis));
+        }
+        turns_ = buffer<std::uint64_t>(std::span<std::uint64_t const>(turns), here);
+        axes_ = buffer<std::uint8_t>(std::span<std::uint8_t const>(bytes), here);
+    }
+
+    index size() const { return turns_.size(); }
+    bool multimodal() const { return axes_.size() > 0; }
+    std::uint64_t const* turns() const { return turns_.data(); }
+    std::uint8_t const* axes() const { return axes_.data(); }
+
+private:
+    buffer<std::uint64_t> turns_;
+    buffer<std::uint8_t> axes_;
+};
+
+/// A rank's segments in the device's memory, from which kernels compute the token of every row.
+class segment_table {
+public:
+    /// Room for `capacity` segments, at least those given. Throws `cpx::error` if the segments' rows do not follow
+    /// each other from 0.
+    explicit segment_table(std::vector<segment> const& segments, index capacity = 0, caller here = caller::here())
+        : begins_(std::max({capacity, std::ssize(segments), index{1}}), here) {
+        write(segments, here);
+    }
+
+    /// Replaces the segments: a graph that was captured with this table computes their tokens from now on. It does so
+    /// for as many rows as it was captured with; rows behind the last segment hold no token. Not to be called while the
+    /// device reads the table. Throws `cpx::error` as above, or if there is no room.
+    void write(std::vector<segment> const& segments, caller here = caller::here()) {
+        require(std::ssize(segments) <= begins_.size(), "segment_table", "segments",
+                "at most " + std::to_string(begins_.size()), segments.size(), here);
+        std::vector<kernels::segment_begin> list;
+        index row = 0;
+        for (segment const& s : segments) {
+            require(s.row == row && s.count >= 0, "segment_table", "first row of a segment", row, s.row, here);
+            list.push_back({s.row, s.token});
+            row += s.count;
+        }
+        list.resize(static_cast<std::size_t>(begins_.size()), {std::numeric_limits<index>::max(), 0});
+        begins_.write(list, here);
+        rows_ = row;
+    }
+
+    index rows() const { return rows_; }
+    kernels::segment_begin const* data() const { return begins_.data(); }
+    index capacity() const { return begins_.size(); }
+
+private:
+    buffer<kernels::segment_begin> begins_;
+    index rows_ = 0;
+};
+
+/// Positions of rows on the device: one a row, three a row as (3, rows), or the tokens of a table of segments.
+///
+/// Owns nothing. Three a row for pairs that have axes; one a row counts for all axes.
+class rotary_positions {
+public:
+    rotary_positions(std::span<std::int64_t const> list) : rotary_positions(rows(list.data(), 1, std::ssize(list))) {}
+    rotary_positions(std::span<std::int32_t const> list) : rotary_positions(rows(list.data(), 1, std::ssize(list))) {}
+    rotary_positions(rows<std::int64_t const> axes) : rotary_positions(axes.count(), axes.width()) {
+        view_.wide = axes.data();
+        view_.axis_stride = axes.count() > 1 ? axes.stride() : 0;
+    }
+    rotary_positions(rows<std::int32_t const> axes) : rotary_positions(axes.count(), axes.width()) {
+        view_.narrow = axes.data();
+        view_.axis_stride = axes.count() > 1 ? axes.stride() : 0;
+    }
+    rotary_positions(segment_table const& table) : rotary_positions(1, table.rows()) {
+        view_.segments = table.data();
+        view_.segment_count = static_cast<int>(table.capacity());
+    }
+
+    index axes() const { return axes_; }
+    index count() const { return count_; }
+    kernels::row_positions const& view() const { return view_; }
+
+private:
+    rotary_positions(index axes, index count) : axes_(axes), count_(count) {}
+
+    index axes_, count_;
+    kernels::row_positions view_{};
+};
+
+/// A tensor to rotate: rows of heads side by side, and where the result goes; y may be x.
+template <class T>
+struct rotated {
+    rows<T const> x;
+    rows<T> y;
+};
+
+namespace detail {
+
+template <gpu_number T>
+void rotary(char const* where, std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
+            rotary_positions const& positions, float direction, cudaStream_t stream, caller here) {
+    index const half = pairs.size(), element = static_cast<index>(sizeof(T)), most = kernels::most_rotated;
+    require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", "1 to " + std::to_string(most),
+            tensors.size(), here);
+    require(head_dim > 0 && head_dim <= (1 << 20), where, "head_dim", "1 to 2^20", head_dim, here);
+    require(2 * half <= head_dim, where, "pairs", "at most head_dim / 2", half, here);
+    require(positions.axes() == 1 || (positions.axes() == 3 && (pairs.multimodal() || half == 0)), where,
+            "positions a row", pairs.multimodal() ? "1 or 3" : "1, for pairs have no axes", positions.axes(), here);
+
+    kernels::rotary_call call{};
+    std::uintptr_t all = static_cast<std::uintptr_t>(head_dim * element) | static_cast<std::uintptr_t>(half * element);
+    index heads = 0;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(most); ++i) {
+        call.tensor[i].first_head = static_cast<int>(heads);
+        if (i >= tensors.size()) continue;
+        auto const& [x, y] = tensors[i];
+        require_buffer(where, "x", x, here);
+        require_buffer(where, "y", y, here);
+        require(x.count() == positions.count(), where, "rows of x",
+                "as many as positions, " + std::to_string(positions.count()), x.count(), here);
+        require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
+                x.width(), here);
+        require(y.count() == x.count() && y.width() == x.width(), where, "rows and width of y",
+                std::to_string(x.count()) + ", " + std::to_string(x.width()),
+                std::to_string(y.count()) + ", " + std::to_string(y.width()), here);
+        require(y.data() != x.data() || y.stride() == x.stride() || x.count() < 2, where, "stride of y, which is x",
+                x.stride(), y.stride(), here);
+        heads += x.width() / head_dim;
+        require(heads <= (1 << 20), where, "heads", "at most 2^20", heads, here);
+        call.tensor[i] = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()),
+                          x.stride() * element, y.stride() * element, call.tensor[i].first_head};
+        if (x.width() > 0) all |= address(x.data()) | address(y.data()) | row_bytes(x) | row_bytes(y);
+    }
+    if (heads == 0 || positions.count() == 0) return;
+    call.positions = positions.view();
+    call.turns = pairs.turns();
+    call.axes = pairs.axes();
+    call.rows = positions.count();
+    call.heads = static_cast<int>(heads);
+    call.head_bytes = static_cast<int>(head_dim * element);
+    call.half = static_cast<int>(half);
+    call.rotated = static_cast<int>(2 * half);
+    call.direction = direction;
+
+    with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
+        constexpr int at_once = size / static_cast<int>(sizeof(T));
+        // Without pairs there are only channels to copy.
+        index const vectors = half > 0 ? half / at_once : head_dim / at_once;
+        auto const columns = static_cast<unsigned>(std::min<index>(vectors, 128)), rows = 128 / columns;
+        index const threads = call.rows * columns, enough = index{1} << 17;
+        // Few rows: their heads are shared out, so that every multiprocessor has some. Angles are then computed again.
+        index const parts =
+            std::clamp<index>((enough + threads - 1) / threads, 1, std::min<index>((heads + 2) / 3, 65535));
+        call.heads_each = static_cast<int>((heads + parts - 1) / parts);
+        dim3 const grid(static_cast<unsigned>((call.rows + rows - 1) / rows),
+                        static_cast<unsigned>((heads + call.heads_each - 1) / call.heads_each));
+        kernels::rotary<T, at_once><<<grid, dim3(columns, rows), 0, stream>>>(call);
+    });
+    check(cudaGetLastError(), where, here);
+}
+
+} // namespace detail
+
+/// Rotates channel i of every head with channel i + D by its row's angle of pair i, D = pairs.size():
+///
+///     y_i = x_i cos_i - x_{i+D} sin_i,    y_{i+D} = x_{i+D} cos_i + x_i sin_i
+///
+/// x, y: (positions.count(), heads * head_dim), up to four tensors, with heads of their own number. Other channels pass
+/// through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn; rounded once.
+/// 16 bytes at once where beginnings, strides, head_dim and D are multiples of 16 bytes, else a smaller power of two.
+/// Throws `cpx::error` if the shapes do not fit, before anything is launched. Can be captured.
+/// Source: as of the host's `rotary`.
+template <gpu_number T>
+void rotary(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
+            rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
+    detail::rotary<T>("rotary", tensors, head_dim, pairs, positions, 1, stream, here);
+}
+
+/// Computes dx, the y of `rotated`, from dy, its x: rotates by the angles negated. Arguments and errors as in `rotary`.
+template <gpu_number T>
+void rotary_backward(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
+                     rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
+    detail::rotary<T>("rotary_backward", tensors, head_dim, pairs, positions, -1, stream, here);
+}
+
+} // namespace cpx::cuda

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gathers and scatters rows of GPU memory by a list of rows.
+#pragma once
+
+#include <cpx/core/rows.hpp>
+#include <cpx/cuda/runtime.hpp>
+
+#include <cpx/row_gather.cuh>
+
+#include <algorithm>
+#include <bit>
+#include <concepts>
+#include <numeric>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+namespace cpx::cuda {
+
+/// A type of the numbers of a list of rows.
+template <class I>
+concept row_number = std::same_as<I, std::int32_t> || std::same_as<I, std::int64_t>;
+
+/// A type with which the GPU's operators calculate; they do so in float.
+template <class T>
+concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
+
+/// What becomes of the rows that a scatter does not write.
+enum class other_rows { stay, zeros };
+
+namespace detail {
+
+/// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
+inline int vector_bytes(std::initializer_list<std::uintptr_t> places) {
+    std::uintptr_t all = 16;
+    for (std::uintptr_t const place : places) all |= place;
+    return 1 << std::countr_zero(all);
+}
+template <class T>
+std::uintptr_t address(T const* place) {
+    return reinterpret_cast<std::uintptr_t>(place);
+}
+template <class T>
+std::uintptr_t row_bytes(rows<T> r) { // a distance matters from the second row on
+    return r.count() > 1 ? static_cast<std::uintptr_t>(r.stride()) * sizeof(T) : 0;
+}
+
+/// Calls `f` with `bytes`, a power of two from `Least` to 16, as a compile-time number.
+template <int Least, int Bytes = 16, class F>
+void with_bytes(int bytes, F&& f) {
+    if constexpr (Bytes > Least)
+        if (bytes < Bytes) return with_bytes<Least, Bytes / 2>(bytes, f);
+    f(std::integral_constant<int, Bytes>());
+}
+
+/// The type that copies `Bytes` bytes at once.
+template <int Bytes>
+using bytes_at_once = kernels::neighbours<
+    std::conditional_t<Bytes == 1, std::uint8_t, std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>,
+    (Bytes + 3) / 4>;
+
+/// Blocks and threads for `count` rows of `vectors` vectors: `each` a thread, but a warp's neighbours first.
+struct row_shape {
+    dim3 grid, block;
+    row_shape(index count, index vectors, index each) {
+        index const wanted = std::clamp<index>((vectors + each - 1) / each, std::clamp<index>(vectors, 1, 32), 256);
+        auto const columns = std::bit_ceil(static_cast<unsigned>(wanted)), rows = 256 / columns;
+        index const across = (vectors + columns * each - 1) / (columns * each);
+        block = dim3(columns, rows);
+        grid = dim3(static_cast<unsigned>((count + rows - 1) / rows),
+                    static_cast<unsigned>(std::clamp<index>(across, 1, 65535)));
+    }
+};
+
+template <class T>
+void require_buffer(char const* where, char const* what, rows<T> r, caller here) {
+    require(r.count() >= 0 && r.width() >= 0, where, what, "no negative sizes", std::min(r.count(), r.width()), here);
+    require(r.stride() >= r.width() || r.count() < 2, where, (std::string("stride of ") + what).c_str(),
+            "at least the width, " + std::to_string(r.width()), r.stride(), here);
+    require(r.data() || r.count() * r.width() == 0, where, what, "memory of the device", "none", here);
+}
+
+/// Checks the arguments of all operators here; `listed` has a row for every number of the list.
+template <class T, class I, class L>
+void require_listed(char const* where, rows<T const> from, std::span<I const> list, rows<T> to, rows<L> listed,
+                    char const* of, caller here) {
+    require_buffer(where, "from", from, here);
+    require_buffer(where, "to", to, here);
+    require(from.width() == to.width(), where, "width of to", from.width(), to.width(), here);
+    require(std::ssize(list) == listed.count(), where, "numbers in the list",
+            std::string(of) + ", " + std::to_string(listed.count()), list.size(), here);
+}
+
+template <bool Scatter, class T, class I>
+void move_rows(rows<T const> from, I const* list, index count, rows<T> to, cudaStream_t stream, caller here) {
+    index const width = to.width() * static_cast<index>(sizeof(T));
+    if (count == 0 || width == 0) return;
+    int const bytes = vector_bytes({address(from.data()), address(to.data()), row_bytes(from), row_bytes(to)});
+    with_bytes<1>(bytes, [&](auto size) {
+        row_shape const shape(count, width / size, 4);
+        kernels::move_rows<Scatter, bytes_at_once<size>><<<shape.grid, shape.block, 0, stream>>>(
+            kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()), reinterpret_cast<char*>(to.data()),
+                                    list, nullptr, count, Scatter ? to.count() : from.count(), width,
+                                    from.stride() * static_cast<index>(sizeof(T)),
+                                    to.stride() * static_cast<index>(sizeof(T))});
+    });
+    check(cudaGetLastError(), "move_rows", here);
+}
+
+} // namespace detail
+
+/// Copies row list[i] of `from` to row i of `to`; a negative number gives a row of zeros.
+///
+/// from: (any, width), to: (list.size(), width), any element and alignment; list: on the device. They do not overlap.
+/// 16 bytes at once where both buffers' beginnings and strides are multiples of 16, else the largest power of two.
+/// A number that is not below from.count() ends the kernel with an error, which the next call that waits reports.
+/// Throws `cpx::error` if the shapes do not fit, before anything is launched. Can be captured.
+template <class T, row_number I>
+    requires std::is_trivially_copyable_v<T>
+void gather_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, cudaStream_t stream,
+                 caller here = caller::here()) {
+    detail::require_listed<T, I>("gather_rows", from, list, to, to, "the rows of to", here);
+    detail::move_rows<false, T>(from, list.data(), to.count(), to, stream, here);
+}
+
+/// Copies row i of `from` to row list[i] of `to`; a negative number: nowhere. The other rows stay, or become zeros.
+///
+/// The numbers that are not negative differ: of two rows for one place, either may be there in the end.
+/// from: (list.size(), width), to: (any, width); all else as in `gather_rows`, whose gradient this is with `zeros` if
+/// the numbers differ. Cost: with `zeros` all of `to` is written first.
+template <class T, row_number I>
+    requires std::is_trivially_copyable_v<T>
+void scatter_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, other_rows others,
+                  cudaStream_t stream, caller here = caller::here()) {
+    detail::require_listed<T, I>("scatter_rows", from, list, to, from, "the rows of from", here);
+    if (others == other_rows::zeros)
+        detail::move_rows<false, T, I>(rows<T const>(to.data(), 0, to.width()), nullptr, to.count(), to, stream, here);
+    detail::move_rows<true, T>(from, list.data(), from.count(), to, stream, here);
+}
+
+/// Adds rows of `from` to rows of `to`: row order[i], or row i without an order, to row list[i]; a negative number: to
+/// none.
+///
+/// Equal numbers of `list` must stand next to each other, as in a list that is sorted or has no number twice:
+/// `grouped` makes such a list of any other, with its order. Then the bits are the same in every run: a row of `to` is
+/// read once, the rows are added to it in float, i ascending, and the sum is rounded once. Shapes, alignment and errors
+/// as in `scatter_rows`. Cost: reads the rows of `from` once and writes the rows that change; one row's additions are
+/// one after the other.
+template <gpu_number T, row_number I>
+void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, std::span<I const> order,
+                      rows<T> to, cudaStream_t stream, caller here = caller::here()) {
+    detail::require_listed<T, I>("scatter_add_rows", from, list, to, from, "the rows of from", here);
+    require(order.empty() || order.size() == list.size(), "scatter_add_rows", "numbers in the order", list.size(),
+            order.size(), here);
+    if (from.count() == 0 || from.width() == 0) return;
+    int const bytes = detail::vector_bytes(
+        {detail::address(from.data()), detail::address(to.data()), detail::row_bytes(from), detail::row_bytes(to)});
+    detail::with_bytes<sizeof(T)>(bytes, [&](auto size) {
+        constexpr int at_once = size / static_cast<int>(sizeof(T));
+        index const element = static_cast<index>(sizeof(T));
+        detail::row_shape const shape(from.count(), from.width() / at_once, 1);
+        kernels::add_rows<T, at_once><<<shape.grid, shape.block, 0, stream>>>(
+            kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()), reinterpret_cast<char*>(to.data()),
+                                    list.data(), order.empty() ? nullptr : order.data(), from.count(), to.count(),
+                                    from.width(), from.stride() * element, to.stride() * element});
+    });
+    check(cudaGetLastError(), "add_rows", here);
+}
+
+/// A list of rows with equal numbers side by side, and where each of its numbers stood before, ascending where equal.
+template <row_number I>
+struct grouped_rows {
+    std::vector<I> list, order;
+};
+
+/// Returns a list on the host as `scatter_add_rows` wants it: sorted, stably. Cost: O(n log n).
+template <row_number I>
+grouped_rows<I> grouped(std::span<I const> list) {
+    grouped_rows<I> result{{}, std::vector<I>(list.size())};
+    std::iota(result.order.begin(), result.order.end(), I{0});
+    std::ranges::stable_sort(result.order, {}, [&](I i) { return list[static_cast<std::size_t>(i)]; });
+    for (I const i : result.order) result.list.push_back(list[static_cast<std::size_t>(i)]);
+    return result;
+}
+
+} // namespace cpx::cuda

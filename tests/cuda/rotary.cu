@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/cuda/rotary.hpp>
+
+#include <cpx/layout/zigzag.hpp>
+#include <cpx/ops/local/rotary.hpp>
+
+#include <doctest/doctest.h>
+
+#include "gpus.hpp"
+
+#include <support/random.hpp>
+#include <support/rejects.hpp>
+
+#include <cstring>
+#include <deque>
+
+namespace {
+
+using cpx::rows;
+using cpx::cuda::buffer;
+using support::splitmix;
+namespace cuda = cpx::cuda;
+
+template <class T>
+std::span<T const> view(std::vector<T> const& values) {
+    return values;
+}
+
+/// Returns how far a result in T may be from the exact one: its rounding and 2e-6 of what was added.
+template <class T>
+double tolerance(double exact, double added) {
+    double const half_ulp = std::same_as<T, float>    ? 0x1p-24 * std::abs(exact)
+                            : std::same_as<T, __half> ? std::max(0x1p-11 * std::abs(exact), 0x1p-25)
+                                                      : 0x1p-8 * std::abs(exact);
+    return 1.0001 * half_ulp + 2e-6 * added;
+}
+
+/// One tensor of a call: on the host before and after, on the device, with margins that hold NaN.
+template <class T>
+struct tensor {
+    cpx::index count, width, x_stride, y_stride, shift;
+    bool in_place;
+    std::vector<T> x, y;
+    buffer<T> x_device, y_device;
+
+    tensor(splitmix& numbers, cpx::index row_count, cpx::index row_width, bool aligned)
+        : count(row_count), width(row_width), x_stride(width + numbers.between(0, 2) * 8),
+          y_stride(width + numbers.between(0, 2) * 8), shift(aligned ? 0 : numbers.between(0, 3)),
+          in_place(numbers.between(0, 1)) {
+        if (!aligned) x_stride += numbers.between(0, 3), y_stride += numbers.between(0, 3);
+        if (in_place) y_stride = x_stride;
+        x.resize(static_cast<std::size_t>(shift + count * x_stride + 5));
+        y.resize(static_cast<std::size_t>(shift + count * y_stride + 5), static_cast<T>(std::nanf("")));
+        for (T& value : x) value = static_cast<T>(static_cast<float>(numbers.between(-30000, 30000)) / 8000.0f);
+        if (in_place) y = x;
+        x_device = buffer<T>(view(x)), y_device = buffer<T>(view(y));
+    }
+    cuda::rotated<T> arguments() const {
+        T* const to = (in_place ? x_device : y_device).data() + shift;
+        return {rows<T const>(x_device.data() + shift, count, width, x_stride), rows<T>(to, count, width, y_stride)};
+    }
+
+    /// Returns where the device's y is not x rotated by the host in double, or its margins have changed, or "".
+    std::string difference(cpx::index head_dim, rows<double> cos, rows<double> sin, bool backward) const {
+        std::vector<T> const found = (in_place ? x_device : y_device).read();
+        std::vector<double> from(static_cast<std::size_t>(count * width)), to(from.size());
+        rows<double> const a(from.data(), count, width), b(to.data(), count, width);
+        for (cpx::index row = 0; row < count; ++row)
+            for (cpx::index c = 0; c < width; ++c)
+                a(row, c) = static_cast<float>(x[static_cast<std::size_t>(shift + row * x_stride + c)]);
+        if (backward)
+            cpx::rotary_backward<double>(a, head_dim, cos, sin, b);
+        else
+            cpx::rotary<double>(a, head_dim, cos, sin, b);
+        cpx::index const half = cos.width();
+        for (std::size_t i = 0; i < found.size(); ++i) {
+            cpx::index const place = static_cast<cpx::index>(i) - shift;
+            cpx::index const row = place < 0 ? count : place / std::max<cpx::index>(1, y_stride);
+            cpx::index const c = place - row * y_stride, channel = c % head_dim;
+            bool right = std::memcmp(&found[i], &y[i], sizeof(T)) == 0; // a margin
+            double exact = static_cast<float>(y[i]);
+            if (row < count && c < width) {
+                exact = b(row, c);
+                double const value = static_cast<float>(found[i]);
+                if (channel >= 2 * half)
+                    right = value == exact;
+                else {
+                    double const other = a(row, channel < half ? c + half : c - half);
+                    right = std::abs(value - exact) <= tolerance<T>(exact, std::abs(a(row, c)) + std::abs(other));
+                }
+            }
+            if (!right)
+                return "row " + std::to_string(row) + ", column " + std::to_string(c) + " of (" +
+                       std::to_string(count) + ", " + std::to_string(width) + "): expected " + std::to_string(exact) +
+                       ", got " + std::to_string(static_cast<float>(found[i])) + "; strides " +
+                       std::to_string(x_stride) + ", " + std::to_string(y_stride) + ", shift " + std::to_string(shift) +
+                       (in_place ? ", in place" : "");
+        }
+        return "";
+    }
+};
+
+/// Returns rows of a zigzag batch of random lengths on one of its ranks.
+std::vector<cpx::segment> some_segments(splitmix& numbers) {
+    std::vector<cpx::index> lengths;
+    for (cpx::index s = numbers.between(0, 6); s > 0; --s)
+        lengths.push_back(numbers.between(0, 3) * numbers.between(0, 50));
+    int const ranks = static_cast<int>(numbers.between(1, 5));
+    cpx::sharding<cpx::zigzag<>> const sharding(cpx::thd::from_lengths(lengths), cpx::zigzag<>(ranks));
+    return cpx::segments(sharding, static_cast<int>(numbers.between(0, ranks - 1)));
+}
+
+/// One call with everything chosen by `seed`, checked against the host.
+template <class T>
+void one_call(std::uint64_t seed) {
+    splitmix numbers(seed);
+    cuda::stream const stream;
+    static constexpr cpx::index counts[] = {0, 1, 2, 3, 7, 33, 64, 257};
+    static constexpr cpx::index shapes[][2] = {{2, 1},     {2, 0},   {5, 2},  {6, 1},     {16, 8},
+                                               {10, 5},    {64, 32}, {96, 0}, {256, 32},  {128, 64},
+                                               {256, 128}, {80, 12}, {48, 4}, {1032, 516}};
+    auto const [head_dim, half] = shapes[numbers.between(0, 13)];
+    int const kind = static_cast<int>(numbers.between(0, 4)); // 64 bits, 32 bits, segments; 3 of 64, 3 of 32 bits
+    bool const axes = kind > 2 || numbers.between(0, 2) == 0, backward = numbers.between(0, 1);
+    bool const aligned = numbers.between(0, 2) > 0;
+
+    auto const segments = some_segments(numbers);
+    cuda::segment_table const table(segments, numbers.between(0, 10));
+    cpx::index const count = kind == 2 ? table.rows() : counts[numbers.between(0, 7)];
+    std::vector<cpx::index> wide(static_cast<std::size_t>(count * (kind > 2 ? 3 : 1)));
+    for (cpx::index& p : wide) p = numbers.between(0, 1) ? numbers.between(0, 200) : numbers.between(-1000000, 1000000);
+    if (kind == 2) wide = cpx::positions(segments);
+    std::vector<std::int32_t> const narrow(wide.begin(), wide.end());
+    buffer<std::int64_t> const wide_device{view(wide)};
+    buffer<std::int32_t> const narrow_device{view(narrow)};
+    cuda::rotary_positions const positions =
+        kind == 0   ? cuda::rotary_positions(std::span<std::int64_t const>(wide_device.data(), wide.size()))
+        : kind == 1 ? cuda::rotary_positions(std::span<std::int32_t const>(narrow_device.data(), wide.size()))
+        : kind == 2 ? cuda::rotary_positions(table)
+        : kind == 3 ? cuda::rotary_positions(rows<std::int64_t const>(wide_device.data(), 3, count))
+                    : cuda::rotary_positions(rows<std::int32_t const>(narrow_device.data(), 3, count));
+
+    auto const frequencies =
+        cpx::rotary_frequencies<double>({.theta = numbers.between(0, 1) ? 1e4 : 1e7, .rotary_dim = 2 * half});
+    std::vector<int> axis(static_cast<std::size_t>(axes ? half : 0));
+    for (int& a : axis) a = static_cast<int>(numbers.between(0, 2));
+    cuda::rotary_pairs const pairs(frequencies, axis);
+    std::vector<double> c(static_cast<std::size_t>(count * half)), s(c.size());
+    rows<double> const cos(c.data(), count, half), sin(s.data(), count, half);
+    for (cpx::index row = 0; row < count; ++row)
+        for (cpx::index i = 0; i < half; ++i) {
+            cpx::index const a = kind > 2 ? axis[static_cast<std::size_t>(i)] : 0;
+            double const angle = static_cast<double>(wide[static_cast<std::size_t>(a * count + row)]) *
+                                 frequencies[static_cast<std::size_t>(i)];
+            cos(row, i) = std::cos(angle), sin(row, i) = std::sin(angle);
+        }
+
+    static constexpr cpx::index head_counts[] = {0, 1, 2, 3, 5, 16};
+    std::deque<tensor<T>> tensors;
+    std::vector<cuda::rotated<T>> arguments;
+    for (cpx::index n = numbers.between(1, 4); n > 0; --n)
+        arguments.push_back(
+            tensors.emplace_back(numbers, count, head_counts[numbers.between(0, 5)] * head_dim, aligned).arguments());
+    if (backward)
+        cuda::rotary_backward(view(arguments), head_dim, pairs, positions, stream);
+    else
+        cuda::rotary(view(arguments), head_dim, pairs, positions, stream);
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+        std::string const difference = tensors[i].difference(head_dim, cos, sin, backward);
+        REQUIRE_MESSAGE(difference == "", "seed ", seed, ", ", sizeof(T), " bytes, tensor ", i, " of ", tensors.size(),
+                        ", head_dim ", head_dim, ", half ", half, ", kind ", kind, axes ? ", axes" : "",
+                        backward ? ", backward: " : ": ", difference);
+    }
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE("pairs have the axes of transformers") {
+        using order = cuda::axis_order;
+        auto const text = [](std::array<cpx::index, 3> section, order o) {
+            std::string result;
+            for (int const axis : cuda::rotary_axes(section, o)) result += "thw"[axis];
+            return result;
+        };
+        auto const thw = [](int count) {
+            std::string result;
+            for (int i = 0; i < count; ++i) result += "thw";
+            return result;
+        };
+        CHECK(text({24, 20, 20}, order::interleaved) == thw(20) + "tttt");
+        CHECK(text({11, 11, 10}, order::interleaved) == thw(10) + "th");
+        CHECK(text({2, 1, 1}, order::interleaved) == "thwt");
+        CHECK(text({2, 1, 1}, order::sectioned) == "tthw");
+        CHECK(text({16, 24, 24}, order::sectioned) ==
+              std::string(16, 't') + std::string(24, 'h') + std::string(24, 'w'));
+        CHECK(text({0, 0, 0}, order::sectioned).empty());
+        support::rejects({"rotary.cu", "rotary_axes: section: expected not negative, got -1"}, [&] {
+            cuda::rotary_axes({3, -1, 2}, order::sectioned);
+        });
+    }
+
+    TEST_CASE("frequencies, axes and tables that make no sense are refused") {
+        std::vector<double> const two{1, 0.5}, negative{1, -0.5}, none{1, std::nan("")};
+        std::vector<int> const one_axis{0}, axis_3{0, 3};
+        using support::rejects;
+        rejects({"rotary.cu", "rotary_pairs: frequency: expected 0 or more, got -0.5"},
+                [&] { cuda::rotary_pairs const p(negative); });
+        rejects({"rotary_pairs: frequency", "nan"}, [&] { cuda::rotary_pairs const p(none); });
+        rejects({"rotary_pairs: number of axes: expected 2, got 1"},
+                [&] { cuda::rotary_pairs const p(two, one_axis); });
+        rejects({"rotary_pairs: axis: expected 0 to 2, got 3"}, [&] { cuda::rotary_pairs const p(two, axis_3); });
+        if (!has_gpus()) return;
+        cuda::segment_table table({{0, 0, 0, 3}});
+        rejects({"rotary.cu", "segment_table: segments: expected at most 1, got 2"}, [&] {
+            table.write({{0, 0, 0, 3}, {1, 0, 3, 1}});
+        });
+        rejects({"segment_table: first row of a segment: expected 3, got 4"}, [&] {
+            cuda::segment_table const t({{0, 0, 0, 3}, {1, 0, 4, 1}});
+        });
+    }
+
+    TEST_CASE("shapes that do not fit are refused before anything is launched") {
+        cuda::rotary_pairs const pairs(std::span<double const>{}); // needs no memory of a device
+        std::vector<float> memory(100);
+        std::vector<std::int64_t> const list(9);
+        std::span<std::int64_t const> const four(list.data(), 4);
+        auto const shape = [&](cpx::index count, cpx::index width, cpx::index stride) {
+            return rows<float>(memory.data(), count, width, stride);
+        };
+        auto const call = [&](std::vector<cuda::rotated<float>> tensors, cpx::index head_dim, auto positions) {
+            return [&pairs, tensors, head_dim, positions] {
+                cuda::rotary<float>(tensors, head_dim, pairs, positions, nullptr);
+            };
+        };
+        auto const fits = cuda::rotated<float>{shape(4, 6, 6), shape(4, 6, 6)};
+        using support::rejects;
+        rejects({"rotary.cu", "rotary: tensors: expected 1 to 4, got 0"}, call({}, 3, four));
+        rejects({"rotary: tensors: expected 1 to 4, got 5"}, call({fits, fits, fits, fits, fits}, 3, four));
+        rejects({"rotary: head_dim: expected 1 to 2^20, got 0"}, call({fits}, 0, four));
+        rejects({"rotary: rows of x: expected as many as positions, 3, got 4"},
+                call({fits}, 3, std::span<std::int64_t const>(list.data(), 3)));
+        rejects({"rotary: width of x: expected a multiple of head_dim, 4, got 6"}, call({fits}, 4, four));
+        rejects({"rotary: rows and width of y: expected 4, 6, got 4, 3"},
+                call({fits, {shape(4, 6, 6), shape(4, 3, 3)}}, 3, four));
+        rejects({"rotary: stride of y, which is x: expected 6, got 8"},
+                call({{shape(4, 6, 6), shape(4, 6, 8)}}, 3, four));
+        rejects({"rotary: stride of x: expected at least the width, 6, got 5"},
+                call({{shape(4, 6, 5), shape(4, 6, 6)}}, 3, four));
+        rejects({"rotary_backward: head_dim: expected 1 to 2^20, got -1"},
+                [&] { cuda::rotary_backward<float>(std::vector{fits}, -1, pairs, four, nullptr); });
+        if (!has_gpus()) return;
+        std::vector<double> const two{1, 0.5};
+        rows<std::int64_t const> const three(list.data(), 3, 3), two_axes(list.data(), 2, 4);
+        std::vector<int> const axes{0, 1};
+        cuda::rotary_pairs const plain(two), multimodal(two, axes);
+        auto const square = cuda::rotated<float>{shape(3, 6, 6), shape(3, 6, 6)};
+        rejects({"rotary: positions a row: expected 1, for pairs have no axes, got 3"},
+                [&] { cuda::rotary<float>(std::vector{square}, 6, plain, three, nullptr); });
+        rejects({"rotary: positions a row: expected 1 or 3, got 2"},
+                [&] { cuda::rotary<float>(std::vector{fits}, 6, multimodal, two_axes, nullptr); });
+        rejects({"rotary: pairs: expected at most head_dim / 2, got 2"},
+                [&] { cuda::rotary<float>(std::vector{fits}, 3, cuda::rotary_pairs(two), four, nullptr); });
+    }
+
+    TEST_CASE("rotation has the digits of Qwen3-VL's and Qwen2.5-VL's") {
+        if (!has_gpus()) return;
+        std::vector<double> const frequencies{1, 0.1, 0.01, 0.001};
+        std::vector<std::int64_t> const thw{3, 5, 7};
+        std::vector<float> const x{1, 2, 3, 4, 5, 6, 7, 8};
+        buffer<std::int64_t> const positions{view(thw)};
+        cuda::stream const stream;
+        std::pair<cuda::axis_order, std::vector<float>> const known[] = {
+            {cuda::axis_order::interleaved,
+             {-1.695593f, -1.121388f, 2.503053f, 3.975982f, -4.808842f, 6.224346f, 7.192686f, 8.011964f}},
+            {cuda::axis_order::sectioned,
+             {-1.695593f, 0.137552f, 2.646397f, 3.943902f, -4.808842f, 6.323059f, 7.141189f, 8.027804f}}};
+        for (auto const& [order, expected] : known) {
+            cuda::rotary_pairs const pairs(frequencies, cuda::rotary_axes({2, 1, 1}, order));
+            buffer<float> const values{view(x)};
+            rows<float> const row(values.data(), 1, 8);
+            std::vector<cuda::rotated<float>> const tensors{{row, row}};
+            cuda::rotary(view(tensors), 8, pairs, rows<std::int64_t const>(positions.data(), 3, 1), stream);
+            std::vector<float> const found = values.read();
+            for (std::size_t i = 0; i < 8; ++i) CHECK(found[i] == doctest::Approx(expected[i]).epsilon(1e-6));
+        }
+    }
+
+    TEST_CASE("rotation is the host's: any heads, strides, alignment, positions and axes, forward and backward") {
+        if (!has_gpus()) return;
+        for (std::uint64_t seed = 1; seed <= 250; ++seed) {
+            one_call<float>(seed);
+            one_call<__nv_bfloat16>(1000 + seed);
+            one_call<__half>(2000 + seed);
+        }
+    }
+
+    TEST_CASE("a captured rotation follows the segments that are there when it runs, and backward undoes it") {
+        if (!has_gpus()) return;
+        std::vector<double> const frequencies{1, 0.1};
+        cuda::rotary_pairs const pairs(frequencies);
+        cuda::segment_table table({{0, 5, 0, 9}}, 3);
+        std::vector<float> const x(9 * 4, 1);
+        buffer<float> values{view(x)};
+        rows<float> const row(values.data(), 9, 4);
+        std::vector<cuda::rotated<float>> const tensors{{row, row}};
+        cuda::stream const stream;
+        cuda::graph const there(stream, [&] { cuda::rotary(view(tensors), 4, pairs, table, stream); });
+        cuda::graph const back(stream, [&] { cuda::rotary_backward(view(tensors), 4, pairs, table, stream); });
+        for (std::vector<cpx::segment> const& list : {std::vector<cpx::segment>{{0, 5, 0, 9}},
+                                                      {{0, 0, 0, 2}, {1, 3, 2, 4}, {2, 1000000, 6, 3}},
+                                                      {{3, 1, 0, 9}}}) {
+            table.write(list);
+            auto const tokens = cpx::positions(list);
+            there.launch(stream);
+            std::vector<float> const found = values.read();
+            for (std::size_t i = 0; i < 9; ++i)
+                for (std::size_t pair = 0; pair < 2; ++pair) {
+                    double const angle = static_cast<double>(tokens[i]) * frequencies[pair];
+                    CHECK(std::abs(found[i * 4 + pair] - (std::cos(angle) - std::sin(angle))) < 2e-6);
+                    CHECK(std::abs(found[i * 4 + pair + 2] - (std::cos(angle) + std::sin(angle))) < 2e-6);
+                }
+            back.launch(stream);
+            for (float const value : values.read()) CHECK(std::abs(value - 1) < 2e-6);
+            values.write(x);
+        }
+    }
+
+    TEST_CASE("heads lie where 32 bits do not reach") {
+        if (!has_gpus()) return;
+        cpx::index const stride = (cpx::index{5} << 28) + 8, width = 512;
+        std::size_t free = 0, all = 0;
+        REQUIRE(cudaMemGetInfo(&free, &all) == cudaSuccess);
+        if (static_cast<cpx::index>(free) < 3 * 4 * stride) return;
+        buffer<float> far(2 * stride + width);
+        std::vector<float> const ones(static_cast<std::size_t>(width), 1);
+        std::vector<std::int64_t> const list{1, 2, 3};
+        buffer<std::int64_t> const positions{view(list)};
+        for (cpx::index row = 0; row < 3; ++row)
+            REQUIRE(cudaMemcpy(far.data() + row * stride, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice) ==
+                    cudaSuccess);
+        rows<float> const x(far.data(), 3, width, stride);
+        std::vector<cuda::rotated<float>> const tensors{{x, x}};
+        cuda::stream const stream;
+        std::vector<double> const frequencies(64, 1.0);
+        cuda::rotary(view(tensors), 128, cuda::rotary_pairs(frequencies),
+                     std::span<std::int64_t const>(positions.data(), 3), stream);
+        stream.synchronize();
+        for (cpx::index row = 0; row < 3; ++row) {
+            std::vector<float> found(ones.size());
+            REQUIRE(cudaMemcpy(found.data(), far.data() + row * stride, found.size() * 4, cudaMemcpyDeviceToHost) ==
+                    cudaSuccess);
+            double const angle = static_cast<double>(row + 1);
+            for (std::size_t c = 0; c < found.size(); ++c) {
+                double const sign = c % 128 < 64 ? -1 : 1;
+                REQUIRE(std::abs(found[c] - (std::cos(angle) + sign * std::sin(angle))) < 2e-6);
+            }
+        }
+    }
+}
