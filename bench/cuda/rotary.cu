@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding and rows moved by a list, beside a copy on the device. Bytes are those of the 32-byte sectors touched.
+// Rotary embedding and rows moved by a list, beside a copy on the device. Bytes: of the 32-byte sectors touched.
 #include <cpx/cuda/rotary.hpp>
 
 #include <cmath>
