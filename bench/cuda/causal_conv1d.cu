@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// Times the causal convolution of three sequences on one GPU against what copying the same bytes would take.
+#include <cpx/cuda/causal_conv1d.hpp>
+#include <cpx/layout/sequential.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+
+namespace {
+
+using cpx::index, cpx::rows;
+namespace cuda = cpx::cuda;
+
+constexpr index channels = 8192, taps = 4;
+
+/// Returns number `i` of a sequence of numbers in [-1, 1), the same on host and device.
+__host__ __device__ float random_number(std::uint64_t seed, index i) {
+    std::uint64_t z = seed * 0x9e3779b97f4a7c15ull + static_cast<std::uint64_t>(i) * 0xd1342543de82ef95ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return static_cast<float>(static_cast<std::int32_t>((z ^ (z >> 31)) >> 40)) * 0x1p-23f - 1.0f;
+}
+
+template <class T>
+__global__ void fill(T* to, index count, std::uint64_t seed) {
+    for (index i = static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+         i += index{gridDim.x} * blockDim.x)
+        to[i] = static_cast<T>(random_number(seed, i));
+}
+
+template <class T>
+double rounded(std::uint64_t seed, index i) {
+    return static_cast<double>(static_cast<float>(static_cast<T>(random_number(seed, i))));
+}
+
+/// Returns the milliseconds of one of 20 replays of what `f` enqueues, the median of 7 rounds.
+double time_of(cuda::stream const& stream, std::function<void()> const& f) {
+    cuda::graph const graph(stream, f);
+    for (int i = 0; i < 3; ++i) graph.launch(stream);
+    std::vector<double> rounds;
+    for (int round = 0; round < 7; ++round) {
+        cuda::event begin, end;
+        begin.record(stream);
+        for (int i = 0; i < 20; ++i) graph.launch(stream);
+        end.record(stream);
+        rounds.push_back(static_cast<double>(end.since(begin)) / 20);
+    }
+    std::sort(rounds.begin(), rounds.end());
+    return rounds[3];
+}
+
+/// Returns bytes read and written a second by a copy of 1 GiB.
+double copy_rate(cuda::stream const& stream) {
+    index const bytes = index{1} << 30;
+    cuda::buffer<char> const from(bytes), to(bytes);
+    fill<<<1024, 256, 0, stream>>>(reinterpret_cast<float*>(from.data()), bytes / 4, 1);
+    cuda::check(cudaGetLastError(), "fill");
+    double const ms = time_of(stream, [&] {
+        cuda::check(
+            cudaMemcpyAsync(to.data(), from.data(), static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, stream),
+            "cudaMemcpyAsync");
+    });
+    return 2 * static_cast<double>(bytes) / (ms * 1e-3);
+}
+
+struct check {
+    double difference = 0, norm = 0;
+    void add(double got, double expected) {
+        difference += (got - expected) * (got - expected);
+        norm += expected * expected;
+    }
+    double error() const { return std::sqrt(difference / norm); }
+};
+
+template <class T>
+class benchmark {
+public:
+    benchmark(char const* type, index count, double rate, cuda::stream const& in)
+        : type_(type), count_(count), rate_(rate), stream_(in),
+          batch_({0, count / 2 + 13, count - count / 8 - 5, count}),
+          sharding_(cpx::shard(batch_, cpx::sequential<1>{})),
+          plan_(halo(sharding_, 0, taps - 1), halo(sharding_, 0, taps - 1, cpx::side::after)), x_(count * channels),
+          dy_(count * channels), y_(count * channels), dx_(count * channels), weight_(channels * taps), bias_(channels),
+          dweight_(channels * taps), dbias_(channels), workspace_(cuda::causal_conv1d_workspace(plan_, channels)) {
+        random(x_, 1);
+        random(dy_, 2);
+        random(weight_, 3);
+        random(bias_, 4);
+    }
+
+    template <int Bytes>
+    void run() {
+        auto const of = [&](cuda::buffer<T> const& b) { return rows<T>(b.data(), count_, channels); };
+        rows<T const> const x = of(x_), dy = of(dy_);
+        rows<T const> const weight(weight_.data(), channels, taps);
+        std::span<T const> const bias(bias_.data(), static_cast<std::size_t>(channels));
+        cuda::causal_conv1d_gradients<T> const to{
+            of(dx_), rows<float>(dweight_.data(), channels, taps),
+            std::span(dbias_.data(), static_cast<std::size_t>(channels)),
+            std::span(workspace_.data(), static_cast<std::size_t>(workspace_.size()))};
+        auto const forward = [&] {
+            cuda::causal_conv1d<Bytes>(plan_, x, {}, weight, bias, cuda::activation::silu, of(y_), stream_);
+        };
+        auto const backward = [&] {
+            cuda::causal_conv1d_backward<Bytes>(plan_, x, {}, weight, bias, cuda::activation::silu, dy, {}, {}, to,
+                                                stream_);
+        };
+        poison(y_);
+        poison(dx_);
+        double const forward_ms = time_of(stream_, forward), backward_ms = time_of(stream_, backward);
+        zero(dweight_);
+        zero(dbias_);
+        backward();
+        print("forward", Bytes, forward_ms, 2, check_rows(y_, [&](index row, index c) { return y_at(row, c); }));
+        print("backward", Bytes, backward_ms, 3,
+              std::max(check_rows(dx_, [&](index row, index c) { return dx_at(row, c); }), check_sums()));
+    }
+
+private:
+    template <class B>
+    void random(B const& b, std::uint64_t seed) {
+        fill<<<1024, 256, 0, stream_>>>(b.data(), b.size(), seed);
+        cuda::check(cudaGetLastError(), "fill");
+    }
+    template <class U>
+    void set(cuda::buffer<U> const& b, int byte) {
+        cuda::check(cudaMemsetAsync(b.data(), byte, static_cast<std::size_t>(b.size()) * sizeof(U), stream_),
+                    "cudaMemsetAsync");
+    }
+    template <class U>
+    void poison(cuda::buffer<U> const& b) {
+        set(b, 0xff);
+    }
+    template <class U>
+    void zero(cuda::buffer<U> const& b) {
+        set(b, 0);
+    }
+
+    double z_at(index row, index c) const {
+        index const begin = batch_.offset(batch_.sequence(row));
+        double z = rounded<T>(4, c);
+        for (index j = 0; j < taps; ++j)
+            if (index const from = row - taps + 1 + j; from >= begin)
+                z += rounded<T>(3, c * taps + j) * rounded<T>(1, from * channels + c);
+        return z;
+    }
+    double y_at(index row, index c) const {
+        double const z = z_at(row, c);
+        return z / (1 + std::exp(-z));
+    }
+    double dz_at(index row, index c) const {
+        double const z = z_at(row, c), s = 1 / (1 + std::exp(-z));
+        return rounded<T>(2, row * channels + c) * s * (1 + z * (1 - s));
+    }
+    double dx_at(index row, index c) const {
+        index const end = batch_.offset(batch_.sequence(row) + 1);
+        double dx = 0;
+        for (index j = 0; j < taps && row + taps - 1 - j >= 0; ++j)
+            if (index const later = row + taps - 1 - j; later < end)
+                dx += rounded<T>(3, c * taps + j) * dz_at(later, c);
+        return dx;
+    }
+
+    /// Compares rows around the ends of sequences and others; also looks for NaN in every row.
+    template <class F>
+    double check_rows(cuda::buffer<T> const& got, F&& expected) const {
+        check sum;
+        std::vector<index> sample;
+        for (index s = 0; s <= batch_.sequences(); ++s)
+            for (index row = batch_.offset(s) - 4; row < batch_.offset(s) + 4; ++row) sample.push_back(row);
+        for (index row = 60; row < count_; row += count_ / 24 + 1) sample.push_back(row);
+        stream_.synchronize();
+        auto const all = got.read();
+        bool nan = false;
+        for (T const value : all) nan |= std::isnan(static_cast<float>(value));
+        for (index const row : sample)
+            if (row >= 0 && row < count_)
+                for (index c = 0; c < channels; ++c)
+                    sum.add(static_cast<double>(static_cast<float>(all[static_cast<std::size_t>(row * channels + c)])),
+                            expected(row, c));
+        return nan ? NAN : sum.error();
+    }
+    /// Compares dweight and dbias of some channels.
+    double check_sums() const {
+        stream_.synchronize();
+        auto const dweight = dweight_.read(), dbias = dbias_.read();
+        check sum;
+        for (index c = 0; c < channels; c += 1021) {
+            double expected[taps + 1] = {};
+            for (index row = 0; row < count_; ++row) {
+                double const dz = dz_at(row, c);
+                index const begin = batch_.offset(batch_.sequence(row));
+                expected[taps] += dz;
+                for (index j = 0; j < taps; ++j)
+                    if (index const from = row - taps + 1 + j; from >= begin)
+                        expected[j] += dz * rounded<T>(1, from * channels + c);
+            }
+            for (index j = 0; j < taps; ++j)
+                sum.add(static_cast<double>(dweight[static_cast<std::size_t>(c * taps + j)]), expected[j]);
+            sum.add(static_cast<double>(dbias[static_cast<std::size_t>(c)]), expected[taps]);
+        }
+        return sum.error();
+    }
+
+    void print(char const* what, int bytes, double ms, int tensors, double error) const {
+        double const moved = static_cast<double>(tensors) * static_cast<double>(count_ * channels) * sizeof(T);
+        double const rate = moved / (ms * 1e-3);
+        double const most = sizeof(T) == 2 ? 4e-3 : 1e-5;
+        std::printf("%-9s %6td %-8s %8d %9.4f %8.0f %8.1f%%   %.1e %s\n", type_, static_cast<std::ptrdiff_t>(count_),
+                    what, bytes, ms, rate * 1e-9, 100 * rate / rate_, error, error <= most ? "ok" : "WRONG");
+    }
+
+    char const* type_;
+    index count_;
+    double rate_;
+    cuda::stream const& stream_;
+    cpx::thd batch_;
+    decltype(cpx::shard(cpx::thd(), cpx::sequential<1>{})) sharding_;
+    cuda::conv_plan plan_;
+    cuda::buffer<T> x_, dy_, y_, dx_, weight_, bias_;
+    cuda::buffer<float> dweight_, dbias_, workspace_;
+};
+
+} // namespace
+
+int main() {
+    if (cuda::devices() == 0) return std::printf("cpx: skipped, no GPU\n"), 0;
+    cuda::stream const stream;
+    double const rate = copy_rate(stream);
+    std::printf("copy of 1 GiB: %.0f GB/s read and written\n", rate * 1e-9);
+    std::printf("convolution of %d channels, %d taps, silu, bias, 3 sequences\n", int(channels), int(taps));
+    std::printf("%-9s %6s %-8s %8s %9s %8s %9s   error\n", "elements", "rows", "", "by bytes", "ms", "GB/s", "of copy");
+    for (cpx::index const count : {32768, 8192}) {
+        benchmark<__nv_bfloat16> narrow("bfloat16", count, rate, stream);
+        narrow.run<16>();
+        narrow.run<8>();
+        benchmark<float>("float", count, rate, stream).run<16>();
+    }
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal depthwise convolution of rows in device memory, on any sharding.
+#pragma once
+
+#include <cpx/core/rows.hpp>
+#include <cpx/cuda/conv_plan.hpp>
+
+#include <cpx/causal_conv1d.cuh>
+
+#include <concepts>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+namespace cpx::cuda {
+
+/// What a convolution may hold. Sums are float.
+template <class T>
+concept conv_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
+
+/// Which function follows a convolution.
+enum class activation { none, silu };
+
+namespace detail {
+
+/// How a convolution is cut: a thread walks `strip` rows, a block has `threads.y` strips.
+struct conv_grid {
+    dim3 threads;
+    int strip = 0;
+    index strip_blocks = 0, blocks = 0;
+};
+
+/// Returns a grid of some whole waves of `per_multiprocessor` blocks, whose strips are about `wanted` rows.
+inline conv_grid cut_convolution(index rows, index channels, int vector, index lanes, index per_multiprocessor,
+                                 index wanted, int multiprocessors) {
+    index const in_a_row = (channels + vector - 1) / vector, tiles = (in_a_row + lanes - 1) / lanes;
+    index const together = 128 / lanes; // strips of a block
+    index const resident = per_multiprocessor * multiprocessors, per_wave = resident * together * wanted;
+    index const waves = std::max<index>(1, (rows * tiles + per_wave / 2) / per_wave);
+    index const strips = std::max<index>(1, resident * waves / tiles) * together;
+    index const strip = std::max<index>(16, ((rows + strips - 1) / strips + 3) / 4 * 4);
+    index const blocks = (rows + strip * together - 1) / (strip * together);
+    return {dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(together)), static_cast<int>(strip), blocks,
+            blocks * tiles};
+}
+
+inline conv_grid cut_forward(conv_plan const& plan, index channels, int vector) {
+    index const warps = std::min<index>(4, (channels + 32 * vector - 1) / (32 * vector));
+    return cut_convolution(plan.rows(), channels, vector, 32 * (warps == 3 ? 4 : warps), 3, 64, plan.multiprocessors());
+}
+
+inline conv_grid cut_backward(conv_plan const& plan, index channels, int vector) {
+    return cut_convolution(plan.rows(), channels, vector, 32, vector == 8 ? 2 : 3, 128, plan.multiprocessors());
+}
+
+template <class... P>
+void launch_convolution(void (*kernel)(P...), index blocks, dim3 threads, cudaStream_t in, caller here,
+                        std::type_identity_t<P>... arguments) {
+    require(blocks < index{1} << 31, "cuda::causal_conv1d", "blocks", "less than 2^31", blocks, here);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = threads;
+    config.stream = in;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx", here);
+}
+
+/// Throws `cpx::error` unless `view` is (count, width) of memory. Views without elements may be anything of no rows.
+template <class T>
+void require_conv_rows(char const* where, char const* name, rows<T> view, index count, index width, caller here) {
+    if (count == 0 && view.count() == 0) return;
+    auto const shape = [](index n, index w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
+    require(view.count() == count && view.width() == width, where, (std::string("shape of ") + name).c_str(),
+            shape(count, width), shape(view.count(), view.width()), here);
+    require(view.stride() >= width, where, (std::string("stride of ") + name).c_str(),
+            "at least its width " + std::to_string(width), view.stride(), here);
+    require(view.data() != nullptr || count * width == 0, where, name, "memory", "null", here);
+}
+
+template <class T>
+kernels::conv_rows<T> conv_view(rows<T> view) {
+    return {view.data(), view.stride()};
+}
+
+/// Returns whether every row begins at a multiple of `bytes`.
+template <class T>
+bool every_row_at(index bytes, rows<T> view) {
+    auto const first = static_cast<index>(reinterpret_cast<std::uintptr_t>(view.data()) % 16);
+    return view.count() == 0 || (first | view.stride() * static_cast<index>(sizeof(T))) % bytes == 0;
+}
+
+/// Checks what all calls are given and returns it as the kernels want it.
+template <class T, class W>
+kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows<T const> x, rows<T const> halo,
+                                  rows<W const> weight, std::span<W const> bias, caller here) {
+    static_assert(conv_element<T>, "cpx: causal_conv1d of elements that are not float, __nv_bfloat16 or __half");
+    static_assert(std::same_as<W, float> || std::same_as<W, T>,
+                  "cpx: causal_conv1d with a weight that is neither float nor of the elements of x");
+    index const channels = weight.count();
+    require(weight.width() == plan.taps(), where, "width of weight", plan.taps(), weight.width(), here);
+    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
+    require_conv_rows(where, "weight", weight, channels, plan.taps(), here);
+    require_conv_rows(where, "x", x, plan.rows(), channels, here);
+    require_conv_rows(where, "halo", halo, plan.halo_rows(), channels, here);
+    kernels::conv_input<T> in{};
+    in.rows = plan.rows();
+    in.channels = channels;
+    in.segments = static_cast<int>(plan.segments());
+    in.x = conv_view(x);
+    in.halo = conv_view(halo);
+    in.weight = weight.data();
+    in.bias = bias.empty() ? nullptr : bias.data();
+    in.weight_stride = weight.stride();
+    in.first = plan.first();
+    in.before = plan.before();
+    in.taps = static_cast<int>(plan.taps());
+    in.float_weight = std::same_as<W, float>;
+    return in;
+}
+
+/// Returns whether vectors of `bytes` will do for x, its halo and the weight: that of 4 taps, dense and aligned.
+template <class T, class W>
+bool conv_in_vectors(index bytes, rows<T const> x, rows<T const> halo, rows<W const> weight) {
+    return weight.width() == 4 && weight.stride() == 4 && reinterpret_cast<std::uintptr_t>(weight.data()) % 16 == 0 &&
+           weight.count() * static_cast<index>(sizeof(T)) % bytes == 0 && every_row_at(bytes, x) &&
+           every_row_at(bytes, halo);
+}
+
+/// Calls `f` with std::true_type for silu.
+template <class F>
+void with_activation(activation act, F&& f) {
+    act == activation::silu ? f(std::true_type{}) : f(std::false_type{});
+}
+
+} // namespace detail
+
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
+/// begins. For K from 1 to 8, 4 being fastest; sums are float.
+///
+/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping; halo: what an exchange with the
+/// plan of rows before brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias:
+/// (channels) or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if
+/// K is 4 and all rows begin at multiples of 16 bytes.
+/// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
+///
+/// Throws `cpx::error` on shapes that do not fit, before anything is launched.
+template <int Bytes = 16, class A, class W>
+void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                   std::type_identity_t<std::span<W const>> bias, activation act,
+                   std::type_identity_t<rows<std::remove_const_t<A>>> y, cudaStream_t in,
+                   caller here = caller::here()) {
+    using T = std::remove_const_t<A>;
+    auto given =
+        detail::conv_given<T, std::remove_const_t<W>>("cuda::causal_conv1d", plan, x, halo, weight, bias, here);
+    detail::require_conv_rows("cuda::causal_conv1d", "y", y, plan.rows(), given.channels, here);
+    if (given.rows * given.channels == 0) return;
+    detail::with_activation(act, [&](auto silu) {
+        auto const launch = [&](auto* kernel, int vector) {
+            auto const grid = detail::cut_forward(plan, given.channels, vector);
+            given.strip = grid.strip;
+            detail::launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, detail::conv_view(y));
+        };
+        constexpr int vector = Bytes / static_cast<int>(sizeof(T));
+        if (detail::conv_in_vectors<T, std::remove_const_t<W>>(Bytes, x, halo, weight) &&
+            detail::every_row_at(Bytes, y))
+            launch(kernels::causal_conv1d<T, 4, vector, silu>, vector);
+        else
+            launch(kernels::causal_conv1d<T, 0, 1, silu>, 1);
+    });
+}
+
+/// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
+/// the first half of the backward.
+///
+/// dy: (rows, channels), the gradient of y; edge: (plan.edge_rows(), channels), written, float so that dx has the same
+/// bits on every sharding; the rest as in `causal_conv1d`. Enqueues one kernel, or none if there are no such rows.
+///
+/// Throws `cpx::error` as the forward does, and if the plan has no rows after.
+template <class A, class W>
+void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
+                                 rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
+                                 std::type_identity_t<rows<A const>> dy, rows<float> edge, cudaStream_t in,
+                                 caller here = caller::here()) {
+    using T = std::remove_const_t<A>;
+    char const* const where = "cuda::causal_conv1d_backward_edge";
+    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
+    auto const given = detail::conv_given<T, std::remove_const_t<W>>(where, plan, x, halo, weight, bias, here);
+    detail::require_conv_rows<T const>(where, "dy", dy, plan.rows(), given.channels, here);
+    detail::require_conv_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
+    if (edge.count() * given.channels == 0) return;
+    detail::with_activation(act, [&](auto silu) {
+        detail::launch_convolution(kernels::causal_conv1d_edge<T, silu>, (given.channels + 127) / 128 * edge.count(),
+                                   dim3(128), in, here, given, detail::conv_view<T const>(dy), plan.edge_places(),
+                                   detail::conv_view(edge));
+    });
+}
+
+/// What the backward of a convolution computes. dweight and dbias may be left empty.
+///
+/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
+/// hold: the gradient is the sum over all ranks. `workspace`, for either of them: at least
+/// `causal_conv1d_workspace(plan, channels)` elements at a multiple of 16 bytes.
+template <conv_element T>
+struct causal_conv1d_gradients {
+    rows<T> dx;
+    rows<float> dweight = {};
+    std::span<float> dbias = {};
+    std::span<float> workspace = {};
+};
+
+/// Returns how many elements the backward of any type needs to add up dweight and dbias.
+inline index causal_conv1d_workspace(conv_plan const& plan, index channels) {
+    index blocks = 0;
+    for (int const vector : {1, 4, 8})
+        blocks = std::max(blocks, detail::cut_backward(plan, channels, vector).strip_blocks);
+    return blocks * (plan.taps() + 1) * channels;
+}
+
+/// Computes the gradients of `causal_conv1d`: the second half of the backward.
+///
+/// edge: what `causal_conv1d_backward_edge` computed; dz_halo: (plan.dz_halo_rows(), channels), what an exchange with
+/// `plan.edge_exchange()` brought, or empty if that is none; the rest as there. dx overlaps nothing.
+/// Enqueues one kernel, two with dweight or dbias. dx has the same bits on every sharding; dweight and dbias always the
+/// same on one kind of device, added in a fixed order. Cost: x, dy and dx through memory once.
+///
+/// Throws `cpx::error` as the first half does, and on a workspace that is too small.
+template <int Bytes = 16, class A, class W>
+void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                            std::type_identity_t<std::span<W const>> bias, activation act,
+                            std::type_identity_t<rows<A const>> dy, rows<float const> edge, rows<float const> dz_halo,
+                            std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
+                            cudaStream_t in, caller here = caller::here()) {
+    using T = std::remove_const_t<A>;
+    char const* const where = "cuda::causal_conv1d_backward";
+    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
+    auto given = detail::conv_given<T, std::remove_const_t<W>>(where, plan, x, halo, weight, bias, here);
+    index const channels = given.channels;
+    detail::require_conv_rows<T const>(where, "dy", dy, plan.rows(), channels, here);
+    detail::require_conv_rows(where, "dx", to.dx, plan.rows(), channels, here);
+    detail::require_conv_rows(where, "edge", edge, plan.edge_rows(), channels, here);
+    detail::require_conv_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
+    if (to.dweight.data()) detail::require_conv_rows(where, "dweight", to.dweight, channels, plan.taps(), here);
+    require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
+            here);
+    bool const sums = to.dweight.data() || !to.dbias.empty();
+    index const wanted = sums ? causal_conv1d_workspace(plan, channels) : 0;
+    require(std::ssize(to.workspace) >= wanted, where, "size of the workspace", wanted, to.workspace.size(), here);
+    require(reinterpret_cast<std::uintptr_t>(to.workspace.data()) % 16 == 0, where, "address of the workspace",
+            "a multiple of 16 bytes", "another", here);
+    if (given.rows * channels == 0) return;
+    kernels::conv_backward<T> out{
+        detail::conv_view<T const>(dy),      detail::conv_view(to.dx), detail::conv_view(edge),
+        detail::conv_view(dz_halo),          plan.edge_rows(),         plan.after(),
+        sums ? to.workspace.data() : nullptr};
+    detail::with_activation(act, [&](auto silu) {
+        auto const launch = [&](auto* kernel, int vector) {
+            auto const grid = detail::cut_backward(plan, channels, vector);
+            given.strip = grid.strip;
+            detail::launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
+            if (!sums) return;
+            index const values = (plan.taps() + 1) * channels;
+            detail::launch_convolution(kernels::causal_conv1d_add_sums<>, (values + 127) / 128, dim3(128), in, here,
+                                       out.sums, grid.strip_blocks, given.taps, channels, detail::conv_view(to.dweight),
+                                       to.dbias.empty() ? nullptr : to.dbias.data());
+        };
+        constexpr int vector = Bytes / static_cast<int>(sizeof(T));
+        if (detail::conv_in_vectors<T, std::remove_const_t<W>>(Bytes, x, halo, weight) &&
+            detail::every_row_at<T const>(Bytes, dy) && detail::every_row_at(Bytes, to.dx))
+            launch(kernels::causal_conv1d_backward<T, 4, vector, silu>, vector);
+        else
+            launch(kernels::causal_conv1d_backward<T, 0, 1, silu>, 1);
+    });
+}
+
+} // namespace cpx::cuda

@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/cuda/causal_conv1d.hpp>
+
+#include <cpx/ops/local/causal_conv.hpp>
+
+#include <doctest/doctest.h>
+
+#include "gpus.hpp"
+
+#include <ops/on_ranks.hpp>
+#include <support/rejects.hpp>
+
+#include <array>
+#include <functional>
+
+namespace {
+
+using cpx::index, cpx::rows;
+using cpx::cuda::activation, cpx::cuda::conv_plan;
+using on_ranks::same_bits, on_ranks::relative_error;
+using support::lengths;
+
+template <class T>
+constexpr char const* name_of() {
+    return std::is_same_v<T, float> ? "float" : std::is_same_v<T, __half> ? "half" : "bfloat16";
+}
+
+template <class To, class From>
+std::vector<To> convert(std::vector<From> const& values) {
+    std::vector<To> result;
+    for (From const value : values) result.push_back(static_cast<To>(static_cast<float>(value)));
+    return result;
+}
+
+/// A convolution and the gradient of its result; T and W hold all values exactly.
+template <class T, class W>
+struct problem {
+    cpx::thd batch;
+    index channels = 1, taps = 4;
+    activation act = activation::silu;
+    std::vector<T> x, dy;
+    std::vector<W> weight, bias;
+
+    problem(cpx::thd const& of, index width, index k, bool with_bias, activation a, std::uint64_t seed)
+        : batch(of), channels(width), taps(k), act(a) {
+        support::splitmix numbers(seed);
+        x = convert<T>(on_ranks::uniform<float>(numbers, batch.tokens() * width, 2));
+        dy = convert<T>(on_ranks::uniform<float>(numbers, batch.tokens() * width));
+        weight = convert<W>(on_ranks::uniform<float>(numbers, width * k));
+        bias = convert<W>(on_ranks::uniform<float>(numbers, with_bias ? width : 0));
+    }
+    std::string text() const {
+        return std::string(name_of<T>()) + ", weight " + name_of<W>() + ", sequences " + support::text(batch) + ", " +
+               std::to_string(channels) + " channels, " + std::to_string(taps) + " taps" +
+               (bias.empty() ? "" : ", bias") + (act == activation::silu ? ", silu" : "");
+    }
+};
+
+/// Whole tensors, (tokens, channels), and the sums over all ranks; double holds all of their values exactly.
+struct results {
+    std::vector<double> y, dx, dweight, dbias;
+};
+
+/// Where the rows of a tensor lie in memory: after `shift` elements, with `gap` elements between them.
+struct placement {
+    index gap = 0, shift = 0;
+};
+
+/// Rows in device memory; everything else in it is poison.
+template <class T>
+class device_rows {
+public:
+    device_rows(index count, index width, placement at)
+        : count_(count), width_(width), at_(at), host_(size(), static_cast<T>(NAN)),
+          memory_(std::span<T const>(host_)) {}
+    device_rows(std::vector<T> const& values, index width, placement at)
+        : device_rows(width > 0 ? std::ssize(values) / width : 0, width, at) {
+        for (index i = 0; i < count_; ++i) std::copy_n(values.data() + i * width, width, host_.data() + offset(i));
+        memory_.write(host_);
+    }
+    rows<T> view() const { return {memory_.data() + at_.shift, count_, width_, width_ + at_.gap}; }
+    operator rows<T>() const { return view(); }
+    operator rows<T const>() const { return view(); }
+    /// Returns the rows, and checks that nothing but them was written.
+    std::vector<T> read() const {
+        auto const all = memory_.read();
+        std::vector<T> values;
+        std::vector<bool> mine(all.size());
+        for (index i = 0; i < count_; ++i)
+            for (index k = offset(i); k < offset(i) + width_; ++k) {
+                values.push_back(all[static_cast<std::size_t>(k)]);
+                mine[static_cast<std::size_t>(k)] = true;
+            }
+        for (std::size_t k = 0; k < all.size(); ++k)
+            if (!mine[k]) CHECK(same_bits(all[k], host_[k]));
+        return values;
+    }
+
+private:
+    std::size_t size() const { return static_cast<std::size_t>(at_.shift + count_ * (width_ + at_.gap) + 3); }
+    index offset(index row) const { return at_.shift + row * (width_ + at_.gap); }
+
+    index count_, width_;
+    placement at_;
+    std::vector<T> host_;
+    cpx::cuda::buffer<T> memory_;
+};
+
+void add_to(std::vector<double>& sums, std::vector<float> const& values) {
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += static_cast<double>(values[i]);
+}
+
+/// Runs forward and backward on all ranks, each a thread with a stream, their halos exchanged on the host.
+template <int Bytes = 16, class T, class W, cpx::any_sharding S>
+results run(problem<T, W> const& p, S const& sharding, placement at = {}) {
+    auto const all = static_cast<std::size_t>(p.batch.tokens() * p.channels);
+    results r{std::vector<double>(all, NAN), std::vector<double>(all, NAN),
+              std::vector<double>(static_cast<std::size_t>(p.channels * p.taps)), std::vector<double>(p.bias.size())};
+    std::vector<cpx::section> const whole{{p.channels, 1}};
+    std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(sharding.ranks()));
+    cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
+        int const rank = comm.rank();
+        auto const before = halo(sharding, rank, p.taps - 1);
+        conv_plan const plan(before, halo(sharding, rank, p.taps - 1, cpx::side::after));
+        cpx::cuda::stream const stream;
+        auto const moved = [&]<class U>(cpx::plan const& by, std::vector<U> const& from) {
+            std::vector<U> to(static_cast<std::size_t>(by.target_rows * p.channels));
+            cpx::exchange(by, rows<U const>(from, p.channels), rows<U>(to, p.channels), comm);
+            return to;
+        };
+        auto const local = [&](std::vector<T> const& tensor) {
+            auto const own = on_ranks::part(tensor, whole, sharding, rank);
+            return std::vector<T>(own.data().data(), own.data().data() + own.data().count() * p.channels);
+        };
+        auto const x_host = local(p.x);
+        device_rows<T> const x(x_host, p.channels, at), halo_x(moved(before, x_host), p.channels, at),
+            dy(local(p.dy), p.channels, at), y(plan.rows(), p.channels, at), dx(plan.rows(), p.channels, at);
+        device_rows<W> const weight(p.weight, p.taps, at);
+        cpx::cuda::buffer<W> const bias{std::span<W const>(p.bias)};
+        std::span<W const> const bias_view(bias.data(), p.bias.size());
+        rows<T const> const in_x = x;
+        rows<W const> const in_weight = weight;
+        cpx::cuda::causal_conv1d<Bytes>(plan, in_x, halo_x, in_weight, bias_view, p.act, y, stream);
+
+        device_rows<float> const edge(plan.edge_rows(), p.channels, at);
+        cpx::cuda::causal_conv1d_backward_edge(plan, in_x, halo_x, in_weight, bias_view, p.act, dy, edge.view(),
+                                               stream);
+        device_rows<float> const dz(moved(plan.edge_exchange(), edge.read()), p.channels, at);
+        device_rows<float> const dweight(std::vector<float>(p.weight.size()), p.taps, at);
+        cpx::cuda::buffer<float> const dbias{std::span<float const>(std::vector<float>(p.bias.size()))};
+        std::vector<float> const nothing(static_cast<std::size_t>(cpx::cuda::causal_conv1d_workspace(plan, p.channels)),
+                                         NAN);
+        cpx::cuda::buffer<float> const workspace{std::span<float const>(nothing)};
+        cpx::cuda::causal_conv1d_backward<Bytes>(
+            plan, in_x, halo_x, in_weight, bias_view, p.act, dy, edge, dz,
+            {dx, dweight, std::span(dbias.data(), p.bias.size()), std::span(workspace.data(), nothing.size())}, stream);
+        for (auto const& [from, to] : {std::pair(&y, &r.y), std::pair(&dx, &r.dx)}) {
+            auto const values = from->read();
+            auto next = values.begin();
+            sharding.for_each_piece(rank, [&](cpx::range piece) {
+                for (index i = piece.first * p.channels; i < piece.last * p.channels; ++i)
+                    (*to)[static_cast<std::size_t>(i)] = static_cast<double>(static_cast<float>(*next++));
+            });
+        }
+        sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};
+    });
+    for (auto const& [dweight, dbias] : sums) {
+        add_to(r.dweight, dweight);
+        add_to(r.dbias, dbias);
+    }
+    return r;
+}
+
+/// The host's operators in double, sequence by sequence.
+template <class T, class W>
+results reference(problem<T, W> const& p) {
+    auto const x = convert<double>(p.x), dy = convert<double>(p.dy), weight = convert<double>(p.weight),
+               bias = convert<double>(p.bias);
+    results r{std::vector<double>(x.size()), std::vector<double>(x.size()), std::vector<double>(weight.size()),
+              std::vector<double>(bias.size())};
+    std::vector<double> dz(x.size());
+    auto const act = p.act == activation::silu ? cpx::activation::silu : cpx::activation::none;
+    rows<double const> const w(weight, p.taps);
+    double const* const b = bias.empty() ? nullptr : bias.data();
+    for (index s = 0; s < p.batch.sequences(); ++s) {
+        auto const of = [&](auto& values) {
+            return rows(values, p.channels).sub(p.batch.offset(s), p.batch.length(s));
+        };
+        cpx::convolve_segment<double>({}, of(x), w, b, act, of(r.y));
+        cpx::convolve_segment_backward_sums<double>({}, of(x), w, b, act, of(dy), of(dz));
+        cpx::convolve_segment_backward_input<double>(of(dz), {}, w, of(r.dx));
+        cpx::convolve_segment_backward_weight<double>({}, of(x), of(dz), rows<double>(r.dweight, p.taps),
+                                                      bias.empty() ? nullptr : r.dbias.data());
+    }
+    return r;
+}
+
+/// Checks results against the reference: to a rounding of T, sums to some of float.
+template <class T>
+void check_close(results const& got, results const& expected) {
+    double const rounding = std::is_same_v<T, float> ? 1e-6 : std::is_same_v<T, __half> ? 5e-4 : 4e-3;
+    double const sums = std::is_same_v<T, float> ? 3e-6 : 1e-5;
+    auto const check = [](char const* name, std::vector<double> const& a, std::vector<double> const& b, double most) {
+        double const error = relative_error(a, b);
+        std::size_t i = 0;
+        while (i < a.size() && std::abs(a[i] - b[i]) <= 4 * most * (std::abs(b[i]) + 1)) ++i;
+        if (i == a.size()) i = 0;
+        CHECK_MESSAGE(error <= most, name << ", first at " << i << ": " << (a.empty() ? 0 : a[i]) << " for "
+                                          << (b.empty() ? 0 : b[i]));
+    };
+    check("y", got.y, expected.y, rounding);
+    check("dx", got.dx, expected.dx, rounding);
+    check("dweight", got.dweight, expected.dweight, sums);
+    check("dbias", got.dbias, expected.dbias, sums);
+}
+
+/// Checks that the tensors are the same bit for bit.
+void check_same(char const* name, std::vector<double> const& a, std::vector<double> const& b) {
+    std::size_t i = 0;
+    while (i < a.size() && i < b.size() && same_bits(a[i], b[i])) ++i;
+    CHECK_MESSAGE((i == a.size() && i == b.size()),
+                  name << " of " << a.size() << " and " << b.size() << " elements differ first at " << i << ": "
+                       << (i < a.size() ? a[i] : 0) << ", " << (i < b.size() ? b[i] : 0));
+}
+
+std::vector<index> const packings[] = {
+    {}, {0, 0}, {1}, {2, 1, 1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}, std::vector<index>(50, 1)};
+index const tap_counts[] = {4, 1, 2, 3, 5, 8};
+
+/// The elements of x and of the weight.
+template <class T, class W>
+struct kind {
+    using element = T;
+    using weight = W;
+};
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    using cpx::index;
+
+    TEST_CASE_TEMPLATE("the convolution and its gradients are the host's, whatever the shape and the strides", K,
+                       kind<float, float>, kind<__nv_bfloat16, __nv_bfloat16>, kind<__nv_bfloat16, float>,
+                       kind<__half, __half>, kind<__half, float>) {
+        if (!has_gpus()) return;
+        using T = typename K::element;
+        std::uint64_t seed = 0;
+        for (index const taps : tap_counts)
+            for (auto const& packing : packings)
+                for (index const channels : {1, 3, 8, 40, 264, 1032}) {
+                    ++seed;
+                    if (channels > 40 && seed % 4) continue;
+                    problem<T, typename K::weight> const p(lengths(packing), channels, taps, seed % 3 != 0,
+                                                           seed % 2 ? activation::silu : activation::none, seed);
+                    CAPTURE(p.text());
+                    auto const alone = run(p, on_ranks::one_rank(p.batch));
+                    check_close<T>(alone, reference(p));
+                    // by 16 bytes, by elements, and by 16 bytes with rows apart
+                    placement const others[] = {{1, 0}, {0, 1}, {8, 8}, {5, 3}};
+                    placement const at = others[seed % 4];
+                    CAPTURE(at.gap);
+                    CAPTURE(at.shift);
+                    auto const placed = run(p, on_ranks::one_rank(p.batch), at);
+                    check_same("y", placed.y, alone.y);
+                    check_same("dx", placed.dx, alone.dx);
+                    check_close<T>(placed, alone);
+                }
+    }
+
+    TEST_CASE_TEMPLATE("long rows and many strips", K, kind<float, float>, kind<__nv_bfloat16, __nv_bfloat16>,
+                       kind<__half, float>) {
+        if (!has_gpus()) return;
+        using T = typename K::element;
+        for (index const taps : {4, 3}) {
+            problem<T, typename K::weight> const p(lengths({20011, 2, 13000, 0, 7001}), 72, taps, true,
+                                                   activation::silu, 99);
+            CAPTURE(p.text());
+            auto const alone = run(p, on_ranks::one_rank(p.batch));
+            check_close<T>(alone, reference(p));
+            auto const again = run(p, on_ranks::one_rank(p.batch));
+            check_same("dweight", again.dweight, alone.dweight);
+            check_same("dbias", again.dbias, alone.dbias);
+            if constexpr (sizeof(T) == 2) {
+                auto const narrow = run<8>(p, on_ranks::one_rank(p.batch));
+                check_same("y by 8 bytes", narrow.y, alone.y);
+                check_same("dx by 8 bytes", narrow.dx, alone.dx);
+                check_close<T>(narrow, reference(p));
+            }
+        }
+    }
+
+    TEST_CASE_TEMPLATE("results and gradients of rows have the same bits on every sharding", K, kind<float, float>,
+                       kind<__nv_bfloat16, float>) {
+        if (!has_gpus()) return;
+        using T = typename K::element;
+        std::uint64_t seed = 1000;
+        for (index const taps : {4, 8, 3, 1})
+            for (auto const& packing : packings) {
+                ++seed;
+                problem<T, typename K::weight> const p(lengths(packing), seed % 2 ? 8 : 5, taps, seed % 3 != 0,
+                                                       activation::silu, seed);
+                CAPTURE(p.text());
+                auto const alone = run(p, on_ranks::one_rank(p.batch));
+                auto const expected = reference(p);
+                for (int const ranks : {2, 3, 5})
+                    on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
+                        if (seed % 2 && ranks == 3) return;
+                        CAPTURE(name);
+                        auto const r = run(p, s);
+                        check_same("y", r.y, alone.y);
+                        check_same("dx", r.dx, alone.dx);
+                        check_close<T>(r, expected);
+                    });
+            }
+    }
+
+    TEST_CASE("a NaN stays in its sequence, and in the tokens that it reaches") {
+        if (!has_gpus()) return;
+        for (index const channels : {8, 3})
+            for (index const taps : {4, 8}) {
+                problem<float, float> const p(lengths({9, 40, 1, 14}), channels, taps, true, activation::silu, 5);
+                CAPTURE(p.text());
+                for (index const row : {0, 8, 9, 20, 48, 49, 50}) {
+                    CAPTURE(row);
+                    auto other = p;
+                    index const d = row % channels;
+                    other.x[static_cast<std::size_t>(row * channels + d)] = NAN;
+                    auto const r = run(other, cpx::shard(p.batch, cpx::zigzag<2>{}));
+                    index const s = p.batch.sequence(row), end = std::min(row + taps, p.batch.offset(s + 1));
+                    for (index t = 0; t < p.batch.tokens(); ++t)
+                        for (index c = 0; c < channels; ++c) {
+                            auto const i = static_cast<std::size_t>(t * channels + c);
+                            CHECK(std::isnan(r.y[i]) == (c == d && t >= row && t < end));
+                            CHECK(std::isnan(r.dx[i]) ==
+                                  (c == d && t >= std::max(row - taps + 1, p.batch.offset(s)) && t < end));
+                        }
+                }
+            }
+    }
+
+    TEST_CASE("sums are added to what is there, each may be left out, and a graph does all of it again") {
+        if (!has_gpus()) return;
+        problem<float, float> const p(lengths({30, 11}), 12, 4, true, activation::silu, 17);
+        auto const sharding = on_ranks::one_rank(p.batch);
+        auto const expected = run(p, sharding);
+        conv_plan const plan(halo(sharding, 0, 3), halo(sharding, 0, 3, cpx::side::after));
+        device_rows<float> const x(p.x, 12, {}), dy(p.dy, 12, {}), y(41, 12, {}), dx(41, 12, {});
+        device_rows<float> const weight(p.weight, 4, {});
+        cpx::cuda::buffer<float> const bias{std::span<float const>(p.bias)};
+        std::span<float const> const bias_view(bias.data(), p.bias.size());
+        std::vector<float> const halves(48, 0.5f);
+        index const needed = cpx::cuda::causal_conv1d_workspace(plan, 12);
+        cpx::cuda::buffer<float> const workspace(needed);
+        std::span<float> const space(workspace.data(), static_cast<std::size_t>(needed));
+        cpx::cuda::stream const stream;
+        for (int const which : {0, 1, 2, 3}) {
+            CAPTURE(which);
+            device_rows<float> const dweight(halves, 4, {}), dbias(std::vector<float>(12, 0.5f), 12, {});
+            cpx::cuda::causal_conv1d_gradients<float> to{dx};
+            if (which & 1) to.dweight = dweight;
+            if (which & 2) to.dbias = std::span(dbias.view().data(), 12);
+            if (which) to.workspace = space;
+            auto const all = [&] {
+                cpx::cuda::causal_conv1d(plan, x.view(), {}, weight.view(), bias_view, p.act, y, stream);
+                cpx::cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias_view, p.act, dy, {}, {}, to,
+                                                  stream);
+            };
+            cpx::cuda::graph const graph(stream, all);
+            auto const check_sums = [&](std::vector<float> const& got, std::vector<double> const& of, double times) {
+                for (std::size_t i = 0; i < got.size(); ++i)
+                    CHECK(std::abs(got[i] - (0.5 + times * of[i])) <= 1e-5 * (1 + times * std::abs(of[i])));
+            };
+            for (int const times : {1, 2, 3}) {
+                graph.launch(stream);
+                stream.synchronize();
+                check_same("y", on_ranks::cast<double>(y.read()), expected.y);
+                check_same("dx", on_ranks::cast<double>(dx.read()), expected.dx);
+                check_sums(dweight.read(), expected.dweight, which & 1 ? times : 0);
+                check_sums(dbias.read(), expected.dbias, which & 2 ? times : 0);
+            }
+        }
+    }
+
+    TEST_CASE("what does not fit is refused, by name") {
+        auto const s = cpx::shard(lengths({7, 6}), cpx::zigzag<2>{});
+        auto const after = [&](index reach, int rank = 0) { return halo(s, rank, reach, cpx::side::after); };
+        support::rejects({"conv_plan", "side of the halo: expected before, got after"}, [&] { conv_plan(after(3)); });
+        support::rejects({"conv_plan", "taps: expected at most 8, got 9"}, [&] { conv_plan(halo(s, 0, 8)); });
+        if (!has_gpus()) return;
+        support::rejects({"rows after a segment in the plan: expected 3, got 2"},
+                         [&] { conv_plan(halo(s, 0, 3), after(2)); });
+        support::rejects({"rows after a segment in the plan: expected 3, got 0"},
+                         [&] { conv_plan(halo(s, 0, 3), halo(s, 0, 3)); });
+        support::rejects({"plan of rows after", "the sharding and the rank"},
+                         [&] { conv_plan(halo(s, 0, 3), after(3, 1)); });
+
+        conv_plan const forward(halo(s, 0, 3)), plan(halo(s, 0, 3), after(3));
+        index const count = plan.rows(), needed = cpx::cuda::causal_conv1d_workspace(plan, 5);
+        CHECK(forward.rows() == 6);
+        CHECK(forward.halo_rows() > 0);
+        CHECK(forward.taps() == 4);
+        CHECK_FALSE(forward.has_backward());
+        REQUIRE(plan.edge_rows() > 0);
+        REQUIRE(plan.dz_halo_rows() > 0);
+        cpx::cuda::stream const stream;
+        cpx::cuda::buffer<float> const memory(1000 + needed);
+        auto const of = [&](index n, index width) { return rows<float>(memory.data(), n, width); };
+        auto const numbers = [&](index n) { return std::span<float>(memory.data(), static_cast<std::size_t>(n)); };
+
+        struct call { // all fits, but for what a test changes
+            rows<float> x, halo, weight, y, dy, edge, dz_halo;
+            std::span<float> bias;
+            cpx::cuda::causal_conv1d_gradients<float> to;
+        };
+        auto const fitting = [&] {
+            return call{of(count, 5),
+                        of(plan.halo_rows(), 5),
+                        of(5, 4),
+                        of(count, 5),
+                        of(count, 5),
+                        of(plan.edge_rows(), 5),
+                        of(plan.dz_halo_rows(), 5),
+                        numbers(5),
+                        {of(count, 5), of(5, 4), numbers(5), numbers(needed)}};
+        };
+        using change = std::function<void(call&)>;
+        auto const refused = [&](std::string const& part, change const& f, conv_plan const& by, bool whole = true) {
+            call c = fitting();
+            f(c);
+            if (whole)
+                support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d", part}, [&] {
+                    cpx::cuda::causal_conv1d(by, c.x, c.halo, c.weight, c.bias, activation::none, c.y, stream);
+                });
+            support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d_backward_edge", part}, [&] {
+                cpx::cuda::causal_conv1d_backward_edge(by, c.x, c.halo, c.weight, c.bias, activation::none, c.dy,
+                                                       c.edge, stream);
+            });
+            support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d_backward", part}, [&] {
+                cpx::cuda::causal_conv1d_backward(by, c.x, c.halo, c.weight, c.bias, activation::none, c.dy, c.edge,
+                                                  c.dz_halo, c.to, stream);
+            });
+        };
+        refused(
+            "width of weight: expected 4, got 3", [&](call& c) { c.weight = of(5, 3); }, plan);
+        refused(
+            "size of bias: expected 5, got 4", [&](call& c) { c.bias = numbers(4); }, plan);
+        refused(
+            "shape of x: expected (6, 5), got (5, 5)", [&](call& c) { c.x = of(5, 5); }, plan);
+        refused(
+            "shape of x: expected (6, 6), got (6, 5)", [&](call& c) { c.weight = of(6, 4), c.bias = {}; }, plan);
+        refused(
+            "stride of x: expected at least its width 5, got 4",
+            [&](call& c) {
+                c.x = {memory.data(), count, 5, 4};
+            },
+            plan);
+        refused(
+            "x: expected memory, got null",
+            [&](call& c) {
+                c.x = {nullptr, count, 5};
+            },
+            plan);
+        refused(
+            "shape of halo", [&](call& c) { c.halo = {}; }, plan);
+        refused(
+            "plan of rows after the segments: expected one, got none", [](call&) {}, forward, false);
+        call c = fitting();
+        support::rejects({"shape of y: expected (6, 5), got (6, 4)"}, [&] {
+            cpx::cuda::causal_conv1d(plan, c.x, c.halo, c.weight, c.bias, activation::none, of(count, 4), stream);
+        });
+        support::rejects({"shape of edge"}, [&] {
+            cpx::cuda::causal_conv1d_backward_edge(plan, c.x, c.halo, c.weight, c.bias, activation::none, c.dy,
+                                                   of(plan.edge_rows() + 1, 5), stream);
+        });
+        auto const refused_backward = [&](std::string const& part, change const& f) {
+            call wrong = fitting();
+            f(wrong);
+            support::rejects({"cuda::causal_conv1d_backward", part}, [&] {
+                cpx::cuda::causal_conv1d_backward(plan, wrong.x, wrong.halo, wrong.weight, wrong.bias, activation::none,
+                                                  wrong.dy, wrong.edge, wrong.dz_halo, wrong.to, stream);
+            });
+        };
+        refused_backward("shape of dy", [&](call& w) { w.dy = of(count, 6); });
+        refused_backward("shape of dx", [&](call& w) { w.to.dx = of(count + 1, 5); });
+        refused_backward("shape of edge", [&](call& w) { w.edge = {}; });
+        refused_backward("shape of dz_halo", [&](call& w) { w.dz_halo = {}; });
+        refused_backward("shape of dweight", [&](call& w) { w.to.dweight = of(4, 5); });
+        refused_backward("size of dbias: expected 5, got 3", [&](call& w) { w.to.dbias = numbers(3); });
+        refused_backward("size of the workspace: expected " + std::to_string(needed) + ", got 0",
+                         [&](call& w) { w.to.workspace = {}; });
+        refused_backward("address of the workspace", [&](call& w) {
+            w.to.workspace = {memory.data() + 1, static_cast<std::size_t>(needed)};
+        });
+    }
+}
