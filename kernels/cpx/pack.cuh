@@ -69,7 +69,7 @@ __device__ __forceinline__ void store(float const (&from)[V], T* to) {
     }
 }
 
-/// Relative error: 3e-7, for a T of 16 bits and some 1e-7 (1 + |z|).
+/// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) with a faster exponential.
 template <class T>
 __device__ __forceinline__ float sigmoid(float z) {
     return __fdividef(1.0f, 1.0f + (sizeof(T) == 2 ? __expf(-z) : expf(-z)));
