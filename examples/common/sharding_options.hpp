@@ -104,7 +104,7 @@ inline sharding_spec parse_sharding(std::string_view text, char const* where = "
 inline std::string describe(sharding_spec const& spec) {
     std::string text = spec.name;
     std::size_t const shown = std::min<std::size_t>(spec.owners.size(), 16);
-    for (std::size_t c = 0; c < shown; ++c) text += (c ? "," : " ") + std::to_string(spec.owners[c]);
+    for (std::size_t c = 0; c < shown; ++c) text.append(c ? "," : " ").append(std::to_string(spec.owners[c]));
     if (shown < spec.owners.size()) text += ",...";
     if (spec.every_row()) return text;
     return text + (spec.scope == cpx::scope::batch ? " over batch" : " over sequence");

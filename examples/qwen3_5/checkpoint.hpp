@@ -63,8 +63,10 @@ public:
         }
     }
 
+    /// Returns a weight by its name in the file; tied, `lm_head.weight` is that of the embedding.
     cpx::rows<T const> weight(std::string const& name) const {
-        auto const& w = weights_.at(name);
+        bool const tied = config.tie_word_embeddings && name == "lm_head.weight";
+        auto const& w = weights_.at(tied ? "model.embed_tokens.weight" : name);
         return {w.values.data(), w.rows, w.columns};
     }
     /// Returns the weight of a norm.
@@ -95,9 +97,6 @@ public:
                 w("shared_expert.down_proj.weight"),
                 w("shared_expert_gate.weight")};
     }
-    /// Returns the name of the weight that gives the logits.
-    char const* head() const { return config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight"; }
-
     /// Calls `f(name, weight)` for every weight, in the order of their names.
     template <class F>
     void each(F f) const {

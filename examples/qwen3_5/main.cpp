@@ -22,17 +22,23 @@ struct options {
 struct report {
     std::string attention, linear, carry, cut;
     qwen3_5::outcome outcome;
-    double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0;
+    double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0, loss_delta = 0;
     std::map<std::string, double> gradient_errors = {}; ///< by weight
     bool gradients_equal_one_rank = true;
 
     double max_gradient_error() const {
         double largest = 0;
-        for (auto const& item : gradient_errors)
-            if (!(item.second <= largest)) largest = item.second; // a NaN, too
+        for (auto const& item : gradient_errors) largest = std::max(largest, item.second);
         return largest;
     }
 };
+
+/// Throws `cpx::error` unless `figure` is a number: a NaN is no agreement.
+double number(double figure, cpx::safetensors const& file, std::string const& what) {
+    cpx::require(std::isfinite(figure), file.where().c_str(), what.c_str(), "a number",
+                 "nan or infinity: the file, the model or the result has one");
+    return figure;
+}
 
 /// Returns |a - b| / |b| in the 2-norm.
 double relative_error(std::vector<double> const& a, std::vector<double> const& b) {
@@ -47,10 +53,16 @@ double relative_error(std::vector<double> const& a, std::vector<double> const& b
 /// Compares the gradients with those of the reference file, `grad.NAME`, and with one rank's.
 void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one_rank, report& r) {
     for (auto const& [name, values] : r.outcome.gradients) {
+        auto shape = file.tensor("grad." + name).shape;
         auto const reference = file.read<double>("grad." + name);
-        cpx::require(values.size() == reference.size(), file.where().c_str(), ("elements of grad." + name).c_str(),
-                     values.size(), reference.size());
-        r.gradient_errors[name] = relative_error(values, reference);
+        std::erase(shape, 1); // as torch writes a convolution's weight; columns are the last axis that is left
+        cpx::require(
+            values.size() == reference.size() &&
+                (shape.empty() || r.outcome.columns.at(name) == 1 || shape.back() == r.outcome.columns.at(name)),
+            file.where().c_str(), ("shape of grad." + name).c_str(),
+            std::to_string(values.size()) + " elements in rows of " + std::to_string(r.outcome.columns.at(name)),
+            std::to_string(reference.size()) + " in rows of " + std::to_string(shape.empty() ? 1 : shape.back()));
+        r.gradient_errors[name] = number(relative_error(values, reference), file, "relative error of grad." + name);
         auto const& one = one_rank.gradients.at(name);
         r.gradients_equal_one_rank &= std::memcmp(values.data(), one.data(), values.size() * sizeof(double)) == 0;
     }
@@ -130,13 +142,14 @@ std::vector<report> run(options const& o) {
         double sum = 0;
         for (std::size_t i = 0; i < reference.size(); ++i) {
             double const p = r.outcome.log_probabilities[i], delta = std::abs(p - reference[i]);
-            // written so that a NaN is never below the maximum
-            if (!(delta <= r.max_delta)) r.max_delta = delta;
+            r.max_delta = std::max(r.max_delta, number(delta, file, "log-probability " + std::to_string(i)));
             double const to_one = std::abs(p - one_rank.log_probabilities[i]);
-            if (!(to_one <= r.max_delta_to_one_rank)) r.max_delta_to_one_rank = to_one;
+            r.max_delta_to_one_rank = std::max(r.max_delta_to_one_rank, to_one);
             sum += delta;
         }
         r.mean_delta = reference.empty() ? 0 : sum / static_cast<double>(reference.size());
+        if (file.contains("loss"))
+            r.loss_delta = number(std::abs(r.outcome.loss.mean - file.read<double>("loss", {1}).front()), file, "loss");
         compare_gradients(file, one_rank, r);
         reports.push_back(std::move(r));
     }
@@ -157,6 +170,7 @@ void print_json(std::vector<report> const& reports, int ranks, cpx::index elemen
                             {"mean_abs_delta", r.mean_delta},
                             {"max_abs_delta_to_one_rank", r.max_delta_to_one_rank},
                             {"loss", r.outcome.loss.mean},
+                            {"loss_delta", r.loss_delta},
                             {"rows_sent", r.outcome.rows.rows},
                             {"rows_lower_bound", least.rows},
                             {"rows_all_gather", all_gather.rows},
@@ -179,10 +193,10 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
     std::printf(
         "Qwen3.5 over %d ranks in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n",
         ranks, o.dtype.c_str());
-    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %8s %9s %6s %6s %6s %7s %7s %7s";
-    std::printf(header, "", "", "", "", "max", "mean", "max to", "", "rows", "lower", "all-", "KiB", "all-", "state");
+    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %9s %8s %6s %6s %6s %7s %7s %7s";
+    std::printf(header, "", "", "", "", "max", "max to", "", "loss", "rows", "lower", "all-", "KiB", "all-", "state");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "gradient", "to one");
-    std::printf(header, "attention", "linear", "carry", "cut", "delta", "delta", "one rank", "loss", "sent", "bound",
+    std::printf(header, "attention", "linear", "carry", "cut", "delta", "one rank", "loss", "delta", "sent", "bound",
                 "gather", "sent", "gather", "KiB");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "error", "rank");
     auto const kib = [](cpx::index bytes) { return static_cast<double>(bytes) / 1024; };
@@ -191,9 +205,9 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
         char to_one[16];
         std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.1e",
                       r.max_delta_to_one_rank);
-        std::printf("%-12s %-16s %-6s %-10s %8.1e %8.1e %8s %9.6f %6lld %6lld %6lld %7.1f %7.1f %7.1f",
-                    r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, r.mean_delta,
-                    to_one, r.outcome.loss.mean, static_cast<long long>(r.outcome.rows.rows),
+        std::printf("%-12s %-16s %-6s %-10s %8.1e %8s %9.6f %8.1e %6lld %6lld %6lld %7.1f %7.1f %7.1f",
+                    r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, to_one,
+                    r.outcome.loss.mean, r.loss_delta, static_cast<long long>(r.outcome.rows.rows),
                     static_cast<long long>(least.rows), static_cast<long long>(all_gather.rows),
                     kib(r.outcome.rows.bytes), kib(all_gather.elements * element), kib(r.outcome.states.bytes));
         if (o.backward)

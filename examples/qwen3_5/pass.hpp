@@ -51,8 +51,7 @@ public:
     std::map<std::string, std::vector<T>> backward(hidden const& dlogp) {
         dlogp_ = dlogp.data();
         for (; !tape_.empty(); tape_.pop_back()) tape_.back()();
-        grads_.sum(comm_);
-        return grads_.all();
+        return grads_.sum(comm_);
     }
 
 private:
@@ -97,7 +96,7 @@ private:
     }
 
     hidden predict(hidden const& h, numbers const& labels) {
-        std::string const norm = "model.norm.weight", head = model_.head();
+        std::string const norm = "model.norm.weight", head = "lm_head.weight";
         auto x = h, logp = at_entry_.make(1);
         auto logits = at_entry_.make(model_.config.vocab_size);
         at_entry_.norm(norm, h.view(), x.view());

@@ -17,12 +17,15 @@ namespace qwen3_5 {
 template <class T>
 class gradients {
 public:
-    explicit gradients(checkpoint<T> const& model) {
+    explicit gradients(checkpoint<T> const& model) : tied_(model.config.tie_word_embeddings) {
         cpx::index first = 0;
-        model.each([&](std::string const& name, cpx::rows<T const> weight) {
+        auto const add = [&](std::string const& name, cpx::rows<T const> weight) {
             places_[name] = {first, weight.count(), weight.width()};
             first += weight.count() * weight.width();
-        });
+        };
+        model.each(add);
+        // What head and embedding add to a weight that they share lies on different ranks: two sums, added at the end.
+        if (tied_) add(head, model.weight(head));
         values_.resize(static_cast<std::size_t>(first));
     }
 
@@ -34,25 +37,28 @@ public:
         cpx::rows<T> const all = of(name);
         return {all.data(), static_cast<std::size_t>(all.count() * all.width())};
     }
-    /// Completes all of them in one call. Collective.
+    /// Completes all of them in one call and returns them by name. Collective.
     template <class Comm>
-    void sum(Comm& comm) {
+    std::map<std::string, std::vector<T>> sum(Comm& comm) {
         cpx::sum_over_ranks(std::span(values_), comm);
-    }
-    /// Returns them by name.
-    std::map<std::string, std::vector<T>> all() {
         std::map<std::string, std::vector<T>> result;
         for (auto const& item : places_) {
             auto const values = gain(item.first);
             result[item.first].assign(values.begin(), values.end());
         }
+        if (!tied_) return result;
+        auto& embedding = result.at("model.embed_tokens.weight");
+        for (std::size_t i = 0; i < embedding.size(); ++i) embedding[i] += result.at(head)[i];
+        result.erase(head);
         return result;
     }
 
 private:
+    static constexpr char const* head = "lm_head.weight";
     struct place {
         cpx::index first, count, width;
     };
+    bool tied_;
     std::map<std::string, place> places_;
     std::vector<T> values_;
 };

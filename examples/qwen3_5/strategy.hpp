@@ -36,6 +36,7 @@ struct outcome {
     std::vector<double> log_probabilities; ///< by global row
     cpx::token_loss loss;
     std::map<std::string, std::vector<double>> gradients; ///< of the loss, by weight; none unless asked for
+    std::map<std::string, cpx::index> columns;            ///< of a gradient
     bool exact = false;                                   ///< bitwise those of one rank, by construction
     cpx::tally rows, states; ///< what all ranks sent: rows (relayouts and halos) and recurrent states
     needs counted;
@@ -144,7 +145,10 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
         if (rank != 0) return;
         result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
         result.loss = loss;
-        for (auto const& [name, values] : gradients) result.gradients[name].assign(values.begin(), values.end());
+        for (auto const& [name, values] : gradients) {
+            result.gradients[name].assign(values.begin(), values.end());
+            result.columns[name] = model.weight(name).width();
+        }
     });
     return result;
 }

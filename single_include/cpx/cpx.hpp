@@ -419,7 +419,8 @@ inline thd padded_thd(std::vector<index> const& lengths, std::vector<index> vali
 }
 
 inline void require_columns(char const* where, index count, index columns, caller here) {
-    require(columns > 0 ? count % columns == 0 : columns == 0 && count == 0, where, "size of the list",
+    require(columns > 0 || (columns == 0 && count == 0), where, "columns", "at least 1", columns, here);
+    require(columns == 0 || count % columns == 0, where, "size of the list",
             "a multiple of the columns, " + std::to_string(columns), count, here);
 }
 

@@ -246,8 +246,8 @@ TEST_SUITE("core") {
         rejected({0, 1, -2}, own, -1, "position of row 2: expected 0, -1 or 2, got -2");
         rejected({0, index{1} << 32}, own, -1, "position of row 1: expected 0, -1 or 1, got 4294967296");
         rejected({0, 1, 2}, joins, 2, "size of the list: expected a multiple of the columns, 2, got 3");
-        rejected({0, 1, 2}, joins, 0, "size of the list: expected a multiple of the columns, 0, got 3");
-        rejected({0, 1, 2}, joins, -3, "size of the list: expected a multiple of the columns, -3, got 3");
+        rejected({0, 1, 2}, joins, 0, "columns: expected at least 1, got 0");
+        rejected({0, 1, 2}, joins, -3, "columns: expected at least 1, got -3");
     }
 
     TEST_CASE("masks of one run of ones a row are taken if the padding is on their side, and no others") {
@@ -318,7 +318,7 @@ TEST_SUITE("core") {
         rejected({-1, 1, 1, 1}, padding::any, "row 0, column 0: expected 0 or 1, got -1");
         rejected({index{1} << 32, 1, 1, 1}, padding::any, "row 0, column 0: expected 0 or 1, got 4294967296");
         rejected({1, 1, 1}, padding::any, "size of the list: expected a multiple of the columns, 4, got 3");
-        rejects({"a multiple of the columns, -4, got 4"}, [] { cpx::packing_from_mask(list(4, 1), -4, padding::any); });
+        rejects({"columns: expected at least 1, got -4"}, [] { cpx::packing_from_mask(list(4, 1), -4, padding::any); });
     }
 
     TEST_CASE("padded offsets are those of TransformerEngine") {

@@ -4,6 +4,7 @@
 
 #include <examples/program.hpp>
 
+#include <limits>
 #include <set>
 
 namespace {
@@ -44,6 +45,7 @@ void check_figures(json const& report, int ranks, bool wide, double loss, std::s
         CAPTURE(s.dump());
         for (char const* key : {"attention", "linear", "carry", "cut"}) CHECK(s.at(key).is_string());
         CHECK(s.at("ranks") == ranks);
+        CHECK(s.at("loss_delta").get<double>() <= (wide ? 1e-10 : 5e-5));
         CHECK(s.at("max_abs_delta").get<double>() <= (wide ? 1e-9 : 1e-3));
         CHECK(s.at("mean_abs_delta").get<double>() <= (wide ? 1e-9 : 5e-5));
         CHECK(s.at("mean_abs_delta").get<double>() > 0); // the reference is another program's
@@ -238,6 +240,39 @@ TEST_SUITE("examples") {
         CHECK(run(c.options()).code == 0);
         fs::remove(c.model / "model.safetensors");
         refuse({"model.safetensors"});
+    }
+
+    TEST_CASE("a weight that head and embedding share has the bits of one rank, too") {
+        copies const c;
+        c.config("tie_word_embeddings", true);
+        for (char const* linear : {"head_sharded", "zigzag"})
+            for (json const& s :
+                 run_json(on(c.model, c.expected, "3") +
+                          arguments{"--linear", linear, "--carry", "serial", "--cut", "aligned:64", "--backward"})
+                     .at("strategies")) {
+                CAPTURE(s.dump());
+                CHECK(s.at("exact") == true);
+                CHECK(s.at("grads_equal_one_rank") == true);
+                CHECK(s.at("grads").contains("model.embed_tokens.weight"));
+                CHECK_FALSE(s.at("grads").contains("lm_head.weight"));
+            }
+    }
+
+    TEST_CASE("a NaN in the model or in the reference is no agreement") {
+        copies const c;
+        auto const poison = [](archive& a, std::string const& name) {
+            auto const nan = std::numeric_limits<float>::quiet_NaN();
+            std::memcpy(a.tensors.at(name).bytes.data(), &nan, sizeof nan);
+        };
+        archive model(data / "model.safetensors"), expected(reference);
+        poison(expected, "grad.lm_head.weight");
+        expected.save(c.expected);
+        CHECK(run(c.options()).code == 0); // gradients are not asked for
+        check_refusal(c.options() + arguments{"--backward"}, {"grad.lm_head.weight", "a number", "nan"});
+        fs::copy_file(reference, c.expected, fs::copy_options::overwrite_existing);
+        poison(model, "model.norm.weight");
+        model.save(c.model / "model.safetensors");
+        check_refusal(c.options(), {"log-probability 0", "a number", "nan"});
     }
 
     TEST_CASE("a config of another model, or none at all, is refused") {

@@ -169,6 +169,18 @@ TEST_SUITE("ops") {
         cpx::gated_delta_net_saved<double, S, S> good, none, of_other;
         forward(p, sharding, good);
         forward(random_layer<double>(longer.batch(), grouped, false, 1), longer, of_other);
+        std::vector<double> conv(10'000), recurrent(10'000);
+        index const width = grouped.heads.value_heads * grouped.heads.key_dim * grouped.heads.value_dim;
+        index const taps = grouped.kernel * (2 * grouped.heads.key_heads * grouped.heads.key_dim +
+                                             grouped.heads.value_heads * grouped.heads.value_dim);
+        index const n = sharding.batch().sequences();
+        support::rejects({"gated_delta_net: memory: expected states to go on from, or tensors to be saved"}, [&] {
+            cpx::threads::run(1, [&](cpx::threads& comm) { // its backward would not know what came before
+                cpx::gated_delta_net_saved<double, S, S> both;
+                net(sharding, 0, p.config)(p.view(), x, dx, comm,
+                                           {{{conv.data(), n, taps}, {recurrent.data(), n, width}}, &both});
+            });
+        });
         auto const call = [&](layer<double> const& q, auto& saved, cpx::sharded<double, S> const& in,
                               cpx::sharded<double, S> const& of_y, cpx::sharded<double, S> const& of_x,
                               cpx::gated_delta_net_parameters<double> const& to) {

@@ -410,9 +410,13 @@ TEST_SUITE("ops") {
                          mean(wide_logp, tokens, {}));
         support::rejects({"mean_token_loss: shape of labels: expected (11, 1), got (10, 1)"}, mean(logp, low, {}));
         support::rejects({"mean_token_loss: number of weights: expected 11, got 3"}, mean(logp, tokens, {1, 2, 3}));
-        support::rejects({"mean_token_loss: weight of row 7: expected not negative, got -0.5"},
+        support::rejects({"mean_token_loss: weight of row 7: expected finite and not negative, got -0.5"},
                          mean(logp, tokens, with(-0.5)));
-        support::rejects({"weight of row 7: expected not negative, got nan"}, mean(logp, tokens, with(std::nan(""))));
+        double const endless = std::numeric_limits<double>::infinity();
+        support::rejects({"weight of row 7: expected finite and not negative, got nan"},
+                         mean(logp, tokens, with(std::nan(""))));
+        support::rejects({"weight of row 7: expected finite and not negative, got inf"},
+                         mean(logp, tokens, with(endless)));
         support::rejects({"token_loss.cpp", "mean_token_loss_backward: sharding of dlogp: expected that of labels"},
                          back(foreign, logp, {}));
         support::rejects({"mean_token_loss_backward: shape of labels: expected (11, 1), got (11, 2)"},

@@ -108,6 +108,16 @@ std::vector<std::pair<index, index>> const widths = {{5, 3}, {1, 1}, {3, 11}, {8
 TEST_SUITE("ops") {
     using cpx::index;
 
+    TEST_CASE("where every rank has every row whole, each row counts once") {
+        auto const p = random_projection<double>(lengths({5, 0, 3}), 4, 6, 3);
+        auto const expected = plain_weight(p);
+        for (int const ranks : {1, 2, 5})
+            for (sum_order const order : {sum_order::by_rank, sum_order::by_row}) {
+                CAPTURE(ranks);
+                CHECK(same_bits(weight_gradient(p, cpx::replicated<>(ranks, p.batch), order), expected));
+            }
+    }
+
     TEST_CASE_TEMPLATE("sums of weights by row have the bits of one rank on every sharding, by rank they are near", T,
                        float, double) {
         for (std::size_t turn = 0; turn < packings.size() * 2; ++turn) {

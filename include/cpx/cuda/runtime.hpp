@@ -133,8 +133,9 @@ public:
 
     void write(std::span<T const> values, caller here = caller::here()) {
         require(std::ssize(values) == count_, "cuda::buffer", "elements to write", count_, values.size(), here);
-        if (count_ > 0)
-            check(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyHostToDevice), "cudaMemcpy", here);
+        if (count_ == 0) return;
+        check(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyHostToDevice), "cudaMemcpy", here);
+        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", here); // what was staged may not be there yet
     }
     /// Returns the elements once the device has done all it was given.
     std::vector<T> read(caller here = caller::here()) const {

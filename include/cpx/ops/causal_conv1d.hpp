@@ -118,7 +118,7 @@ struct causal_conv1d_gradients {
     sum_order order = sum_order::by_rank;
 };
 
-/// Computes the gradients of `causal_conv1d`.
+/// Computes the gradients of `causal_conv1d` of sequences that began with it: without initial states.
 ///
 /// `before` is the plan of the forward, `after` is `halo(sharding, rank, K - 1, side::after)`; x, weight, bias and
 /// `act` as there; dy: (rows, channels), the gradient of y.
@@ -163,7 +163,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
         convolve_segment_backward_sums<T>(history, own, weight, bias.empty() ? nullptr : bias.data(), act,
                                           rows<T const>(dy.data()).sub(s.row, s.count), dz.sub(s.row, s.count));
-        if (dweight.data() && !sums.moves())
+        if (dweight.data() && !sums.moves() && sums.speaks())
             convolve_segment_backward_weight<T>(history, own, dz.sub(s.row, s.count), dweight,
                                                 to.dbias.empty() ? nullptr : to.dbias.data());
     }

@@ -84,7 +84,7 @@ struct gated_delta_net_saved {
 template <class T, any_sharding S>
 struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 
-/// What a forward keeps beside its output, both only if wanted.
+/// What a forward keeps beside its output, one or the other if wanted.
 template <class T, any_sharding S, any_sharding Mix>
 struct gated_delta_net_memory {
     gated_delta_net_state<T> state = {};
@@ -232,6 +232,9 @@ public:
         linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
         linear<T>(in, w.in_proj_z, z.data());
         auto* const saved = memory.saved;
+        require(!saved || (!memory.state.conv.data() && !memory.state.recurrent.data()), where, "memory",
+                "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
+                here);
         if constexpr (std::same_as<S, Mix>) {
             mixer_(config_, w, projected, o, memory.state, saved, comm);
             if (saved) saved->projected = std::move(projected);

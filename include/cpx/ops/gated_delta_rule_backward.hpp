@@ -74,9 +74,7 @@ public:
     }
 
     /// Returns what every value head contributes to dq, then to dk, of the key head that it reads.
-    rows<T> shares() {
-        return {dq_dk_.data(), t_.q.data().count(), 2 * this->values_.size() * this->heads_.key_dim};
-    }
+    rows<T> shares() { return {dq_dk_.data(), t_.q.data().count(), 2 * this->values_.size() * this->heads_.key_dim}; }
 
 private:
     delta_rule_tensors<T, S> const& t_;

@@ -7,6 +7,8 @@
 #include <cpx/plan/halo.hpp>
 #include <cpx/transport/exchange.hpp>
 
+#include <limits>
+
 #include <span>
 #include <type_traits>
 
@@ -76,8 +78,9 @@ void require_weights(char const* where, rows<index const> labels, std::span<T co
     if (!weights.empty())
         require(std::ssize(weights) == count, where, "number of weights", count, weights.size(), here);
     for (std::size_t row = 0; row < weights.size(); ++row)
-        if (!(weights[row] >= 0)) // nor is NaN
-            throw error(where, "weight of row " + std::to_string(row), "not negative", show(weights[row]), here);
+        if (!(weights[row] >= 0 && weights[row] <= std::numeric_limits<T>::max())) // nor is NaN
+            throw error(where, "weight of row " + std::to_string(row), "finite and not negative", show(weights[row]),
+                        here);
 }
 
 } // namespace detail

@@ -12,8 +12,8 @@ namespace cpx {
 /// In which order the rows' contributions to the gradient of a weight are added.
 ///
 /// `by_rank`: every rank adds its own rows; nothing moves but the sums. Equal to one rank within rounding.
-/// `by_row`: in the order of the batch, as on one rank and bitwise the same on every sharding. Every rank adds all rows
-/// for its share of the weight: inputs go to every rank, output gradients by columns, so that a linear layer moves
+/// `by_row`: in the order of the batch, bitwise the same on every sharding and number of ranks, one rank that adds by row
+/// included. Every rank adds all rows for its share of the weight: inputs go to every rank, output gradients by columns, so that a linear layer moves
 /// tokens * ((W - 1) in + out) elements. For runs that must be reproduced on another number of ranks.
 enum class sum_order { by_rank, by_row };
 
@@ -38,6 +38,8 @@ public:
 
     S const& sharding() const { return sharding_; }
     sum_order order() const { return order_; }
+    /// Returns whether this rank has something to add: on `replicated`, where all have the same, the first one has.
+    bool speaks() const { return !S::every_row || rank_ == 0 || !sharding_.sections().empty(); }
     /// Returns whether rows must move first.
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
 
@@ -51,6 +53,7 @@ public:
     /// Returns the rows to add up, with this rank's columns of sections of `columns` columns each, the same of each.
     template <class T, elements_of<T> A, transport Comm>
     summed_rows<T> share(sharded<A, S> const& x, index columns, Comm& comm, caller here = caller::here()) const {
+        if (!speaks()) return {x.data().sub(0, 0), {0, 0}, {}};
         if (!moves()) return {x.data(), {0, columns}, {}};
         std::vector<section> const sections(static_cast<std::size_t>(x.data().width() / columns), {columns, 1});
         head_sharded<> const split(sharding_.ranks(), sharding_.batch(), sections);
@@ -78,7 +81,8 @@ public:
     void terms(std::span<T> sums, Term&& term, Comm& comm, caller here = caller::here()) const {
         index const count = sharding_.rows(rank_), width = std::ssize(sums);
         if (!moves()) {
-            for (index row = 0; row < count; ++row) term(row, sums);
+            std::vector<T> unheard(speaks() ? 0 : sums.size());
+            for (index row = 0; row < count; ++row) term(row, speaks() ? sums : std::span(unheard));
             return;
         }
         tensor<T, S> of_rows(sharding_, rank_, width);

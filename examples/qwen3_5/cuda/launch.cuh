@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the example's kernels have in common: a warp or a thread for each item, and sums over a warp in one order.
+#pragma once
+
+#include <cpx/core/rows.hpp>
+#include <cpx/cuda/runtime.hpp>
+
+#include <type_traits>
+
+namespace qwen3_5::gpu {
+
+using cpx::index, cpx::rows;
+
+inline constexpr int warp = 32, warps = 4; ///< threads of a warp, warps of a block
+
+/// Returns the sum over all lanes of a warp, on each of them, always added in the same order.
+template <class T>
+__device__ T sum_over_warp(T x) {
+    for (int distance = warp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+    return x;
+}
+__device__ inline float max_over_warp(float x) {
+    for (int distance = warp / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    return x;
+}
+
+/// Returns `a . b` of `n` elements, on every lane.
+__device__ inline float dot(float const* a, float const* b, index n) {
+    float sum = 0;
+    for (index j = threadIdx.x; j < n; j += warp) sum += a[j] * b[j];
+    return sum_over_warp(sum);
+}
+
+__device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+__device__ inline float silu(float x) { return x / (1 + expf(-x)); }
+__device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
+
+/// Returns which item this warp, or this thread, is launched for; those behind the last one have nothing to do.
+__device__ inline index item_of_warp() { return static_cast<index>(blockIdx.x) * warps + threadIdx.y; }
+__device__ inline index item_of_thread() { return static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+/// Launches `blocks` blocks; none is fine.
+template <class... P>
+void launch(char const* name, void (*kernel)(P...), index blocks, dim3 threads, index shared_bytes, cudaStream_t stream,
+            std::type_identity_t<P>... arguments) {
+    cpx::require(blocks < index{1} << 31, name, "blocks", "less than 2^31", blocks);
+    if (blocks == 0) return;
+    kernel<<<static_cast<unsigned>(blocks), threads, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
+    cpx::cuda::check(cudaGetLastError(), name);
+}
+/// Launches a warp for each item.
+template <class... P>
+void launch_warps(char const* name, void (*kernel)(P...), index items, cudaStream_t stream,
+                  std::type_identity_t<P>... arguments) {
+    launch<P...>(name, kernel, (items + warps - 1) / warps, dim3(warp, warps), 0, stream, arguments...);
+}
+/// Launches a thread for each item.
+template <class... P>
+void launch_threads(char const* name, void (*kernel)(P...), index items, cudaStream_t stream,
+                    std::type_identity_t<P>... arguments) {
+    launch<P...>(name, kernel, (items + 255) / 256, dim3(256), 0, stream, arguments...);
+}
+
+} // namespace qwen3_5::gpu
