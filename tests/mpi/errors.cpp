@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes wrong on one rank is an error on every rank that names it, within the deadline; then all go on to the next.
+#include <cpx/transport/mpi.hpp>
+
+#include <cpx/cpx.hpp>
+
+#include <mpi/job.hpp>
+#include <support/packings.hpp>
+
+#include <array>
+#include <cmath>
+#include <limits>
+
+namespace {
+
+using namespace std::chrono_literals;
+using cpx::index;
+using job::error, job::holds;
+using support::lengths, support::rejects;
+
+cpx::thd const batch = lengths({12, 30, 6});
+
+cpx::plan relayout(cpx::thd const& of, int rank) {
+    int const ranks = job::ranks();
+    return cpx::relayout(cpx::shard(of, cpx::zigzag<>{ranks}), cpx::shard(of, cpx::sequential<>{ranks}), rank);
+}
+
+/// Runs a plan of rows of four into NaNs. If it throws, nothing has been written.
+void run(cpx::plan const& p, cpx::mpi& comm) {
+    std::vector<double> const from(static_cast<std::size_t>(p.source_rows * 4), 1.0);
+    std::vector<double> to(static_cast<std::size_t>(p.target_rows * 4), std::numeric_limits<double>::quiet_NaN());
+    try {
+        cpx::exchange(p, cpx::rows<double const>(from, 4), cpx::rows<double>(to, 4), comm);
+    } catch (cpx::error const&) {
+        CHECK(std::ranges::all_of(to, [](double x) { return std::isnan(x); }));
+        throw;
+    }
+    CHECK(std::ranges::all_of(to, [](double x) { return x == 1; }));
+}
+
+/// Sends `mine` to all ranks as part of exchange `operation`, and receives `expected` numbers from each.
+void send_all(cpx::mpi& comm, std::span<int const> mine, char const* operation = "test", std::size_t expected = 1) {
+    cpx::identity id;
+    cpx::identity::set(id.operation, operation);
+    static constexpr cpx::run one{0, 1};
+    std::vector<std::vector<int>> got(static_cast<std::size_t>(comm.ranks()), std::vector<int>(expected, -1));
+    std::vector<cpx::outgoing> sends;
+    std::vector<cpx::incoming> receives;
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        if (peer == comm.rank()) continue;
+        index const bytes = static_cast<index>(mine.size_bytes()), want = static_cast<index>(4 * expected);
+        sends.push_back({peer, reinterpret_cast<std::byte const*>(mine.data()), bytes, bytes, {&one, 1}, {&one, 1}});
+        receives.push_back({peer,
+                            reinterpret_cast<std::byte*>(got[static_cast<std::size_t>(peer)].data()),
+                            want,
+                            want,
+                            {&one, 1},
+                            {&one, 1}});
+    }
+    comm.exchange(id, sends, receives);
+}
+
+void send_all(cpx::mpi& comm) { send_all(comm, std::array{1}); }
+
+void check_parts(std::string const& text, std::vector<std::string> const& parts) {
+    for (std::string const& part : parts) CHECK_MESSAGE(holds(text, part), "\"" << part << "\" is not in: " << text);
+}
+
+/// Rank 1 has a plan of its own: every rank says on which field the ranks differ and who has what.
+template <class Odd>
+void rank_1_disagrees(std::string const& field, Odd&& odd) {
+    int const ranks = job::ranks();
+    std::string others = ranks > 2 ? "(ranks 0" : "(rank 0";
+    for (int rank = 2; rank < ranks; ++rank) others += ' ' + std::to_string(rank);
+    auto const text = error(
+        20s, [&](cpx::mpi& comm) { run(comm.rank() == 1 ? odd(comm.rank()) : relayout(batch, comm.rank()), comm); });
+    check_parts(text, {"ranks disagree on " + field + ':', others + ')', "(rank 1)"});
+}
+
+int world_rank() {
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    return rank;
+}
+
+bool alone() { return job::ranks() == 1; }
+
+} // namespace
+
+TEST_SUITE("mpi") {
+    using cpx::index;
+
+    TEST_CASE("ranks whose plans differ get an error that names the ranks and the field, and nothing moves") {
+        if (alone()) return;
+        rank_1_disagrees("cu_seqlens (hash)", [](int r) { return relayout(lengths({13, 29, 6}), r); });
+        rank_1_disagrees("tokens", [](int r) { return relayout(lengths({12, 30, 7}), r); });
+        rank_1_disagrees("sequences", [](int r) { return relayout(lengths({12, 30, 3, 3}), r); });
+        rank_1_disagrees("operation",
+                         [](int r) { return cpx::halo(cpx::shard(batch, cpx::zigzag<>(job::ranks())), r, 3); });
+    }
+
+    TEST_CASE("a rank that throws ends the others, and the error names it, whatever it throws") {
+        auto const with = [](auto const& thrown) {
+            auto const started = std::chrono::steady_clock::now();
+            std::string text = "nothing";
+            try {
+                text = error(60s, [&](cpx::mpi& comm) {
+                    if (comm.rank() == comm.ranks() - 1) throw thrown;
+                    run(relayout(batch, comm.rank()), comm);
+                });
+            } catch (...) { // not a cpx::error: this is the rank that throws
+                CHECK(world_rank() == job::ranks() - 1);
+                MPI_Barrier(MPI_COMM_WORLD);
+                text = "rank " + std::to_string(world_rank()) + " failed: no data left, not a std::exception";
+            }
+            CHECK(std::chrono::steady_clock::now() - started < 20s);
+            return text;
+        };
+        std::string const who = "rank " + std::to_string(job::ranks() - 1) + " failed: ";
+        check_parts(with(std::runtime_error("no data left")), {who, "no data left"});
+        check_parts(with(7), {who, "not a std::exception"});
+    }
+
+    TEST_CASE("a transport that an exception destroys tells the others") {
+        if (alone()) return;
+        job::ranks();
+        std::string text;
+        try {
+            cpx::mpi comm(MPI_COMM_WORLD, 60s);
+            if (comm.rank() == 0) throw std::runtime_error("gone");
+            run(relayout(batch, comm.rank()), comm);
+        } catch (std::exception const& e) {
+            text = e.what();
+        }
+        MPI_Barrier(MPI_COMM_WORLD);
+        CHECK_MESSAGE(holds(text, world_rank() == 0 ? "gone" : "rank 0 failed: an exception"), text);
+    }
+
+    TEST_CASE("a rank that does not come within the deadline is named by the others, and later by itself") {
+        if (alone()) return;
+        int const last = job::ranks() - 1;
+        std::string const name = std::to_string(last);
+        auto const started = std::chrono::steady_clock::now();
+        auto const text = error(200ms, [&](cpx::mpi& comm) {
+            if (comm.rank() == last) std::this_thread::sleep_for(1s);
+            send_all(comm);
+        });
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+        if (world_rank() == last) // the others' messages are there, but so is the news
+            CHECK((text.empty() || holds(text, " failed: ")));
+        else
+            check_parts(text, {"waited in test", "for messages of ranks", " " + name, "an end within 200 ms"});
+    }
+
+    TEST_CASE("a long message that nobody takes is an error within the deadline, too") {
+        if (alone()) return;
+        std::vector<int> const million(1'000'000, 1);
+        auto const text = error(200ms, [&](cpx::mpi& comm) {
+            if (comm.rank() == 1) std::this_thread::sleep_for(1s);
+            send_all(comm, million, "test", million.size());
+        });
+        if (world_rank() == 0) check_parts(text, {"ranks 1 to take theirs"});
+        if (world_rank() != 1) check_parts(text, {"for messages of ranks", " 1"});
+    }
+
+    TEST_CASE("a rank that leaves its transport alone for longer than the deadline breaks nothing by itself") {
+        auto const text = error(300ms, [&](cpx::mpi& comm) {
+            send_all(comm);
+            std::this_thread::sleep_for(500ms);
+            send_all(comm);
+        });
+        CHECK(text == "");
+    }
+
+    TEST_CASE("ranks in different exchanges are told so, with both named") {
+        if (alone()) return;
+        auto const text =
+            error(20s, [](cpx::mpi& comm) { send_all(comm, std::array{1}, comm.rank() == 0 ? "relayout" : "halo"); });
+        check_parts(text, {"ranks are in different exchanges: operation", "relayout", "halo", "rank 0"});
+    }
+
+    TEST_CASE("plans on which all ranks have agreed, run in another order on one rank, are found while they run") {
+        if (alone()) return;
+        auto const text = error(20s, [](cpx::mpi& comm) {
+            cpx::head_sharded<> const heads(comm.ranks(), batch, {{comm.ranks(), 4}});
+            auto const call = [&](bool first) {
+                auto const to_heads = [&](auto const& from) -> cpx::plan {
+                    return cpx::relayout(from, heads, comm.rank());
+                };
+                auto const p = first ? to_heads(cpx::shard(batch, cpx::zigzag<>{comm.ranks()}))
+                                     : to_heads(cpx::shard(batch, cpx::sequential<>{comm.ranks()}));
+                std::vector<double> const from(static_cast<std::size_t>(p.source_rows * p.source_width));
+                std::vector<double> to(static_cast<std::size_t>(p.target_rows * p.target_width));
+                cpx::exchange(p, cpx::rows<double const>(from, p.source_width), cpx::rows<double>(to, p.target_width),
+                              comm);
+            };
+            call(true);
+            call(false);
+            call(comm.rank() != 1);
+            call(comm.rank() == 1);
+        });
+        check_parts(text, {"ranks are in different exchanges: source layout", "rank 1", "zigzag", "sequential"});
+    }
+
+    TEST_CASE("a message of another size is an error, longer or shorter") {
+        if (alone()) return;
+        for (std::size_t const size : {2u, 100'000u}) {
+            std::vector<int> const values(size, 3);
+            auto const got = std::to_string(4 * size);
+            auto const long_one = error(20s, [&](cpx::mpi& comm) {
+                send_all(comm, comm.rank() == 0 ? std::span(values) : std::span(values).first(1));
+                send_all(comm); // rank 0 itself got what it wanted
+            });
+            check_parts(long_one, {"bytes of a message: expected 4, got " + got});
+            auto const short_one = error(20s, [&](cpx::mpi& comm) {
+                send_all(comm, comm.rank() == 0 ? std::span(values).first(1) : std::span(values), "test", size);
+                send_all(comm);
+            });
+            check_parts(short_one, {"bytes of a message: expected " + got + ", got 4"});
+        }
+    }
+
+    TEST_CASE("after an error every later call throws at once, and a new transport works") {
+        if (alone()) return;
+        error(20s, [&](cpx::mpi& comm) {
+            auto const first = support::message([&] { send_all(comm, std::array{1}, comm.rank() == 0 ? "a" : "b"); });
+            CHECK(first != "");
+            auto const started = std::chrono::steady_clock::now();
+            rejects({"mpi: communicator: expected one that has not failed, got rank", " failed: "},
+                    [&] { send_all(comm); });
+            std::array<std::byte, 4> blob{};
+            rejects({"expected one that has not failed"}, [&] { comm.broadcast(blob); });
+            rejects({"expected one that has not failed"}, [&] { run(relayout(batch, comm.rank()), comm); });
+            CHECK(std::chrono::steady_clock::now() - started < 5s);
+        });
+        CHECK(error(20s, [&](cpx::mpi& comm) { run(relayout(batch, comm.rank()), comm); }) == "");
+    }
+
+    TEST_CASE("sizes of broadcasts and of records that differ are found") {
+        if (alone()) return;
+        std::array<std::byte, 16> memory{};
+        std::vector<std::byte> all(memory.size() * static_cast<std::size_t>(job::ranks()));
+        auto const broadcast = error(20s, [&](cpx::mpi& comm) {
+            comm.broadcast(std::span(memory).first(comm.rank() == 1 ? 5 : 4));
+            send_all(comm); // only rank 1 has seen that it is wrong
+        });
+        check_parts(broadcast, {"ranks are in different exchanges: parameter", "5", "4"});
+        auto const gather =
+            error(20s, [&](cpx::mpi& comm) { comm.gather(memory.data(), all.data(), comm.rank() == 1 ? 5 : 4); });
+        check_parts(gather, {"ranks are in different exchanges: parameter", "5", "4"});
+    }
+
+    TEST_CASE("an error of MPI is thrown with the call and what MPI says") {
+        auto const text = error(20s, [](cpx::mpi& comm) {
+            int const value = 1;
+            static constexpr cpx::run one{0, 1};
+            cpx::outgoing const send{comm.ranks(), reinterpret_cast<std::byte const*>(&value), 4, 4, {&one, 1},
+                                     {&one, 1}};
+            comm.exchange({}, {&send, 1}, {});
+        });
+        check_parts(text, {"mpi: MPI_Isend: expected success, got MPI_ERR_RANK"});
+    }
+
+    TEST_CASE("communicators and groups that cannot be are rejected") {
+        job::ranks();
+        rejects({"mpi: communicator: expected one of which this process is a rank, got MPI_COMM_NULL", "errors.cpp"},
+                [] { cpx::mpi comm(MPI_COMM_NULL); });
+        rejects({"mpi::split: color: expected not negative, got -1"}, [] { static_cast<void>(cpx::mpi::split(-1)); });
+        rejects({"mpi_environment: level of threads: expected " + std::to_string(MPI_THREAD_MULTIPLE), "errors.cpp"},
+                [] { cpx::mpi_environment environment(MPI_THREAD_MULTIPLE); });
+        { cpx::mpi_environment second; } // does not end what it did not begin
+        CHECK(job::ranks() > 0);
+    }
+
+    TEST_CASE("ranks that do not come to a new transport are an error within the deadline") {
+        if (alone()) return;
+        auto const until = [](auto&& make) {
+            std::string text;
+            if (world_rank() == 0) std::this_thread::sleep_for(600ms);
+            text = support::message([&] { make(); });
+            MPI_Barrier(MPI_COMM_WORLD);
+            return text;
+        };
+        auto const text = until([] { cpx::mpi comm(MPI_COMM_WORLD, 100ms); });
+        if (world_rank() != 0)
+            check_parts(text, {"mpi: ranks of the communicator: expected all of them within 100 ms, got fewer"});
+    }
+}

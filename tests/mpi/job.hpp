@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ranks that the launcher has started. Every rank runs every test case, so a check of one is a check of all.
+#pragma once
+
+#include <cpx/transport/mpi.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/rejects.hpp>
+
+#include <string>
+
+namespace job {
+
+/// MPI until the program ends, also where tests have made transports fail: here all ranks come to the end.
+struct until_the_end {
+    cpx::mpi_environment environment;
+    ~until_the_end() { MPI_Finalize(); }
+};
+
+inline int ranks() {
+    static until_the_end const mpi;
+    int count = 0;
+    MPI_Comm_size(MPI_COMM_WORLD, &count);
+    return count;
+}
+
+inline bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+
+/// Runs `program(comm)` on all ranks and returns what this one says, or "". All ranks have ended when it returns.
+template <class F>
+std::string error(std::chrono::milliseconds deadline, F&& program) {
+    ranks();
+    std::string const text = support::message([&] { cpx::mpi::run(program, deadline); });
+    MPI_Barrier(MPI_COMM_WORLD);
+    return text;
+}
+
+} // namespace job

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators on processes have the bits that they have on threads: the halo, both carries and sums.
+#include <cpx/transport/mpi.hpp>
+
+#include <cpx/ops.hpp>
+#include <cpx/transport/sum.hpp>
+
+#include <mpi/job.hpp>
+#include <ops/on_ranks.hpp>
+#include <ops/reference.hpp>
+
+namespace {
+
+using namespace on_ranks;
+using cpx::index;
+
+std::vector<cpx::thd> const batches = {support::lengths({}), support::lengths({1}), support::lengths({5, 3, 2}),
+                                       support::lengths({37, 0, 16, 1, 50})};
+
+/// Checks that this rank has its part of `whole`.
+template <class T, cpx::any_sharding S>
+void check_part(cpx::tensor<T, S> const& got, int rank, std::vector<T> const& whole,
+                std::vector<cpx::section> const& sections) {
+    auto const want = part(whole, sections, got.sharding(), rank);
+    bool same = got.data().count() == want.data().count();
+    for (index row = 0; same && row < want.data().count(); ++row)
+        for (index c = 0; c < want.data().width(); ++c)
+            same = same && same_bits(got.data()(row, c), want.data()(row, c));
+    CHECK(same);
+}
+
+} // namespace
+
+TEST_SUITE("mpi") {
+    using cpx::index;
+
+    TEST_CASE("a convolution has the bits of threads on every sharding") {
+        int const ranks = job::ranks();
+        cpx::mpi comm(MPI_COMM_WORLD, std::chrono::seconds(60));
+        for (auto const& batch : batches) {
+            auto const p = reference::random_conv<float>(batch, 3, 7, true, cpx::activation::silu, 1);
+            for_each_sharding(batch, ranks, {1, 16}, [&](std::string const& name, auto const& sharding) {
+                CAPTURE(name);
+                std::vector<cpx::section> const sections{{p.channels, 1}};
+                auto const halo = cpx::halo(sharding, comm.rank(), p.taps - 1);
+                auto const x = part(p.x, sections, sharding, comm.rank());
+                auto y = poisoned<float>(sharding, comm.rank(), p.channels);
+                cpx::causal_conv1d(halo, x.view(), cpx::rows<float const>(p.weight, p.taps),
+                                   std::span<float const>(p.bias), p.act, y.view(), comm);
+                check_part(y, comm.rank(), run(p, sharding), sections);
+            });
+        }
+    }
+
+    TEST_CASE_TEMPLATE("a gated delta net has the bits of threads, whatever the carry", How, cpx::serial, cpx::scan) {
+        int const ranks = job::ranks();
+        cpx::mpi comm(MPI_COMM_WORLD, std::chrono::seconds(60));
+        cpx::gated_delta_net_config const config{12, {2, 4, 4, 6}, 4, 16, 1e-6};
+        for (auto const& batch : batches) {
+            auto const p = reference::random_layer<float>(batch, config, true, 2);
+            std::vector<cpx::section> const sections{{1, config.hidden}};
+            for_each_sharding(batch, ranks, {1, 16}, [&](std::string const& name, auto const& sharding) {
+                CAPTURE(name);
+                auto const x = part(p.x, sections, sharding, comm.rank());
+                auto y = poisoned<float>(sharding, comm.rank(), config.hidden);
+                cpx::gated_delta_net<How, std::decay_t<decltype(sharding)>> const net(sharding, comm.rank(), config);
+                net(p.view(), x.view(), y.view(), comm);
+                check_part(y, comm.rank(), reference::run<How>(p, sharding), sections);
+            });
+        }
+    }
+
+    TEST_CASE("every rank gets the bits of the sum in rank order") {
+        int const ranks = job::ranks();
+        cpx::mpi comm;
+        for (index const count : {0, 1, 2, 7, 1000, 50000}) {
+            std::vector<float> want(static_cast<std::size_t>(count)), mine;
+            for (int rank = 0; rank < ranks; ++rank) {
+                support::splitmix numbers(static_cast<std::uint64_t>(rank));
+                auto const values = uniform<float>(numbers, count, rank % 2 ? 1e8 : 1e-3);
+                for (std::size_t i = 0; i < want.size(); ++i) want[i] += values[i];
+                if (rank == comm.rank()) mine = values;
+            }
+            cpx::sum_over_ranks(std::span(mine), comm);
+            CHECK(same_bits(mine, want));
+        }
+    }
+}
