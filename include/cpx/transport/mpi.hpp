@@ -99,7 +99,7 @@ public:
     }
 
     /// Duplicates `group`, which is not needed afterwards. `deadline` is the longest that a rank waits for the others,
-    /// here and in one exchange. Collective. Throws `cpx::error` if not all ranks come in time (who, MPI does not tell).
+    /// here and in one exchange. Collective. Throws `cpx::error` if not all ranks come in time (MPI does not say who).
     explicit mpi(MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                  caller here = caller::here())
         : deadline_(deadline) {
