@@ -11,8 +11,8 @@ inline constexpr int most_ranks = 8; // of one NVLink domain
 /// Where ranks leave word for each other. All flags begin with 0.
 ///
 /// `flags[r]`: rank r's words, in its own memory as this rank reaches it, one for each block and rank;
-/// `epochs`: this rank's, one a block; `missing`: in host memory that the device can write, a bit for each rank that did
-/// not come. Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
+/// `epochs`: this rank's, one a block; `missing`: in host memory that the device can write, a bit for each rank that
+/// did not come. Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
 struct meeting {
     std::uint32_t* flags[most_ranks];
     std::uint32_t* epochs;

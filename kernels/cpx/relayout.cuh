@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves a tensor between two shardings in one kernel: every rank stores its rows where they belong in its peers' memory.
+// Moves a tensor between two shardings in one kernel: every rank stores its rows where they belong in its peers'
+// memory.
 #pragma once
 
 #include <cpx/layout/algorithm.hpp>

@@ -13,9 +13,9 @@ namespace cpx::cuda {
 
 /// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer.
 ///
-/// Belongs to the device on which it is made. The backward does not store dz. A row of it that another segment needs, on
-/// this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes those alone, `edge_exchange()` brings
-/// them to other ranks.
+/// Belongs to the device on which it is made. The backward does not store dz. A row of it that another segment needs,
+/// on this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes those alone, `edge_exchange()`
+/// brings them to other ranks.
 class conv_plan {
 public:
     /// For the forward. `before` is `halo(sharding, rank, taps - 1)`.

@@ -62,7 +62,8 @@ using device_side_of = decltype(device_side(std::declval<S const&>()));
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
-    /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this plan.
+    /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this
+    /// plan.
     relayout(relayout_plan<From, To> const& plan, index width, caller here = caller::here())
         : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank),
           ranks_(plan.ranks()), source_rows_(plan.source_rows) {
