@@ -2,7 +2,7 @@
 // The main job of cpx: a Qwen3.5 checkpoint of Hugging Face transformers, its packed batch sharded over ranks, must
 // give the log-probabilities that transformers gives, whatever the strategy.
 
-#include "strategy.hpp"
+#include "on_gpus.hpp"
 
 #include "../common/run.hpp"
 
@@ -15,9 +15,29 @@
 namespace {
 
 struct options {
-    std::string model, reference, ranks = "4", dtype = "float64", attention, linear, carry, cut, chunk = "64";
+    std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64";
     bool json = false, backward = false;
+
+    bool on_gpus() const { return device == "cuda"; }
 };
+
+/// Throws `cpx::error` on what cannot be run; fills in what the device decides.
+void complete(options& o) {
+    auto const quoted = [](std::string const& text) { return '"' + text + '"'; };
+    cpx::require(o.on_gpus() || o.device == "cpu", "--device", "device", "cpu or cuda", quoted(o.device));
+    if (o.dtype.empty()) o.dtype = o.on_gpus() ? "float32" : "float64";
+    cpx::require(o.dtype == "float64" || o.dtype == "float32", "--dtype", "type", "float64 or float32",
+                 quoted(o.dtype));
+    if (!o.on_gpus()) return;
+    cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", quoted(o.dtype));
+    cpx::require(o.linear.empty() || o.linear == "head_sharded", "--linear", "sharding with --device cuda",
+                 "head_sharded", quoted(o.linear));
+    cpx::require(!o.backward, "--backward", "device", "cpu: there is no backward on GPUs", "cuda");
+    int const ranks = examples::parse_ranks(o.ranks), found = qwen3_5::gpus();
+    cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
+    cpx::require(ranks <= found, "--ranks", "number of ranks", "at most the GPUs found, " + std::to_string(found),
+                 ranks);
+}
 
 struct report {
     std::string attention, linear, carry, cut;
@@ -112,7 +132,8 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
                                  "sequential, zigzag, striped or head_sharded", '"' + linear + '"');
                     bool const again =
                         s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
-                    if (!again) list.push_back(s); // by heads there is no carry and no cut to choose
+                    bool const possible = !o.on_gpus() || s.by_heads();
+                    if (possible && !again) list.push_back(s); // by heads there is no carry and no cut to choose
                 }
     return list;
 }
@@ -127,6 +148,11 @@ std::vector<report> run(options const& o) {
     auto const in = read_input(file, model.config);
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
+    auto const pass = [&](qwen3_5::strategy const& how, int over) {
+        if constexpr (std::same_as<T, float>)
+            if (o.on_gpus()) return qwen3_5::run_on_gpus(model, in, how.attention, over);
+        return qwen3_5::run(model, in, how, over, chunk, o.backward);
+    };
     std::vector<report> reports;
     for (auto const& how : strategies) {
         report r{how.attention == qwen3_5::attention_by::gather ? "gather" : "head_sharded",
@@ -137,8 +163,8 @@ std::vector<report> run(options const& o) {
                  how.by_heads() ? "none"
                  : how.cut.unit ? "aligned:" + std::to_string(how.cut.unit)
                                 : "balanced",
-                 qwen3_5::run(model, in, how, ranks, chunk, o.backward)};
-        auto const one_rank = qwen3_5::run(model, in, how, 1, chunk, o.backward);
+                 pass(how, ranks)};
+        auto const one_rank = pass(how, 1);
         double sum = 0;
         for (std::size_t i = 0; i < reference.size(); ++i) {
             double const p = r.outcome.log_probabilities[i], delta = std::abs(p - reference[i]);
@@ -156,11 +182,12 @@ std::vector<report> run(options const& o) {
     return reports;
 }
 
-void print_json(std::vector<report> const& reports, int ranks, cpx::index element, bool backward) {
+void print_json(std::vector<report> const& reports, int ranks, options const& o, cpx::index element) {
     auto list = nlohmann::json::array();
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
-        nlohmann::json item{{"attention", r.attention},
+        nlohmann::json item{{"device", o.device},
+                            {"attention", r.attention},
                             {"linear", r.linear},
                             {"carry", r.carry},
                             {"cut", r.cut},
@@ -179,7 +206,7 @@ void print_json(std::vector<report> const& reports, int ranks, cpx::index elemen
                             {"bytes_all_gather", all_gather.elements * element},
                             {"state_bytes_sent", r.outcome.states.bytes},
                             {"messages", r.outcome.rows.messages + r.outcome.states.messages}};
-        if (backward) {
+        if (o.backward) {
             item["max_grad_error"] = r.max_gradient_error();
             item["grads"] = r.gradient_errors;
             item["grads_equal_one_rank"] = r.gradients_equal_one_rank;
@@ -191,8 +218,8 @@ void print_json(std::vector<report> const& reports, int ranks, cpx::index elemen
 
 void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index element) {
     std::printf(
-        "Qwen3.5 over %d ranks in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n",
-        ranks, o.dtype.c_str());
+        "Qwen3.5 over %d %s in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
+        o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str());
     char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %9s %8s %6s %6s %6s %7s %7s %7s";
     std::printf(header, "", "", "", "", "max", "max to", "", "loss", "rows", "lower", "all-", "KiB", "all-", "state");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "gradient", "to one");
@@ -228,8 +255,10 @@ int main(int argc, char** argv) {
     options o;
     app.add_option("--model", o.model, "directory with config.json and model.safetensors")->required();
     app.add_option("--reference", o.reference, "safetensors file with input_ids, cu_seqlens and logprobs")->required();
-    app.add_option("--ranks", o.ranks, "ranks, as threads of this process")->capture_default_str();
-    app.add_option("--dtype", o.dtype, "float64 or float32")->capture_default_str();
+    app.add_option("--ranks", o.ranks, "ranks, as threads of this process, on GPUs one each")->capture_default_str();
+    app.add_option("--device", o.device, "cpu, or cuda: float32, linear attention by heads, forward only")
+        ->capture_default_str();
+    app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
     app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
     app.add_option("--linear", o.linear,
                    "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them");
@@ -239,13 +268,13 @@ int main(int argc, char** argv) {
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--json", o.json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {
+        complete(o);
         bool const wide = o.dtype == "float64";
-        cpx::require(wide || o.dtype == "float32", "--dtype", "type", "float64 or float32", '"' + o.dtype + '"');
         auto const reports = wide ? run<double>(o) : run<float>(o);
         int const ranks = examples::parse_ranks(o.ranks);
         cpx::index const element = wide ? 8 : 4;
         if (o.json)
-            print_json(reports, ranks, element, o.backward);
+            print_json(reports, ranks, o, element);
         else
             print_table(reports, ranks, o, element);
     });

@@ -8,9 +8,6 @@
 
 namespace qwen3_5 {
 
-/// How full attention sees all keys: keys and values gathered on every rank, or queries, keys and values by heads.
-enum class attention_by { gather, heads };
-
 /// h += linear_attention(norm(h)), by `net`, which knows on which sharding its recurrence runs.
 template <class Site, class Net>
 typename Site::backward linear_attention(Site& at, Net const& net, cpx::index layer, typename Site::tensor& h) {

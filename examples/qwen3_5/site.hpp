@@ -3,6 +3,7 @@
 #pragma once
 
 #include "checkpoint.hpp"
+#include "names.hpp"
 
 #include <cpx/cpx.hpp>
 #include <cpx/ops.hpp>
@@ -121,9 +122,5 @@ public:
 private:
     T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
 };
-
-inline std::string layer_name(cpx::index layer, char const* part) {
-    return "model.layers." + std::to_string(layer) + '.' + part;
-}
 
 } // namespace qwen3_5

@@ -42,6 +42,15 @@ struct outcome {
     needs counted;
 };
 
+/// Returns the sizes of the model's gated delta nets.
+inline cpx::gated_delta_net_config delta_net_config(cpx::qwen3_5_config const& c, cpx::index chunk) {
+    return {c.hidden_size,
+            {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim},
+            c.linear_conv_kernel_dim,
+            chunk,
+            c.rms_norm_eps};
+}
+
 namespace detail {
 
 /// Adds what moving one tensor of `width` between two shardings takes.
@@ -159,13 +168,7 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
 template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index chunk,
             bool backward) {
-    auto const& c = model.config;
-    cpx::gated_delta_net_config const net{
-        c.hidden_size,
-        {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim},
-        c.linear_conv_kernel_dim,
-        chunk,
-        c.rms_norm_eps};
+    auto const net = delta_net_config(model.config, chunk);
     if (how.by_heads()) {
         examples::token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
                                                                    cpx::aligned<cpx::dynamic>(1));

@@ -182,6 +182,7 @@ TEST_SUITE("examples") {
                  {"--ranks", "2.5", {"--ranks", "from 1 to 4096", "\"2.5\""}},
                  {"--ranks", "", {"--ranks"}},
                  {"--dtype", "bfloat16", {"--dtype", "float64 or float32", "\"bfloat16\""}},
+                 {"--device", "tpu", {"--device", "cpu or cuda", "\"tpu\""}},
                  {"--attention", "ring", {"--attention", "gather or head_sharded", "\"ring\""}},
                  {"--linear", "diagonal", {"--linear", "sequential, zigzag", "\"diagonal\""}},
                  {"--linear", "zigzag:rows", {"--linear", "sequence or batch", "\"rows\""}},
@@ -205,6 +206,19 @@ TEST_SUITE("examples") {
         }
         check_refusal({"--model", data.string()}, {"--reference"});
         check_refusal({}, {"required"});
+    }
+
+    TEST_CASE("what GPUs cannot do is refused before they are looked for, and so are more ranks than there are GPUs") {
+        arguments const cuda{"--device", "cuda"};
+        for (auto const& [options, parts] : std::vector<std::pair<arguments, arguments>>{
+                 {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32", "\"float64\""}},
+                 {{"--linear", "zigzag"}, {"--linear", "with --device cuda", "head_sharded", "\"zigzag\""}},
+                 {{"--linear", "head_sharded", "--backward"}, {"--backward", "expected cpu", "got cuda"}}})
+            check_refusal(tiny + cuda + options, arguments{"qwen3_5: "} + parts);
+        // "at least 1, got 0" without a GPU, "at most the GPUs found" with some, "built for GPUs" without nvcc
+        check_refusal(on(data, reference, "4096") + cuda, {"qwen3_5: ", "--", "GPUs", "expected", "got"});
+        CHECK(run_json(tiny + arguments{"--device", "cpu", "--linear", "zigzag"}).at("strategies").at(0).at("device") ==
+              "cpu");
     }
 
     TEST_CASE("files that are missing, cut short or not what they claim are refused") {

@@ -5,6 +5,7 @@
 #include <cpx/core/rows.hpp>
 #include <cpx/cuda/runtime.hpp>
 
+#include <cmath>
 #include <type_traits>
 
 namespace qwen3_5::gpu {

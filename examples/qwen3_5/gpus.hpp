@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// The boundary between what the host's compiler sees and what nvcc compiles.
+#pragma once
+
+#include "names.hpp"
+
+#include <cpx/core/rows.hpp>
+#include <cpx/core/thd.hpp>
+#include <cpx/model/qwen3_5_config.hpp>
+#include <cpx/transport/counted.hpp>
+
+#include <map>
+
+namespace qwen3_5 {
+
+/// What a forward pass on GPUs starts from, all in host memory.
+struct gpu_input {
+    cpx::qwen3_5_config config;
+    std::map<std::string, cpx::rows<float const>> weights; ///< by their names in the file
+    cpx::thd batch;
+    std::vector<cpx::index> ids, labels; ///< by global row
+    attention_by attention = attention_by::gather;
+};
+
+struct gpu_output {
+    std::vector<float> log_probabilities; ///< by global row; 0 where the label is `cpx::ignored`
+    cpx::tally sent;                      ///< by all ranks
+};
+
+/// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLAS or NCCL.
+int gpus();
+
+/// Runs the forward pass over `ranks` GPUs, a thread each, the recurrence of linear attention by heads.
+///
+/// Throws `std::runtime_error` that names the rank which failed first, and what CUDA, cuBLAS or NCCL reported there.
+gpu_output forward_on_gpus(gpu_input const& in, int ranks);
+
+} // namespace qwen3_5

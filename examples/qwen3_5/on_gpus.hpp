@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a Qwen3.5 model over GPUs and accounts for what moved.
+#pragma once
+
+#include "gpus.hpp"
+#include "strategy.hpp"
+
+namespace qwen3_5 {
+
+/// Runs the forward pass over `ranks` GPUs, the recurrence of linear attention by heads. Throws what they report.
+inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, attention_by attention, int ranks) {
+    using whole_batch = cpx::replicated<>;
+    whole_batch const whole(1, in.batch);
+    auto const count = static_cast<std::size_t>(in.batch.tokens());
+    cpx::tensor<cpx::index, whole_batch> ids(whole, 0, 1), labels(whole, 0, 1);
+    cpx::tensor<float, whole_batch> logp(whole, 0, 1);
+    std::ranges::copy(in.ids, ids.data().data());
+
+    outcome result;
+    cpx::threads::run(1, [&](cpx::threads& host) {
+        next_token_labels(halo(whole, 0, 1, cpx::side::after), std::as_const(ids).view(), labels.view(), host);
+        gpu_input from{model.config, {}, in.batch, in.ids, {}, attention};
+        model.each([&](std::string const& name, cpx::rows<float const> weight) { from.weights[name] = weight; });
+        from.labels.assign(labels.data().data(), labels.data().data() + count);
+        auto const output = forward_on_gpus(from, ranks);
+        std::ranges::copy(output.log_probabilities, logp.data().data());
+        result.rows = output.sent;
+        result.loss = mean_token_loss(std::as_const(logp).view(), std::as_const(labels).view(), host);
+    });
+    result.log_probabilities.assign(logp.data().data(), logp.data().data() + count);
+    auto const net = delta_net_config(model.config, 64);
+    auto const entry = cpx::shard(in.batch, cpx::zigzag<>(ranks));
+    result.counted = detail::count_forward(model.config, attention, entry, entry,
+                                           cpx::head_sharded<>(ranks, in.batch, net.sections()), net);
+    return result;
+}
+
+} // namespace qwen3_5
