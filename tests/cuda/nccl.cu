@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchanges between GPUs, one process a rank: send and receive, and the one-kernel relayout over NCCL's windows.
-#include <cpx/cuda/exchange.hpp>
-#include <cpx/cuda/relayout.hpp>
-#include <cpx/transport/nccl_window.hpp>
+#include <cpx/cuda/shared_memory.hpp>
 
 #include <doctest/doctest.h>
 
@@ -15,6 +13,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 namespace {
 
@@ -28,24 +27,16 @@ bool has_gpus(int wanted) {
     return false;
 }
 
-cpx::cuda::peer_memory memory_of(cpx::nccl_window& window) {
-    cpx::cuda::peer_memory m;
-    for (int r = 0; r < window.comm().ranks(); ++r) m.base[r] = window.of(r);
-    m.bytes = window.bytes();
-    m.blocks = window.blocks();
-    m.meeting = window.meeting();
-    return m;
-}
-
 /// One rank's communicator, window, stream, and what it found wrong.
 struct bench {
     std::unique_ptr<cpx::nccl> comm;
-    std::unique_ptr<cpx::nccl_window> window;
+    std::unique_ptr<cpx::cuda::shared_memory> window;
     cpx::cuda::stream stream;
     std::string problem;
 
     explicit bench(std::chrono::milliseconds deadline = 60s, index bytes = index{1} << 24)
-        : comm(cpx::nccl::from_environment(deadline)), window(std::make_unique<cpx::nccl_window>(*comm, bytes)) {}
+        : comm(cpx::nccl::from_environment(deadline)),
+          window(std::make_unique<cpx::cuda::shared_memory>(*comm, bytes)) {}
 
     template <class T>
     void check(std::vector<T> const& got, std::vector<T> const& expected, std::string const& what) {
@@ -88,8 +79,8 @@ struct bench {
         char const ready = 1;
         std::vector<char> all(static_cast<std::size_t>(comm->ranks()));
         comm->gather(&ready, all.data(), 1); // nobody stores into memory that is being poisoned
-        cpx::cuda::make_relayout<T>(plan, width)(cpx::rows<T const>(x.data(), from.rows(rank), in), memory_of(*window),
-                                                 0, {offsets.data(), static_cast<int>(host.size()) - 1}, stream);
+        cpx::cuda::make_relayout<T>(plan, width)(cpx::rows<T const>(x.data(), from.rows(rank), in), window->peers(), 0,
+                                                 {offsets.data(), static_cast<int>(host.size()) - 1}, stream);
         window->wait(stream);
         std::vector<T> got(target.size());
         if (!got.empty())
@@ -124,6 +115,116 @@ std::string movements(int) {
         cpx::head_sharded<> const heads(ranks, batch, sections);
         b.relayout<std::uint16_t>(zigzag, heads, sections, text + " zigzag to heads");
         b.relayout<float>(heads, sequential, sections, text + " heads to sequential");
+    }
+    return b.problem;
+}
+
+/// The same program wherever ranks do and do not reach each other's memory.
+std::string either_way(int rank) {
+    bench b;
+    int const ranks = b.comm->ranks();
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{123, 1, 0, 400});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    std::vector<cpx::section> const sections{{8, 16}, {2, 8}, {8, 1}};
+    cpx::head_sharded<> const to(ranks, batch, sections);
+    auto const source = whole::part<std::uint16_t>(from, rank, sections),
+               target = whole::part<std::uint16_t>(to, rank, sections);
+    cpx::cuda::buffer<std::uint16_t> const x{std::span<std::uint16_t const>(source)};
+    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    for (bool const windows : {true, false}) {
+        cpx::cuda::shared_memory memory(*b.comm, 1 << 20, windows);
+        if (memory.one_kernel() != windows) return "one kernel, or not, against the wish";
+        cpx::cuda::shared_relayout<std::uint16_t, std::remove_const_t<decltype(from)>, cpx::head_sharded<>> move(
+            cpx::relayout(from, to, rank), 152, memory, 256);
+        move(cpx::rows<std::uint16_t const>(x.data(), from.rows(rank), 152), {offsets.data(), 4}, b.stream);
+        memory.wait(b.stream);
+        std::vector<std::uint16_t> got(target.size());
+        cpx::cuda::check(cudaMemcpy(got.data(), move.target().data(), got.size() * 2, cudaMemcpyDeviceToHost),
+                         "cudaMemcpy");
+        b.check(got, target, windows ? "one kernel" : "send and receive");
+    }
+    return b.problem;
+}
+
+/// All ranks in one process, a thread a GPU.
+std::string in_one_process(int) {
+    std::vector<int> devices;
+    for (int d = 0; d < cpx::cuda::devices() && d < 4; ++d) devices.push_back(d);
+    auto const comms = cpx::nccl::all(devices);
+    int const ranks = static_cast<int>(devices.size());
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{300, 41, 7});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+    std::vector<cpx::section> const plain{{1, 33}};
+    std::vector<std::string> problems(devices.size());
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < ranks; ++rank)
+        threads.emplace_back([&, rank] {
+            try {
+                cpx::nccl& comm = *comms[static_cast<std::size_t>(rank)];
+                cpx::cuda::use_device(comm.device());
+                cpx::cuda::stream const stream;
+                auto const source = whole::part<float>(from, rank, plain), target = whole::part<float>(to, rank, plain);
+                cpx::cuda::buffer<float> const x{std::span<float const>(source)};
+                cpx::cuda::buffer<float> y(std::ssize(target));
+                cpx::cuda::exchange<float> move(cpx::relayout(from, to, rank), 33, comm);
+                for (int i = 0; i < 100; ++i)
+                    move(cpx::rows<float const>(x.data(), from.rows(rank), 33),
+                         cpx::rows<float>(y.data(), to.rows(rank), 33), stream);
+                comm.wait(stream);
+                if (y.read() != target) problems[static_cast<std::size_t>(rank)] = "other bytes";
+            } catch (std::exception const& e) {
+                problems[static_cast<std::size_t>(rank)] = e.what();
+            }
+        });
+    for (auto& thread : threads) thread.join();
+    for (auto const& problem : problems)
+        if (!problem.empty()) return problem;
+    return "";
+}
+
+/// More elements than 2^31 in one exchange.
+std::string large(int rank) {
+    bench b(60s, index{3} << 29);
+    int const ranks = b.comm->ranks();
+    index const width = 4099, tokens = 2 * ((index{1} << 31) / width / 2 + 3);
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{tokens / 2 - 5, tokens / 2 + 5});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+    auto const plan = cpx::relayout(from, to, rank);
+    std::vector<unsigned char> source(static_cast<std::size_t>(plan.source_rows * width));
+    index row = 0;
+    from.for_each_piece(rank, [&](cpx::range piece) {
+        for (index g = piece.first; g < piece.last; ++g, ++row)
+            for (index c = 0; c < width; ++c)
+                source[static_cast<std::size_t>(row * width + c)] =
+                    static_cast<unsigned char>(g * 7 + c * 3 + (g >> 8));
+    });
+    cpx::cuda::buffer<unsigned char> const x{std::span<unsigned char const>(source)};
+    cpx::cuda::buffer<unsigned char> y(plan.target_rows * width);
+    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    cpx::rows<unsigned char const> const rows(x.data(), plan.source_rows, width);
+    cpx::cuda::exchange<unsigned char> move(plan, width, *b.comm);
+    move(rows, cpx::rows<unsigned char>(y.data(), plan.target_rows, width), b.stream);
+    b.comm->wait(b.stream);
+    auto const push = cpx::cuda::make_relayout<unsigned char>(plan, width);
+    push(rows, b.window->peers(), 0, {offsets.data(), 2}, b.stream);
+    b.window->wait(b.stream);
+    std::vector<unsigned char> got(static_cast<std::size_t>(y.size()));
+    for (bool const kernel : {false, true}) {
+        cpx::cuda::check(cudaMemcpy(got.data(), kernel ? static_cast<void*>(b.window->data()) : y.data(), got.size(),
+                                    cudaMemcpyDeviceToHost),
+                         "cudaMemcpy");
+        row = 0;
+        to.for_each_piece(rank, [&](cpx::range piece) {
+            for (index g = piece.first; g < piece.last; ++g, ++row)
+                for (index c = 0; c < width; ++c)
+                    if (b.problem.empty() && got[static_cast<std::size_t>(row * width + c)] !=
+                                                 static_cast<unsigned char>(g * 7 + c * 3 + (g >> 8)))
+                        b.problem = "row " + std::to_string(g) + " has another byte " + std::to_string(c);
+        });
     }
     return b.problem;
 }
@@ -178,10 +279,10 @@ std::string delays(int) {
     index const half = b.window->bytes() / 2;
     for (int i = 0; i < 5000; ++i) {
         if (numbers.between(0, 9) == 0) ::usleep(static_cast<unsigned>(numbers.between(0, 300)));
-        there(cpx::rows<float const>(x.data(), from.rows(rank), 64), memory_of(*b.window), 0, {offsets.data(), 3},
+        there(cpx::rows<float const>(x.data(), from.rows(rank), 64), b.window->peers(), 0, {offsets.data(), 3},
               b.stream);
         auto* const y = reinterpret_cast<float const*>(b.window->data());
-        back(cpx::rows<float const>(y, to.rows(rank), 64), memory_of(*b.window), half, {offsets.data(), 3}, b.stream);
+        back(cpx::rows<float const>(y, to.rows(rank), 64), b.window->peers(), half, {offsets.data(), 3}, b.stream);
         cpx::cuda::check(cudaMemcpyAsync(x.data(), b.window->data() + half, source.size() * sizeof(float),
                                          cudaMemcpyDeviceToDevice, b.stream),
                          "cudaMemcpyAsync");
@@ -266,7 +367,7 @@ std::string dies(int rank, bool by_kernel) {
     auto const run = [&] {
         cpx::rows<float const> const source(x.data(), plan.source_rows, 1024);
         if (by_kernel) {
-            push(source, memory_of(*b.window), 0, {offsets.data(), 2}, b.stream);
+            push(source, b.window->peers(), 0, {offsets.data(), 2}, b.stream);
             b.window->wait(b.stream);
         } else {
             move(source, cpx::rows<float>(y.data(), plan.target_rows, 1024), b.stream);
@@ -297,6 +398,18 @@ TEST_SUITE("cuda") {
         if (!has_gpus(2)) return;
         check_codes(processes::run(2, movements));
         if (int const all = std::min(processes::gpus(), 8); all > 2) check_codes(processes::run(all, movements));
+    }
+    TEST_CASE("one program moves by one kernel or by send and receive") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(std::min(processes::gpus(), 4), either_way));
+    }
+    TEST_CASE("ranks may be threads of one process") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(1, in_one_process));
+    }
+    TEST_CASE("an exchange may have more than 2^31 elements") {
+        if (!has_gpus(2)) return;
+        check_codes(processes::run(2, large));
     }
     TEST_CASE("a transposed gather adds in rank order") {
         if (!has_gpus(2)) return;

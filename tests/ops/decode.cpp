@@ -209,10 +209,10 @@ struct outcome {
     std::vector<T> y, states; ///< of all tokens; after the last one
 };
 
-enum class prefill { in_place_scan, in_place_serial, by_heads };
-enum class decoding { by_heads, by_heads_of_a_table, on_one_rank, on_a_table, everywhere };
-constexpr prefill prefills[] = {prefill::in_place_scan, prefill::in_place_serial, prefill::by_heads};
-constexpr decoding decodings[] = {decoding::by_heads, decoding::by_heads_of_a_table, decoding::on_one_rank,
+enum class prefill { in_place_scan, in_place_serial, heads };
+enum class decoding { heads, heads_of_a_table, on_one_rank, on_a_table, everywhere };
+constexpr prefill prefills[] = {prefill::in_place_scan, prefill::in_place_serial, prefill::heads};
+constexpr decoding decodings[] = {decoding::heads, decoding::heads_of_a_table, decoding::on_one_rank,
                                   decoding::on_a_table, decoding::everywhere};
 
 /// Decodes from tokens `done` on until no sequence has one left; those without are of length 0 in later steps.
@@ -243,9 +243,9 @@ outcome<T> go_on(layer<T> const& p, lists const& done, std::vector<T> const& y, 
     auto const everywhere = [&](cpx::thd const& batch) { return cpx::replicated<>(ranks, batch); };
     by_heads const heads(ranks, one, p.config.sections());
     switch (how) {
-    case decoding::by_heads:
+    case decoding::heads:
         return run(heads, [&](auto const& q, auto& now) { return run_by_heads(q, everywhere(q.batch), now); });
-    case decoding::by_heads_of_a_table:
+    case decoding::heads_of_a_table:
         return run(heads,
                    [&](auto const& q, auto& now) { return run_by_heads(q, on_owners(q.batch, ranks, owners), now); });
     case decoding::everywhere:
@@ -264,7 +264,7 @@ outcome<T> generate(layer<T> const& p, lists const& prompt, S const& sharding, p
     lists const none(prompt.size());
     auto const q = tokens(p, none, prompt);
     std::vector<T> y(at(p.batch.tokens() * p.config.hidden), poison<T>());
-    if (first == prefill::by_heads) {
+    if (first == prefill::heads) {
         by_heads const mix(sharding.ranks(), q.batch, p.config.sections());
         auto states = zeros<T>(p.config, mix);
         put(y, p, none, prompt, run_by_heads(q, sharding, states));

@@ -176,17 +176,18 @@ template <cpx::any_sharding S>
 struct token_wise_rank {
     using rows = cpx::rows<double const>;
 
-    token_wise_rank(token_wise const& p, S const& sharding, int rank)
-        : p(p), x(part(p.x, p.rows(), sharding, rank)), z(part(p.z, p.rows(), sharding, rank)), normed(x), rotated(x),
-          gated(x), y(poisoned<double>(sharding, rank, p.width + p.heads)), weight(p.weight, p.heads * p.dim) {
-        cpx::rms_norm<double>(x.data(), p.gain, p.eps, 1, normed.data());
-        cpx::rotary(rank, normed.view(), p.dim, p.rotary, rotated.view());
-        cpx::gated_rms_norm<double>(rotated.data(), z.data(), p.gated_gain, p.eps, gated.data());
-        cpx::linear<double>(gated.data(), weight, y.data().columns(0, p.width));
+    token_wise_rank(token_wise const& of, S const& sharding, int rank)
+        : p(of), x(part(of.x, of.rows(), sharding, rank)), z(part(of.z, of.rows(), sharding, rank)), normed(x),
+          rotated(x), gated(x), y(poisoned<double>(sharding, rank, of.width + of.heads)),
+          weight(of.weight, of.heads * of.dim) {
+        cpx::rms_norm<double>(x.data(), of.gain, of.eps, 1, normed.data());
+        cpx::rotary(rank, normed.view(), of.dim, of.rotary, rotated.view());
+        cpx::gated_rms_norm<double>(rotated.data(), z.data(), of.gated_gain, of.eps, gated.data());
+        cpx::linear<double>(gated.data(), weight, y.data().columns(0, of.width));
         for (index row = 0; row < y.data().count(); ++row)
-            for (index h = 0; h < p.heads; ++h)
-                y.data()(row, p.width + h) =
-                    cpx::delta_rule_gate(y.data()(row, h), p.a_log[std::size_t(h)], p.dt_bias[std::size_t(h)]);
+            for (index h = 0; h < of.heads; ++h)
+                y.data()(row, of.width + h) =
+                    cpx::delta_rule_gate(y.data()(row, h), of.a_log[std::size_t(h)], of.dt_bias[std::size_t(h)]);
     }
 
     token_wise const& p;

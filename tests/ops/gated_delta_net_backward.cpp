@@ -170,7 +170,7 @@ TEST_SUITE("ops") {
         forward(p, sharding, good);
         forward(random_layer<double>(longer.batch(), grouped, false, 1), longer, of_other);
         std::vector<double> conv(10'000), recurrent(10'000);
-        index const width = grouped.heads.value_heads * grouped.heads.key_dim * grouped.heads.value_dim;
+        index const state = grouped.heads.value_heads * grouped.heads.key_dim * grouped.heads.value_dim;
         index const taps = grouped.kernel * (2 * grouped.heads.key_heads * grouped.heads.key_dim +
                                              grouped.heads.value_heads * grouped.heads.value_dim);
         index const n = sharding.batch().sequences();
@@ -178,7 +178,7 @@ TEST_SUITE("ops") {
             cpx::threads::run(1, [&](cpx::threads& comm) { // its backward would not know what came before
                 cpx::gated_delta_net_saved<double, S, S> both;
                 net(sharding, 0, p.config)(p.view(), x, dx, comm,
-                                           {{{conv.data(), n, taps}, {recurrent.data(), n, width}}, &both});
+                                           {{{conv.data(), n, taps}, {recurrent.data(), n, state}}, &both});
             });
         });
         auto const call = [&](layer<double> const& q, auto& saved, cpx::sharded<double, S> const& in,
