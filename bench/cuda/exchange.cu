@@ -2,9 +2,7 @@
 // Relayouts between GPUs by one kernel and by send and receive, beside NCCL's own collectives of the same bytes.
 // One process a GPU: `exchange [RANKS]`, all GPUs by default.
 #include <cpx/cpx.hpp>
-#include <cpx/cuda/exchange.hpp>
-#include <cpx/cuda/relayout.hpp>
-#include <cpx/transport/nccl_window.hpp>
+#include <cpx/cuda/shared_memory.hpp>
 
 #include "../../tests/cuda/processes.hpp"
 #include "../../tests/cuda/whole.hpp"
@@ -17,18 +15,9 @@ namespace {
 using cpx::index;
 using element = std::uint16_t; // bf16, as far as movement is concerned
 
-cpx::cuda::peer_memory memory_of(cpx::nccl_window& window) {
-    cpx::cuda::peer_memory m;
-    for (int r = 0; r < window.comm().ranks(); ++r) m.base[r] = window.of(r);
-    m.bytes = window.bytes();
-    m.blocks = window.blocks();
-    m.meeting = window.meeting();
-    return m;
-}
-
 struct rank_bench {
     cpx::nccl& comm;
-    cpx::nccl_window& window;
+    cpx::cuda::shared_memory& window;
     cpx::cuda::stream stream;
 
     /// Returns the time of the slowest rank.
@@ -63,7 +52,7 @@ struct rank_bench {
 
         auto const push = cpx::cuda::make_relayout<element>(plan, width);
         float const one_kernel = slowest([&] {
-            push(rows, memory_of(window), 0, {offsets.data(), static_cast<int>(host.size()) - 1}, stream);
+            push(rows, window.peers(), 0, {offsets.data(), static_cast<int>(host.size()) - 1}, stream);
         });
         std::vector<element> got(target.size());
         cpx::cuda::check(cudaMemcpy(got.data(), window.data(), got.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
@@ -119,7 +108,7 @@ struct rank_bench {
 std::string run(int rank) {
     auto const comm = cpx::nccl::from_environment();
     int const ranks = comm->ranks();
-    cpx::nccl_window window(*comm, index{420} << 20);
+    cpx::cuda::shared_memory window(*comm, index{420} << 20);
     rank_bench bench{*comm, window, {}};
     if (rank == 0) {
         double const copy = timing::copy_bandwidth(bench.stream);

@@ -188,16 +188,9 @@ constexpr std::size_t relayout_memory(int sequences, int ranks) {
            sizeof(column_piece) * most_ranks * most_sections;
 }
 
-/// Stores every row of this rank where it belongs in its peers' targets.
-///
-/// One launch on every rank, with equal grids of resident blocks. Begins when all ranks have come, so that a target is
-/// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. A warp
-/// moves a row to one peer; neighbouring warps take rows that lie far apart, so that no peer is stored to by all at
-/// once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed with
-/// other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
+/// Stores every row of one rank where it belongs in its peers' targets: the work of one block of `relayout_push`.
 template <class From, class To>
-__global__ void __launch_bounds__(512, 1)
-    relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {
+__device__ void store_rows(From const& from, To const& to, relayout_rows const& r, meeting const& m) {
     extern __shared__ column_piece pieces[]; // (ranks, sections), then the tables of offsets
     auto* const offsets = reinterpret_cast<std::int32_t*>(pieces + most_ranks * most_sections);
     int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
@@ -245,6 +238,19 @@ __global__ void __launch_bounds__(512, 1)
     arrive(m, epoch + 2);
     if (!await(m, epoch + 2)) return;
     if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
+}
+
+/// Stores every row of this rank where it belongs in its peers' targets.
+///
+/// One launch on every rank, with equal grids of resident blocks. Begins when all ranks have come, so that a target is
+/// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. A warp
+/// moves a row to one peer; neighbouring warps take rows that lie far apart, so that no peer is stored to by all at
+/// once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed with
+/// other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
+template <class From, class To>
+__global__ void __launch_bounds__(512, 1)
+    relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {
+    store_rows(from, to, r, m);
 }
 
 } // namespace cpx::kernels

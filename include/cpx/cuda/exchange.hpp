@@ -2,6 +2,7 @@
 // Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
 #pragma once
 
+#include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/runtime.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/relayout.hpp>
@@ -115,6 +116,7 @@ public:
         check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
         check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);
         comm_.begin_call(here);
+        named_range const range(names::exchange());
         kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
                                                   staged_in_.data()}};

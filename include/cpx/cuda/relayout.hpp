@@ -2,6 +2,7 @@
 // A relayout in one kernel, where every rank's memory can be stored to by the others.
 #pragma once
 
+#include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/runtime.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/sharded.hpp>
@@ -116,6 +117,24 @@ public:
         require(from.count() == 0 || from.width() == 0 || device_of(from.data()) == current_device(), where, "source",
                 "memory of the current device", device_of(from.data()), here);
 
+        kernels::relayout_rows const r = arguments(from, memory, offset, batch);
+        named_range const range(names::relayout());
+        using A = detail::device_side_of<From>;
+        using B = detail::device_side_of<To>;
+        auto const kernel = kernels::relayout_push<A, B>;
+        std::size_t const shared = kernels::relayout_memory<A, B>(batch.sequences, ranks_);
+        require(shared <= most_shared, where, "sequences",
+                "few enough for tables of " + std::to_string(most_shared) + " bytes", batch.sequences, here);
+        if (shared > 48 * 1024)
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+                  "cudaFuncSetAttribute", here);
+        kernel<<<static_cast<unsigned>(memory.blocks), 512, shared, stream>>>(from_, to_, r, memory.meeting);
+        check(cudaGetLastError(), "relayout_push", here);
+    }
+
+    /// Returns what the kernel is told of the rows of a call; see there.
+    kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index offset,
+                                     packed_offsets batch) const {
         kernels::relayout_rows r = rows_;
         r.offsets = batch.offsets;
         r.sequences = batch.sequences;
@@ -135,18 +154,10 @@ public:
                 piece.units = static_cast<std::int32_t>(width / piece.vector);
             }
         }
-        using A = detail::device_side_of<From>;
-        using B = detail::device_side_of<To>;
-        auto const kernel = kernels::relayout_push<A, B>;
-        std::size_t const shared = kernels::relayout_memory<A, B>(batch.sequences, ranks_);
-        require(shared <= most_shared, where, "sequences",
-                "few enough for tables of " + std::to_string(most_shared) + " bytes", batch.sequences, here);
-        if (shared > 48 * 1024)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-                  "cudaFuncSetAttribute", here);
-        kernel<<<static_cast<unsigned>(memory.blocks), 512, shared, stream>>>(from_, to_, r, memory.meeting);
-        check(cudaGetLastError(), "relayout_push", here);
+        return r;
     }
+    detail::device_side_of<From> const& source() const { return from_; }
+    detail::device_side_of<To> const& target() const { return to_; }
 
 private:
     static constexpr std::size_t most_shared = 227 * 1024;
