@@ -31,12 +31,12 @@ struct column_piece {
     std::int32_t units, vector;
 };
 
-/// What one rank moves. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of int32 unless `wide`.
+/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of int32 unless `wide`.
 struct relayout_rows {
     void const* offsets;
     int sequences;
     bool wide;
-    int pieces;
+    int pieces, lanes;
     char const* source;
     std::int64_t source_pitch;
     char* target[most_ranks];
@@ -147,32 +147,32 @@ struct placement {
 };
 
 template <class Vector>
-__device__ __forceinline__ void copy_units(char const* source, char* target, int units) {
+__device__ __forceinline__ void copy_units(char const* source, char* target, int units, int lanes) {
     constexpr int at_once = 8;
-    for (int first = static_cast<int>(threadIdx.x % 32); first < units; first += 32 * at_once) {
+    for (int first = static_cast<int>(threadIdx.x) % lanes; first < units; first += lanes * at_once) {
         Vector held[at_once];
 #pragma unroll
         for (int i = 0; i < at_once; ++i)
-            if (first + 32 * i < units) held[i] = reinterpret_cast<Vector const*>(source)[first + 32 * i];
+            if (first + lanes * i < units) held[i] = reinterpret_cast<Vector const*>(source)[first + lanes * i];
 #pragma unroll
         for (int i = 0; i < at_once; ++i)
-            if (first + 32 * i < units) reinterpret_cast<Vector*>(target)[first + 32 * i] = held[i];
+            if (first + lanes * i < units) reinterpret_cast<Vector*>(target)[first + lanes * i] = held[i];
     }
 }
 
-/// Copies the columns of one row that go to one peer. Called by one warp.
-__device__ inline void copy_pieces(column_piece const* pieces, int count, char const* source, char* target) {
+/// Copies the columns of one row that go to one peer. Called by `lanes` neighbouring threads.
+__device__ inline void copy_pieces(column_piece const* pieces, int count, char const* source, char* target, int lanes) {
     for (int i = 0; i < count; ++i) {
         column_piece const p = pieces[i];
         if (p.units == 0) continue;
         char const* const from = source + p.source;
         char* const to = target + p.target;
         switch (p.vector) {
-        case 16: copy_units<uint4>(from, to, p.units); break;
-        case 8: copy_units<uint2>(from, to, p.units); break;
-        case 4: copy_units<std::uint32_t>(from, to, p.units); break;
-        case 2: copy_units<std::uint16_t>(from, to, p.units); break;
-        default: copy_units<std::uint8_t>(from, to, p.units);
+        case 16: copy_units<uint4>(from, to, p.units, lanes); break;
+        case 8: copy_units<uint2>(from, to, p.units, lanes); break;
+        case 4: copy_units<std::uint32_t>(from, to, p.units, lanes); break;
+        case 2: copy_units<std::uint16_t>(from, to, p.units, lanes); break;
+        default: copy_units<std::uint8_t>(from, to, p.units, lanes);
         }
     }
 }
@@ -216,8 +216,9 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     if (!await(m, epoch + 1)) return;
 
     std::int64_t const rows = source.rows(m.rank), parts = 2 * m.ranks, part_rows = (rows + parts - 1) / parts;
-    std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * warps;
-    for (std::int64_t item = static_cast<std::int64_t>(warp) * gridDim.x + blockIdx.x; item < parts * part_rows;
+    int const group = static_cast<int>(threadIdx.x) / r.lanes, groups = static_cast<int>(blockDim.x) / r.lanes;
+    std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * groups;
+    for (std::int64_t item = static_cast<std::int64_t>(group) * gridDim.x + blockIdx.x; item < parts * part_rows;
          item += stride) {
         std::int64_t const row = (item + m.rank) % parts * part_rows + item / parts;
         if (row >= rows) continue;
@@ -227,12 +228,12 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
             for (int i = 0; i < m.ranks; ++i) {
                 int const peer = static_cast<int>((i + row + m.rank) % m.ranks);
                 detail::copy_pieces(pieces + peer * most_sections, r.pieces, at,
-                                    r.target[peer] + global * r.target_pitch[peer]);
+                                    r.target[peer] + global * r.target_pitch[peer], r.lanes);
             }
         } else {
             slot const place = target.place(global);
             detail::copy_pieces(pieces + place.rank * most_sections, r.pieces, at,
-                                r.target[place.rank] + place.row * r.target_pitch[place.rank]);
+                                r.target[place.rank] + place.row * r.target_pitch[place.rank], r.lanes);
         }
     }
     arrive(m, epoch + 2);
@@ -243,9 +244,9 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// Stores every row of this rank where it belongs in its peers' targets.
 ///
 /// One launch on every rank, with equal grids of resident blocks. Begins when all ranks have come, so that a target is
-/// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. A warp
-/// moves a row to one peer; neighbouring warps take rows that lie far apart, so that no peer is stored to by all at
-/// once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed with
+/// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
+/// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
+/// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed with
 /// other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)

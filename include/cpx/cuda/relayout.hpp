@@ -141,6 +141,11 @@ public:
         r.wide = batch.wide;
         r.source = reinterpret_cast<char const*>(from.data());
         r.source_pitch = from.stride() * static_cast<index>(sizeof(T));
+        index widest = 0; // of the pieces; a thread is to hold 8 vectors of one at a time
+        for (auto const& of_peer : widths_)
+            for (index const width : of_peer) widest = std::max(widest, width);
+        r.lanes = 32;
+        while (r.lanes > 4 && r.lanes / 2 * 8 * 16 >= widest) r.lanes /= 2;
         for (int peer = 0; peer < ranks_; ++peer) {
             r.target[peer] = memory.base[peer] + offset;
             for (int i = 0; i < r.pieces; ++i) {
