@@ -73,7 +73,8 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
     detail::require_shape("causal_conv1d", "weight", weight, channels, weight.width(), here);
     thd const& batch = plan.sharding.batch();
     index const taps = weight.width(), window = taps * channels;
-    for (auto const& given : {states.initial, rows<T const>(states.final)})
+    rows<T const> const all_states[] = {states.initial, states.final};
+    for (rows<T const> const& given : all_states)
         if (given.data()) detail::require_shape("causal_conv1d", "states", given, batch.sequences(), window, here);
     std::vector<T> halo_rows(static_cast<std::size_t>(plan.target_rows * channels));
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
@@ -83,7 +84,8 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
         if (!states.final.data()) return;
         newest.assign(static_cast<std::size_t>(window), T{});
         if (states.initial.data()) std::copy_n(states.initial.row(sequence), window, newest.data());
-        for (rows<T const> const part : {before, own}) // of all these the last K rows
+        rows<T const> const parts[] = {before, own};
+        for (rows<T const> const& part : parts) // of all these the last K rows
             for (index row = std::max<index>(0, part.count() - taps); row < part.count(); ++row)
                 newest.insert(newest.end(), part.row(row), part.row(row) + channels);
         std::copy_n(newest.end() - window, window, states.final.row(sequence));

@@ -107,8 +107,8 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
             ran ? "those of another sharding" : "none", here);
     index const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
     index const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
-    for (auto const& in : {x.data(), dy.data(), rows<T const>(to.dx.data())})
-        detail::require_shape(where, "x, dy and dx", in, count, config.hidden, here);
+    rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
+    for (rows<T const> const& in : hidden) detail::require_shape(where, "x, dy and dx", in, count, config.hidden, here);
     int const rank = comm.rank();
     weight_sums<S> const sums(sharding, rank, to.order);
 
