@@ -60,6 +60,17 @@ public:
         return group;
     }
 
+    /// Joins the ranks of another transport that can broadcast from rank 0, such as `mpi`, each on its current device.
+    /// Collective over both.
+    template <class Other>
+    static std::unique_ptr<nccl> over(Other& other, std::chrono::milliseconds deadline = default_deadline,
+                                      caller here = caller::here()) {
+        ncclUniqueId id{};
+        if (other.rank() == 0) id = new_id(here);
+        other.broadcast(std::as_writable_bytes(std::span(&id, 1)));
+        return std::make_unique<nccl>(id, other.rank(), other.ranks(), deadline, here);
+    }
+
     /// Joins as torchrun's variables say: RANK, WORLD_SIZE, LOCAL_RANK (which selects the device), MASTER_ADDR and
     /// MASTER_PORT. NCCL's own bootstrap listens on the port after MASTER_PORT, which torchrun itself holds, unless
     /// NCCL_COMM_ID already names an address.
