@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times the causal convolution of three sequences on one GPU against what copying the same bytes would take.
+#include "timing.hpp"
+
 #include <cpx/cuda/causal_conv1d.hpp>
 #include <cpx/layout/sequential.hpp>
 
@@ -39,31 +41,8 @@ double rounded(std::uint64_t seed, index i) {
 /// Returns the milliseconds of one of 20 replays of what `f` enqueues, the median of 7 rounds.
 double time_of(cuda::stream const& stream, std::function<void()> const& f) {
     cuda::graph const graph(stream, f);
-    for (int i = 0; i < 3; ++i) graph.launch(stream);
-    std::vector<double> rounds;
-    for (int round = 0; round < 7; ++round) {
-        cuda::event begin, end;
-        begin.record(stream);
-        for (int i = 0; i < 20; ++i) graph.launch(stream);
-        end.record(stream);
-        rounds.push_back(static_cast<double>(end.since(begin)) / 20);
-    }
-    std::sort(rounds.begin(), rounds.end());
-    return rounds[3];
-}
-
-/// Returns bytes read and written a second by a copy of 1 GiB.
-double copy_rate(cuda::stream const& stream) {
-    index const bytes = index{1} << 30;
-    cuda::buffer<char> const from(bytes), to(bytes);
-    fill<<<1024, 256, 0, stream>>>(reinterpret_cast<float*>(from.data()), bytes / 4, 1);
-    cuda::check(cudaGetLastError(), "fill");
-    double const ms = time_of(stream, [&] {
-        cuda::check(
-            cudaMemcpyAsync(to.data(), from.data(), static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, stream),
-            "cudaMemcpyAsync");
-    });
-    return 2 * static_cast<double>(bytes) / (ms * 1e-3);
+    return static_cast<double>(timing::median_ms(
+        stream, [&] { graph.launch(stream); }, [] {}, 20, 7));
 }
 
 struct check {
@@ -91,7 +70,6 @@ public:
         random(bias_, 4);
     }
 
-    template <int Bytes>
     void run() {
         auto const of = [&](cuda::buffer<T> const& b) { return rows<T>(b.data(), count_, channels); };
         rows<T const> const x = of(x_), dy = of(dy_);
@@ -102,11 +80,10 @@ public:
             std::span(dbias_.data(), static_cast<std::size_t>(channels)),
             std::span(workspace_.data(), static_cast<std::size_t>(workspace_.size()))};
         auto const forward = [&] {
-            cuda::causal_conv1d<Bytes>(plan_, x, {}, weight, bias, cuda::activation::silu, of(y_), stream_);
+            cuda::causal_conv1d(plan_, x, {}, weight, bias, cuda::activation::silu, of(y_), stream_);
         };
         auto const backward = [&] {
-            cuda::causal_conv1d_backward<Bytes>(plan_, x, {}, weight, bias, cuda::activation::silu, dy, {}, {}, to,
-                                                stream_);
+            cuda::causal_conv1d_backward(plan_, x, {}, weight, bias, cuda::activation::silu, dy, {}, {}, to, stream_);
         };
         poison(y_);
         poison(dx_);
@@ -114,8 +91,8 @@ public:
         zero(dweight_);
         zero(dbias_);
         backward();
-        print("forward", Bytes, forward_ms, 2, check_rows(y_, [&](index row, index c) { return y_at(row, c); }));
-        print("backward", Bytes, backward_ms, 3,
+        print("forward", forward_ms, 2, check_rows(y_, [&](index row, index c) { return y_at(row, c); }));
+        print("backward", backward_ms, 3,
               std::max(check_rows(dx_, [&](index row, index c) { return dx_at(row, c); }), check_sums()));
     }
 
@@ -205,12 +182,12 @@ private:
         return sum.error();
     }
 
-    void print(char const* what, int bytes, double ms, int tensors, double error) const {
+    void print(char const* what, double ms, int tensors, double error) const {
         double const moved = static_cast<double>(tensors) * static_cast<double>(count_ * channels) * sizeof(T);
         double const rate = moved / (ms * 1e-3);
         double const most = sizeof(T) == 2 ? 4e-3 : 1e-5;
-        std::printf("%-9s %6td %-8s %8d %9.4f %8.0f %8.1f%%   %.1e %s\n", type_, static_cast<std::ptrdiff_t>(count_),
-                    what, bytes, ms, rate * 1e-9, 100 * rate / rate_, error, error <= most ? "ok" : "WRONG");
+        std::printf("%-9s %6td %-8s %9.4f %8.0f %8.1f%%   %.1e %s\n", type_, static_cast<std::ptrdiff_t>(count_), what,
+                    ms, rate * 1e-9, 100 * rate / rate_, error, error <= most ? "ok" : "WRONG");
     }
 
     char const* type_;
@@ -229,14 +206,13 @@ private:
 int main() {
     if (cuda::devices() == 0) return std::printf("cpx: skipped, no GPU\n"), 0;
     cuda::stream const stream;
-    double const rate = copy_rate(stream);
+    double const rate = timing::copy_bandwidth(stream);
     std::printf("copy of 1 GiB: %.0f GB/s read and written\n", rate * 1e-9);
     std::printf("convolution of %d channels, %d taps, silu, bias, 3 sequences\n", int(channels), int(taps));
-    std::printf("%-9s %6s %-8s %8s %9s %8s %9s   error\n", "elements", "rows", "", "by bytes", "ms", "GB/s", "of copy");
-    for (cpx::index const count : {32768, 8192}) {
-        benchmark<__nv_bfloat16> narrow("bfloat16", count, rate, stream);
-        narrow.run<16>();
-        narrow.run<8>();
-        benchmark<float>("float", count, rate, stream).run<16>();
+    std::printf("%-9s %6s %-8s %9s %8s %9s   error\n", "elements", "rows", "", "ms", "GB/s", "of copy");
+    for (cpx::index const count : {32768, 8192, 2048}) {
+        benchmark<__nv_bfloat16>("bfloat16", count, rate, stream).run();
+        benchmark<__half>("half", count, rate, stream).run();
+        benchmark<float>("float", count, rate, stream).run();
     }
 }

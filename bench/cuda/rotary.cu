@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rotary embedding and rows moved by a list, beside a copy on the device. Bytes: of the 32-byte sectors touched.
+#include "timing.hpp"
+
 #include <cpx/cuda/rotary.hpp>
 
 #include <cmath>
@@ -51,17 +53,9 @@ float rounded(float value) {
 template <class F>
 float milliseconds(cuda::stream const& stream, int calls, F&& f) {
     cuda::graph const graph(stream, f);
-    cuda::event begin, end;
-    for (int i = 0; i < 3; ++i) graph.launch(stream);
-    std::vector<float> times;
-    for (int round = 0; round < 7; ++round) {
-        begin.record(stream);
-        for (int i = 0; i < 20; ++i) graph.launch(stream);
-        end.record(stream);
-        times.push_back(end.since(begin) / static_cast<float>(20 * calls));
-    }
-    std::ranges::sort(times);
-    return times[3];
+    return timing::median_ms(
+               stream, [&] { graph.launch(stream); }, [] {}, 20, 7) /
+           static_cast<float>(calls);
 }
 
 double copy_speed = 0; // bytes a second, read and written
@@ -208,16 +202,8 @@ int main() {
     }
     using bf16 = __nv_bfloat16;
     cuda::stream const stream;
-    {
-        std::size_t const bytes = std::size_t{1} << 30;
-        buffer<char> const a(1 << 30), b(1 << 30);
-        float const ms = milliseconds(stream, 1, [&] {
-            cuda::check(cudaMemcpyAsync(a.data(), b.data(), bytes, cudaMemcpyDeviceToDevice, stream),
-                        "cudaMemcpyAsync");
-        });
-        copy_speed = 2 * static_cast<double>(bytes) / (ms * 1e-3);
-        std::printf("copy of 1 GiB on the device: %.4f ms, %.1f GB/s read and written\n", ms, copy_speed * 1e-9);
-    }
+    copy_speed = timing::copy_bandwidth(stream);
+    std::printf("copy of 1 GiB on the device: %.1f GB/s read and written\n", copy_speed * 1e-9);
     rotate<bf16>(stream, "32768 rows, 16 + 2 heads, 64 of 256, bf16, in place", 32768, 16, 2, 256, 32, true);
     rotate<bf16>(stream, "  of segments", 32768, 16, 2, 256, 32, true, from::segments);
     rotate<bf16>(stream, "  interleaved axes", 32768, 16, 2, 256, 32, true, from::three_axes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal depthwise convolution of one rank's rows, forward and backward.
+// Causal depthwise convolution of one rank's rows, and what its backward shares with it.
 #pragma once
 
 #include <cpx/pack.cuh>
@@ -9,12 +9,22 @@ namespace cpx::kernels {
 /// The most taps of a convolution.
 inline constexpr int conv_max_taps = 8;
 
-/// Rows of a launch: row i begins at `data + i * stride`.
+/// Blocks of `causal_conv1d` that a multiprocessor holds at once.
+inline constexpr int conv_resident = 4;
+
+/// Rows of a launch: row i begins `i * stride` bytes after `data`.
 template <class T>
 struct conv_rows {
     T* data;
     std::int64_t stride;
-    __device__ T* at(std::int64_t row, std::int64_t channel) const { return data + row * stride + channel; }
+    __device__ __forceinline__ T* at(std::int64_t row, std::int64_t channel) const {
+        return after(data, row) + channel;
+    }
+    /// Returns the place `count` rows after `place`.
+    __device__ __forceinline__ T* after(T* place, std::int64_t count = 1) const {
+        using byte = std::conditional_t<std::is_const_v<T>, char const, char>;
+        return reinterpret_cast<T*>(reinterpret_cast<byte*>(place) + count * stride);
+    }
 };
 
 /// What every kernel of a convolution reads: z_t = bias + sum_j weight_j x_{t-(taps-1)+j}.
@@ -33,19 +43,6 @@ struct conv_input {
     std::int64_t const* before;
     int taps;
     bool float_weight;
-};
-
-/// What the backward reads and writes besides. `after` is (segments, taps - 1): the rows of dz after a segment, those
-/// of `edge` first, from `edges` on those of `dz_halo`, -1 for none. `sums` is null or (blocks of strips, taps + 1,
-/// channels): of each block, the sums for dweight and for dbias.
-template <class T>
-struct conv_backward {
-    conv_rows<T const> dy;
-    conv_rows<T> dx;
-    conv_rows<float const> edge, dz_halo;
-    std::int64_t edges;
-    std::int64_t const* after;
-    float* sums;
 };
 
 namespace conv {
@@ -111,10 +108,10 @@ private:
             static_assert(Taps * V % wide == 0);
 #pragma unroll
             for (int first = 0; first < Taps * V; first += wide) {
-                auto const part = load<W, wide>(weight + channel * Taps + first);
+                float part[wide];
+                widen<W, wide>(load<W, wide>(weight + channel * Taps + first), part);
 #pragma unroll
-                for (int i = 0; i < wide; ++i)
-                    at[Taps - 1 - (first + i) % Taps][(first + i) / Taps] = widen(part.at[i]);
+                for (int i = 0; i < wide; ++i) at[Taps - 1 - (first + i) % Taps][(first + i) / Taps] = part[i];
             }
         } else {
 #pragma unroll
@@ -140,7 +137,7 @@ __device__ __forceinline__ void look_back(conv_input<T> const& in, conv_weight<T
         }
 #pragma unroll
         for (int v = 0; v < V; ++v) x[Window - age][v] = 0.0f;
-        if (from) widen(load<T, V>(from), x[Window - age]);
+        if (from) widen<T, V>(load<T, V>(from), x[Window - age]);
     }
 }
 
@@ -175,34 +172,34 @@ struct conv_place {
 ///
 /// Reads every row once, but for the taps - 1 before a strip. Loads are a group of tokens ahead of their use.
 template <class T, int Taps, int V, bool Silu>
-__global__ void __launch_bounds__(128, 3) causal_conv1d(conv_input<T> const in, conv_rows<T> const y) {
+__global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T> const in, conv_rows<T> const y) {
     using namespace conv;
     conv_place<T, V> const place(in);
     std::int64_t row = place.row;
-    if (row >= place.last) return;
+    int rows = static_cast<int>(place.last - row); // of the strip, not done yet
+    if (rows <= 0) return;
     conv_weight<Taps, V> const weight(in, place.channel);
     constexpr int window = weight.window;
     T const* from = in.x.at(row, place.channel);
     T* to = y.at(row, place.channel);
-    for (int s = segment_of(in, row); row < place.last; ++s) {
-        std::int64_t const next = in.first[s + 1];
-        int left = static_cast<int>((next < place.last ? next : place.last) - row);
+    for (int s = segment_of(in, row); rows > 0; ++s) {
+        std::int64_t const next = in.first[s + 1] - row;
+        int left = next < rows ? static_cast<int>(next) : rows;
+        rows -= left;
         float x[window][V], z[V];
         look_back(in, weight, s, row, place.channel, x);
         row += left;
         pack<T, V> ahead[window];
         if (left >= window)
 #pragma unroll
-            for (int k = 0; k < window; ++k, from += in.x.stride) ahead[k] = load<T, V>(from);
+            for (int k = 0; k < window; ++k, from = in.x.after(from)) ahead[k] = load<T, V>(from);
         for (; left >= window; left -= window) {
-            bool const more = left >= 2 * window;
+            if (left < 2 * window) from = in.x.after(from, -window); // nothing follows: the same again, for no one
 #pragma unroll
-            for (int k = 0; k < window; ++k, to += y.stride) {
-                widen(ahead[k], x[k]);
-                if (more) {
-                    ahead[k] = load<T, V>(from);
-                    from += in.x.stride;
-                }
+            for (int k = 0; k < window; ++k, to = y.after(to)) {
+                widen<T, V>(ahead[k], x[k]);
+                ahead[k] = load<T, V>(from);
+                from = in.x.after(from);
                 weight.weigh(
                     weight.bias, [&](int age) { return x[(k - age + window) % window]; }, z);
 #pragma unroll
@@ -211,9 +208,9 @@ __global__ void __launch_bounds__(128, 3) causal_conv1d(conv_input<T> const in, 
             }
         }
 #pragma unroll 1
-        for (; left > 0; --left, from += in.x.stride, to += y.stride) {
+        for (; left > 0; --left, from = in.x.after(from), to = y.after(to)) {
             shift(x);
-            widen(load<T, V>(from), x[window - 1]);
+            widen<T, V>(load<T, V>(from), x[window - 1]);
             weight.weigh(
                 weight.bias, [&](int age) { return x[window - 1 - age]; }, z);
 #pragma unroll
@@ -221,176 +218,6 @@ __global__ void __launch_bounds__(128, 3) causal_conv1d(conv_input<T> const in, 
             store<T, V>(z, to);
         }
     }
-}
-
-/// Computes the rows of dz that other segments need, here or elsewhere. `places` is (edges, taps): the rows of x that
-/// each is computed from, as in `conv_input::before`, its own last. One thread a channel and edge.
-template <class T, bool Silu>
-__global__ void __launch_bounds__(128) causal_conv1d_edge(conv_input<T> const in, conv_rows<T const> const dy,
-                                                          std::int64_t const* places, conv_rows<float> const edge) {
-    using namespace conv;
-    auto const tiles = static_cast<unsigned>((in.channels + blockDim.x - 1) / blockDim.x);
-    std::int64_t const channel = static_cast<std::int64_t>(blockIdx.x % tiles) * blockDim.x + threadIdx.x;
-    std::int64_t const i = blockIdx.x / tiles;
-    if (channel >= in.channels) return;
-    conv_weight<0, 1> const weight(in, channel);
-    std::int64_t const* const own = places + (i + 1) * in.taps - 1;
-    float x[conv_max_taps][1], z[1];
-#pragma unroll
-    for (int age = 0; age < conv_max_taps; ++age) {
-        T const* const from = weight.has(age) ? row_of(in, own[-age], channel) : nullptr;
-        x[age][0] = from ? widen(*from) : 0.0f;
-    }
-    weight.weigh(
-        weight.bias, [&](int age) { return x[age]; }, z);
-    *edge.at(i, channel) = activate_backward<T, Silu>(z[0], widen(*dy.at(*own, channel)));
-}
-
-/// Computes dx and, of each block, the sums for dweight and dbias; needs what `causal_conv1d` needs.
-///
-/// Reads x and dy and writes dx once, but for the taps - 1 rows on both sides of a strip: dz is recomputed, never
-/// written. Blocks are 32 lanes by any number of strips.
-template <class T, int Taps, int V, bool Silu>
-__global__ void __launch_bounds__(128, V == 8 ? 2 : 3)
-    causal_conv1d_backward(conv_input<T> const in, conv_backward<T> const out) {
-    using namespace conv;
-    conv_place<T, V> const place(in);
-    std::int64_t row = place.row;
-    constexpr int window = conv_weight<Taps, V>::window, lag = window - 1;
-    float dweight[window][V] = {}, dbias[V] = {};
-    if (row < place.last) {
-        conv_weight<Taps, V> const weight(in, place.channel);
-        int const reach = weight.taps - 1;
-        for (int s = segment_of(in, row); row < place.last; ++s) {
-            std::int64_t const next = in.first[s + 1];
-            int const count = static_cast<int>((next < place.last ? next : place.last) - row);
-            int done = 0;
-            float x[window][V], dz[window][V] = {}, result[V];
-            look_back(in, weight, s, row, place.channel, x);
-            T const *from = in.x.at(row, place.channel), *from_dy = out.dy.at(row, place.channel);
-            T* to = out.dx.at(row, place.channel);
-            pack<T, V> ahead[window], ahead_dy[window];
-            if (count >= window)
-#pragma unroll
-                for (int k = 0; k < window; ++k, from += in.x.stride, from_dy += out.dy.stride) {
-                    ahead[k] = load<T, V>(from);
-                    ahead_dy[k] = load<T, V>(from_dy);
-                }
-            for (; done + window <= count; done += window) {
-                bool const more = done + 2 * window <= count;
-#pragma unroll
-                for (int k = 0; k < window; ++k) {
-                    widen(ahead[k], x[k]);
-                    widen(ahead_dy[k], dz[k]);
-                    if (more) {
-                        ahead[k] = load<T, V>(from);
-                        ahead_dy[k] = load<T, V>(from_dy);
-                        from += in.x.stride;
-                        from_dy += out.dy.stride;
-                    }
-                    weight.weigh(
-                        weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
-#pragma unroll
-                    for (int v = 0; v < V; ++v) {
-                        dz[k][v] = activate_backward<T, Silu>(result[v], dz[k][v]);
-                        dbias[v] += dz[k][v];
-#pragma unroll
-                        for (int age = 0; age < window; ++age)
-                            dweight[age][v] = fmaf(dz[k][v], x[(k - age + window) % window][v], dweight[age][v]);
-                    }
-                    if (k == lag || done > 0) { // dx of the token `lag` tokens ago
-                        weight.weigh(
-                            nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
-                        store<T, V>(result, to);
-                        to += out.dx.stride;
-                    }
-                }
-            }
-            // The rest, and the tokens after them, of which this segment may hold some.
-            row += done;
-#pragma unroll 1
-            for (; done < count + lag; ++done, ++row) {
-                shift(x);
-                shift(dz);
-#pragma unroll
-                for (int v = 0; v < V; ++v) x[lag][v] = dz[lag][v] = 0.0f;
-                if (row < next && done < count + reach) {
-                    widen(load<T, V>(in.x.at(row, place.channel)), x[lag]);
-                    widen(load<T, V>(out.dy.at(row, place.channel)), dz[lag]);
-                    weight.weigh(
-                        weight.bias, [&](int age) { return x[lag - age]; }, result);
-#pragma unroll
-                    for (int v = 0; v < V; ++v) dz[lag][v] = activate_backward<T, Silu>(result[v], dz[lag][v]);
-                } else if (done < count + reach) {
-                    std::int64_t const i = out.after[std::int64_t{s} * reach + row - next];
-                    if (i >= 0) {
-                        float const* const known = i < out.edges ? out.edge.at(i, place.channel)
-                                                                 : out.dz_halo.at(i - out.edges, place.channel);
-#pragma unroll
-                        for (int v = 0; v < V; ++v) dz[lag][v] = known[v];
-                    }
-                }
-                if (done < count)
-#pragma unroll
-                    for (int v = 0; v < V; ++v) {
-                        dbias[v] += dz[lag][v];
-#pragma unroll
-                        for (int age = 0; age < window; ++age)
-                            dweight[age][v] = fmaf(dz[lag][v], x[lag - age][v], dweight[age][v]);
-                    }
-                if (done >= lag) {
-                    weight.weigh(
-                        nullptr, [&](int age) { return dz[age]; }, result);
-                    store<T, V>(result, to);
-                    to += out.dx.stride;
-                }
-            }
-            row -= lag;
-        }
-    }
-    if (!out.sums) return;
-    __shared__ float block_sums[(window + 1) * V][32];
-    for (unsigned strip = 0; strip < blockDim.y; ++strip, __syncthreads()) // one after the other: always the same bits
-        if (threadIdx.y == strip)
-#pragma unroll
-            for (int item = 0; item <= window; ++item)
-#pragma unroll
-                for (int v = 0; v < V; ++v) {
-                    float const mine = item < window ? dweight[item < window ? item : 0][v] : dbias[v];
-                    float& sum = block_sums[item * V + v][threadIdx.x];
-                    sum = strip ? sum + mine : mine;
-                }
-    if (place.channel >= in.channels) return;
-    // The strips of the block share the writing.
-    for (int item = static_cast<int>(threadIdx.y); item <= in.taps; item += static_cast<int>(blockDim.y)) {
-        int const age = item < in.taps ? in.taps - 1 - item : window;
-        float* const to = out.sums + (place.block * (in.taps + 1) + item) * in.channels + place.channel;
-        if constexpr (V % 4 == 0)
-#pragma unroll
-            for (int v = 0; v < V; v += 4)
-                *reinterpret_cast<float4*>(to + v) =
-                    make_float4(block_sums[age * V + v][threadIdx.x], block_sums[age * V + v + 1][threadIdx.x],
-                                block_sums[age * V + v + 2][threadIdx.x], block_sums[age * V + v + 3][threadIdx.x]);
-        else
-            *to = block_sums[age][threadIdx.x];
-    }
-}
-
-/// Adds the sums of all blocks, in their order, to dweight (channels, taps) and dbias, either of which may be null.
-template <class = void>
-__global__ void __launch_bounds__(128)
-    causal_conv1d_add_sums(float const* sums, std::int64_t blocks, int taps, std::int64_t channels,
-                           conv_rows<float> const dweight, float* dbias) {
-    std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= (taps + 1) * channels) return;
-    std::int64_t const item = i / channels, channel = i % channels;
-    float sum = 0;
-#pragma unroll 8
-    for (std::int64_t b = 0; b < blocks; ++b) sum += sums[b * (taps + 1) * channels + i];
-    if (item < taps && dweight.data)
-        *dweight.at(channel, item) += sum;
-    else if (item == taps && dbias)
-        dbias[channel] += sum;
 }
 
 } // namespace cpx::kernels

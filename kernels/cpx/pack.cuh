@@ -11,27 +11,24 @@
 
 namespace cpx::kernels {
 
-/// `V` neighbouring elements.
+/// `V` neighbouring elements as they are in memory, 16 bytes or one element: two a word if T has 16 bits.
 template <class T, int V>
-struct alignas(V * sizeof(T)) pack {
-    T at[V];
+struct pack {
+    static_assert(V == 1 || V * sizeof(T) == 16);
+    std::uint32_t word[V == 1 ? 1 : 4];
 };
 
 /// Loads what no one writes during the launch.
 template <class T, int V>
 __device__ __forceinline__ pack<T, V> load(T const* from) {
-    pack<T, V> result;
-    if constexpr (sizeof(result) == 16) {
+    if constexpr (V > 1) {
         uint4 const bits = __ldg(reinterpret_cast<uint4 const*>(from));
-        memcpy(&result, &bits, 16);
-    } else if constexpr (sizeof(result) == 8) {
-        uint2 const bits = __ldg(reinterpret_cast<uint2 const*>(from));
-        memcpy(&result, &bits, 8);
+        return {{bits.x, bits.y, bits.z, bits.w}};
+    } else if constexpr (sizeof(T) == 4) {
+        return {{__ldg(reinterpret_cast<std::uint32_t const*>(from))}};
     } else {
-        static_assert(V == 1);
-        result.at[0] = __ldg(from);
+        return {{__ldg(reinterpret_cast<std::uint16_t const*>(from))}};
     }
-    return result;
 }
 
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -41,12 +38,23 @@ __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162floa
 template <class T, int V>
 __device__ __forceinline__ void widen(pack<T, V> const& from, float (&to)[V]) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) to[v] = widen(from.at[v]);
+    for (int v = 0; v < V; ++v)
+        if constexpr (sizeof(T) == 4) {
+            to[v] = __uint_as_float(from.word[v]);
+        } else if constexpr (std::is_same_v<T, __half>) {
+            to[v] = __half2float(__ushort_as_half(static_cast<unsigned short>(from.word[v / 2] >> (v % 2 * 16))));
+        } else { // the upper half of a float
+            to[v] = __uint_as_float(v % 2 ? from.word[v / 2] & 0xffff0000u : from.word[v / 2] << 16);
+        }
 }
 
 template <class T, int V>
 __device__ __forceinline__ void store(float const (&from)[V], T* to) {
-    if constexpr (sizeof(T) == 2 && V > 1) { // two are rounded by one instruction
+    if constexpr (V == 1) {
+        *to = static_cast<T>(from[0]);
+    } else if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+    } else { // two are rounded by one instruction
         std::uint32_t bits[V / 2];
 #pragma unroll
         for (int v = 0; v < V; v += 2)
@@ -57,22 +65,22 @@ __device__ __forceinline__ void store(float const (&from)[V], T* to) {
                 __nv_bfloat162 const two = __floats2bfloat162_rn(from[v], from[v + 1]);
                 memcpy(&bits[v / 2], &two, 4);
             }
-        if constexpr (V == 8)
-            *reinterpret_cast<uint4*>(to) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
-        else
-            *reinterpret_cast<uint2*>(to) = make_uint2(bits[0], bits[1]);
-    } else if constexpr (V == 4) {
-        *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
-    } else {
-        static_assert(V == 1);
-        *to = static_cast<T>(from[0]);
+        *reinterpret_cast<uint4*>(to) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
     }
 }
 
-/// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) with a faster exponential.
+/// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) by two instructions of approximation, which may take
+/// what is below 2^-126 for zero: 1 is added to exponentials.
 template <class T>
 __device__ __forceinline__ float sigmoid(float z) {
-    return __fdividef(1.0f, 1.0f + (sizeof(T) == 2 ? __expf(-z) : expf(-z)));
+    if constexpr (sizeof(T) == 4) {
+        return __fdividef(1.0f, 1.0f + expf(-z));
+    } else {
+        float e, s;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.4426950408889634f));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
+        return s;
+    }
 }
 
 template <class T, bool Silu>

@@ -39,10 +39,18 @@ struct rotary_call {
     std::uint64_t const* turns; ///< (half): turns from one position to the next, times 2^64
     std::uint8_t const* axes;   ///< (half): whose position turns a pair; null: the first
     index rows;
-    int heads, heads_each;         ///< of all tensors, and those that a block's rows are given at once
+    int heads;                     ///< of all tensors
+    int lanes;                     ///< threads of a block beside each other in a head
     int head_bytes, half, rotated; ///< rotated: channels of a head that are turned, 2 * half
+    int others;                    ///< channels of a head that are not turned and move, 0: none do
     float direction;               ///< 1, or -1 to turn back
 };
+
+/// Heads of a thread, most threads of a block, and blocks of a multiprocessor at once: the fastest on an H200.
+inline constexpr int rotary_heads = 3, rotary_threads = 128, rotary_resident = 8;
+
+/// The most angles that a block computes, for all of its heads: rows times pairs.
+inline constexpr int most_angles = 8 * rotary_threads;
 
 /// Returns the position of a row on an axis.
 __device__ __forceinline__ std::uint64_t position(row_positions const& p, index row, int axis) {
@@ -119,17 +127,21 @@ __device__ __forceinline__ void turn(Words& low, Words& high, float const (&cosi
 
 /// Turns channel i of every head with channel i + half by the angle of pair i of its row.
 ///
-/// A thread holds the cosines and sines of N neighbouring pairs of one row and goes through heads with them; N *
-/// sizeof(T) divides all beginnings, strides, heads and halves. The angle is exact to 2^-32 of a turn at any position:
-/// position * turns wraps around in 64 bits, as turns do. Channels that are not turned are copied unless y is x.
-/// Block (pairs / N, rows) of up to 128, grid (rows, heads), any size.
+/// A thread holds N neighbouring pairs of `rotary_heads` heads of one row, which it loads at once; while they are
+/// on their way the block computes the angles of its rows. N * sizeof(T) divides all beginnings, strides, heads and
+/// halves. The angle is exact to 2^-32 of a turn at any position: position * turns wraps around in 64 bits, as turns
+/// do. Channels that are not turned are copied unless y is x.
+/// Block (lanes * groups, rows): lanes * N * rows <= most_angles. Grid (rows, heads / (groups * rotary_heads), pairs).
 template <class T, int N>
-__global__ void __launch_bounds__(128, 8) rotary(__grid_constant__ rotary_call const a) {
+__global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid_constant__ rotary_call const a) {
     using vector = typename words<T, N>::type;
-    constexpr int unroll = 3; // heads in flight; with 4 registers spill
-    index const row = static_cast<index>(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (row >= a.rows) return;
-    int const first = static_cast<int>(blockIdx.y) * a.heads_each, last = min(first + a.heads_each, a.heads);
+    __shared__ alignas(16) float cosines[most_angles], sines[most_angles];
+    int const across = static_cast<int>(blockDim.x), groups = across / a.lanes;
+    int const group = static_cast<int>(threadIdx.x) / a.lanes, lane = static_cast<int>(threadIdx.x) - group * a.lanes;
+    index const first_row = static_cast<index>(blockIdx.x) * blockDim.y, row = first_row + threadIdx.y;
+    int const first = static_cast<int>(blockIdx.y) * groups * rotary_heads,
+              last = min(first + groups * rotary_heads, a.heads);
+    int const first_pair = static_cast<int>(blockIdx.z) * a.lanes * N, pairs = min(a.lanes * N, a.half - first_pair);
     auto const tensor_of = [&](int head) -> rotated_rows const& {
         int t = 0;
 #pragma unroll
@@ -144,58 +156,72 @@ __global__ void __launch_bounds__(128, 8) rotary(__grid_constant__ rotary_call c
         return reinterpret_cast<T*>(t.y + row * t.y_stride + static_cast<index>(head - t.first_head) * a.head_bytes);
     };
 
-    for (int pair = static_cast<int>(threadIdx.x) * N; pair < a.half; pair += static_cast<int>(blockDim.x) * N) {
-        vector low[unroll], high[unroll];
-        auto const load = [&](int head) {
+    bool const turns = row < a.rows && lane * N < pairs;
+    vector low[rotary_heads], high[rotary_heads];
 #pragma unroll
-            for (int u = 0; u < unroll; ++u)
-                if (head + u < last) {
-                    T const* const x = source(tensor_of(head + u), head + u) + pair;
-                    low[u] = *reinterpret_cast<vector const*>(x);
-                    high[u] = *reinterpret_cast<vector const*>(x + a.half);
-                }
-        };
-        load(first); // on their way while the angles are computed
-        float cosine[N], sine[N];
-        std::uint64_t at = position(a.positions, row, 0), at_axis[2] = {at, at};
-        if (a.axes) {
-            at_axis[0] = position(a.positions, row, 1);
-            at_axis[1] = position(a.positions, row, 2);
+    for (int u = 0; u < rotary_heads; ++u)
+        if (int const head = first + u * groups + group; turns && head < last) {
+            T const* const x = source(tensor_of(head), head) + first_pair + lane * N;
+            low[u] = *reinterpret_cast<vector const*>(x);
+            high[u] = *reinterpret_cast<vector const*>(x + a.half);
         }
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            int const axis = a.axes ? a.axes[pair + k] : 0;
-            std::uint64_t const here = axis == 0 ? at : axis == 1 ? at_axis[0] : at_axis[1];
-            auto const turned = static_cast<int>((here * a.turns[pair + k]) >> 32); // 2^32 is a turn, 2^31 is pi
-            sincospif(static_cast<float>(turned) * 0x1p-31f, &sine[k], &cosine[k]);
-            sine[k] *= a.direction;
-        }
-        for (int head = first; head < last; head += unroll) {
-            if (head > first) load(head);
-#pragma unroll
-            for (int u = 0; u < unroll; ++u)
-                if (head + u < last) {
-                    T* const y = target(tensor_of(head + u), head + u) + pair;
-                    turn<T, N>(low[u], high[u], cosine, sine);
-                    *reinterpret_cast<vector*>(y) = low[u];
-                    *reinterpret_cast<vector*>(y + a.half) = high[u];
-                }
-        }
+
+    int const rows = static_cast<int>(min(static_cast<index>(blockDim.y), a.rows - first_row));
+    for (int i = static_cast<int>(threadIdx.y) * across + static_cast<int>(threadIdx.x); i < rows * pairs;
+         i += across * static_cast<int>(blockDim.y)) {
+        int const r = i / pairs, pair = first_pair + i - r * pairs;
+        std::uint64_t const here = position(a.positions, first_row + r, a.axes ? a.axes[pair] : 0);
+        auto const turned = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
+        float sine, cosine;
+        sincospif(static_cast<float>(turned) * 0x1p-31f, &sine, &cosine);
+        cosines[i] = cosine;
+        sines[i] = sine * a.direction;
     }
-    int const others = a.head_bytes / static_cast<int>(sizeof(T)) - a.rotated;
-    for (int c = static_cast<int>(threadIdx.x) * N; c < others; c += static_cast<int>(blockDim.x) * N)
-        for (int head = first; head < last; head += 4) {
-            vector held[4];
-            auto const moves = [&](int h) { return h < last && tensor_of(h).x != tensor_of(h).y; };
+    __syncthreads();
+
+    if (turns) {
+        float cosine[N], sine[N];
+        int const angle = static_cast<int>(threadIdx.y) * pairs + lane * N;
+        constexpr int wide = N < 4 ? N : 4;
 #pragma unroll
-            for (int u = 0; u < 4; ++u)
-                if (int const h = head + u; moves(h))
-                    held[u] = *reinterpret_cast<vector const*>(source(tensor_of(h), h) + a.rotated + c);
+        for (int k = 0; k < N; k += wide) {
+            auto const c = *reinterpret_cast<neighbours<float, wide> const*>(cosines + angle + k);
+            auto const s = *reinterpret_cast<neighbours<float, wide> const*>(sines + angle + k);
 #pragma unroll
-            for (int u = 0; u < 4; ++u)
-                if (int const h = head + u; moves(h))
-                    *reinterpret_cast<vector*>(target(tensor_of(h), h) + a.rotated + c) = held[u];
+            for (int j = 0; j < wide; ++j) cosine[k + j] = c.element[j], sine[k + j] = s.element[j];
         }
+#pragma unroll
+        for (int u = 0; u < rotary_heads; ++u)
+            if (int const head = first + u * groups + group; head < last) {
+                T* const y = target(tensor_of(head), head) + first_pair + lane * N;
+                turn<T, N>(low[u], high[u], cosine, sine);
+                *reinterpret_cast<vector*>(y) = low[u];
+                *reinterpret_cast<vector*>(y + a.half) = high[u];
+            }
+    }
+
+    if (a.others == 0 || row >= a.rows || blockIdx.z > 0) return;
+    int const vectors = a.others / N, all = (last - first) * vectors;
+    constexpr int unroll = 4;
+    for (int i = static_cast<int>(threadIdx.x); i < all; i += unroll * across) {
+        vector held[unroll];
+        auto const with = [&](int u, auto&& f) {
+            int const at = i + u * across, h = at / vectors, head = first + h;
+            if (at >= all) return;
+            rotated_rows const& t = tensor_of(head);
+            if (t.x != t.y) f(t, head, a.rotated + (at - h * vectors) * N);
+        };
+#pragma unroll
+        for (int u = 0; u < unroll; ++u)
+            with(u, [&](rotated_rows const& t, int head, int c) {
+                held[u] = *reinterpret_cast<vector const*>(source(t, head) + c);
+            });
+#pragma unroll
+        for (int u = 0; u < unroll; ++u)
+            with(u, [&](rotated_rows const& t, int head, int c) {
+                *reinterpret_cast<vector*>(target(t, head) + c) = held[u];
+            });
+    }
 }
 
 } // namespace cpx::kernels

@@ -238,6 +238,8 @@ TEST_SUITE("cuda") {
         rejects({"rotary.cu", "rotary: tensors: expected 1 to 4, got 0"}, call({}, 3, four));
         rejects({"rotary: tensors: expected 1 to 4, got 5"}, call({fits, fits, fits, fits, fits}, 3, four));
         rejects({"rotary: head_dim: expected 1 to 2^20, got 0"}, call({fits}, 0, four));
+        rejects({"rotary: heads: expected at most 2^16, got 65537"},
+                call({{shape(4, 65537, 65537), shape(4, 65537, 65537)}}, 1, four));
         rejects({"rotary: rows of x: expected as many as positions, 3, got 4"},
                 call({fits}, 3, std::span<std::int64_t const>(list.data(), 3)));
         rejects({"rotary: width of x: expected a multiple of head_dim, 4, got 6"}, call({fits}, 4, four));

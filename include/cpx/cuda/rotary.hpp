@@ -163,6 +163,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
     kernels::rotary_call call{};
     std::uintptr_t all = static_cast<std::uintptr_t>(head_dim * element) | static_cast<std::uintptr_t>(half * element);
     index heads = 0;
+    bool moves = false;
     for (std::size_t i = 0; i < static_cast<std::size_t>(most); ++i) {
         call.tensor[i].first_head = static_cast<int>(heads);
         if (i >= tensors.size()) continue;
@@ -179,9 +180,10 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
         require(y.data() != x.data() || y.stride() == x.stride() || x.count() < 2, where, "stride of y, which is x",
                 x.stride(), y.stride(), here);
         heads += x.width() / head_dim;
-        require(heads <= (1 << 20), where, "heads", "at most 2^20", heads, here);
+        require(heads <= (1 << 16), where, "heads", "at most 2^16", heads, here);
         call.tensor[i] = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()),
                           x.stride() * element, y.stride() * element, call.tensor[i].first_head};
+        moves |= x.data() != y.data();
         if (x.width() > 0) all |= address(x.data()) | address(y.data()) | row_bytes(x) | row_bytes(y);
     }
     if (heads == 0 || positions.count() == 0) return;
@@ -193,21 +195,22 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
     call.head_bytes = static_cast<int>(head_dim * element);
     call.half = static_cast<int>(half);
     call.rotated = static_cast<int>(2 * half);
+    call.others = moves ? static_cast<int>(head_dim - 2 * half) : 0;
     call.direction = direction;
 
     with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
-        constexpr int at_once = size / static_cast<int>(sizeof(T));
+        constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
+        auto const shares = [](index count, index of) { return (count + of - 1) / of; };
         // Without pairs there are only channels to copy.
-        index const vectors = half > 0 ? half / at_once : head_dim / at_once;
-        auto const columns = static_cast<unsigned>(std::min<index>(vectors, 128)), rows = 128 / columns;
-        index const threads = call.rows * columns, enough = index{1} << 17;
-        // Few rows: their heads are shared out, so that every multiprocessor has some. Angles are then computed again.
-        index const parts =
-            std::clamp<index>((enough + threads - 1) / threads, 1, std::min<index>((heads + 2) / 3, 65535));
-        call.heads_each = static_cast<int>((heads + parts - 1) / parts);
-        dim3 const grid(static_cast<unsigned>((call.rows + rows - 1) / rows),
-                        static_cast<unsigned>((heads + call.heads_each - 1) / call.heads_each));
-        kernels::rotary<T, at_once><<<grid, dim3(columns, rows), 0, stream>>>(call);
+        index const lanes = std::clamp<index>(half / at_once, 1, std::min(threads, kernels::most_angles / at_once));
+        index const all_groups = shares(heads, kernels::rotary_heads), parts = shares(all_groups, threads / lanes);
+        index const groups = shares(all_groups, parts), across = lanes * groups;
+        index const rows = std::min<index>(threads / across, kernels::most_angles / (lanes * at_once));
+        call.lanes = static_cast<int>(lanes);
+        dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(parts),
+                        static_cast<unsigned>(std::max<index>(1, shares(half, lanes * at_once))));
+        kernels::rotary<T, at_once>
+            <<<grid, dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), 0, stream>>>(call);
     });
     check(cudaGetLastError(), where, here);
 }

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward of the causal depthwise convolution of one rank's rows.
+#pragma once
+
+#include <cpx/causal_conv1d.cuh>
+
+#include <cuda_pipeline_primitives.h>
+
+#include <algorithm>
+
+namespace cpx::kernels {
+
+/// Returns how many blocks of `causal_conv1d_backward` a multiprocessor holds at once.
+__host__ __device__ constexpr int conv_backward_resident(int vector) { return vector == 8 ? 2 : vector == 4 ? 4 : 3; }
+
+/// What the backward reads and writes besides. `after` is (segments, taps - 1): the rows of dz after a segment, those
+/// of `edge` first, from `edges` on those of `dz_halo`, -1 for none. `sums` is null or (blocks of strips, taps + 1,
+/// channels): of each block, the sums for dweight and for dbias.
+template <class T>
+struct conv_backward {
+    conv_rows<T const> dy;
+    conv_rows<T> dx;
+    conv_rows<float const> edge, dz_halo;
+    std::int64_t edges;
+    std::int64_t const* after;
+    float* sums;
+};
+
+/// Computes the rows of dz that other segments need, here or elsewhere. `places` is (edges, taps): the rows of x that
+/// each is computed from, as in `conv_input::before`, its own last. One thread a channel and edge.
+template <class T, bool Silu>
+__global__ void __launch_bounds__(128) causal_conv1d_edge(conv_input<T> const in, conv_rows<T const> const dy,
+                                                          std::int64_t const* places, conv_rows<float> const edge) {
+    using namespace conv;
+    auto const tiles = static_cast<unsigned>((in.channels + blockDim.x - 1) / blockDim.x);
+    std::int64_t const channel = static_cast<std::int64_t>(blockIdx.x % tiles) * blockDim.x + threadIdx.x;
+    std::int64_t const i = blockIdx.x / tiles;
+    if (channel >= in.channels) return;
+    conv_weight<0, 1> const weight(in, channel);
+    std::int64_t const* const own = places + (i + 1) * in.taps - 1;
+    float x[conv_max_taps][1], z[1];
+#pragma unroll
+    for (int age = 0; age < conv_max_taps; ++age) {
+        T const* const from = weight.has(age) ? row_of(in, own[-age], channel) : nullptr;
+        x[age][0] = from ? widen(*from) : 0.0f;
+    }
+    weight.weigh(
+        weight.bias, [&](int age) { return x[age]; }, z);
+    *edge.at(i, channel) = activate_backward<T, Silu>(z[0], widen(*dy.at(*own, channel)));
+}
+
+/// Computes dx and, of each block, the sums for dweight and dbias; needs what `causal_conv1d` needs.
+///
+/// Reads x and dy and writes dx once, but for the taps - 1 rows on both sides of a strip: dz is recomputed, never
+/// written. Loads are a group of tokens ahead of their use: of vectors in shared memory, where each thread reads only
+/// what it asked for, since the registers are full.
+template <class T, int Taps, int V, bool Silu>
+__global__ void __launch_bounds__(128, conv_backward_resident(V))
+    causal_conv1d_backward(conv_input<T> const in, conv_backward<T> const out) {
+    using namespace conv;
+    conv_place<T, V> const place(in);
+    std::int64_t row = place.row;
+    constexpr int window = conv_weight<Taps, V>::window, lag = window - 1;
+    constexpr bool by_stages = V > 1;
+    using stages = uint4[2][window][2][by_stages ? 128 : 1];
+    using all_sums = float[(window + 1) * V][128];
+    __shared__ __align__(16) unsigned char shared[std::max(sizeof(stages), sizeof(all_sums))];
+    auto& staged = reinterpret_cast<stages&>(shared); // until the rows are done
+    auto& block_sums = reinterpret_cast<all_sums&>(shared);
+    unsigned const thread = threadIdx.y * blockDim.x + threadIdx.x;
+    float dweight[window][V] = {}, dbias[V] = {};
+    if (row < place.last) {
+        conv_weight<Taps, V> const weight(in, place.channel);
+        int const reach = weight.taps - 1;
+        for (int s = segment_of(in, row); row < place.last; ++s) {
+            std::int64_t const next = in.first[s + 1];
+            int const count = static_cast<int>((next < place.last ? next : place.last) - row);
+            int done = 0;
+            float x[window][V], dz[window][V] = {}, result[V];
+            look_back(in, weight, s, row, place.channel, x);
+            T const *from = in.x.at(row, place.channel), *from_dy = out.dy.at(row, place.channel);
+            T* to = out.dx.at(row - lag, place.channel); // written from the own rows on
+            pack<T, V> ahead[window], ahead_dy[window];
+            int side = 0;
+            auto const request = [&](int at) {
+#pragma unroll
+                for (int k = 0; k < window; ++k, from = in.x.after(from), from_dy = out.dy.after(from_dy))
+                    if constexpr (by_stages) {
+                        __pipeline_memcpy_async(&staged[at][k][0][thread], from, 16);
+                        __pipeline_memcpy_async(&staged[at][k][1][thread], from_dy, 16);
+                    } else {
+                        ahead[k] = load<T, V>(from);
+                        ahead_dy[k] = load<T, V>(from_dy);
+                    }
+                if constexpr (by_stages) __pipeline_commit();
+            };
+            if (count >= window) request(side);
+            for (; done + window <= count; done += window) {
+                if constexpr (by_stages) {
+                    bool const more = done + 2 * window <= count;
+                    more ? request(side ^ 1) : __pipeline_commit(); // of nothing, to wait for the one before
+                    __pipeline_wait_prior(1);
+                } else if (done + 2 * window > count) { // nothing follows: the same again, for no one
+                    from = in.x.after(from, -window);
+                    from_dy = out.dy.after(from_dy, -window);
+                }
+#pragma unroll
+                for (int k = 0; k < window; ++k) {
+                    if constexpr (by_stages) {
+                        memcpy(&ahead[k], &staged[side][k][0][thread], 16);
+                        memcpy(&ahead_dy[k], &staged[side][k][1][thread], 16);
+                    }
+                    widen<T, V>(ahead[k], x[k]);
+                    widen<T, V>(ahead_dy[k], dz[k]);
+                    if constexpr (!by_stages) {
+                        ahead[k] = load<T, V>(from);
+                        ahead_dy[k] = load<T, V>(from_dy);
+                        from = in.x.after(from);
+                        from_dy = out.dy.after(from_dy);
+                    }
+                    weight.weigh(
+                        weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
+#pragma unroll
+                    for (int v = 0; v < V; ++v) {
+                        dz[k][v] = activate_backward<T, Silu>(result[v], dz[k][v]);
+                        dbias[v] += dz[k][v];
+#pragma unroll
+                        for (int age = 0; age < window; ++age)
+                            dweight[age][v] = fmaf(dz[k][v], x[(k - age + window) % window][v], dweight[age][v]);
+                    }
+                    weight.weigh( // dx of the token `lag` tokens ago
+                        nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
+                    if (k == lag || done > 0) store<T, V>(result, to);
+                    to = out.dx.after(to);
+                }
+                side ^= 1;
+            }
+            // The rest, and the tokens after them, of which this segment may hold some.
+            row += done;
+#pragma unroll 1
+            for (; done < count + lag; ++done, ++row) {
+                shift(x);
+                shift(dz);
+#pragma unroll
+                for (int v = 0; v < V; ++v) x[lag][v] = dz[lag][v] = 0.0f;
+                if (row < next && done < count + reach) {
+                    widen<T, V>(load<T, V>(in.x.at(row, place.channel)), x[lag]);
+                    widen<T, V>(load<T, V>(out.dy.at(row, place.channel)), dz[lag]);
+                    weight.weigh(
+                        weight.bias, [&](int age) { return x[lag - age]; }, result);
+#pragma unroll
+                    for (int v = 0; v < V; ++v) dz[lag][v] = activate_backward<T, Silu>(result[v], dz[lag][v]);
+                } else if (done < count + reach) {
+                    std::int64_t const i = out.after[std::int64_t{s} * reach + row - next];
+                    if (i >= 0) {
+                        float const* const known = i < out.edges ? out.edge.at(i, place.channel)
+                                                                 : out.dz_halo.at(i - out.edges, place.channel);
+#pragma unroll
+                        for (int v = 0; v < V; ++v) dz[lag][v] = known[v];
+                    }
+                }
+                if (done < count)
+#pragma unroll
+                    for (int v = 0; v < V; ++v) {
+                        dbias[v] += dz[lag][v];
+#pragma unroll
+                        for (int age = 0; age < window; ++age)
+                            dweight[age][v] = fmaf(dz[lag][v], x[lag - age][v], dweight[age][v]);
+                    }
+                weight.weigh(
+                    nullptr, [&](int age) { return dz[age]; }, result);
+                if (done >= lag) store<T, V>(result, to);
+                to = out.dx.after(to);
+            }
+            row -= lag;
+        }
+    }
+    if (!out.sums) return;
+    __syncthreads();
+    for (unsigned strip = 0; strip < blockDim.y; ++strip, __syncthreads()) // one after the other: always the same bits
+        if (threadIdx.y == strip)
+#pragma unroll
+            for (int item = 0; item <= window; ++item)
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    float const mine = item < window ? dweight[item < window ? item : 0][v] : dbias[v];
+                    float& sum = block_sums[item * V + v][threadIdx.x];
+                    sum = strip ? sum + mine : mine;
+                }
+    if (place.channel >= in.channels) return;
+    // The strips of the block share the writing.
+    for (int item = static_cast<int>(threadIdx.y); item <= in.taps; item += static_cast<int>(blockDim.y)) {
+        int const age = item < in.taps ? in.taps - 1 - item : window;
+        float* const to = out.sums + (place.block * (in.taps + 1) + item) * in.channels + place.channel;
+        if constexpr (V % 4 == 0)
+#pragma unroll
+            for (int v = 0; v < V; v += 4)
+                *reinterpret_cast<float4*>(to + v) =
+                    make_float4(block_sums[age * V + v][threadIdx.x], block_sums[age * V + v + 1][threadIdx.x],
+                                block_sums[age * V + v + 2][threadIdx.x], block_sums[age * V + v + 3][threadIdx.x]);
+        else
+#pragma unroll
+            for (int v = 0; v < V; ++v) to[v] = block_sums[age * V + v][threadIdx.x];
+    }
+}
+
+/// Adds the sums of all blocks, in their order, to dweight (channels, taps) and dbias, either of which may be null.
+template <class = void>
+__global__ void __launch_bounds__(128)
+    causal_conv1d_add_sums(float const* sums, std::int64_t blocks, int taps, std::int64_t channels,
+                           conv_rows<float> const dweight, float* dbias) {
+    std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= (taps + 1) * channels) return;
+    std::int64_t const item = i / channels, channel = i % channels;
+    float sum = 0;
+#pragma unroll 16
+    for (std::int64_t b = 0; b < blocks; ++b) sum += sums[b * (taps + 1) * channels + i];
+    if (item < taps && dweight.data)
+        *dweight.at(channel, item) += sum;
+    else if (item == taps && dbias)
+        dbias[channel] += sum;
+}
+
+} // namespace cpx::kernels
