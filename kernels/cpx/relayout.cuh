@@ -31,7 +31,8 @@ struct column_piece {
     std::int32_t units, vector;
 };
 
-/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of int32 unless `wide`.
+/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of
+/// int32 unless `wide`.
 struct relayout_rows {
     void const* offsets;
     int sequences;
@@ -246,8 +247,8 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// One launch on every rank, with equal grids of resident blocks. Begins when all ranks have come, so that a target is
 /// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
-/// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed with
-/// other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
+/// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
+/// with other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {
