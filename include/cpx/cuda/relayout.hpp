@@ -10,6 +10,7 @@
 
 #include <cpx/relayout.cuh>
 
+#include <numeric>
 #include <type_traits>
 
 namespace cpx::cuda {
@@ -82,6 +83,8 @@ public:
         for (int peer = 0; peer < ranks_; ++peer) {
             index const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, peer, sections);
             rows_.target_pitch[peer] = target_width * element;
+            require(std::max(source_width_, target_width) * element < index{1} << 31, "cuda::relayout",
+                    "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
             most_rows_[peer] = plan.to.rows(peer);
             auto const out = columns(plan, peer, parts, plan.from, rank_),
                        in = columns(plan, peer, parts, plan.to, peer);
@@ -141,9 +144,9 @@ public:
         r.wide = batch.wide;
         r.source = reinterpret_cast<char const*>(from.data());
         r.source_pitch = from.stride() * static_cast<index>(sizeof(T));
-        index widest = 0; // of the pieces; a thread is to hold 8 vectors of one at a time
+        index widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
         for (auto const& of_peer : widths_)
-            for (index const width : of_peer) widest = std::max(widest, width);
+            widest = std::max(widest, std::accumulate(of_peer, of_peer + r.pieces, index{0}));
         r.lanes = 32;
         while (r.lanes > 4 && r.lanes / 2 * 8 * 16 >= widest) r.lanes /= 2;
         for (int peer = 0; peer < ranks_; ++peer) {
