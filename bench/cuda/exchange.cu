@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Relayouts between GPUs by one kernel and by send and receive, beside NCCL's own collectives of the same bytes.
-// One process a GPU: `exchange [RANKS]`, all GPUs by default.
+// One process a GPU: `exchange [RANKS [BLOCKS]]`, all GPUs and 128 blocks a kernel by default.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/shared_memory.hpp>
 
@@ -105,10 +105,10 @@ struct rank_bench {
     }
 };
 
-std::string run(int rank) {
+std::string run(int rank, int blocks) {
     auto const comm = cpx::nccl::from_environment();
     int const ranks = comm->ranks();
-    cpx::cuda::shared_memory window(*comm, index{420} << 20);
+    cpx::cuda::shared_memory window(*comm, index{420} << 20, true, blocks);
     rank_bench bench{*comm, window, {}};
     if (rank == 0) {
         double const copy = timing::copy_bandwidth(bench.stream);
@@ -146,10 +146,11 @@ std::string run(int rank) {
 
 int main(int argc, char** argv) {
     int const gpus = processes::gpus(), ranks = argc > 1 ? std::atoi(argv[1]) : gpus;
+    int const blocks = argc > 2 ? std::atoi(argv[2]) : 0;
     if (gpus < 2 || ranks > gpus) {
         std::printf("cpx: skipped, %d GPUs wanted, %d found\n", std::max(ranks, 2), gpus);
         return 0;
     }
-    for (int const code : processes::run(ranks, run))
+    for (int const code : processes::run(ranks, [=](int rank) { return run(rank, blocks); }))
         if (code != 0) return 1;
 }

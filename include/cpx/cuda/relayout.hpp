@@ -32,7 +32,7 @@ struct peer_memory {
     char* base[kernels::most_ranks]; ///< of the same place in every rank's memory
     index bytes = 0;                 ///< from there on, the same on every rank
     kernels::meeting meeting;
-    int blocks = 64; ///< a launch, the same on every rank
+    int blocks = 128; ///< a launch, the same on every rank, all of them resident
 };
 
 namespace detail {

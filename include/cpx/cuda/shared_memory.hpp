@@ -17,10 +17,13 @@ namespace cpx::cuda {
 /// on it when the memory is made. Made and freed by all ranks in the same order.
 class shared_memory {
 public:
-    /// `windows` false: as where ranks do not reach each other. Collective. Throws `cpx::error` as `nccl_window` does.
-    shared_memory(nccl& comm, index bytes, bool windows = true, caller here = caller::here()) : comm_(comm) {
+    /// `windows` false: as where ranks do not reach each other. `blocks`: of a kernel, one a multiprocessor at most,
+    /// the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
+    /// `cpx::error` as `nccl_window` does.
+    shared_memory(nccl& comm, index bytes, bool windows = true, int blocks = 0, caller here = caller::here())
+        : comm_(comm) {
         if (windows && nccl_window::supported(comm, here))
-            window_ = std::make_unique<nccl_window>(comm, bytes, 64, here);
+            window_ = std::make_unique<nccl_window>(comm, bytes, blocks, here);
         else
             plain_ = buffer<char>(bytes, here);
     }

@@ -51,11 +51,18 @@ public:
         return std::find(all.begin(), all.end(), 0) == all.end();
     }
 
-    /// Allocates `bytes` on every rank, the same number. `blocks`: of every kernel that meets others here. Collective.
+    /// Allocates `bytes` on every rank, the same number. `blocks`: of every kernel that meets others here, 0 for as
+    /// many as pay, up to 128. Collective.
     ///
     /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
-    nccl_window(nccl& comm, index bytes, int blocks = 64, caller here = caller::here())
+    nccl_window(nccl& comm, index bytes, int blocks = 0, caller here = caller::here())
         : comm_(comm), bytes_((bytes + 255) / 256 * 256), blocks_(blocks) {
+        int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
+        cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
+             here);
+        if (blocks == 0) blocks_ = blocks = std::min(128, most);
+        require(blocks >= 1 && blocks <= most, "nccl_window", "blocks",
+                "1 to the multiprocessors, " + std::to_string(most), blocks, here);
         std::vector<std::array<index, 2>> all(static_cast<std::size_t>(comm.ranks()));
         std::array<index, 2> const mine{bytes, blocks};
         comm.gather(&mine, all.data(), sizeof mine, here);
