@@ -10,9 +10,10 @@ inline constexpr int most_ranks = 8; // of one NVLink domain
 
 /// Where ranks leave word for each other. All flags begin with 0.
 ///
-/// `flags[r]`: rank r's words, in its own memory as this rank reaches it, one for each block and rank;
-/// `epochs`: this rank's, one a block; `missing`: in host memory that the device can write, a bit for each rank that
-/// did not come. Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
+/// `flags[r]`: rank r's words, in its own memory as this rank reaches it, one for each block and rank, then one a rank
+/// that says that this rank has given up; `epochs`: this rank's, one a block, then whether one has given up; `missing`:
+/// in host memory that the device can write, a bit for each rank that did not come. Every rank launches the same number
+/// of blocks, all of them resident, in the same order of kernels.
 struct meeting {
     std::uint32_t* flags[most_ranks];
     std::uint32_t* epochs;
@@ -59,7 +60,26 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch) {
             here = detail::nanoseconds() < end;
         if (!here) atomicOr_system(m.missing, 1u << threadIdx.x);
     }
-    return __syncthreads_and(here);
+    bool const all = __syncthreads_and(here);
+    if (!all && threadIdx.x < static_cast<unsigned>(m.ranks)) { // nobody is to store here any more, nor this rank there
+        m.epochs[gridDim.x] = 1;
+        detail::store_release(m.flags[threadIdx.x] + gridDim.x * m.ranks + m.rank, 1);
+    }
+    return all;
+}
+
+/// Returns whether this rank or another has given up, on all threads; then `m.missing` names who was missed or who gave
+/// up. Asked before a kernel meets others.
+__device__ inline bool given_up(meeting const& m) {
+    bool up = false;
+    if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
+        up = m.epochs[gridDim.x] != 0; // then those whom this rank missed are named already
+        if (!up && detail::load_acquire(m.flags[m.rank] + gridDim.x * m.ranks + threadIdx.x) != 0) {
+            up = true;
+            atomicOr_system(m.missing, 1u << threadIdx.x);
+        }
+    }
+    return __syncthreads_or(up);
 }
 
 } // namespace cpx::kernels

@@ -195,6 +195,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     extern __shared__ column_piece pieces[]; // (ranks, sections), then the tables of offsets
     auto* const offsets = reinterpret_cast<std::int32_t*>(pieces + most_ranks * most_sections);
     int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
+    if (given_up(m)) return;
     std::uint32_t const epoch = m.epochs[blockIdx.x];
     arrive(m, epoch + 1);
 
@@ -248,7 +249,8 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
-/// with other offsets in the same place. If a rank does not come in time, nothing is stored and `m.missing` says which.
+/// with other offsets in the same place. If a rank does not come in time, `m.missing` says which, this rank
+/// stores nothing from then on, and later kernels end at once, here and on the ranks that come late.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {

@@ -20,14 +20,14 @@ using whole::columns, whole::part;
 /// Ranks on one GPU: each has a stream and memory that the others reach.
 struct ranks_of_one_gpu {
     ranks_of_one_gpu(int ranks, index bytes, int blocks, std::uint64_t patience = 20'000'000'000) : count(ranks) {
-        auto const words = static_cast<index>(blocks * ranks);
+        auto const words = static_cast<index>((blocks + 1) * ranks);
         for (int r = 0; r < ranks; ++r) {
             streams.emplace_back();
             memory.emplace_back(std::span<char const>(std::vector<char>(static_cast<std::size_t>(bytes), '\x7f')));
             flags.emplace_back(
                 std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(words))));
             epochs.emplace_back(
-                std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(blocks))));
+                std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(blocks + 1))));
         }
         cpx::cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&missing), 4, cudaHostAllocPortable), "cudaHostAlloc");
         *missing = 0;

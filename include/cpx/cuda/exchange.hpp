@@ -18,9 +18,9 @@ namespace cpx::cuda {
 
 namespace detail {
 
-/// Lets all ranks compare what they are about to run, as `cpx::agree` does for transports of host memory.
+/// Lets all ranks compare what they are about to run, every time: NCCL's
+/// messages do not tell of which plan they are.
 inline void agree(nccl& comm, identity const& mine, caller here) {
-    if (comm.agreed().contains(mine.fingerprint())) return;
     std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
     comm.gather(&mine, all.data(), sizeof(identity), here);
     for (int field = 0; field < identity::fields; ++field)
@@ -28,7 +28,6 @@ inline void agree(nccl& comm, identity const& mine, caller here) {
             if (other.value(field) != mine.value(field))
                 throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
                             cpx::detail::disagreement(all, field), here);
-    comm.agreed().insert(mine.fingerprint());
 }
 
 /// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
@@ -101,6 +100,8 @@ public:
         require(width >= 0 && from_stride_ >= source_width_ && to_stride_ >= target_width_, "exchange", "strides",
                 "at least the widths", std::min(from_stride_, to_stride_), here);
         require(current_device() == comm.device(), "exchange", "current device", comm.device(), current_device(), here);
+        require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums", "a type with +",
+                std::string(cpx::detail::type_name<T>()), here);
         identity id = p.id;
         identity::set(id.element, cpx::detail::element_name<T>());
         if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(width);
@@ -116,6 +117,10 @@ public:
         check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
         check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);
         comm_.begin_call(here);
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
+        used_ = capturing == cudaStreamCaptureStatusNone;
+        last_ = stream;
         named_range const range(names::exchange());
         kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
@@ -142,7 +147,7 @@ public:
                 here);
         }
         copy(unpack_, buffers, stream, here);
-        if constexpr (std::is_arithmetic_v<T> || requires(T a, T b) { static_cast<T>(a + b); })
+        if constexpr (addable)
             for (table const& t : add_)
                 if (t.count > 0) {
                     kernels::add_rectangles<T><<<grid(t.count), 256, 0, stream>>>(t.list.data(), t.count, buffers);
@@ -150,7 +155,18 @@ public:
                 }
     }
 
+    exchange(exchange const&) = delete;
+    exchange& operator=(exchange const&) = delete;
+    /// Waits for what is in flight, with the communicator's deadline: memory is not freed under a rank that is gone.
+    ~exchange() {
+        try {
+            if (used_) comm_.wait(last_);
+        } catch (error const&) { // the communicator has been aborted
+        }
+    }
+
 private:
+    static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
     struct wire {
         int peer, buffer;
         index offset, bytes;
@@ -250,6 +266,8 @@ private:
 
     plan plan_;
     nccl& comm_;
+    bool used_ = false;
+    cudaStream_t last_ = nullptr;
     index source_width_, target_width_, from_stride_, to_stride_;
     std::vector<wire> sends_, receives_;
     table pack_, unpack_;

@@ -72,6 +72,8 @@ public:
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
         require(ranks_ <= kernels::most_ranks, "cuda::relayout", "ranks",
                 "at most " + std::to_string(kernels::most_ranks), ranks_, here);
+        require(plan.from.batch().tokens() < index{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
+                plan.from.batch().tokens(), here);
         auto const sections = plan.from.sections().empty() ? plan.to.sections() : plan.from.sections();
         constexpr section whole;
         auto const parts = sections.empty() ? std::span(&whole, 1) : sections;
@@ -120,6 +122,8 @@ public:
         require(from.count() == 0 || from.width() == 0 || device_of(from.data()) == current_device(), where, "source",
                 "memory of the current device", device_of(from.data()), here);
 
+        require(device_of(batch.offsets) == current_device(), where, "offsets", "memory of the current device",
+                device_of(batch.offsets), here);
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
         named_range const range(names::relayout());
         using A = detail::device_side_of<From>;

@@ -82,10 +82,16 @@ public:
 
     /// Moves this rank's rows of `from`, dense; `batch`: the plan's, in device memory. Collective, in stream order.
     void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
-        if (kernel_)
+        if (kernel_) {
             (*kernel_)(from, memory_.peers(here), offset_, batch, stream, here);
-        else
-            (*exchange_)(from, target(), stream, here);
+            memory_.comm().begin_call(here); // counted once it is enqueued: what was refused was no call
+            return;
+        }
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
+        require(capturing == cudaStreamCaptureStatusNone, "shared_relayout", "stream",
+                "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
+        (*exchange_)(from, target(), stream, here);
     }
 
 private:

@@ -82,14 +82,17 @@ public:
                 here);
         int const local = variable("LOCAL_RANK", 0, devices - 1, here);
         require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
-        if (!std::getenv("NCCL_COMM_ID")) {
+        bool const named = std::getenv("NCCL_COMM_ID") != nullptr;
+        if (!named) {
             char const* const address = std::getenv("MASTER_ADDR");
             require(address != nullptr, "nccl", "MASTER_ADDR", "the address of rank 0", "nothing", here);
             std::string const where =
                 std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
             ::setenv("NCCL_COMM_ID", where.c_str(), 1);
         }
-        return std::make_unique<nccl>(new_id(here), rank, ranks, deadline, here); // the address is the id
+        auto comm = std::make_unique<nccl>(new_id(here), rank, ranks, deadline, here); // the address is the id
+        if (!named) ::unsetenv("NCCL_COMM_ID"); // later communicators have ids of their own
+        return comm;
     }
 
     /// Returns the id of a new communicator, for one rank to make and give to the others.
@@ -124,6 +127,7 @@ public:
     /// Says that this rank begins a call that all ranks make. Throws if the communicator is broken.
     void begin_call(caller here = caller::here()) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
+        poll(here);
         present_->begin_call();
     }
 
@@ -134,8 +138,8 @@ public:
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
         busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
         ncclResult_t const result = f();
-        busy_until_ = 0;
-        if (aborted_) fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
+        if (busy_until_.exchange(0) == 0 || aborted_)
+            fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
         return result;
     }
     /// The same; throws `cpx::error` unless the result is success.
@@ -149,18 +153,19 @@ public:
 
     /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline.
     void wait(cudaStream_t stream, caller here = caller::here()) {
+        wait(stream, deadline_, here);
+    }
+    /// The same with a deadline of its own.
+    void wait(cudaStream_t stream, std::chrono::milliseconds deadline, caller here = caller::here()) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
-        auto const end = clock::now() + deadline_;
+        auto const end = clock::now() + deadline;
         for (int round = 0;; ++round) {
             cudaError_t const state = cudaStreamQuery(stream);
+            if (round % 64 == 0 || state == cudaSuccess) poll(here);
             if (state == cudaSuccess) return;
             if (state != cudaErrorNotReady)
                 fail("stream", std::string("success, not ") + cudaGetErrorString(state), here);
-            ncclResult_t result = ncclSuccess;
-            if (round % 64 == 0 && !aborted_ && ncclCommGetAsyncError(comm_, &result) == ncclSuccess &&
-                result != ncclSuccess && result != ncclInProgress)
-                fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
-            if (clock::now() > end) fail("stream", "an end within " + std::to_string(deadline_.count()) + " ms", here);
+            if (clock::now() > end) fail("stream", "an end within " + std::to_string(deadline.count()) + " ms", here);
             if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
     }
@@ -178,7 +183,7 @@ public:
         cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
         cuda(cudaMemcpyAsync(memory + total, mine, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
         call(
-            "ncclAllGather", [&] { return ncclAllGather(memory + total, memory, bytes, ncclInt8, comm_, stream); },
+            "ncclAllGather", [&] { return ncclAllGather(memory + total, memory, bytes, ncclInt8, get(), stream); },
             here);
         wait(stream, here);
         cuda(cudaMemcpyAsync(all, memory, total, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
@@ -188,8 +193,11 @@ public:
     }
 
     /// Aborts the communicator and throws; `expected` says what did not happen.
-    [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here()) {
-        std::string const missing = present_->missing();
+    ///
+    /// `missing`: " 1 3", the ranks at fault, if the caller knows; else those that the roll call finds.
+    [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here(),
+                           std::string missing = {}) {
+        if (missing.empty()) missing = present_->missing();
         broken_ = std::string(what) + " failed before";
         if (comm_ && !aborted_.exchange(true)) static_cast<void>(ncclCommAbort(comm_));
         throw error("nccl", what, expected,
@@ -236,15 +244,25 @@ private:
         if (joining_->result != ncclSuccess)
             fail("ncclCommInitRankConfig", std::string("success, not ") + ncclGetErrorString(joining_->result), here);
         comm_ = joining_->comm;
-        if (rank_ == 0) present_->forget();
+        present_->everyone_is_here();
         watchdog_ = std::thread([this] {
             while (watching_) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(20));
                 auto const until = busy_until_.load();
-                if (until != 0 && clock::now().time_since_epoch().count() > until && !aborted_.exchange(true))
+                if (until == 0 || clock::now().time_since_epoch().count() <= until) continue;
+                auto taken = until; // from here on the call counts as failed, however it ends
+                if (busy_until_.compare_exchange_strong(taken, 0) && !aborted_.exchange(true))
                     static_cast<void>(ncclCommAbort(comm_));
             }
         });
+    }
+
+    /// Throws, after an abort, if NCCL has found an error meanwhile.
+    void poll(caller here) {
+        if (aborted_) fail("communicator", "one that has not been aborted", here);
+        ncclResult_t result = ncclSuccess;
+        if (ncclCommGetAsyncError(comm_, &result) == ncclSuccess && result != ncclSuccess && result != ncclInProgress)
+            fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
     }
 
     static std::string page_name(ncclUniqueId const& id) {

@@ -73,7 +73,7 @@ public:
                     here);
         require(supported(comm, here), "nccl_window", "GPUs", "ranks that reach each other's memory", "others", here);
 
-        std::size_t const flags = static_cast<std::size_t>(blocks) * static_cast<std::size_t>(comm.ranks()) * 4;
+        std::size_t const flags = static_cast<std::size_t>(blocks + 1) * static_cast<std::size_t>(comm.ranks()) * 4;
         std::size_t const total = (static_cast<std::size_t>(bytes_) + flags + 4095) / 4096 * 4096;
         comm.call(
             "ncclMemAlloc", [&] { return ncclMemAlloc(&memory_, total); }, here);
@@ -88,15 +88,16 @@ public:
         std::size_t const table = sizeof(void*) * static_cast<std::size_t>(comm.ranks());
         cuda(cudaMalloc(reinterpret_cast<void**>(&pointers), table), "cudaMalloc", here);
         detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
+        cuda(cudaGetLastError(), "window_pointers", here);
         cuda(cudaMemcpy(host.data(), pointers, table, cudaMemcpyDeviceToHost), "window_pointers", here);
         cuda(cudaFree(pointers), "cudaFree", here);
         for (int r = 0; r < comm.ranks(); ++r) {
             base_[r] = static_cast<char*>(host[static_cast<std::size_t>(r)]);
             meeting_.flags[r] = reinterpret_cast<std::uint32_t*>(base_[r] + bytes_);
         }
-        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), static_cast<std::size_t>(blocks) * 4), "cudaMalloc",
-             here);
-        cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks) * 4), "cudaMemset", here);
+        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), static_cast<std::size_t>(blocks + 1) * 4),
+             "cudaMalloc", here);
+        cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks + 1) * 4), "cudaMemset", here);
         cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.missing), 4, cudaHostAllocPortable), "cudaHostAlloc",
              here);
         *meeting_.missing = 0;
@@ -132,25 +133,28 @@ public:
     /// Returns where kernels meet. Throws `cpx::error` that names the ranks that an earlier kernel missed.
     kernels::meeting const& meeting(caller here = caller::here()) const {
         check_missing(here);
-        comm_.begin_call(here);
         return meeting_;
     }
 
     /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
-        comm_.wait(stream, here);
+        // A kernel gives up by itself, those behind it at once: only then is the communicator aborted.
+        auto const limit = 2 * comm_.deadline() + std::chrono::seconds(1);
+        comm_.wait(stream, limit, here);
         check_missing(here);
     }
 
 private:
+    std::uint32_t missing() const { return *static_cast<std::uint32_t volatile*>(meeting_.missing); }
+    /// Throws, after an abort, if a kernel has missed ranks.
     void check_missing(caller here) const {
-        std::uint32_t const missing = *static_cast<std::uint32_t volatile*>(meeting_.missing);
-        if (missing == 0) return;
+        std::uint32_t const found = missing();
+        if (found == 0) return;
         std::string names;
         for (int r = 0; r < comm_.ranks(); ++r)
-            if (missing >> r & 1) names += ' ' + std::to_string(r);
-        throw error("nccl_window", "kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
-                    "nothing from ranks" + names, here);
+            if (found >> r & 1) names += ' ' + std::to_string(r);
+        comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms", here,
+                   names);
     }
     void cuda(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);

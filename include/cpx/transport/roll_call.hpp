@@ -26,7 +26,8 @@ namespace cpx {
 class roll_call {
 public:
     /// Opens the page `name` (letters, digits, dots), the same on every rank of the group.
-    roll_call(std::string const& name, int rank, int ranks) : name_('/' + name), rank_(rank), ranks_(ranks) {
+    roll_call(std::string const& name, int rank, int ranks)
+        : name_('/' + name + '.' + std::to_string(::getuid())), rank_(rank), ranks_(ranks) {
         int const file = ::shm_open(name_.c_str(), O_CREAT | O_RDWR, 0600);
         require(file >= 0, "roll_call", ("shm_open " + name_).c_str(), "success", std::strerror(errno));
         bool const sized = ::ftruncate(file, static_cast<off_t>(bytes())) == 0;
@@ -42,19 +43,24 @@ public:
     ~roll_call() {
         mine().process.store(gone);
         ::munmap(entries_, bytes());
-        forget();
     }
 
-    /// Removes the page's name, once every rank of the host has opened it.
-    void forget() { ::shm_unlink(name_.c_str()); }
+    /// Says that every rank has come: who is not in the page is on another host, and a later group of the same name
+    /// has a page of its own.
+    void everyone_is_here() {
+        complete_ = true;
+        ::shm_unlink(name_.c_str());
+    }
     void begin_call() { mine().calls.fetch_add(1); }
 
-    /// Returns " 1 3", the ranks that have not come, have left, are dead or have begun fewer calls than this one.
+    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come,
+    /// have left, are dead or have begun fewer calls than this one.
     std::string missing() const {
         std::string list;
         std::uint64_t const calls = mine().calls.load();
         for (int r = 0; r < ranks_; ++r) {
             std::int64_t const process = entries_[r].process.load();
+            if (process == 0 && complete_) continue; // on another host
             bool const alive = process > 0 && (::kill(static_cast<pid_t>(process), 0) == 0 || errno == EPERM);
             if (!alive || entries_[r].calls.load() < calls) list += ' ' + std::to_string(r);
         }
@@ -75,6 +81,7 @@ private:
 
     std::string name_;
     int rank_, ranks_;
+    bool complete_ = false;
     entry* entries_ = nullptr;
 };
 
