@@ -18,7 +18,7 @@ namespace faults {
 class directory {
 public:
     directory() {
-        auto pattern = (std::filesystem::temp_directory_path() / "cpx-test-XXXXXX").string();
+        auto pattern = (std::filesystem::temp_directory_path() / ("cpx-test-" + std::string(6, 'X'))).string();
         if (!::mkdtemp(pattern.data())) throw std::runtime_error("cannot make " + pattern);
         path_ = pattern;
     }
