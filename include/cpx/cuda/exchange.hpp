@@ -18,8 +18,7 @@ namespace cpx::cuda {
 
 namespace detail {
 
-/// Lets all ranks compare what they are about to run, every time: NCCL's
-/// messages do not tell of which plan they are.
+/// Lets all ranks compare what they are about to run, every time: NCCL's messages do not tell of which plan they are.
 inline void agree(nccl& comm, identity const& mine, caller here) {
     std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
     comm.gather(&mine, all.data(), sizeof(identity), here);
@@ -119,8 +118,6 @@ public:
         comm_.begin_call(here);
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        used_ = capturing == cudaStreamCaptureStatusNone;
-        last_ = stream;
         named_range const range(names::exchange());
         kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
@@ -153,6 +150,7 @@ public:
                     kernels::add_rectangles<T><<<grid(t.count), 256, 0, stream>>>(t.list.data(), t.count, buffers);
                     check(cudaGetLastError(), "add_rectangles", here);
                 }
+        if (capturing == cudaStreamCaptureStatusNone) done_.record(stream, here);
     }
 
     exchange(exchange const&) = delete;
@@ -160,7 +158,7 @@ public:
     /// Waits for what is in flight, with the communicator's deadline: memory is not freed under a rank that is gone.
     ~exchange() {
         try {
-            if (used_) comm_.wait(last_);
+            comm_.wait(done_);
         } catch (error const&) { // the communicator has been aborted
         }
     }
@@ -266,8 +264,7 @@ private:
 
     plan plan_;
     nccl& comm_;
-    bool used_ = false;
-    cudaStream_t last_ = nullptr;
+    event done_; ///< the end of the last call
     index source_width_, target_width_, from_stride_, to_stride_;
     std::vector<wire> sends_, receives_;
     table pack_, unpack_;

@@ -14,7 +14,6 @@
 #include <mutex>
 #include <span>
 #include <thread>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -90,9 +89,13 @@ public:
                 std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
             ::setenv("NCCL_COMM_ID", where.c_str(), 1);
         }
-        auto comm = std::make_unique<nccl>(new_id(here), rank, ranks, deadline, here); // the address is the id
-        if (!named) ::unsetenv("NCCL_COMM_ID"); // later communicators have ids of their own
-        return comm;
+        struct forget { // later communicators have ids of their own
+            bool named;
+            ~forget() {
+                if (!named) ::unsetenv("NCCL_COMM_ID");
+            }
+        } const at_the_end{named};
+        return std::make_unique<nccl>(new_id(here), rank, ranks, deadline, here); // the address is the id
     }
 
     /// Returns the id of a new communicator, for one rank to make and give to the others.
@@ -122,7 +125,6 @@ public:
     std::chrono::milliseconds deadline() const { return deadline_; }
     /// Returns NCCL's handle, or null after an abort.
     ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
-    std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
     /// Says that this rank begins a call that all ranks make. Throws if the communicator is broken.
     void begin_call(caller here = caller::here()) {
@@ -152,15 +154,23 @@ public:
     }
 
     /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline.
-    void wait(cudaStream_t stream, caller here = caller::here()) {
-        wait(stream, deadline_, here);
-    }
+    void wait(cudaStream_t stream, caller here = caller::here()) { wait(stream, deadline_, here); }
     /// The same with a deadline of its own.
     void wait(cudaStream_t stream, std::chrono::milliseconds deadline, caller here = caller::here()) {
+        wait_until([=] { return cudaStreamQuery(stream); }, deadline, here);
+    }
+    /// Waits until `event` has been reached, or at once if it was never recorded; otherwise as above.
+    void wait(cudaEvent_t event, caller here = caller::here()) {
+        wait_until([=] { return cudaEventQuery(event); }, deadline_, here);
+    }
+
+private:
+    template <class Query>
+    void wait_until(Query&& query, std::chrono::milliseconds deadline, caller here) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
         auto const end = clock::now() + deadline;
         for (int round = 0;; ++round) {
-            cudaError_t const state = cudaStreamQuery(stream);
+            cudaError_t const state = query();
             if (round % 64 == 0 || state == cudaSuccess) poll(here);
             if (state == cudaSuccess) return;
             if (state != cudaErrorNotReady)
@@ -170,6 +180,7 @@ public:
         }
     }
 
+public:
     /// Gathers `bytes` of every rank into `all`, in rank order, both in host memory; for records at set-up. Collective.
     void gather(void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
         begin_call(here);
@@ -284,7 +295,6 @@ private:
     std::chrono::milliseconds deadline_;
     ncclComm_t comm_ = nullptr;
     std::unique_ptr<roll_call> present_;
-    std::unordered_set<std::uint64_t> agreed_;
     std::string broken_;
     std::shared_ptr<joining> joining_;
     std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended, 0 if there is none
