@@ -10,17 +10,34 @@ inline constexpr int most_ranks = 8; // of one NVLink domain
 
 /// Where ranks leave word for each other. All flags begin with 0.
 ///
-/// `flags[r]`: rank r's words, in its own memory as this rank reaches it, one for each block and rank, then one a rank
-/// that says that this rank has given up; `epochs`: this rank's, one a block, then whether one has given up; `missing`:
-/// in host memory that the device can write, a bit for each rank that did not come. Every rank launches the same number
-/// of blocks, all of them resident, in the same order of kernels.
+/// `flags[r]`: rank r's, in its own memory as this rank reaches it, `count` of them: two for each block and rank (an
+/// epoch, and in the upper half what else is to be said), then one a rank that says that this rank has given up;
+/// `epochs`: this rank's, one a block, then whether one has given up; `faults`: in host memory that the device can
+/// write, see `fault`. Every rank launches the same number of blocks, all of them resident, in the same order of
+/// kernels.
 struct meeting {
-    std::uint32_t* flags[most_ranks];
+    std::uint64_t* flags[most_ranks];
     std::uint32_t* epochs;
-    std::uint32_t* missing;
+    std::uint32_t* faults;
     std::uint64_t patience; ///< nanoseconds
     int rank, ranks;
+
+    static constexpr int count(int blocks, int ranks) { return (2 * blocks + 1) * ranks; }
+    /// Returns which flag `from` sets at `epoch`. Who has come to an epoch may come to the next one before what it said
+    /// is read, so odd and even ones have flags of their own.
+    __device__ int place(std::uint32_t epoch, int from) const {
+        return static_cast<int>(blockIdx.x * 2 + epoch % 2) * ranks + from;
+    }
+    /// Returns which flag says that `from` has given up.
+    __device__ int end(int from) const { return count(static_cast<int>(gridDim.x), ranks) - ranks + from; }
 };
+
+/// What a rank can be at fault for: bit `fault + rank` of `meeting::faults`.
+namespace fault {
+inline constexpr int missing = 0;  ///< has not come in time, or gave up before
+inline constexpr int differs = 8;  ///< has other offsets
+inline constexpr int refused = 16; ///< has offsets that do not ascend from 0, or more rows than its buffers
+} // namespace fault
 
 namespace detail {
 
@@ -29,54 +46,63 @@ __device__ __forceinline__ std::uint64_t nanoseconds() {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
 }
-__device__ __forceinline__ void store_release(std::uint32_t* to, std::uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+__device__ __forceinline__ void store_release(std::uint64_t* to, std::uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
-__device__ __forceinline__ std::uint32_t load_acquire(std::uint32_t const* from) {
-    std::uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+__device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from) {
+    std::uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
 }
 
 } // namespace detail
 
-/// Tells every rank that this block has come to `epoch`. Called by all threads; what they wrote before is seen by
-/// whoever has met this block.
-__device__ inline void arrive(meeting const& m, std::uint32_t epoch) {
+/// Says that `rank` of the meeting is at fault.
+__device__ inline void blame(meeting const& m, int fault, int rank) { atomicOr_system(m.faults, 1u << (fault + rank)); }
+
+/// Tells every rank that this block has come to `epoch`, and `word`. Called by all threads; what they wrote before is
+/// seen by whoever has met this block.
+__device__ inline void arrive(meeting const& m, std::uint32_t epoch, std::uint32_t word = 0) {
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x < static_cast<unsigned>(m.ranks))
-        detail::store_release(m.flags[threadIdx.x] + blockIdx.x * m.ranks + m.rank, epoch);
+        detail::store_release(m.flags[threadIdx.x] + m.place(epoch, m.rank),
+                              static_cast<std::uint64_t>(word) << 32 | epoch);
 }
 
-/// Waits until this block of every rank has come to `epoch`. Returns false, on all threads, if one did not in time.
-__device__ inline bool await(meeting const& m, std::uint32_t epoch) {
+/// Waits until this block of every rank has come to `epoch`; `said` becomes the word of rank threadIdx.x. Returns
+/// false, on all threads, if one did not come in time.
+__device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_t& said) {
     bool here = true;
     if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
-        std::uint32_t const* const word = m.flags[m.rank] + blockIdx.x * m.ranks + threadIdx.x;
+        std::uint64_t const* const flag = m.flags[m.rank] + m.place(epoch, static_cast<int>(threadIdx.x));
         std::uint64_t const end = detail::nanoseconds() + m.patience;
+        std::uint64_t found = detail::load_acquire(flag);
         // epochs wrap around: what counts is the difference
-        while (here && static_cast<std::int32_t>(detail::load_acquire(word) - epoch) < 0)
+        while (here && static_cast<std::int32_t>(static_cast<std::uint32_t>(found) - epoch) < 0) {
             here = detail::nanoseconds() < end;
-        if (!here) atomicOr_system(m.missing, 1u << threadIdx.x);
+            found = detail::load_acquire(flag);
+        }
+        said = static_cast<std::uint32_t>(found >> 32);
+        if (!here) blame(m, fault::missing, static_cast<int>(threadIdx.x));
     }
     bool const all = __syncthreads_and(here);
     if (!all && threadIdx.x < static_cast<unsigned>(m.ranks)) { // nobody is to store here any more, nor this rank there
         m.epochs[gridDim.x] = 1;
-        detail::store_release(m.flags[threadIdx.x] + gridDim.x * m.ranks + m.rank, 1);
+        detail::store_release(m.flags[threadIdx.x] + m.end(m.rank), 1);
     }
     return all;
 }
 
-/// Returns whether this rank or another has given up, on all threads; then `m.missing` names who was missed or who gave
+/// Returns whether this rank or another has given up, on all threads; then `m.faults` names who was missed or who gave
 /// up. Asked before a kernel meets others.
 __device__ inline bool given_up(meeting const& m) {
     bool up = false;
     if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
         up = m.epochs[gridDim.x] != 0; // then those whom this rank missed are named already
-        if (!up && detail::load_acquire(m.flags[m.rank] + gridDim.x * m.ranks + threadIdx.x) != 0) {
+        if (!up && detail::load_acquire(m.flags[m.rank] + m.end(static_cast<int>(threadIdx.x))) != 0) {
             up = true;
-            atomicOr_system(m.missing, 1u << threadIdx.x);
+            blame(m, fault::missing, static_cast<int>(threadIdx.x));
         }
     }
     return __syncthreads_or(up);

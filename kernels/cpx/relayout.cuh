@@ -32,16 +32,18 @@ struct column_piece {
 };
 
 /// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of
-/// int32 unless `wide`.
+/// int32 unless `wide`. Peers are the ranks that meet, from
+/// `first` on.
 struct relayout_rows {
     void const* offsets;
     int sequences;
     bool wide;
+    int first;
     int pieces, lanes;
     char const* source;
-    std::int64_t source_pitch;
+    std::int64_t source_pitch, source_rows; ///< rows: at most
     char* target[most_ranks];
-    std::int64_t target_pitch[most_ranks];
+    std::int64_t target_pitch[most_ranks], target_rows[most_ranks];
     column_piece piece[most_ranks][most_sections];
 };
 
@@ -82,16 +84,19 @@ struct batch_cut {
     __device__ index snap(index t, index) const { return t; }
 };
 
-/// Where rows stand under one sharding. By sequence, `bases` holds for each rank the rows before each sequence.
+/// Where rows stand under one sharding. By sequence, `bases` holds for `tables` ranks, from `lowest` on, the rows
+/// before each sequence.
 template <class Side>
 struct placement {
+    static constexpr bool every_row = Side::every_row;
     Side side;
     sequences all;
-    std::int32_t const* bases; ///< (ranks, count + 1), or (1, count + 1) if only one rank's are needed
+    std::int32_t const* bases; ///< (tables, count + 1)
+    int lowest, tables;
 
     __device__ auto cut() const { return batch_cut<decltype(side.cut)>{side.cut, all}; }
 
-    /// Returns the global row of `row` of `rank`, whose bases are the first.
+    /// Returns the global row of `row` of `rank`, the lowest.
     __device__ std::int32_t global(int rank, std::int32_t row) const {
         if constexpr (Side::every_row) {
             return row;
@@ -104,16 +109,16 @@ struct placement {
                                token(side.policy, slot{rank, row - bases[s]}, all.offsets[s + 1] - first, side.cut));
         }
     }
-    /// Returns how many rows `rank` has, whose bases are the first.
+    /// Returns how many rows `rank` has.
     __device__ std::int32_t rows(int rank) const {
         if constexpr (Side::every_row)
             return all.rows();
         else if constexpr (!Side::by_sequence)
             return all.rows() == 0 ? 0 : static_cast<std::int32_t>(rows_of(side.policy, rank, all.rows(), cut()));
         else
-            return bases[all.count];
+            return bases[(rank - lowest) * (all.count + 1) + all.count];
     }
-    /// Returns the slot of global row `row`; the bases are those of all ranks.
+    /// Returns the slot of global row `row`, of other ranks than those of `bases` the rank.
     __device__ slot place(std::int32_t row) const {
         if constexpr (!Side::by_sequence) {
             return locate(side.policy, row, all.rows(), cut());
@@ -121,7 +126,8 @@ struct placement {
             int const s = all.holding(row);
             std::int32_t const first = all.offsets[s];
             slot at = locate(side.policy, row - first, all.offsets[s + 1] - first, side.cut);
-            at.row += bases[at.rank * (all.count + 1) + s];
+            if (int const table = at.rank - lowest; table >= 0 && table < tables)
+                at.row += bases[table * (all.count + 1) + s];
             return at;
         }
     }
@@ -178,6 +184,58 @@ __device__ inline void copy_pieces(column_piece const* pieces, int count, char c
     }
 }
 
+/// Reads cu_seqlens into shared memory and adds to `digest` what tells them from others. Returns whether this thread's
+/// begin with 0, ascend and fit 31 bits.
+__device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offsets, std::uint32_t& digest) {
+    auto const offset = [&](int i) {
+        return r.wide ? static_cast<std::int64_t const*>(r.offsets)[i] : static_cast<std::int32_t const*>(r.offsets)[i];
+    };
+    bool ascend = true;
+    std::uint32_t sum = 0;
+    for (int i = static_cast<int>(threadIdx.x); i <= r.sequences; i += static_cast<int>(blockDim.x)) {
+        std::int64_t const here = offset(i), before = i > 0 ? offset(i - 1) : 0;
+        ascend = ascend && (i > 0 ? before <= here : here == 0) && here <= INT32_MAX;
+        offsets[i] = static_cast<std::int32_t>(here);
+        std::uint64_t mixed = (static_cast<std::uint64_t>(i) << 32 ^ static_cast<std::uint64_t>(here)) + 1;
+        mixed *= 0x9e3779b97f4a7c15ull;
+        mixed = (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
+        sum += static_cast<std::uint32_t>(mixed >> 32);
+    }
+    if (static_cast<int>(threadIdx.x / 32 * 32) <= r.sequences) {
+        sum = __reduce_add_sync(~0u, sum);
+        if (threadIdx.x % 32 == 0) atomicAdd(&digest, sum);
+    }
+    return ascend;
+}
+
+/// Stores the rows of one rank that belong to the ranks that meet.
+template <class Source, class Target>
+__device__ void store_pieces(Source const& source, Target const& target, relayout_rows const& r, meeting const& m,
+                             column_piece const* pieces) {
+    std::int64_t const rows = source.rows(r.first + m.rank), parts = 2 * m.ranks;
+    std::int64_t const part_rows = (rows + parts - 1) / parts;
+    int const group = static_cast<int>(threadIdx.x) / r.lanes, groups = static_cast<int>(blockDim.x) / r.lanes;
+    std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * groups;
+    for (std::int64_t item = static_cast<std::int64_t>(group) * gridDim.x + blockIdx.x; item < parts * part_rows;
+         item += stride) {
+        std::int64_t const row = (item + m.rank) % parts * part_rows + item / parts;
+        if (row >= rows) continue;
+        std::int32_t const global = source.global(r.first + m.rank, static_cast<std::int32_t>(row));
+        char const* const at = r.source + row * r.source_pitch;
+        auto const store = [&](int peer, std::int64_t place) {
+            copy_pieces(pieces + peer * most_sections, r.pieces, at, r.target[peer] + place * r.target_pitch[peer],
+                        r.lanes);
+        };
+        if constexpr (Target::every_row) {
+            for (int i = 0; i < m.ranks; ++i) store(static_cast<int>((i + row + m.rank) % m.ranks), global);
+        } else {
+            slot const place = target.place(global);
+            int const peer = place.rank - r.first;
+            if (peer >= 0 && peer < m.ranks) store(peer, place.row);
+        }
+    }
+}
+
 } // namespace detail
 
 /// Returns the bytes of shared memory that `relayout_push` wants for a batch of `sequences`.
@@ -193,53 +251,43 @@ constexpr std::size_t relayout_memory(int sequences, int ranks) {
 template <class From, class To>
 __device__ void store_rows(From const& from, To const& to, relayout_rows const& r, meeting const& m) {
     extern __shared__ column_piece pieces[]; // (ranks, sections), then the tables of offsets
+    __shared__ std::uint32_t digest;         // of the offsets, never 0
     auto* const offsets = reinterpret_cast<std::int32_t*>(pieces + most_ranks * most_sections);
     int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
+    int const rank = r.first + m.rank;
+    if (threadIdx.x == 0) digest = 0;
     if (given_up(m)) return;
     std::uint32_t const epoch = m.epochs[blockIdx.x];
     arrive(m, epoch + 1);
 
-    for (int i = static_cast<int>(threadIdx.x); i <= n; i += static_cast<int>(blockDim.x))
-        offsets[i] = r.wide ? static_cast<std::int32_t>(static_cast<std::int64_t const*>(r.offsets)[i])
-                            : static_cast<std::int32_t const*>(r.offsets)[i];
+    bool const ascend = detail::read_offsets(r, offsets, digest);
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
         pieces[i] = r.piece[i / most_sections][i % most_sections];
-    __syncthreads();
-    detail::sequences const all{offsets, n};
+    bool fits = __syncthreads_and(ascend);
+    detail::sequences const all{offsets, fits ? n : 0};
     std::int32_t *const of_source = offsets + n + 1, *const of_target = of_source + (From::by_sequence ? n + 1 : 0);
-    detail::placement<From> const source{from, all, of_source};
-    detail::placement<To> const target{to, all, of_target};
+    detail::placement<From> const source{from, all, of_source, rank, 1};
+    detail::placement<To> const target{to, all, of_target, r.first, m.ranks};
     for (int i = warp; i <= m.ranks; i += warps) {
         if (i == m.ranks)
-            source.fill(m.rank, of_source);
+            source.fill(rank, of_source);
         else
-            target.fill(i, of_target + i * (n + 1));
+            target.fill(r.first + i, of_target + i * (all.count + 1));
     }
-    if (!await(m, epoch + 1)) return;
+    std::uint32_t said = 0;
+    if (!await(m, epoch + 1, said)) return;
+    if (int const peer = static_cast<int>(threadIdx.x); fits && peer < m.ranks)
+        fits = target.rows(r.first + peer) <= r.target_rows[peer];
+    fits = __syncthreads_and(fits && source.rows(rank) <= r.source_rows);
+    if (fits) detail::store_pieces(source, target, r, m, pieces);
 
-    std::int64_t const rows = source.rows(m.rank), parts = 2 * m.ranks, part_rows = (rows + parts - 1) / parts;
-    int const group = static_cast<int>(threadIdx.x) / r.lanes, groups = static_cast<int>(blockDim.x) / r.lanes;
-    std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * groups;
-    for (std::int64_t item = static_cast<std::int64_t>(group) * gridDim.x + blockIdx.x; item < parts * part_rows;
-         item += stride) {
-        std::int64_t const row = (item + m.rank) % parts * part_rows + item / parts;
-        if (row >= rows) continue;
-        std::int32_t const global = source.global(m.rank, static_cast<std::int32_t>(row));
-        char const* const at = r.source + row * r.source_pitch;
-        if constexpr (To::every_row) {
-            for (int i = 0; i < m.ranks; ++i) {
-                int const peer = static_cast<int>((i + row + m.rank) % m.ranks);
-                detail::copy_pieces(pieces + peer * most_sections, r.pieces, at,
-                                    r.target[peer] + global * r.target_pitch[peer], r.lanes);
-            }
-        } else {
-            slot const place = target.place(global);
-            detail::copy_pieces(pieces + place.rank * most_sections, r.pieces, at,
-                                r.target[place.rank] + place.row * r.target_pitch[place.rank], r.lanes);
-        }
+    std::uint32_t const word = fits ? digest | 1 : 0;
+    arrive(m, epoch + 2, word);
+    if (!await(m, epoch + 2, said)) return;
+    if (int const peer = static_cast<int>(threadIdx.x); peer < m.ranks) {
+        if (fits ? said == 0 : peer == m.rank) blame(m, fault::refused, peer);
+        if (fits && said != 0 && said != word) blame(m, fault::differs, peer);
     }
-    arrive(m, epoch + 2);
-    if (!await(m, epoch + 2)) return;
     if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
 }
 
@@ -249,8 +297,10 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
-/// with other offsets in the same place. If a rank does not come in time, `m.missing` says which, this rank
-/// stores nothing from then on, and later kernels end at once, here and on the ranks that come late.
+/// with other offsets in the same place. `m.faults` says which ranks have other offsets than this one, or offsets with
+/// which they store nothing, because they do not ascend from 0 or their rows do not fit. If a rank does not come in
+/// time, it says so as well, this rank stores nothing from then on, and later kernels end at once, here and on the
+/// ranks that come late.
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {

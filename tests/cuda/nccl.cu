@@ -119,30 +119,59 @@ std::string movements(int) {
     return b.problem;
 }
 
-/// The same program wherever ranks do and do not reach each other's memory.
-std::string either_way(int rank) {
-    bench b;
-    int const ranks = b.comm->ranks();
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{123, 1, 0, 400});
-    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
-    std::vector<cpx::section> const sections{{8, 16}, {2, 8}, {8, 1}};
-    cpx::head_sharded<> const to(ranks, batch, sections);
-    auto const source = whole::part<std::uint16_t>(from, rank, sections),
-               target = whole::part<std::uint16_t>(to, rank, sections);
-    cpx::cuda::buffer<std::uint16_t> const x{std::span<std::uint16_t const>(source)};
-    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+/// Moves a tensor by `shared_relayout` in groups of `most` ranks, twice, and compares every byte.
+template <class From, class To>
+void move_in_groups(bench& b, cpx::cuda::shared_memory& memory, From const& from, To const& to,
+                    std::vector<cpx::section> const& sections, std::string const& what) {
+    int const rank = b.comm->rank();
+    using element = std::uint16_t;
+    index width = 0;
+    for (cpx::section const& s : sections) width += s.heads * s.width;
+    auto const source = whole::part<element>(from, rank, sections), target = whole::part<element>(to, rank, sections);
+    cpx::cuda::buffer<element> const x{std::span<element const>(source)};
+    std::vector<std::int64_t> const host(from.batch().offsets().begin(), from.batch().offsets().end());
     cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
-    for (bool const windows : {true, false}) {
-        cpx::cuda::shared_memory memory(*b.comm, 1 << 20, windows);
-        if (memory.one_kernel() != windows) return "one kernel, or not, against the wish";
-        cpx::cuda::shared_relayout<std::uint16_t, std::remove_const_t<decltype(from)>, cpx::head_sharded<>> move(
-            cpx::relayout(from, to, rank), 152, memory, 256);
-        move(cpx::rows<std::uint16_t const>(x.data(), from.rows(rank), 152), {offsets.data(), 4}, b.stream);
+    cpx::cuda::shared_relayout<element, From, To> move(cpx::relayout(from, to, rank), width, memory, 256);
+    for (int again = 0; again < 2; ++again) {
+        cpx::cuda::check(cudaMemset(move.target().data(), 0xff, target.size() * sizeof(element)), "cudaMemset");
+        cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+        char const ready = 1;
+        std::vector<char> all(static_cast<std::size_t>(b.comm->ranks()));
+        b.comm->gather(&ready, all.data(), 1); // nobody stores into memory that is being poisoned
+        move(cpx::rows<element const>(x.data(), from.rows(rank), std::ssize(whole::columns(from, rank, sections))),
+             {offsets.data(), static_cast<int>(host.size()) - 1}, b.stream);
         memory.wait(b.stream);
-        std::vector<std::uint16_t> got(target.size());
-        cpx::cuda::check(cudaMemcpy(got.data(), move.target().data(), got.size() * 2, cudaMemcpyDeviceToHost),
-                         "cudaMemcpy");
-        b.check(got, target, windows ? "one kernel" : "send and receive");
+        std::vector<element> got(target.size());
+        cpx::cuda::check(
+            cudaMemcpy(got.data(), move.target().data(), got.size() * sizeof(element), cudaMemcpyDeviceToHost),
+            "cudaMemcpy");
+        b.check(got, target, what);
+    }
+}
+
+/// The same program wherever ranks do and do not reach each other's memory: all, groups of them, none.
+std::string in_groups(int) {
+    bench b;
+    int const ranks = b.comm->ranks(), rank = b.comm->rank();
+    std::vector<cpx::section> const sections{{8, 16}, {2, 8}, {8, 1}}, plain{{1, 24}};
+    for (int const most : {8, 3, 2, 1}) {
+        cpx::cuda::shared_memory memory(*b.comm, 1 << 20, most);
+        index const first = rank / most * most, last = std::min<index>(ranks, first + most);
+        if (memory.group() != cpx::range{first, last}) return "other groups than wished for";
+        if (memory.one_kernel() != (most >= ranks) || memory.any_kernel() != (most >= ranks || most > 1))
+            return "one kernel, or not, against the wish";
+        for (auto const& lengths : {std::vector<index>{123, 1, 0, 400}, std::vector<index>{7}, std::vector<index>{}}) {
+            auto const batch = cpx::thd::from_lengths(lengths);
+            auto const what = support::text(batch) + " in groups of " + std::to_string(most);
+            auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
+            auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+            cpx::head_sharded<> const heads(ranks, batch, sections);
+            move_in_groups(b, memory, zigzag, sequential, plain, what + ", zigzag to sequential");
+            move_in_groups(b, memory, sequential, zigzag, plain, what + ", sequential to zigzag");
+            move_in_groups(b, memory, zigzag, cpx::replicated<>(ranks, batch), plain, what + ", to replicated");
+            move_in_groups(b, memory, zigzag, heads, sections, what + ", zigzag to heads");
+            move_in_groups(b, memory, heads, sequential, sections, what + ", heads to sequential");
+        }
     }
     return b.problem;
 }
@@ -308,12 +337,43 @@ std::string expect_error(std::vector<std::string> const& parts, double seconds, 
     return took > seconds ? "the error came after " + std::to_string(took) + " s" : "";
 }
 
-std::string other_offsets(int rank) {
+std::string other_offsets(int rank, bool by_kernel) {
     bench b;
     auto const batch = cpx::thd::from_lengths(rank == 1 ? std::vector<index>{10, 21} : std::vector<index>{11, 20});
-    auto const plan = cpx::relayout(cpx::shard(batch, cpx::zigzag<>(b.comm->ranks())),
-                                    cpx::shard(batch, cpx::sequential<>(b.comm->ranks())), rank);
-    return expect_error({"ranks disagree on", "(rank 1)"}, 30, [&] { cpx::cuda::exchange<float>(plan, 4, *b.comm); });
+    auto const from = cpx::shard(batch, cpx::zigzag<>(b.comm->ranks()));
+    auto const to = cpx::shard(batch, cpx::sequential<>(b.comm->ranks()));
+    auto const plan = cpx::relayout(from, to, rank);
+    return expect_error({"ranks disagree on", "(rank 1)"}, 30, [&] {
+        if (by_kernel)
+            cpx::cuda::shared_relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>>(
+                plan, 4, *b.window);
+        else
+            cpx::cuda::exchange<float>(plan, 4, *b.comm);
+    });
+}
+
+/// The kernel notices what no host compares: offsets that have changed in device memory.
+std::string replayed_offsets(int rank, bool too_many_rows) {
+    bench b(5s);
+    int const ranks = b.comm->ranks();
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+    cpx::cuda::shared_memory memory(*b.comm, 16 * 16 * 4);
+    cpx::cuda::shared_relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>> move(
+        cpx::relayout(from, to, rank), 16, memory);
+    cpx::cuda::buffer<float> const x(from.rows(rank) * 16);
+    cpx::cuda::buffer<std::int32_t> offsets(3);
+    auto const run = [&](std::vector<std::int32_t> const& now) {
+        offsets.write(now);
+        move(cpx::rows<float const>(x.data(), from.rows(rank), 16), {offsets.data(), 2}, b.stream);
+        memory.wait(b.stream);
+    };
+    run({0, 11, 31});
+    if (too_many_rows) return expect_error({"offsets that ascend", "from ranks"}, 4, [&] { run({0, 110, 310}); });
+    return expect_error({"the offsets of this rank", rank == 1 ? "from ranks 0" : " 1"}, 4, [&] {
+        run(rank == 1 ? std::vector<std::int32_t>{0, 12, 31} : std::vector{0, 11, 31});
+    });
 }
 
 std::string bad_buffers(int rank) {
@@ -349,6 +409,33 @@ std::string never_joins(int rank) {
         return "";
     }
     return expect_error({"ncclCommInitRankConfig", "nothing from ranks 1"}, 6, [] { cpx::nccl::from_environment(2s); });
+}
+
+/// Rank 1 dies before a relayout in groups of two: its neighbour misses it in the kernel, the others in NCCL.
+std::string dies_in_a_group(int rank) {
+    bench b(3s);
+    int const ranks = b.comm->ranks();
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{400, 20});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
+    cpx::cuda::shared_memory memory(*b.comm, 1 << 20, 2);
+    cpx::cuda::shared_relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>> move(
+        cpx::relayout(from, to, rank), 64, memory);
+    cpx::cuda::buffer<float> const x(from.rows(rank) * 64 + 4);
+    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    auto const run = [&] {
+        move(cpx::rows<float const>(x.data(), from.rows(rank), 64), {offsets.data(), 2}, b.stream);
+        memory.wait(b.stream);
+    };
+    run();
+    if (rank == 1) ::raise(SIGKILL);
+    b.problem = expect_error({"from ranks", "1"}, 10, [&] {
+        for (int i = 0; i < 3; ++i) run();
+    });
+    std::fflush(nullptr);
+    if (!b.problem.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, b.problem.c_str());
+    ::_exit(b.problem.empty() ? 0 : 1); // what is left of the communicator needs the dead rank
 }
 
 /// Rank 1 dies before an exchange: by send and receive, or by the kernel.
@@ -399,9 +486,9 @@ TEST_SUITE("cuda") {
         check_codes(processes::run(2, movements));
         if (int const all = std::min(processes::gpus(), 8); all > 2) check_codes(processes::run(all, movements));
     }
-    TEST_CASE("one program moves by one kernel or by send and receive") {
+    TEST_CASE("one program moves by one kernel, by kernels in groups, or by send and receive") {
         if (!has_gpus(2)) return;
-        check_codes(processes::run(std::min(processes::gpus(), 4), either_way));
+        check_codes(processes::run(std::min(processes::gpus(), 4), in_groups));
     }
     TEST_CASE("ranks may be threads of one process") {
         if (!has_gpus(2)) return;
@@ -421,7 +508,13 @@ TEST_SUITE("cuda") {
     }
     TEST_CASE("ranks that disagree are all told so") {
         if (!has_gpus(2)) return;
-        check_codes(processes::run(2, other_offsets));
+        for (bool const by_kernel : {false, true})
+            check_codes(processes::run(2, [=](int rank) { return other_offsets(rank, by_kernel); }));
+    }
+    TEST_CASE("offsets that change on one rank, or to more rows than fit, are noticed on the device") {
+        if (!has_gpus(2)) return;
+        for (bool const too_many_rows : {false, true})
+            check_codes(processes::run(2, [=](int rank) { return replayed_offsets(rank, too_many_rows); }));
     }
     TEST_CASE("buffers that do not fit, of the host, of another GPU or misaligned are refused") {
         if (!has_gpus(2)) return;
@@ -435,5 +528,6 @@ TEST_SUITE("cuda") {
         if (!has_gpus(2)) return;
         check_codes(processes::run(2, [](int rank) { return dies(rank, true); }), 1);
         check_codes(processes::run(2, [](int rank) { return dies(rank, false); }), 1);
+        if (processes::gpus() >= 4) check_codes(processes::run(4, dies_in_a_group), 1);
     }
 }

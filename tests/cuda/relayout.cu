@@ -8,6 +8,7 @@
 #include <support/random.hpp>
 
 #include "gpus.hpp"
+#include "one_gpu.hpp"
 #include "whole.hpp"
 
 #include <cstring>
@@ -17,57 +18,12 @@ namespace {
 using cpx::index;
 using whole::columns, whole::part;
 
-/// Ranks on one GPU: each has a stream and memory that the others reach.
-struct ranks_of_one_gpu {
-    ranks_of_one_gpu(int ranks, index bytes, int blocks, std::uint64_t patience = 20'000'000'000) : count(ranks) {
-        auto const words = static_cast<index>((blocks + 1) * ranks);
-        for (int r = 0; r < ranks; ++r) {
-            streams.emplace_back();
-            memory.emplace_back(std::span<char const>(std::vector<char>(static_cast<std::size_t>(bytes), '\x7f')));
-            flags.emplace_back(
-                std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(words))));
-            epochs.emplace_back(
-                std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(blocks + 1))));
-        }
-        cpx::cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&missing), 4, cudaHostAllocPortable), "cudaHostAlloc");
-        *missing = 0;
-        for (int r = 0; r < ranks; ++r) {
-            cpx::cuda::peer_memory p;
-            p.bytes = bytes;
-            p.blocks = blocks;
-            for (int peer = 0; peer < ranks; ++peer) {
-                p.base[peer] = memory[static_cast<std::size_t>(peer)].data();
-                p.meeting.flags[peer] = flags[static_cast<std::size_t>(peer)].data();
-            }
-            p.meeting.epochs = epochs[static_cast<std::size_t>(r)].data();
-            p.meeting.missing = missing;
-            p.meeting.patience = patience;
-            p.meeting.rank = r;
-            p.meeting.ranks = ranks;
-            peers.push_back(p);
-        }
-    }
-    ~ranks_of_one_gpu() { static_cast<void>(cudaFreeHost(missing)); }
-
-    int count;
-    std::vector<cpx::cuda::stream> streams;
-    std::vector<cpx::cuda::buffer<char>> memory;
-    std::vector<cpx::cuda::buffer<std::uint32_t>> flags, epochs;
-    std::uint32_t* missing = nullptr;
-    std::vector<cpx::cuda::peer_memory> peers;
-};
-
-/// All ranks in one launch: they need no streams that run beside each other, which checkers do not give.
-template <class From, class To>
-__global__ void __launch_bounds__(512, 1)
-    all_ranks(From from, To to, cpx::kernels::relayout_rows const* rows, cpx::kernels::meeting const* meetings) {
-    cpx::kernels::store_rows(from, to, rows[blockIdx.y], meetings[blockIdx.y]);
-}
-
 template <class T, class From, class To>
 void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index pad, bool wide,
                     bool streams) {
     int const ranks = from.ranks();
+    INFO(std::string(cpx::detail::type_name<From>()) << " to " << std::string(cpx::detail::type_name<To>()) << ", "
+                                                     << sizeof(T) << " bytes, on " << ranks);
     index const offset = 256;
     std::vector<cpx::cuda::buffer<T>> sources;
     std::vector<cpx::cuda::relayout<T, From, To>> moves;
@@ -84,11 +40,10 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
     cpx::cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
     cpx::cuda::buffer<std::int32_t> const device_narrow{std::span<std::int32_t const>(narrow)};
     int const n = static_cast<int>(from.batch().sequences());
-    ranks_of_one_gpu gpu(ranks, offset + bytes + 64, 4);
+    one_gpu::ranks gpu(ranks, offset + bytes + 64, 4);
     auto const batch =
         wide ? cpx::cuda::packed_offsets(device_offsets.data(), n) : cpx::cuda::packed_offsets(device_narrow.data(), n);
     std::vector<cpx::kernels::relayout_rows> arguments;
-    std::vector<cpx::kernels::meeting> meetings;
     for (int r = 0; r < ranks; ++r) {
         auto const i = static_cast<std::size_t>(r);
         auto const stride = std::ssize(columns(from, r, sections)) + pad;
@@ -96,20 +51,8 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
         if (streams)
             for (int again = 0; again < 2; ++again) moves[i](rows, gpu.peers[i], offset, batch, gpu.streams[i]);
         arguments.push_back(moves[i].arguments(rows, gpu.peers[i], offset, batch));
-        meetings.push_back(gpu.peers[i].meeting);
     }
-    if (!streams) {
-        cpx::cuda::buffer<cpx::kernels::relayout_rows> const rows{
-            std::span<cpx::kernels::relayout_rows const>(arguments)};
-        cpx::cuda::buffer<cpx::kernels::meeting> const places{std::span<cpx::kernels::meeting const>(meetings)};
-        using A = std::remove_cvref_t<decltype(moves[0].source())>;
-        using B = std::remove_cvref_t<decltype(moves[0].target())>;
-        auto const shared = cpx::kernels::relayout_memory<A, B>(n, ranks);
-        for (int again = 0; again < 2; ++again)
-            all_ranks<<<dim3(4, static_cast<unsigned>(ranks)), 512, shared>>>(moves[0].source(), moves[0].target(),
-                                                                              rows.data(), places.data());
-        cpx::cuda::check(cudaDeviceSynchronize(), "all_ranks");
-    }
+    if (!streams) one_gpu::run(moves, arguments, gpu, 2);
     for (int r = 0; r < ranks; ++r) {
         auto const got = gpu.memory[static_cast<std::size_t>(r)].read();
         auto const expected = part<T>(to, r, sections);
@@ -123,7 +66,7 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
                     break;
                 }
     }
-    CHECK(*gpu.missing == 0);
+    CHECK(*gpu.faults == 0);
 }
 
 template <int W>
@@ -186,7 +129,7 @@ TEST_SUITE("cuda") {
         std::vector<cpx::thd> const batches = {batch_of({100, 37, 63}), batch_of({1, 198, 1}), batch_of({66, 67, 67})};
         std::vector<cpx::section> const whole{{1, 24}};
         cpx::cuda::buffer<std::int64_t> offsets(4);
-        ranks_of_one_gpu gpu(ranks, 200 * 24 * 4, 4);
+        one_gpu::ranks gpu(ranks, 200 * 24 * 4, 4);
         std::vector<cpx::cuda::buffer<float>> sources;
         std::vector<cpx::cuda::graph> graphs;
         auto const from = [](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<ranks>{}); };
@@ -224,7 +167,7 @@ TEST_SUITE("cuda") {
         auto const batch = cpx::thd::from_lengths(std::vector<cpx::index>{30, 11});
         auto const from = cpx::shard(batch, cpx::zigzag<ranks>{});
         auto const to = cpx::shard(batch, cpx::sequential<ranks>{});
-        ranks_of_one_gpu gpu(ranks, 41 * 4, 2, 50'000'000);
+        one_gpu::ranks gpu(ranks, 41 * 4, 2, 50'000'000);
         std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
         cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
         cpx::cuda::buffer<float> const source(64);
@@ -234,7 +177,7 @@ TEST_SUITE("cuda") {
                  {offsets.data(), 2}, gpu.streams[static_cast<std::size_t>(r)]);
         }
         auto const untouched = gpu.memory[0].read(); // waits for both kernels
-        CHECK(*gpu.missing == 1u << 1);
+        CHECK(*gpu.faults == 1u << (cpx::kernels::fault::missing + 1));
         CHECK(untouched == std::vector<char>(untouched.size(), '\x7f'));
     }
 }

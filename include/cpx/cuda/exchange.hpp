@@ -29,6 +29,15 @@ inline void agree(nccl& comm, identity const& mine, caller here) {
                             cpx::detail::disagreement(all, field), here);
 }
 
+/// Returns what ranks compare before they run `p` for elements of T.
+template <class T>
+identity identify(plan const& p, index width) {
+    identity id = p.id;
+    identity::set(id.element, cpx::detail::element_name<T>());
+    if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(width);
+    return id;
+}
+
 /// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
 struct rectangle_end {
     std::vector<run> rows, columns; ///< columns in bytes
@@ -85,26 +94,27 @@ template <class T>
 class exchange {
 public:
     /// `width`: elements a row if the plan moves whole rows, else ignored; strides: elements from row to row, 0 for
-    /// dense. Collective: ranks compare what they are about to run.
+    /// dense; `others`: ranks whose rows go from and to this one in another way. Collective: ranks compare what they are
+    /// about to run.
     ///
     /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
-    exchange(plan const& p, index width, nccl& comm, index from_stride = 0, index to_stride = 0,
+    exchange(plan const& p, index width, nccl& comm, index from_stride = 0, index to_stride = 0, range others = {},
              caller here = caller::here())
-        : plan_(p), comm_(comm), source_width_(p.source_width ? p.source_width : width),
+        : plan_(p), comm_(comm), others_(others), source_width_(p.source_width ? p.source_width : width),
           target_width_(p.target_width ? p.target_width : width),
-          from_stride_(from_stride ? from_stride : source_width_), to_stride_(to_stride ? to_stride : target_width_) {
+          from_stride_(from_stride ? from_stride : source_width_), to_stride_(to_stride ? to_stride : target_width_),
+          zeros_first_(p.kind == flow::sums || !p.covers_target()) {
         require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
                 std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
                 std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
         require(width >= 0 && from_stride_ >= source_width_ && to_stride_ >= target_width_, "exchange", "strides",
                 "at least the widths", std::min(from_stride_, to_stride_), here);
         require(current_device() == comm.device(), "exchange", "current device", comm.device(), current_device(), here);
+        require(others.empty() || !zeros_first_, "exchange", "plan of which others move a part",
+                "one that fills the target and does not add", "another", here);
         require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums", "a type with +",
                 std::string(cpx::detail::type_name<T>()), here);
-        identity id = p.id;
-        identity::set(id.element, cpx::detail::element_name<T>());
-        if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(width);
-        if (!p.local) detail::agree(comm, id, here);
+        if (!p.local) detail::agree(comm, detail::identify<T>(p, width), here);
         make_tables();
     }
 
@@ -122,11 +132,10 @@ public:
         kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
                                                   staged_in_.data()}};
-        if (plan_.kind == flow::sums || !plan_.covers_target())
-            if (to.count() > 0 && to.width() > 0)
-                check(cudaMemset2DAsync(to.data(), bytes(to_stride_), 0, bytes(to.width()),
-                                        static_cast<std::size_t>(to.count()), stream),
-                      "cudaMemset2DAsync", here);
+        if (zeros_first_ && to.count() > 0 && to.width() > 0)
+            check(cudaMemset2DAsync(to.data(), bytes(to_stride_), 0, bytes(to.width()),
+                                    static_cast<std::size_t>(to.count()), stream),
+                  "cudaMemset2DAsync", here);
         copy(pack_, buffers, stream, here);
         if (!sends_.empty() || !receives_.empty()) {
             comm_.call(
@@ -211,12 +220,14 @@ private:
         return {{{0, total(end.rows)}}, {{0, width}}, width, buffer, base};
     }
 
+    bool elsewhere(int peer) const { return peer >= others_.first && peer < others_.last; }
+
     void make_tables() {
         std::vector<kernels::rectangle> pack, unpack;
         index out = 0, in = 0;
         auto const walk = [&](std::vector<message> const& messages, bool outgoing, auto&& staged) {
             for (message const& m : messages) {
-                if (m.peer == plan_.rank) continue;
+                if (m.peer == plan_.rank || elsewhere(m.peer)) continue;
                 auto const end = place(m, outgoing);
                 index const size = total(end.rows) * total(end.columns);
                 if (size == 0) continue;
@@ -247,7 +258,7 @@ private:
         auto const own = [&](std::vector<message> const& list) {
             return std::ranges::find(list, plan_.rank, &message::peer);
         };
-        if (auto const kept = own(plan_.sends); kept != plan_.sends.end()) {
+        if (auto const kept = own(plan_.sends); kept != plan_.sends.end() && !elsewhere(plan_.rank)) {
             auto const from = place(*kept, true), to = place(*own(plan_.receives), false);
             auto& list = plan_.kind == flow::sums
                              ? sums.emplace_back(plan_.rank, std::vector<kernels::rectangle>()).second
@@ -265,7 +276,9 @@ private:
     plan plan_;
     nccl& comm_;
     event done_; ///< the end of the last call
+    range others_;
     index source_width_, target_width_, from_stride_, to_stride_;
+    bool zeros_first_;
     std::vector<wire> sends_, receives_;
     table pack_, unpack_;
     std::vector<table> add_;

@@ -10,8 +10,9 @@
 
 #include <cpx/relayout.cuh>
 
-#include <numeric>
+#include <array>
 #include <type_traits>
+#include <vector>
 
 namespace cpx::cuda {
 
@@ -27,9 +28,10 @@ struct packed_offsets {
     bool wide;
 };
 
-/// Memory of every rank as this device reaches it, and where their kernels meet; see `nccl_window`.
+/// Memory of the ranks that this device reaches, and where their kernels meet; see `shared_memory`.
 struct peer_memory {
-    char* base[kernels::most_ranks]; ///< of the same place in every rank's memory
+    char* base[kernels::most_ranks]; ///< of the same place in every peer's memory
+    int first = 0;                   ///< the rank that base[0] belongs to; the next ones follow
     index bytes = 0;                 ///< from there on, the same on every rank
     kernels::meeting meeting;
     int blocks = 128; ///< a launch, the same on every rank, all of them resident
@@ -58,9 +60,10 @@ using device_side_of = decltype(device_side(std::declval<S const&>()));
 /// synchronisation.
 ///
 /// Addresses follow from the policies and from cu_seqlens in device memory, so that a call can be captured in a CUDA
-/// graph and replayed with other offsets, as long as every rank's rows fit its buffers.
-/// Made by every rank for itself; calls are collective, in the same order on all ranks, and end, in stream order, when
-/// all rows have arrived.
+/// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks, are
+/// noticed by the kernel; see `kernels::fault`. Rows of ranks that this device does not reach stay.
+/// Made by every rank for itself; calls are collective, in the same order on all ranks that reach each other, and end,
+/// in stream order, when all their rows have arrived.
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
@@ -68,10 +71,8 @@ public:
     /// plan.
     relayout(relayout_plan<From, To> const& plan, index width, caller here = caller::here())
         : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank),
-          ranks_(plan.ranks()), source_rows_(plan.source_rows) {
+          source_rows_(plan.source_rows) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
-        require(ranks_ <= kernels::most_ranks, "cuda::relayout", "ranks",
-                "at most " + std::to_string(kernels::most_ranks), ranks_, here);
         require(plan.from.batch().tokens() < index{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
                 plan.from.batch().tokens(), here);
         auto const sections = plan.from.sections().empty() ? plan.to.sections() : plan.from.sections();
@@ -81,28 +82,30 @@ public:
                 "at most " + std::to_string(kernels::most_sections), parts.size(), here);
         index const element = static_cast<index>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
-        rows_.pieces = static_cast<int>(parts.size());
-        for (int peer = 0; peer < ranks_; ++peer) {
-            index const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, peer, sections);
-            rows_.target_pitch[peer] = target_width * element;
+        pieces_ = static_cast<int>(parts.size());
+        for (int rank = 0; rank < plan.ranks(); ++rank) {
+            index const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, rank, sections);
             require(std::max(source_width_, target_width) * element < index{1} << 31, "cuda::relayout",
                     "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
-            most_rows_[peer] = plan.to.rows(peer);
-            auto const out = columns(plan, peer, parts, plan.from, rank_),
-                       in = columns(plan, peer, parts, plan.to, peer);
+            part& p = parts_.emplace_back();
+            p.rows = plan.to.rows(rank);
+            p.pitch = target_width * element;
+            auto const out = columns(plan, rank, parts, plan.from, rank_),
+                       in = columns(plan, rank, parts, plan.to, rank);
             for (std::size_t i = 0; i < out.size(); ++i) {
-                bool const some = out[i].count > 0;
-                widths_[peer][i] = sections.empty() ? (some ? width * element : 0) : out[i].count * element;
-                rows_.piece[peer][i].source = out[i].first * element;
-                rows_.piece[peer][i].target = in[i].first * element;
+                index const bytes = out[i].count == 0 ? 0 : (sections.empty() ? width : out[i].count) * element;
+                p.pieces[i] = {out[i].first * element, in[i].first * element, bytes};
             }
         }
     }
 
     /// Returns the bytes that `rank` needs for its part of the target.
-    index target_bytes(int rank) const { return most_rows_[rank] * rows_.target_pitch[rank]; }
+    index target_bytes(int rank) const {
+        part const& p = parts_[static_cast<std::size_t>(rank)];
+        return p.rows * p.pitch;
+    }
 
-    /// Stores this rank's rows of `from` into every rank's target at `offset` bytes of the memory.
+    /// Stores this rank's rows of `from` into the targets of the ranks of the memory, `offset` bytes from its beginning.
     ///
     /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense.
     /// Throws `cpx::error` before anything is enqueued if the buffers do not fit.
@@ -111,13 +114,15 @@ public:
         char const* const where = "cuda::relayout";
         require(from.width() == source_width_, where, "width of the source", source_width_, from.width(), here);
         require(from.count() >= source_rows_, where, "rows of the source", source_rows_, from.count(), here);
-        require(memory.meeting.rank == rank_ && memory.meeting.ranks == ranks_, where, "ranks of the memory",
-                std::to_string(rank_) + " of " + std::to_string(ranks_),
-                std::to_string(memory.meeting.rank) + " of " + std::to_string(memory.meeting.ranks), here);
-        for (int peer = 0; peer < ranks_; ++peer)
-            require(offset >= 0 && offset + target_bytes(peer) <= memory.bytes, where,
-                    ("bytes of rank " + std::to_string(peer) + "'s target").c_str(),
-                    "at most those after the offset, " + std::to_string(memory.bytes - offset), target_bytes(peer),
+        int const peers = memory.meeting.ranks, ranks = static_cast<int>(parts_.size());
+        require(memory.first + memory.meeting.rank == rank_ && memory.first + peers <= ranks, where,
+                "ranks of the memory", std::to_string(rank_) + " of " + std::to_string(ranks),
+                std::to_string(memory.first + memory.meeting.rank) + " of " + std::to_string(memory.first + peers),
+                here);
+        for (int rank = memory.first; rank < memory.first + peers; ++rank)
+            require(offset >= 0 && offset + target_bytes(rank) <= memory.bytes, where,
+                    ("bytes of rank " + std::to_string(rank) + "'s target").c_str(),
+                    "at most those after the offset, " + std::to_string(memory.bytes - offset), target_bytes(rank),
                     here);
         require(from.count() == 0 || from.width() == 0 || device_of(from.data()) == current_device(), where, "source",
                 "memory of the current device", device_of(from.data()), here);
@@ -129,7 +134,7 @@ public:
         using A = detail::device_side_of<From>;
         using B = detail::device_side_of<To>;
         auto const kernel = kernels::relayout_push<A, B>;
-        std::size_t const shared = kernels::relayout_memory<A, B>(batch.sequences, ranks_);
+        std::size_t const shared = kernels::relayout_memory<A, B>(batch.sequences, peers);
         require(shared <= most_shared, where, "sequences",
                 "few enough for tables of " + std::to_string(most_shared) + " bytes", batch.sequences, here);
         if (shared > 48 * 1024)
@@ -142,30 +147,37 @@ public:
     /// Returns what the kernel is told of the rows of a call; see there.
     kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index offset,
                                      packed_offsets batch) const {
-        kernels::relayout_rows r = rows_;
+        kernels::relayout_rows r{};
         r.offsets = batch.offsets;
         r.sequences = batch.sequences;
         r.wide = batch.wide;
+        r.first = memory.first;
+        r.pieces = pieces_;
         r.source = reinterpret_cast<char const*>(from.data());
         r.source_pitch = from.stride() * static_cast<index>(sizeof(T));
+        r.source_rows = from.count();
         index widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
-        for (auto const& of_peer : widths_)
-            widest = std::max(widest, std::accumulate(of_peer, of_peer + r.pieces, index{0}));
-        r.lanes = 32;
-        while (r.lanes > 4 && r.lanes / 2 * 8 * 16 >= widest) r.lanes /= 2;
-        for (int peer = 0; peer < ranks_; ++peer) {
+        for (int peer = 0; peer < memory.meeting.ranks; ++peer) {
+            part const& p = parts_[static_cast<std::size_t>(memory.first + peer)];
             r.target[peer] = memory.base[peer] + offset;
-            for (int i = 0; i < r.pieces; ++i) {
-                auto& piece = r.piece[peer][i];
-                index const width = widths_[peer][static_cast<std::size_t>(i)];
+            r.target_pitch[peer] = p.pitch;
+            r.target_rows[peer] = p.pitch > 0 ? (memory.bytes - offset) / p.pitch : index{1} << 31;
+            index all_bytes = 0;
+            for (int i = 0; i < pieces_; ++i) {
+                piece const& c = p.pieces[i];
                 auto const places =
                     reinterpret_cast<std::uintptr_t>(r.source) | reinterpret_cast<std::uintptr_t>(r.target[peer]);
-                index const all = static_cast<index>(places & 15) | r.source_pitch | r.target_pitch[peer] |
-                                  piece.source | piece.target | width | 16;
-                piece.vector = static_cast<std::int32_t>(all & -all);
-                piece.units = static_cast<std::int32_t>(width / piece.vector);
+                index const all =
+                    static_cast<index>(places & 15) | r.source_pitch | p.pitch | c.source | c.target | c.bytes | 16;
+                index const vector = all & -all;
+                r.piece[peer][i] = {c.source, c.target, static_cast<std::int32_t>(c.bytes / vector),
+                                    static_cast<std::int32_t>(vector)};
+                all_bytes += c.bytes;
             }
+            widest = std::max(widest, all_bytes);
         }
+        r.lanes = 32;
+        while (r.lanes > 4 && r.lanes / 2 * 8 * 16 >= widest) r.lanes /= 2;
         return r;
     }
     detail::device_side_of<From> const& source() const { return from_; }
@@ -173,6 +185,14 @@ public:
 
 private:
     static constexpr std::size_t most_shared = 227 * 1024;
+    struct piece {
+        index source, target, bytes; ///< from the beginnings of rows
+    };
+    /// What one rank gets of this one's rows.
+    struct part {
+        index rows, pitch; ///< of its target; bytes
+        std::array<piece, kernels::most_sections> pieces;
+    };
 
     /// Returns the columns that this rank ships to `peer`, one run a section, as places of `holder` on `rank`.
     template <any_sharding Holder>
@@ -192,11 +212,9 @@ private:
 
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;
-    int rank_, ranks_;
+    int rank_, pieces_ = 0;
     index source_rows_, source_width_ = 0;
-    index most_rows_[kernels::most_ranks] = {};
-    index widths_[kernels::most_ranks][kernels::most_sections] = {};
-    kernels::relayout_rows rows_{};
+    std::vector<part> parts_; ///< of every rank's target
 };
 
 /// Returns the relayout of a plan: `make_relayout<float>(cpx::relayout(from, to, rank), width)`.

@@ -2,6 +2,7 @@
 // Rotary position embedding on the GPU: ordinary and multimodal positions, several tensors at once.
 #pragma once
 
+#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/plan/segments.hpp>
 
@@ -209,10 +210,15 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
         call.lanes = static_cast<int>(lanes);
         dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(parts),
                         static_cast<unsigned>(std::max<index>(1, shares(half, lanes * at_once))));
-        kernels::rotary<T, at_once>
-            <<<grid, dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), 0, stream>>>(call);
+        auto const launch = [&](auto whole_lines) {
+            launch_early<kernels::rotary<T, at_once, whole_lines()>>(
+                grid, dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), stream, where, here, call);
+        };
+        bool const whole = moves || (2 * half * element) % 128 == 0;
+        if constexpr (size == 16)
+            if (whole) return launch(std::true_type());
+        launch(std::false_type());
     });
-    check(cudaGetLastError(), where, here);
 }
 
 } // namespace detail

@@ -13,46 +13,89 @@ namespace cpx::cuda {
 
 /// As many bytes on every rank, into which relayouts move rows.
 ///
-/// All ranks of the communicator reach each other's memory (one host with NVLink), or none is asked to: the ranks agree
-/// on it when the memory is made. Made and freed by all ranks in the same order.
+/// Neighbouring ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to
+/// and from other groups they are sent and received. The ranks agree on the groups when the memory is made.
+/// Made and freed by all ranks in the same order.
 class shared_memory {
 public:
-    /// `windows` false: as where ranks do not reach each other. `blocks`: of a kernel, one a multiprocessor at most,
+    /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at most,
     /// the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
     /// `cpx::error` as `nccl_window` does.
-    shared_memory(nccl& comm, index bytes, bool windows = true, int blocks = 0, caller here = caller::here())
+    shared_memory(nccl& comm, index bytes, int most = kernels::most_ranks, int blocks = 0, caller here = caller::here())
         : comm_(comm) {
-        if (windows && nccl_window::supported(comm, here))
-            window_ = std::make_unique<nccl_window>(comm, bytes, blocks, here);
-        else
+        auto const groups = find_groups(comm, most, here);
+        bool const alone = std::ranges::all_of(groups, [](range g) { return g.size() == 1; });
+        group_ = groups[static_cast<std::size_t>(comm.rank())];
+        if (group_.size() < comm.ranks() && !alone)
+            near_ = comm.group(static_cast<int>(group_.first), static_cast<int>(group_.size()), here);
+        nccl& members = near_ ? *near_ : comm;
+        if (members.ranks() == group_.size() && nccl_window::supported(members, here)) {
+            window_ = std::make_unique<nccl_window>(members, bytes, blocks, here);
+        } else {
+            group_ = {comm.rank(), comm.rank() + 1};
             plain_ = buffer<char>(bytes, here);
+        }
     }
 
     nccl& comm() const { return comm_; }
-    /// Returns whether relayouts into this memory are one kernel.
-    bool one_kernel() const { return window_ != nullptr; }
+    /// Returns the ranks, this one among them, between which one kernel moves rows.
+    range group() const { return group_; }
+    /// Returns whether kernels move anything, and whether they move all.
+    bool any_kernel() const { return window_ != nullptr; }
+    bool one_kernel() const { return window_ && group_.size() == comm_.ranks(); }
     char* data() const { return window_ ? window_->data() : plain_.data(); }
     index bytes() const { return window_ ? window_->bytes() : plain_.size(); }
 
-    /// Returns the memory as the one-kernel relayout wants it. Throws if an earlier kernel missed a rank.
+    /// Returns the group's memory as the one-kernel relayout wants it. Throws if an earlier kernel found ranks at fault.
     peer_memory peers(caller here = caller::here()) const {
+        require(window_ != nullptr, "shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;
-        for (int rank = 0; rank < comm_.ranks(); ++rank) m.base[rank] = window_->of(rank);
+        m.first = static_cast<int>(group_.first);
+        for (int peer = 0; peer < static_cast<int>(group_.size()); ++peer) m.base[peer] = window_->of(peer);
         m.bytes = window_->bytes();
         m.blocks = window_->blocks();
         m.meeting = window_->meeting(here);
         return m;
     }
+    /// Counts a kernel that the group has been given, so that who is late can be named.
+    void begin_call(caller here = caller::here()) const {
+        if (window_) window_->comm().begin_call(here);
+    }
     /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
-        if (window_)
-            window_->wait(stream, here);
-        else
-            comm_.wait(stream, here);
+        if (!window_) return comm_.wait(stream, here);
+        if (near_) comm_.wait(stream, window_->limit(), here); // rows of other groups came before the kernel
+        window_->wait(stream, here);
     }
 
 private:
+    /// Returns for every rank the neighbouring ranks of its host, `most` at most.
+    static std::vector<range> find_groups(nccl& comm, int most, caller here) {
+        require(most >= 1, "shared_memory", "ranks of a group", "at least 1", most, here);
+        index const rank = comm.rank(), size = std::min(most, kernels::most_ranks);
+        range group{rank, rank + 1};
+        while (group.first > 0 && comm.on_this_host(static_cast<int>(group.first - 1))) --group.first;
+        while (group.last < comm.ranks() && comm.on_this_host(static_cast<int>(group.last))) ++group.last;
+        group.first += (rank - group.first) / size * size;
+        group.last = std::min(group.last, group.first + size);
+
+        struct answer {
+            range group;
+            index most;
+        } const mine{group, most};
+        std::vector<answer> all(static_cast<std::size_t>(comm.ranks()));
+        comm.gather(&mine, all.data(), sizeof mine, here);
+        std::vector<range> groups;
+        for (answer const& a : all) {
+            require(a.most == most, "shared_memory", "ranks of a group, on all ranks", most, a.most, here);
+            groups.push_back(a.group);
+        }
+        return groups;
+    }
+
     nccl& comm_;
+    range group_;
+    std::unique_ptr<nccl> near_; ///< the group's, unless it is all ranks
     std::unique_ptr<nccl_window> window_;
     buffer<char> plain_;
 };
@@ -61,8 +104,8 @@ private:
 template <class T, any_sharding From, any_sharding To>
 class shared_relayout {
 public:
-    /// `offset`: bytes in the memory at which the target begins. Collective. Throws `cpx::error` as `relayout` and
-    /// `exchange` do.
+    /// `offset`: bytes in the memory at which the target begins. Collective: ranks compare what they are about to run.
+    /// Throws `cpx::error` as `relayout` and `exchange` do.
     shared_relayout(relayout_plan<From, To> const& plan, index width, shared_memory& memory, index offset = 0,
                     caller here = caller::here())
         : memory_(memory), offset_(offset), rows_(plan.target_rows),
@@ -71,34 +114,40 @@ public:
         require(offset >= 0 && offset % 16 == 0 && offset + bytes <= memory.bytes(), "shared_relayout",
                 "place of the target",
                 "a multiple of 16 with " + std::to_string(bytes) + " bytes after it in the memory", offset, here);
+        if (memory.any_kernel()) kernel_.emplace(plan, width, here);
         if (memory.one_kernel())
-            kernel_.emplace(plan, width, here);
+            detail::agree(memory.comm(), detail::identify<T>(plan, width), here);
         else
-            exchange_ = std::make_unique<exchange<T>>(plan, width, memory.comm(), 0, 0, here);
+            exchange_ = std::make_unique<exchange<T>>(plan, width, memory.comm(), 0, 0,
+                                                      kernel_ ? memory.group() : range{}, here);
     }
 
     /// Returns where this rank's rows of the target are.
     rows<T> target() const { return {reinterpret_cast<T*>(memory_.data() + offset_), rows_, width_}; }
 
     /// Moves this rank's rows of `from`, dense; `batch`: the plan's, in device memory. Collective, in stream order.
+    ///
+    /// Can be captured where it is one kernel, and replayed with other offsets. Elsewhere the plan's offsets stay.
     void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
+        if (exchange_) {
+            cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+            check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
+            require(capturing == cudaStreamCaptureStatusNone, "shared_relayout", "stream",
+                    "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
+            // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at once.
+            (*exchange_)(from, target(), stream, here);
+        }
         if (kernel_) {
             (*kernel_)(from, memory_.peers(here), offset_, batch, stream, here);
-            memory_.comm().begin_call(here); // counted once it is enqueued: what was refused was no call
-            return;
+            memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
         }
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        require(capturing == cudaStreamCaptureStatusNone, "shared_relayout", "stream",
-                "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
-        (*exchange_)(from, target(), stream, here);
     }
 
 private:
     shared_memory& memory_;
     index offset_, rows_, width_;
     std::optional<relayout<T, From, To>> kernel_;
-    std::unique_ptr<exchange<T>> exchange_;
+    std::unique_ptr<exchange<T>> exchange_; ///< with the ranks that the kernel does not reach
 };
 
 } // namespace cpx::cuda

@@ -106,6 +106,23 @@ public:
         return id;
     }
 
+    /// Joins the ranks [first, first + ranks) of this communicator, of which this one is one, in a communicator of their
+    /// own, whose errors call ranks as this one does. Collective over this one: every rank names its own group.
+    std::unique_ptr<nccl> group(int first, int ranks, caller here = caller::here()) {
+        require(first >= 0 && rank_ >= first && rank_ < first + ranks && first + ranks <= ranks_, "nccl::group",
+                "ranks", "some of " + std::to_string(ranks_) + " with rank " + std::to_string(rank_),
+                std::to_string(first) + " to " + std::to_string(first + ranks - 1), here);
+        ncclUniqueId mine{};
+        if (rank_ == first) mine = new_id(here);
+        // no vector: nvcc 13.0 ends with an internal error at one of this struct
+        auto const all = std::make_unique<ncclUniqueId[]>(static_cast<std::size_t>(ranks_));
+        gather(&mine, all.get(), sizeof mine, here);
+        std::unique_ptr<nccl> joined(
+            new nccl(rank_ - first, ranks, deadline_, all[static_cast<std::size_t>(first)], here, first_ + first));
+        joined->join(here);
+        return joined;
+    }
+
     nccl(nccl const&) = delete;
     nccl& operator=(nccl const&) = delete;
     ~nccl() {
@@ -122,6 +139,9 @@ public:
     int rank() const { return rank_; }
     int ranks() const { return ranks_; }
     int device() const { return device_; }
+    /// Returns the number by which errors call rank 0.
+    int first() const { return first_; }
+    bool on_this_host(int rank) const { return present_->came(rank); }
     std::chrono::milliseconds deadline() const { return deadline_; }
     /// Returns NCCL's handle, or null after an abort.
     ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
@@ -184,14 +204,22 @@ public:
     /// Gathers `bytes` of every rank into `all`, in rank order, both in host memory; for records at set-up. Collective.
     void gather(void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
         begin_call(here);
-        char* memory = nullptr;
-        cudaStream_t stream = nullptr;
+        struct scratch { // freed when an error leaves, too: then the abort has ended what ran
+            char* memory = nullptr;
+            cudaStream_t stream = nullptr;
+            ~scratch() {
+                if (stream) static_cast<void>(cudaStreamDestroy(stream));
+                static_cast<void>(cudaFree(memory));
+            }
+        } on_device;
         auto const cuda = [&](cudaError_t result, char const* call) {
             if (result != cudaSuccess) fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
         };
         std::size_t const total = bytes * static_cast<std::size_t>(ranks_);
-        cuda(cudaMalloc(reinterpret_cast<void**>(&memory), total + bytes), "cudaMalloc");
-        cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+        cuda(cudaMalloc(reinterpret_cast<void**>(&on_device.memory), total + bytes), "cudaMalloc");
+        cuda(cudaStreamCreateWithFlags(&on_device.stream, cudaStreamNonBlocking), "cudaStreamCreate");
+        char* const memory = on_device.memory;
+        cudaStream_t const stream = on_device.stream;
         cuda(cudaMemcpyAsync(memory + total, mine, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
         call(
             "ncclAllGather", [&] { return ncclAllGather(memory + total, memory, bytes, ncclInt8, get(), stream); },
@@ -199,21 +227,20 @@ public:
         wait(stream, here);
         cuda(cudaMemcpyAsync(all, memory, total, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
         wait(stream, here);
-        cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
-        cuda(cudaFree(memory), "cudaFree");
     }
 
     /// Aborts the communicator and throws; `expected` says what did not happen.
     ///
-    /// `missing`: " 1 3", the ranks at fault, if the caller knows; else those that the roll call finds.
+    /// `actual`: what came instead, if the caller knows; else the ranks that the roll call misses.
     [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here(),
-                           std::string missing = {}) {
-        if (missing.empty()) missing = present_->missing();
+                           std::string actual = {}) {
+        if (actual.empty()) {
+            auto const missing = present_->missing();
+            actual = missing.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + missing;
+        }
         broken_ = std::string(what) + " failed before";
         if (comm_ && !aborted_.exchange(true)) static_cast<void>(ncclCommAbort(comm_));
-        throw error("nccl", what, expected,
-                    missing.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + missing,
-                    here);
+        throw error("nccl", what, expected, actual, here);
     }
 
 private:
@@ -226,12 +253,12 @@ private:
         ncclComm_t comm = nullptr;
     };
 
-    nccl(int rank, int ranks, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here)
-        : rank_(rank), ranks_(ranks), deadline_(deadline), joining_(std::make_shared<joining>()) {
+    nccl(int rank, int ranks, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here, int first = 0)
+        : rank_(rank), ranks_(ranks), first_(first), deadline_(deadline), joining_(std::make_shared<joining>()) {
         require(ranks > 0 && rank >= 0 && rank < ranks, "nccl", "rank", "0 to " + std::to_string(ranks - 1), rank,
                 here);
         require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
-        present_ = std::make_unique<roll_call>(page_name(id), rank, ranks);
+        present_ = std::make_unique<roll_call>(page_name(id), rank, ranks, first);
         std::thread([state = joining_, id, rank, ranks, device = device_] {
             ncclComm_t comm = nullptr;
             ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -291,7 +318,7 @@ private:
                 std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
         return static_cast<int>(value);
     }
-    int rank_, ranks_, device_ = 0;
+    int rank_, ranks_, first_, device_ = 0;
     std::chrono::milliseconds deadline_;
     ncclComm_t comm_ = nullptr;
     std::unique_ptr<roll_call> present_;

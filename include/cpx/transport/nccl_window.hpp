@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstring>
 
 namespace cpx {
@@ -56,11 +57,12 @@ public:
     ///
     /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
     nccl_window(nccl& comm, index bytes, int blocks = 0, caller here = caller::here())
-        : comm_(comm), bytes_((bytes + 255) / 256 * 256), blocks_(blocks) {
+        : nccl_window(comm) { // which is whole: its destructor runs if what follows throws
+        bytes_ = (bytes + 255) / 256 * 256;
         int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
         cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
              here);
-        if (blocks == 0) blocks_ = blocks = std::min(128, most);
+        if (blocks == 0) blocks = std::min(128, most);
         require(blocks >= 1 && blocks <= most, "nccl_window", "blocks",
                 "1 to the multiprocessors, " + std::to_string(most), blocks, here);
         std::vector<std::array<index, 2>> all(static_cast<std::size_t>(comm.ranks()));
@@ -73,7 +75,9 @@ public:
                     here);
         require(supported(comm, here), "nccl_window", "GPUs", "ranks that reach each other's memory", "others", here);
 
-        std::size_t const flags = static_cast<std::size_t>(blocks + 1) * static_cast<std::size_t>(comm.ranks()) * 4;
+        blocks_ = blocks;
+        auto const flags =
+            sizeof(std::uint64_t) * static_cast<std::size_t>(kernels::meeting::count(blocks, comm.ranks()));
         std::size_t const total = (static_cast<std::size_t>(bytes_) + flags + 4095) / 4096 * 4096;
         comm.call(
             "ncclMemAlloc", [&] { return ncclMemAlloc(&memory_, total); }, here);
@@ -83,24 +87,23 @@ public:
             [&] { return ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC); },
             here);
 
-        void** pointers = nullptr;
-        std::array<void*, kernels::most_ranks> host{};
-        std::size_t const table = sizeof(void*) * static_cast<std::size_t>(comm.ranks());
-        cuda(cudaMalloc(reinterpret_cast<void**>(&pointers), table), "cudaMalloc", here);
+        // The epochs' memory holds the pointers first: what is freed at the end is there once.
+        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs),
+                        std::max(sizeof base_, 4 * (blocks + std::size_t{1}))),
+             "cudaMalloc", here);
+        auto* const pointers = reinterpret_cast<void**>(meeting_.epochs);
         detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
         cuda(cudaGetLastError(), "window_pointers", here);
-        cuda(cudaMemcpy(host.data(), pointers, table, cudaMemcpyDeviceToHost), "window_pointers", here);
-        cuda(cudaFree(pointers), "cudaFree", here);
+        cuda(
+            cudaMemcpy(base_, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()), cudaMemcpyDeviceToHost),
+            "window_pointers", here);
         for (int r = 0; r < comm.ranks(); ++r) {
-            base_[r] = static_cast<char*>(host[static_cast<std::size_t>(r)]);
-            meeting_.flags[r] = reinterpret_cast<std::uint32_t*>(base_[r] + bytes_);
+            meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(base_[r] + bytes_);
         }
-        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), static_cast<std::size_t>(blocks + 1) * 4),
-             "cudaMalloc", here);
         cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks + 1) * 4), "cudaMemset", here);
-        cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.missing), 4, cudaHostAllocPortable), "cudaHostAlloc",
+        cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.faults), 4, cudaHostAllocPortable), "cudaHostAlloc",
              here);
-        *meeting_.missing = 0;
+        *meeting_.faults = 0;
         meeting_.rank = comm.rank();
         meeting_.ranks = comm.ranks();
         meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
@@ -119,7 +122,7 @@ public:
         }
         if (memory_) static_cast<void>(ncclMemFree(memory_));
         static_cast<void>(cudaFree(meeting_.epochs));
-        static_cast<void>(cudaFreeHost(meeting_.missing));
+        static_cast<void>(cudaFreeHost(meeting_.faults));
     }
 
     /// Returns this rank's memory.
@@ -130,39 +133,52 @@ public:
     char* of(int rank) const { return base_[rank]; }
     nccl& comm() const { return comm_; }
 
-    /// Returns where kernels meet. Throws `cpx::error` that names the ranks that an earlier kernel missed.
+    /// Returns where kernels meet. Throws `cpx::error` that names the ranks that an earlier kernel found at fault.
     kernels::meeting const& meeting(caller here = caller::here()) const {
-        check_missing(here);
+        check_faults(here);
         return meeting_;
     }
 
-    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come.
+    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come, had
+    /// other offsets, or whose rows did not fit.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
-        // A kernel gives up by itself, those behind it at once: only then is the communicator aborted.
-        auto const limit = 2 * comm_.deadline() + std::chrono::seconds(1);
-        comm_.wait(stream, limit, here);
-        check_missing(here);
+        comm_.wait(stream, limit(), here);
+        check_faults(here);
     }
 
+    /// Returns by when kernels have ended: one gives up by itself, those behind it at once, and only then is the
+    /// communicator aborted.
+    std::chrono::milliseconds limit() const { return 2 * comm_.deadline() + std::chrono::seconds(1); }
+
 private:
-    std::uint32_t missing() const { return *static_cast<std::uint32_t volatile*>(meeting_.missing); }
-    /// Throws, after an abort, if a kernel has missed ranks.
-    void check_missing(caller here) const {
-        std::uint32_t const found = missing();
+    explicit nccl_window(nccl& comm) : comm_(comm) {}
+
+    /// Throws, after an abort, if a kernel has found ranks at fault.
+    void check_faults(caller here) const {
+        std::uint32_t const found = *static_cast<std::uint32_t volatile*>(meeting_.faults);
         if (found == 0) return;
-        std::string names;
-        for (int r = 0; r < comm_.ranks(); ++r)
-            if (found >> r & 1) names += ' ' + std::to_string(r);
+        auto const ranks = [&](int fault) {
+            std::string names;
+            for (int r = 0; r < comm_.ranks(); ++r)
+                if (found >> (fault + r) & 1) names += ' ' + std::to_string(comm_.first() + r);
+            return names;
+        };
+        namespace fault = kernels::fault;
+        if (auto const names = ranks(fault::refused); !names.empty())
+            comm_.fail("relayout kernel", "offsets that ascend from 0, with rows that fit the buffers", here,
+                       "others from ranks" + names);
+        if (auto const names = ranks(fault::differs); !names.empty())
+            comm_.fail("relayout kernel", "the offsets of this rank", here, "others from ranks" + names);
         comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms", here,
-                   names);
+                   "nothing from ranks" + ranks(fault::missing));
     }
     void cuda(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
     }
 
     nccl& comm_;
-    index bytes_;
-    int blocks_;
+    index bytes_ = 0;
+    int blocks_ = 0;
     void* memory_ = nullptr;
     ncclWindow_t window_ = nullptr;
     char* base_[kernels::most_ranks] = {};

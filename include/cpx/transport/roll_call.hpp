@@ -25,9 +25,10 @@ namespace cpx {
 /// seen. Nothing waits here, and no data moves.
 class roll_call {
 public:
-    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group.
-    roll_call(std::string const& name, int rank, int ranks)
-        : name_('/' + name + '.' + std::to_string(::getuid())), rank_(rank), ranks_(ranks) {
+    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group. `first`: the number by which
+    /// errors call rank 0.
+    roll_call(std::string const& name, int rank, int ranks, int first = 0)
+        : name_('/' + name + '.' + std::to_string(::getuid())), rank_(rank), ranks_(ranks), first_(first) {
         int const file = ::shm_open(name_.c_str(), O_CREAT | O_RDWR, 0600);
         require(file >= 0, "roll_call", ("shm_open " + name_).c_str(), "success", std::strerror(errno));
         bool const sized = ::ftruncate(file, static_cast<off_t>(bytes())) == 0;
@@ -53,6 +54,9 @@ public:
     }
     void begin_call() { mine().calls.fetch_add(1); }
 
+    /// Returns whether `rank` has ever been here: once everyone is, whether it is on this host.
+    bool came(int rank) const { return entries_[rank].process.load() != 0; }
+
     /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come,
     /// have left, are dead or have begun fewer calls than this one.
     std::string missing() const {
@@ -62,7 +66,7 @@ public:
             std::int64_t const process = entries_[r].process.load();
             if (process == 0 && complete_) continue; // on another host
             bool const alive = process > 0 && (::kill(static_cast<pid_t>(process), 0) == 0 || errno == EPERM);
-            if (!alive || entries_[r].calls.load() < calls) list += ' ' + std::to_string(r);
+            if (!alive || entries_[r].calls.load() < calls) list += ' ' + std::to_string(first_ + r);
         }
         return list;
     }
@@ -80,7 +84,7 @@ private:
     entry const& mine() const { return entries_[rank_]; }
 
     std::string name_;
-    int rank_, ranks_;
+    int rank_, ranks_, first_;
     bool complete_ = false;
     entry* entries_ = nullptr;
 };
