@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the causal convolution of three sequences on one GPU against what copying the same bytes would take.
+// Times the causal convolution of three sequences on one GPU against what copying the same bytes would take; exit code
+// 1 if a result is wrong.
 #include "timing.hpp"
 
 #include <cpx/cuda/causal_conv1d.hpp>
@@ -70,7 +71,12 @@ public:
         random(bias_, 4);
     }
 
-    void run() {
+    /// What was found; shares are of a copy's speed.
+    struct result {
+        double forward, backward;
+        bool right;
+    };
+    result run() {
         auto const of = [&](cuda::buffer<T> const& b) { return rows<T>(b.data(), count_, channels); };
         rows<T const> const x = of(x_), dy = of(dy_);
         rows<T const> const weight(weight_.data(), channels, taps);
@@ -91,9 +97,11 @@ public:
         zero(dweight_);
         zero(dbias_);
         backward();
-        print("forward", forward_ms, 2, check_rows(y_, [&](index row, index c) { return y_at(row, c); }));
-        print("backward", backward_ms, 3,
-              std::max(check_rows(dx_, [&](index row, index c) { return dx_at(row, c); }), check_sums()));
+        double const errors[] = {check_rows(y_, [&](index row, index c) { return y_at(row, c); }),
+                                 check_rows(dx_, [&](index row, index c) { return dx_at(row, c); }), check_sums()};
+        print("forward", forward_ms, 2, errors[0]);
+        print("backward", backward_ms, 3, right(errors[1]) ? errors[2] : errors[1]);
+        return {share(forward_ms, 2), share(backward_ms, 3), std::ranges::all_of(errors, right)};
     }
 
 private:
@@ -182,12 +190,15 @@ private:
         return sum.error();
     }
 
+    static bool right(double error) { return error <= (sizeof(T) == 2 ? 4e-3 : 1e-5); } // NaN is not
+    /// Returns the speed, in percent of a copy's, of a kernel that reads and writes `tensors` tensors.
+    double share(double ms, int tensors) const {
+        return 100 * static_cast<double>(tensors * count_ * channels) * sizeof(T) / (ms * 1e-3) / rate_;
+    }
     void print(char const* what, double ms, int tensors, double error) const {
-        double const moved = static_cast<double>(tensors) * static_cast<double>(count_ * channels) * sizeof(T);
-        double const rate = moved / (ms * 1e-3);
-        double const most = sizeof(T) == 2 ? 4e-3 : 1e-5;
+        double const of_copy = share(ms, tensors);
         std::printf("%-9s %6td %-8s %9.4f %8.0f %8.1f%%   %.1e %s\n", type_, static_cast<std::ptrdiff_t>(count_), what,
-                    ms, rate * 1e-9, 100 * rate / rate_, error, error <= most ? "ok" : "WRONG");
+                    ms, of_copy / 100 * rate_ * 1e-9, of_copy, error, right(error) ? "ok" : "WRONG");
     }
 
     char const* type_;
@@ -203,16 +214,24 @@ private:
 
 } // namespace
 
-int main() {
-    if (cuda::devices() == 0) return std::printf("cpx: skipped, no GPU\n"), 0;
+int main(int argc, char** argv) {
+    if (int const code = timing::refusal(argc, argv); code >= 0) return code;
     cuda::stream const stream;
     double const rate = timing::copy_bandwidth(stream);
-    std::printf("copy of 1 GiB: %.0f GB/s read and written\n", rate * 1e-9);
+    std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
     std::printf("convolution of %d channels, %d taps, silu, bias, 3 sequences\n", int(channels), int(taps));
     std::printf("%-9s %6s %-8s %9s %8s %9s   error\n", "elements", "rows", "", "ms", "GB/s", "of copy");
+    timing::limits limits;
+    bool all_right = true;
     for (cpx::index const count : {32768, 8192, 2048}) {
-        benchmark<__nv_bfloat16>("bfloat16", count, rate, stream).run();
-        benchmark<__half>("half", count, rate, stream).run();
-        benchmark<float>("float", count, rate, stream).run();
+        auto const a = benchmark<__nv_bfloat16>("bfloat16", count, rate, stream).run();
+        auto const b = benchmark<__half>("half", count, rate, stream).run();
+        auto const c = benchmark<float>("float", count, rate, stream).run();
+        all_right = all_right && a.right && b.right && c.right;
+        if (count != 32768) continue;
+        limits.at_least("convolution forward, 32768 x 8192 bf16, of copy", a.forward, 85, "%");
+        limits.at_least("convolution backward, 32768 x 8192 bf16, of copy", a.backward, 75, "%");
     }
+    limits.print();
+    return all_right ? 0 : 1;
 }

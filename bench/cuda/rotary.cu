@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding and rows moved by a list, beside a copy on the device. Bytes: of the 32-byte sectors touched.
+// Rotary embedding and rows moved by a list, beside a copy on the device. Bytes: of the 32-byte sectors touched. Exit
+// code 1 if a result is wrong.
 #include "timing.hpp"
 
 #include <cpx/cuda/rotary.hpp>
@@ -49,29 +50,37 @@ float rounded(float value) {
     return static_cast<float>(static_cast<T>(value));
 }
 
-/// Returns the milliseconds of one of `calls` calls that `f()` makes: 20 replays of a graph, the median of 7 rounds.
+/// Returns the milliseconds of one of the `calls` calls that `f()` makes: a graph of 20 times f, median of 9 rounds.
 template <class F>
 float milliseconds(cuda::stream const& stream, int calls, F&& f) {
-    cuda::graph const graph(stream, f);
+    cuda::graph const graph(stream, [&] {
+        for (int i = 0; i < 20; ++i) f();
+    });
     return timing::median_ms(
-               stream, [&] { graph.launch(stream); }, [] {}, 20, 7) /
-           static_cast<float>(calls);
+               stream, [&] { graph.launch(stream); }, [] {}, 2) /
+           static_cast<float>(20 * calls);
 }
 
 double copy_speed = 0; // bytes a second, read and written
+bool all_right = true;
 
-void print(std::string const& name, float ms, double bytes, double error, double allowed) {
-    double const speed = bytes / (ms * 1e-3);
-    std::printf("%-58s %9.4f ms %8.1f GB/s %6.1f %% of copy  error %.1e %s\n", name.c_str(), ms, speed * 1e-9,
-                100 * speed / copy_speed, error, error <= allowed ? "ok" : "WRONG");
+/// Returns the percentage of a copy's speed.
+double print(std::string const& name, float ms, double bytes, double error, double allowed) {
+    double const speed = bytes / (ms * 1e-3), of_copy = 100 * speed / copy_speed;
+    bool const right = error <= allowed;
+    all_right = all_right && right;
+    std::printf("%-58s %9.4f ms %8.1f GB/s %6.1f %% of copy  error %.1e %s\n", name.c_str(), ms, speed * 1e-9, of_copy,
+                error, right ? "ok" : "WRONG");
+    return of_copy;
 }
 
 enum class from { list, three_axes, segments };
 
-/// q and k of `tokens` rows, two sets of them in turn, so that no cache holds what comes next.
+/// q and k of `tokens` rows, two sets of them in turn, so that no cache holds what comes next. Returns the percentage
+/// of a copy's speed.
 template <class T>
-void rotate(cuda::stream const& stream, char const* name, index tokens, index q_heads, index k_heads, index head_dim,
-            index half, bool in_place, from kind = from::list, bool backward = false) {
+double rotate(cuda::stream const& stream, char const* name, index tokens, index q_heads, index k_heads, index head_dim,
+              index half, bool in_place, from kind = from::list, bool backward = false) {
     std::vector<double> frequencies;
     for (index i = 0; i < half; ++i)
         frequencies.push_back(std::pow(1e7, -static_cast<double>(i) / static_cast<double>(half)));
@@ -146,7 +155,29 @@ void rotate(cuda::stream const& stream, char const* name, index tokens, index q_
                          static_cast<double>(tokens) * (kind == from::segments ? 0
                                                         : kind == from::list   ? 8
                                                                                : 24);
-    print(name, ms, bytes, error, 1);
+    return print(name, ms, bytes, error, 1);
+}
+
+/// Loads and stores `wide` of every `apart` 16-byte words and computes nothing: what the pattern of accesses allows.
+__global__ void touch(uint4* words, index count, int wide, int apart) {
+    index const i = static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    uint4* const word = words + i / wide * apart + i % wide;
+    uint4 value = *word;
+    value.x ^= 1;
+    *word = value;
+}
+
+void touch_sectors(cuda::stream const& stream, index tokens, index heads, int bytes, int head_bytes) {
+    buffer<char> const x[2] = {buffer<char>(tokens * heads * head_bytes), buffer<char>(tokens * heads * head_bytes)};
+    int const wide = bytes / 16, apart = head_bytes / 16;
+    index const count = tokens * heads * wide;
+    float const ms = milliseconds(stream, 2, [&] {
+        for (auto const& b : x)
+            touch<<<static_cast<unsigned>((count + 127) / 128), 128, 0, stream>>>(reinterpret_cast<uint4*>(b.data()),
+                                                                                  count, wide, apart);
+    });
+    print("  the same sectors touched, nothing computed", ms, 32.0 * static_cast<double>(count), 0, 0);
 }
 
 template <class T>
@@ -195,16 +226,17 @@ void move(cuda::stream const& stream, index count, index width) {
 
 } // namespace
 
-int main() {
-    if (cuda::devices() == 0) {
-        std::printf("cpx: no GPU\n");
-        return 0;
-    }
+int main(int argc, char** argv) {
+    if (int const code = timing::refusal(argc, argv); code >= 0) return code;
     using bf16 = __nv_bfloat16;
     cuda::stream const stream;
     copy_speed = timing::copy_bandwidth(stream);
-    std::printf("copy of 1 GiB on the device: %.1f GB/s read and written\n", copy_speed * 1e-9);
-    rotate<bf16>(stream, "32768 rows, 16 + 2 heads, 64 of 256, bf16, in place", 32768, 16, 2, 256, 32, true);
+    std::printf("%s, copy of 1 GiB: %.1f GB/s read and written\n", timing::device_name().c_str(), copy_speed * 1e-9);
+    char const* const in_place = "32768 rows, 16 + 2 heads, 64 of 256, bf16, in place";
+    timing::limits limits;
+    limits.at_least("rotary, " + std::string(in_place) + ", of copy",
+                    rotate<bf16>(stream, in_place, 32768, 16, 2, 256, 32, true), 80, "%");
+    touch_sectors(stream, 32768, 18, 128, 512);
     rotate<bf16>(stream, "  of segments", 32768, 16, 2, 256, 32, true, from::segments);
     rotate<bf16>(stream, "  interleaved axes", 32768, 16, 2, 256, 32, true, from::three_axes);
     rotate<bf16>(stream, "  backward", 32768, 16, 2, 256, 32, true, from::list, true);
@@ -221,5 +253,6 @@ int main() {
     move<bf16>(stream, 65536, 2047);
     move<float>(stream, 1 << 20, 64);
     move<float>(stream, 128, 1 << 20);
-    return 0;
+    limits.print();
+    return all_right ? 0 : 1;
 }

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times on a GPU: the median of some rounds of many calls between two events.
+// Times on a GPU, the median of some rounds of many calls between two events; and the limits that they are to keep.
 #pragma once
 
 #include <cpx/cuda/runtime.hpp>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
 #include <vector>
 
 namespace timing {
@@ -40,6 +43,57 @@ inline double copy_bandwidth(cudaStream_t stream) {
         },
         [] {}, 5);
     return 2 * static_cast<double>(bytes) / (ms * 1e-3);
+}
+
+/// Returns the name of the current device.
+inline std::string device_name() {
+    cudaDeviceProp properties{};
+    cpx::cuda::check(cudaGetDeviceProperties(&properties, cpx::cuda::current_device()), "cudaGetDeviceProperties");
+    return properties.name;
+}
+
+/// Figures beside what they are to keep on H200s, as a table below the others. Other GPUs get no verdict, and a limit
+/// that is missed changes no exit code: how fast something is, is no question of right or wrong.
+class limits {
+public:
+    /// `figure`: NaN if it was not measured.
+    void at_most(std::string const& what, double figure, double limit, char const* unit) {
+        lines_.push_back({what, "at most", unit, figure, limit, figure <= limit});
+    }
+    void at_least(std::string const& what, double figure, double limit, char const* unit) {
+        lines_.push_back({what, "at least", unit, figure, limit, figure >= limit});
+    }
+    void print() const {
+        if (lines_.empty()) return;
+        bool const set_for_this = device_name().find("H200") != std::string::npos;
+        std::printf("\n%-74s %15s   %-20s verdict\n", "limits on H200s", "measured", "limit");
+        for (line const& l : lines_) {
+            bool const run = !std::isnan(l.figure);
+            std::printf("%-74s %10.1f %-4s   %-8s %6.1f %-4s %s\n", l.what.c_str(), l.figure, l.unit, l.sense, l.limit,
+                        l.unit,
+                        !run            ? "not run"
+                        : !set_for_this ? "none on this GPU"
+                        : l.kept        ? "ok"
+                                        : "missed");
+        }
+    }
+
+private:
+    struct line {
+        std::string what;
+        char const *sense, *unit;
+        double figure, limit;
+        bool kept;
+    };
+    std::vector<line> lines_;
+};
+
+/// Returns the exit code of a program that takes no arguments and wants a GPU, after it has said which it lacks; -1 if
+/// it can run.
+inline int refusal(int argc, char** argv) {
+    if (argc > 1) return std::fprintf(stderr, "usage: %s (no arguments)\n", argv[0]), 2;
+    if (cpx::cuda::devices() == 0) return std::printf("cpx: skipped, 1 GPUs wanted, 0 found\n"), 0;
+    return -1;
 }
 
 } // namespace timing

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpx's kernels as functions of C, so that a Python program can time them beside a peer's on the same tensors.
-//
-// nvcc -std=c++20 --expt-relaxed-constexpr -O3 -gencode arch=compute_90a,code=sm_90a -shared -Xcompiler -fPIC
-//      -Iinclude -Ikernels bench/peers/library.cu -o libcpx_peers.so
+// cpx's kernels as functions of C, so that a Python program can time them beside a peer's on the same tensors: the
+// target cpx_peers, build/gpu/bench/libcpx_peers.so. What fails says so on stderr.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/causal_conv1d.hpp>
 
@@ -11,57 +9,71 @@
 namespace {
 
 using element = __nv_bfloat16;
+using conv_plan = cpx::cuda::conv_plan;
 
-/// Runs `f`; returns 0, or 1 after it has said what was wrong.
-template <class F>
-int guarded(F&& f) {
+/// Returns what `f` returns, or `failure` after it has said what was wrong.
+template <class R, class F>
+R guarded(R failure, F&& f) {
     try {
-        f();
-        return 0;
+        return f();
     } catch (std::exception const& e) {
         std::fprintf(stderr, "%s\n", e.what());
-        return 1;
+        return failure;
     }
+}
+
+conv_plan const& conv_plan_of(void const* plan) {
+    cpx::require(plan != nullptr, "cpx_conv", "plan", "one that cpx_conv_plan returned", "null");
+    return *static_cast<conv_plan const*>(plan);
 }
 
 } // namespace
 
 extern "C" {
 
-/// Returns the plan of a convolution of `taps` taps over whole sequences of one rank; offsets in host memory.
+/// Returns the plan of a convolution of `taps` taps over whole sequences of one rank, or null; offsets in host memory,
+/// `sequences` + 1 of them. Freed by `cpx_conv_plan_free`.
 void* cpx_conv_plan(std::int64_t const* offsets, int sequences, int taps) {
-    void* plan = nullptr;
-    guarded([&] {
+    return guarded<void*>(nullptr, [&] {
+        cpx::require(offsets != nullptr && sequences >= 0, "cpx_conv_plan", "offsets", "one a sequence and one",
+                     "none");
         auto const batch = cpx::thd::from_offsets(std::span(offsets, static_cast<std::size_t>(sequences) + 1));
         auto const one = cpx::shard(batch, cpx::sequential<1>{});
-        plan = new cpx::cuda::conv_plan(cpx::halo(one, 0, taps - 1), cpx::halo(one, 0, taps - 1, cpx::side::after));
+        return new conv_plan(cpx::halo(one, 0, taps - 1), cpx::halo(one, 0, taps - 1, cpx::side::after));
     });
-    return plan;
 }
-std::int64_t cpx_conv_workspace(void* plan, std::int64_t channels) {
-    return cpx::cuda::causal_conv1d_workspace(*static_cast<cpx::cuda::conv_plan*>(plan), channels);
+/// Null is nothing to free.
+void cpx_conv_plan_free(void* plan) { delete static_cast<conv_plan*>(plan); }
+
+/// Returns the floats that the backward wants, or -1.
+std::int64_t cpx_conv_workspace(void const* plan, std::int64_t channels) {
+    return guarded<std::int64_t>(-1, [&] { return cpx::cuda::causal_conv1d_workspace(conv_plan_of(plan), channels); });
 }
-int cpx_conv_forward(void* plan, element* x, element* weight, element* y, std::int64_t rows, std::int64_t channels,
-                     std::int64_t taps, cudaStream_t stream) {
-    return guarded([&] {
-        cpx::cuda::causal_conv1d(*static_cast<cpx::cuda::conv_plan*>(plan), cpx::rows<element const>(x, rows, channels),
-                                 {}, cpx::rows<element const>(weight, channels, taps), {}, cpx::cuda::activation::silu,
+/// x, y: (rows, channels); weight: (channels, taps). Returns 0, or 1 if it failed; so does the next one.
+int cpx_conv_forward(void const* plan, element const* x, element const* weight, element* y, std::int64_t rows,
+                     std::int64_t channels, std::int64_t taps, cudaStream_t stream) {
+    return guarded(1, [&] {
+        cpx::cuda::causal_conv1d(conv_plan_of(plan), cpx::rows<element const>(x, rows, channels), {},
+                                 cpx::rows<element const>(weight, channels, taps), {}, cpx::cuda::activation::silu,
                                  cpx::rows<element>(y, rows, channels), stream);
+        return 0;
     });
 }
-int cpx_conv_backward(void* plan, element* x, element* weight, element* dy, element* dx, float* dweight,
-                      float* workspace, std::int64_t size, std::int64_t rows, std::int64_t channels, std::int64_t taps,
-                      cudaStream_t stream) {
-    return guarded([&] {
-        cpx::cuda::causal_conv1d_backward(
-            *static_cast<cpx::cuda::conv_plan*>(plan), cpx::rows<element const>(x, rows, channels), {},
-            cpx::rows<element const>(weight, channels, taps), {}, cpx::cuda::activation::silu,
-            cpx::rows<element const>(dy, rows, channels), {}, {},
-            {cpx::rows<element>(dx, rows, channels),
-             cpx::rows<float>(dweight, channels, taps),
-             {},
-             std::span(workspace, static_cast<std::size_t>(size))},
-            stream);
+/// dweight: (channels, taps), is added to; workspace: `size` floats.
+int cpx_conv_backward(void const* plan, element const* x, element const* weight, element const* dy, element* dx,
+                      float* dweight, float* workspace, std::int64_t size, std::int64_t rows, std::int64_t channels,
+                      std::int64_t taps, cudaStream_t stream) {
+    return guarded(1, [&] {
+        cpx::cuda::causal_conv1d_backward(conv_plan_of(plan), cpx::rows<element const>(x, rows, channels), {},
+                                          cpx::rows<element const>(weight, channels, taps), {},
+                                          cpx::cuda::activation::silu, cpx::rows<element const>(dy, rows, channels), {},
+                                          {},
+                                          {cpx::rows<element>(dx, rows, channels),
+                                           cpx::rows<float>(dweight, channels, taps),
+                                           {},
+                                           std::span(workspace, static_cast<std::size_t>(size))},
+                                          stream);
+        return 0;
     });
 }
 
