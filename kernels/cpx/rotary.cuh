@@ -48,7 +48,7 @@ struct rotary_call {
 };
 
 /// Heads of a thread, most threads of a block, and blocks of a multiprocessor at once: the fastest on an H200.
-inline constexpr int rotary_heads = 3, rotary_threads = 128, rotary_resident = 8;
+inline constexpr int rotary_heads = 2, rotary_threads = 128, rotary_resident = 8;
 
 /// The most angles that a block computes, for all of its heads: rows times pairs.
 inline constexpr int most_angles = 8 * rotary_threads;
@@ -191,10 +191,13 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
 
     bool const turns = row < a.rows && lane * N < pairs;
     vector low[rotary_heads], high[rotary_heads];
+    T* to[rotary_heads];
 #pragma unroll
     for (int u = 0; u < rotary_heads; ++u)
         if (int const head = first + u * groups + group; turns && head < last) {
-            T const* const x = source(tensor_of(head), head) + first_pair + lane * N;
+            rotated_rows const& t = tensor_of(head);
+            T const* const x = source(t, head) + first_pair + lane * N;
+            to[u] = target(t, head) + first_pair + lane * N;
             low[u] = read_once<WholeLines, vector>(x);
             high[u] = read_once<WholeLines, vector>(x + a.half);
         }
@@ -226,7 +229,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
 #pragma unroll
         for (int u = 0; u < rotary_heads; ++u)
             if (int const head = first + u * groups + group; head < last) {
-                T* const y = target(tensor_of(head), head) + first_pair + lane * N;
+                T* const y = to[u];
                 turn<T, N>(low[u], high[u], cosine, sine);
                 write_once(y, low[u]);
                 write_once(y + a.half, high[u]);

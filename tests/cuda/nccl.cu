@@ -158,7 +158,7 @@ std::string in_groups(int) {
         cpx::cuda::shared_memory memory(*b.comm, 1 << 20, most);
         index const first = rank / most * most, last = std::min<index>(ranks, first + most);
         if (memory.group() != cpx::range{first, last}) return "other groups than wished for";
-        if (memory.one_kernel() != (most >= ranks) || memory.any_kernel() != (most >= ranks || most > 1))
+        if (memory.one_kernel() != (most >= ranks) || memory.any_kernel() != (last - first > 1))
             return "one kernel, or not, against the wish";
         for (auto const& lengths : {std::vector<index>{123, 1, 0, 400}, std::vector<index>{7}, std::vector<index>{}}) {
             auto const batch = cpx::thd::from_lengths(lengths);

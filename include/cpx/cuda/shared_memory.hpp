@@ -29,7 +29,8 @@ public:
         if (group_.size() < comm.ranks() && !alone)
             near_ = comm.group(static_cast<int>(group_.first), static_cast<int>(group_.size()), here);
         nccl& members = near_ ? *near_ : comm;
-        if (members.ranks() == group_.size() && nccl_window::supported(members, here)) {
+        bool const together = members.ranks() == group_.size() && (group_.size() > 1 || comm.ranks() == 1);
+        if (together && nccl_window::supported(members, here)) {
             window_ = std::make_unique<nccl_window>(members, bytes, blocks, here);
         } else {
             group_ = {comm.rank(), comm.rank() + 1};
@@ -54,7 +55,7 @@ public:
         for (int peer = 0; peer < static_cast<int>(group_.size()); ++peer) m.base[peer] = window_->of(peer);
         m.bytes = window_->bytes();
         m.blocks = window_->blocks();
-        m.meeting = window_->meeting(here);
+        named([&] { m.meeting = window_->meeting(here); }, here);
         return m;
     }
     /// Counts a kernel that the group has been given, so that who is late can be named.
@@ -65,10 +66,22 @@ public:
     void wait(cudaStream_t stream, caller here = caller::here()) const {
         if (!window_) return comm_.wait(stream, here);
         if (near_) comm_.wait(stream, window_->limit(), here); // rows of other groups came before the kernel
-        window_->wait(stream, here);
+        named([&] { window_->wait(stream, here); }, here);
     }
 
 private:
+    /// Runs `f()`; where ranks were missed, names those that their groups wait for rather than those that wait.
+    template <class F>
+    void named(F&& f, caller here) const {
+        try {
+            f();
+        } catch (error const&) {
+            if (auto const others = near_ && window_->missed() ? comm_.missing() : ""; !others.empty())
+                comm_.fail("relayout", "all ranks in time", here, "nothing from ranks" + others);
+            throw;
+        }
+    }
+
     /// Returns for every rank the neighbouring ranks of its host, `most` at most.
     static std::vector<range> find_groups(nccl& comm, int most, caller here) {
         require(most >= 1, "shared_memory", "ranks of a group", "at least 1", most, here);

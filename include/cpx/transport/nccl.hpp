@@ -142,6 +142,8 @@ public:
     /// Returns the number by which errors call rank 0.
     int first() const { return first_; }
     bool on_this_host(int rank) const { return present_->came(rank); }
+    /// Returns " 1 3", the ranks of this host that are dead or late; "" if none is.
+    std::string missing() const { return present_->missing(); }
     std::chrono::milliseconds deadline() const { return deadline_; }
     /// Returns NCCL's handle, or null after an abort.
     ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
@@ -235,8 +237,8 @@ public:
     [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here(),
                            std::string actual = {}) {
         if (actual.empty()) {
-            auto const missing = present_->missing();
-            actual = missing.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + missing;
+            auto const names = missing();
+            actual = names.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + names;
         }
         broken_ = std::string(what) + " failed before";
         if (comm_ && !aborted_.exchange(true)) static_cast<void>(ncclCommAbort(comm_));

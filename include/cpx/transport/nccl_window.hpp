@@ -150,17 +150,21 @@ public:
     /// communicator aborted.
     std::chrono::milliseconds limit() const { return 2 * comm_.deadline() + std::chrono::seconds(1); }
 
+    /// Returns whether a kernel has missed ranks.
+    bool missed() const { return (found() >> kernels::fault::missing & 0xff) != 0; }
+
 private:
+    std::uint32_t found() const { return *static_cast<std::uint32_t volatile*>(meeting_.faults); }
     explicit nccl_window(nccl& comm) : comm_(comm) {}
 
     /// Throws, after an abort, if a kernel has found ranks at fault.
     void check_faults(caller here) const {
-        std::uint32_t const found = *static_cast<std::uint32_t volatile*>(meeting_.faults);
-        if (found == 0) return;
+        std::uint32_t const faults = found();
+        if (faults == 0) return;
         auto const ranks = [&](int fault) {
             std::string names;
             for (int r = 0; r < comm_.ranks(); ++r)
-                if (found >> (fault + r) & 1) names += ' ' + std::to_string(comm_.first() + r);
+                if (faults >> (fault + r) & 1) names += ' ' + std::to_string(comm_.first() + r);
             return names;
         };
         namespace fault = kernels::fault;
