@@ -48,7 +48,7 @@ struct rotary_call {
 };
 
 /// Heads of a thread, most threads of a block, and blocks of a multiprocessor at once: the fastest on an H200.
-inline constexpr int rotary_heads = 2, rotary_threads = 128, rotary_resident = 8;
+inline constexpr int rotary_heads = 3, rotary_threads = 128, rotary_resident = 8;
 
 /// The most angles that a block computes, for all of its heads: rows times pairs.
 inline constexpr int most_angles = 8 * rotary_threads;
@@ -125,13 +125,18 @@ __device__ __forceinline__ std::uint32_t word_of(__half, float2 pair) {
     return word;
 }
 
+/// Returns a channel turned with the other one of its pair: the same bits in all kernels.
+__device__ __forceinline__ float turned(float own, float other, float cosine, float signed_sine) {
+    return fmaf(own, cosine, __fmul_rn(other, signed_sine));
+}
+
 /// Rotates the low and the high halves' elements in place: by float, rounded once.
 template <class T, int N, class Words>
 __device__ __forceinline__ void turn(Words& low, Words& high, float const (&cosine)[N], float const (&sine)[N]) {
     auto const rotate = [&](float& a, float& b, int k) {
         float const was = a;
-        a = was * cosine[k] - b * sine[k];
-        b = b * cosine[k] + was * sine[k];
+        a = turned(was, b, cosine[k], -sine[k]);
+        b = turned(b, was, cosine[k], sine[k]);
     };
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -154,6 +159,14 @@ __device__ __forceinline__ void turn(Words& low, Words& high, float const (&cosi
             low.element[w] = word_of(T(), a), high.element[w] = word_of(T(), b);
         }
     }
+}
+
+/// Computes the cosine and the sine of the angle of a pair of a row.
+__device__ __forceinline__ void find_angle(rotary_call const& a, index row, int pair, float& cosine, float& sine) {
+    std::uint64_t const here = position(a.positions, row, a.axes ? a.axes[pair] : 0);
+    auto const part = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
+    sincospif(static_cast<float>(part) * 0x1p-31f, &sine, &cosine);
+    sine *= a.direction;
 }
 
 /// Turns channel i of every head with channel i + half by the angle of pair i of its row.
@@ -206,12 +219,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
     for (int i = static_cast<int>(threadIdx.y) * across + static_cast<int>(threadIdx.x); i < rows * pairs;
          i += across * static_cast<int>(blockDim.y)) {
         int const r = i / pairs, pair = first_pair + i - r * pairs;
-        std::uint64_t const here = position(a.positions, first_row + r, a.axes ? a.axes[pair] : 0);
-        auto const turned = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
-        float sine, cosine;
-        sincospif(static_cast<float>(turned) * 0x1p-31f, &sine, &cosine);
-        cosines[i] = cosine;
-        sines[i] = sine * a.direction;
+        find_angle(a, first_row + r, pair, cosines[i], sines[i]);
     }
     __syncthreads();
 
@@ -257,6 +265,64 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
             with(u, [&](rotated_rows const& t, int head, int c) {
                 *reinterpret_cast<vector*>(target(t, head) + c) = held[u];
             });
+    }
+}
+
+/// Most warps of a block of `rotary_lines`, and blocks of a multiprocessor at once.
+inline constexpr int line_warps = 4, line_resident = 12, line_heads = 8;
+
+/// As `rotary`, in place, where what is turned of a head is 128 bytes, and far from that of the next: one line, which
+/// neighbours ask for as a whole. Such accesses are slow when many are on their way at once: a warp holds `line_heads`
+/// heads, 32 bytes a thread, computes the row's angles for itself and waits for no other.
+/// Block (32, warps of a row, rows), grid (rows, warps of a row).
+template <class T>
+__global__ void __launch_bounds__(32 * line_warps, line_resident) rotary_lines(__grid_constant__ rotary_call const a) {
+    wait_for_previous_kernel();
+    constexpr int N = 16 / static_cast<int>(sizeof(T)), pairs = 4 * N, at_once = line_heads / 4;
+    using vector = typename words<T, N>::type;
+    __shared__ alignas(16) float angles[line_warps][2][pairs]; // cosines, sines
+    auto& of_warp = angles[threadIdx.z * blockDim.y + threadIdx.y];
+    index const row = static_cast<index>(blockIdx.x) * blockDim.z + threadIdx.z;
+    int const lane = static_cast<int>(threadIdx.x % 8), first_pair = lane % 4 * N;
+    auto const warp = static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y);
+    auto const warps = static_cast<int>(gridDim.y * blockDim.y); // they take 4 heads each in turn
+    if (row >= a.rows) return;
+
+    vector own[at_once];
+    char* place[at_once];
+#pragma unroll
+    for (int u = 0; u < at_once; ++u) {
+        int const h = 4 * (u * warps + warp) + static_cast<int>(threadIdx.x / 8);
+        rotated_rows const* t = a.tensor;
+#pragma unroll
+        for (int k = 1; k < most_rotated; ++k) t += h >= a.tensor[k].first_head;
+        place[u] = nullptr;
+        if (h >= a.heads) continue;
+        place[u] = t->y + row * t->y_stride + static_cast<index>(h - t->first_head) * a.head_bytes + 16 * lane;
+        own[u] = read_once<true, vector>(place[u]);
+    }
+    int const pair = static_cast<int>(threadIdx.x);
+    if (pair < pairs) find_angle(a, row, pair, of_warp[0][pair], of_warp[1][pair]);
+    __syncwarp();
+
+    float const sign = lane < 4 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int u = 0; u < at_once; ++u) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            std::uint32_t& word = own[u].element[w];
+            std::uint32_t const other = __shfl_xor_sync(~0u, word, 4);
+            if constexpr (sizeof(T) == 4) {
+                float const c = of_warp[0][first_pair + w], s = of_warp[1][first_pair + w];
+                word = __float_as_uint(turned(__uint_as_float(word), __uint_as_float(other), c, sign * s));
+            } else {
+                auto const c = *reinterpret_cast<float2 const*>(&of_warp[0][first_pair + 2 * w]);
+                auto const s = *reinterpret_cast<float2 const*>(&of_warp[1][first_pair + 2 * w]);
+                float2 const x = pair_of(T(), word), y = pair_of(T(), other);
+                word = word_of(T(), {turned(x.x, y.x, c.x, sign * s.x), turned(x.y, y.y, c.y, sign * s.y)});
+            }
+        }
+        if (place[u]) write_once(place[u], own[u]);
     }
 }
 

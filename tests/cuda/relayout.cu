@@ -11,6 +11,7 @@
 #include "one_gpu.hpp"
 #include "whole.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 namespace {
@@ -22,8 +23,8 @@ template <class T, class From, class To>
 void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index pad, bool wide,
                     bool streams) {
     int const ranks = from.ranks();
-    INFO(std::string(cpx::detail::type_name<From>()) << " to " << std::string(cpx::detail::type_name<To>()) << ", "
-                                                     << sizeof(T) << " bytes, on " << ranks);
+    INFO(std::string(cpx::detail::type_name<From>())
+         << " to " << std::string(cpx::detail::type_name<To>()) << ", " << sizeof(T) << " bytes, on " << ranks);
     index const offset = 256;
     std::vector<cpx::cuda::buffer<T>> sources;
     std::vector<cpx::cuda::relayout<T, From, To>> moves;
@@ -67,6 +68,56 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
                 }
     }
     CHECK(*gpu.faults == 0);
+}
+
+/// Runs the kernels of one group of ranks and compares every byte of their memory.
+template <class T, class From, class To>
+void check_group(From const& from, To const& to, std::vector<cpx::section> const& sections, cpx::range group) {
+    int const first = static_cast<int>(group.first), ranks = static_cast<int>(group.size());
+    index width = 0, bytes = 0;
+    for (cpx::section const& s : sections) width += s.heads * s.width;
+    std::vector<cpx::cuda::buffer<T>> sources;
+    std::vector<cpx::cuda::relayout<T, From, To>> moves;
+    for (int r = first; r < first + ranks; ++r) {
+        sources.emplace_back(std::span<T const>(part<T>(from, r, sections)));
+        moves.emplace_back(cpx::relayout(from, to, r), width);
+        bytes = std::max(bytes, moves.back().target_bytes(r));
+    }
+    std::vector<std::int64_t> const offsets(from.batch().offsets().begin(), from.batch().offsets().end());
+    cpx::cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
+    one_gpu::ranks gpu(ranks, bytes + 64, 3);
+    std::vector<cpx::kernels::relayout_rows> arguments;
+    for (int i = 0; i < ranks; ++i) {
+        auto const at = static_cast<std::size_t>(i);
+        gpu.peers[at].first = first;
+        cpx::rows<T const> const rows(sources[at].data(), from.rows(first + i),
+                                      std::ssize(columns(from, first + i, sections)));
+        arguments.push_back(moves[at].arguments(rows, gpu.peers[at], 0,
+                                                {device_offsets.data(), static_cast<int>(std::ssize(offsets)) - 1}));
+    }
+    one_gpu::run(moves, arguments, gpu, 2);
+    CHECK(*gpu.faults == 0);
+    for (int i = 0; i < ranks; ++i) {
+        auto const all = part<T>(to, first + i, sections);
+        index const row_width = std::ssize(columns(to, first + i, sections));
+        std::vector<T> expected(all.size());
+        std::memset(static_cast<void*>(expected.data()), 0x7f, expected.size() * sizeof(T));
+        for (cpx::message const& m : cpx::relayout(from, to, first + i).receives) {
+            if (m.peer < group.first || m.peer >= group.last) continue;
+            auto const runs = m.columns.empty() ? std::vector<cpx::run>{{0, row_width}} : m.columns;
+            for (cpx::run const row : m.rows)
+                for (index y = row.first; y < row.first + row.count; ++y)
+                    for (cpx::run const c : runs)
+                        for (index x = c.first; x < c.first + c.count; ++x)
+                            expected[static_cast<std::size_t>(y * row_width + x)] =
+                                all[static_cast<std::size_t>(y * row_width + x)];
+        }
+        auto const got = gpu.memory[static_cast<std::size_t>(i)].read();
+        CAPTURE(i);
+        CHECK((expected.empty() || std::memcmp(got.data(), expected.data(), expected.size() * sizeof(T)) == 0));
+        CHECK(std::all_of(got.begin() + static_cast<std::ptrdiff_t>(expected.size() * sizeof(T)), got.end(),
+                          [](char c) { return c == '\x7f'; }));
+    }
 }
 
 template <int W>
@@ -179,5 +230,72 @@ TEST_SUITE("cuda") {
         auto const untouched = gpu.memory[0].read(); // waits for both kernels
         CHECK(*gpu.faults == 1u << (cpx::kernels::fault::missing + 1));
         CHECK(untouched == std::vector<char>(untouched.size(), '\x7f'));
+    }
+
+    TEST_CASE("ranks in groups move what stays in a group and touch nothing else") {
+        if (!has_gpus()) return;
+        using cpx::scope, cpx::shard;
+        std::vector<cpx::section> const plain{{1, 24}}, sections{{4, 8}, {2, 16}, {8, 1}};
+        for (auto const& lengths :
+             {std::vector<cpx::index>{7, 13, 0, 164}, std::vector<cpx::index>{3}, std::vector<cpx::index>{}}) {
+            auto const batch = cpx::thd::from_lengths(lengths);
+            CAPTURE(support::text(batch));
+            auto const zigzag = shard(batch, cpx::zigzag<5>{});
+            auto const striped = shard(batch, cpx::striped<>(5), cpx::aligned<cpx::dynamic>(4));
+            auto const sequential = shard<scope::batch>(batch, cpx::sequential<>(5));
+            cpx::head_sharded<> const heads(5, batch, sections);
+            for (cpx::range const group : {cpx::range{0, 2}, cpx::range{2, 5}, cpx::range{4, 5}}) {
+                CAPTURE(group.first);
+                check_group<float>(zigzag, sequential, plain, group);
+                check_group<std::uint16_t>(sequential, striped, plain, group);
+                check_group<std::uint16_t>(striped, cpx::replicated<>(5, batch), plain, group);
+                check_group<std::uint16_t>(zigzag, heads, sections, group);
+                check_group<double>(heads, striped, sections, group);
+            }
+        }
+    }
+
+    TEST_CASE("offsets that differ, do not ascend or do not fit are found, and who has them is named") {
+        if (!has_gpus()) return;
+        constexpr int ranks = 3;
+        namespace fault = cpx::kernels::fault;
+        auto const batch = cpx::thd::from_lengths(std::vector<cpx::index>{30, 11});
+        auto const from = cpx::shard(batch, cpx::zigzag<ranks>{});
+        auto const to = cpx::shard(batch, cpx::sequential<ranks>{});
+        std::vector<cpx::cuda::relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>>>
+            moves;
+        for (int r = 0; r < ranks; ++r) moves.emplace_back(cpx::relayout(from, to, r), 4);
+        cpx::cuda::buffer<float> const source(16 * 4);
+        using offsets = std::vector<std::int64_t>;
+        auto const faults = [&](std::vector<offsets> const& of_ranks, cpx::index source_rows_of_2, bool untouched) {
+            one_gpu::ranks const gpu(ranks, 16 * 4 * 4, 2);
+            std::vector<cpx::cuda::buffer<std::int64_t>> device;
+            std::vector<cpx::kernels::relayout_rows> arguments;
+            for (int r = 0; r < ranks; ++r) {
+                auto const i = static_cast<std::size_t>(r);
+                device.emplace_back(std::span<std::int64_t const>(of_ranks[i]));
+                cpx::index const rows = r == 2 ? source_rows_of_2 : 16;
+                arguments.push_back(moves[i].arguments(cpx::rows<float const>(source.data(), rows, 4), gpu.peers[i], 0,
+                                                       {device.back().data(), 2}));
+            }
+            one_gpu::run(moves, arguments, gpu);
+            for (auto const& memory : gpu.memory)
+                if (untouched) CHECK(memory.read() == std::vector<char>(16 * 4 * 4, '\x7f'));
+            return *gpu.faults;
+        };
+        auto const bits = [](int fault, std::initializer_list<int> who) {
+            std::uint32_t word = 0;
+            for (int const r : who) word |= 1u << (fault + r);
+            return word;
+        };
+        offsets const right{0, 30, 41};
+        CHECK(faults({right, right, right}, 16, false) == 0);
+        CHECK(faults({right, {0, 31, 41}, right}, 16, false) == bits(fault::differs, {0, 1, 2}));
+        CHECK(faults({right, {0, 42, 41}, right}, 16, false) == bits(fault::refused, {1}));
+        CHECK(faults({right, {1, 30, 41}, right}, 16, false) == bits(fault::refused, {1}));
+        CHECK(faults({right, {0, 30, std::int64_t{1} << 40}, right}, 16, false) == bits(fault::refused, {1}));
+        CHECK(faults({right, right, right}, 12, false) == bits(fault::refused, {2}));
+        offsets const large{0, 300, 410};
+        CHECK(faults({large, large, large}, 16, true) == bits(fault::refused, {0, 1, 2}));
     }
 }

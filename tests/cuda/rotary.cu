@@ -297,6 +297,45 @@ TEST_SUITE("cuda") {
         }
     }
 
+    TEST_CASE_TEMPLATE("rotation in place has the bits of rotation elsewhere, and of rows that are not aligned", T,
+                       float, __nv_bfloat16, __half) {
+        if (!has_gpus()) return;
+        splitmix numbers(3);
+        cuda::stream const stream;
+        cpx::index const half = 64 / static_cast<cpx::index>(sizeof(T)), head_dim = 3 * half, rows_of_x = 37;
+        std::vector<double> frequencies;
+        for (cpx::index i = 0; i < half; ++i) frequencies.push_back(std::pow(1e4, -static_cast<double>(i) / 32));
+        cuda::rotary_pairs const pairs(frequencies);
+        std::vector<cpx::index> list;
+        for (cpx::index i = 0; i < rows_of_x; ++i) list.push_back(numbers.between(0, 100000));
+        buffer<std::int64_t> const positions{view(list)};
+        for (cpx::index const heads : {1, 5, 18, 41}) { // beside a tensor of 2
+            cpx::index const widths[] = {2 * head_dim, heads * head_dim};
+            std::vector<buffer<T>> x, y, shifted;
+            std::vector<cuda::rotated<T>> in_place, elsewhere, unaligned;
+            for (cpx::index const width : widths) {
+                std::vector<T> values(static_cast<std::size_t>(rows_of_x * width));
+                for (T& value : values) value = static_cast<T>(static_cast<float>(numbers.between(-900, 900)) / 300.0f);
+                std::vector<T> one_further(1);
+                one_further.insert(one_further.end(), values.begin(), values.end());
+                x.emplace_back(view(values)), y.emplace_back(rows_of_x * width),
+                    shifted.emplace_back(view(one_further));
+                auto const at = [&](T* data) { return rows<T>(data, rows_of_x, width); };
+                elsewhere.push_back({at(x.back().data()), at(y.back().data())});
+                in_place.push_back({at(x.back().data()), at(x.back().data())});
+                unaligned.push_back({at(shifted.back().data() + 1), at(shifted.back().data() + 1)});
+            }
+            for (auto const* tensors : {&elsewhere, &in_place, &unaligned})
+                cuda::rotary(view(*tensors), head_dim, pairs, std::span<std::int64_t const>(positions.data(), 37),
+                             stream);
+            for (std::size_t t = 0; t < 2; ++t) {
+                auto const first = x[t].read(), second = y[t].read(), third = shifted[t].read();
+                CHECK(std::memcmp(first.data(), second.data(), first.size() * sizeof(T)) == 0);
+                CHECK(std::memcmp(first.data(), third.data() + 1, first.size() * sizeof(T)) == 0);
+            }
+        }
+    }
+
     TEST_CASE("a captured rotation follows the segments that are there when it runs, and backward undoes it") {
         if (!has_gpus()) return;
         std::vector<double> const frequencies{1, 0.1};

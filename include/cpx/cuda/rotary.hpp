@@ -214,6 +214,14 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
             launch_early<kernels::rotary<T, at_once, whole_lines()>>(
                 grid, dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), stream, where, here, call);
         };
+        if constexpr (size == 16)
+            if (!moves && 2 * half * element == 128 && head_dim * element > 128) {
+                index const warps = shares(heads, kernels::line_heads), y = std::min<index>(warps, kernels::line_warps);
+                index const z = kernels::line_warps / y;
+                dim3 const lines(static_cast<unsigned>(shares(call.rows, z)), static_cast<unsigned>(shares(warps, y)));
+                return launch_early<kernels::rotary_lines<T>>(
+                    lines, dim3(32, static_cast<unsigned>(y), static_cast<unsigned>(z)), stream, where, here, call);
+            }
         bool const whole = moves || (2 * half * element) % 128 == 0;
         if constexpr (size == 16)
             if (whole) return launch(std::true_type());
