@@ -31,6 +31,14 @@ struct column_piece {
     std::int32_t units, vector;
 };
 
+/// Returns the share of offset i in the digest of all: the sum of these, made odd, tells offsets from others.
+CPX_HOST_DEVICE inline std::uint32_t offset_digest(std::int64_t i, std::int64_t offset) {
+    std::uint64_t mixed = (static_cast<std::uint64_t>(i) << 32 ^ static_cast<std::uint64_t>(offset)) + 1;
+    mixed *= 0x9e3779b97f4a7c15ull;
+    mixed = (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
+    return static_cast<std::uint32_t>(mixed >> 32);
+}
+
 /// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of
 /// int32 unless `wide`. Peers are the ranks that meet, from
 /// `first` on.
@@ -38,6 +46,7 @@ struct relayout_rows {
     void const* offsets;
     int sequences;
     bool wide;
+    std::uint32_t digest; ///< of the only offsets that will do, 0: any
     int first;
     int pieces, lanes;
     char const* source;
@@ -196,10 +205,7 @@ __device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offset
         std::int64_t const here = offset(i), before = i > 0 ? offset(i - 1) : 0;
         ascend = ascend && (i > 0 ? before <= here : here == 0) && here <= INT32_MAX;
         offsets[i] = static_cast<std::int32_t>(here);
-        std::uint64_t mixed = (static_cast<std::uint64_t>(i) << 32 ^ static_cast<std::uint64_t>(here)) + 1;
-        mixed *= 0x9e3779b97f4a7c15ull;
-        mixed = (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
-        sum += static_cast<std::uint32_t>(mixed >> 32);
+        sum += offset_digest(i, here);
     }
     if (static_cast<int>(threadIdx.x / 32 * 32) <= r.sequences) {
         sum = __reduce_add_sync(~0u, sum);
@@ -263,7 +269,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     bool const ascend = detail::read_offsets(r, offsets, digest);
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
         pieces[i] = r.piece[i / most_sections][i % most_sections];
-    bool fits = __syncthreads_and(ascend);
+    bool fits = __syncthreads_and(ascend) && (r.digest == 0 || r.digest == (digest | 1));
     detail::sequences const all{offsets, fits ? n : 0};
     std::int32_t *const of_source = offsets + n + 1, *const of_target = of_source + (From::by_sequence ? n + 1 : 0);
     detail::placement<From> const source{from, all, of_source, rank, 1};

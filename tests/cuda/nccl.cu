@@ -321,6 +321,23 @@ std::string delays(int) {
     return b.problem;
 }
 
+/// Expects an error that names rank 1 as missing and no other, within some seconds.
+template <class F>
+std::string expect_missing_1(double seconds, F&& f) {
+    auto const begin = std::chrono::steady_clock::now();
+    std::string got = "no error";
+    try {
+        f();
+    } catch (cpx::error const& e) {
+        got = e.got() == "nothing from ranks 1" ? "" : e.what();
+    }
+    double const took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (got.empty() && took > seconds) got = "the error came after " + std::to_string(took) + " s";
+    std::fflush(nullptr);
+    if (!got.empty()) std::fprintf(stderr, "expected that rank 1 is missing, got: %s\n", got.c_str());
+    return got;
+}
+
 /// Expects an error whose message holds all parts, within some seconds.
 template <class F>
 std::string expect_error(std::vector<std::string> const& parts, double seconds, F&& f) {
@@ -352,28 +369,87 @@ std::string other_offsets(int rank, bool by_kernel) {
     });
 }
 
-/// The kernel notices what no host compares: offsets that have changed in device memory.
+using zigzag_rows = cpx::sharding<cpx::zigzag<>>;
+using sequential_rows = cpx::sharding<cpx::sequential<>, cpx::scope::batch>;
+
+/// A small relayout into shared memory, whose offsets can be changed behind its back.
+struct small_move {
+    cpx::thd batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    zigzag_rows from;
+    sequential_rows to;
+    cpx::cuda::shared_memory memory;
+    cpx::cuda::shared_relayout<float, zigzag_rows, sequential_rows> move;
+    cpx::cuda::buffer<float> x;
+    cpx::cuda::buffer<std::int32_t> offsets{3};
+
+    small_move(cpx::nccl& comm, int most, index offset = 0)
+        : from(batch, cpx::zigzag<>(comm.ranks())), to(batch, cpx::sequential<>(comm.ranks())),
+          memory(comm, 16 * 16 * 4 + 64, most),
+          move(cpx::relayout(from, to, comm.rank()), 16, memory, offset, 16 * 16 * 4), x(from.rows(comm.rank()) * 16) {
+        offsets.write(std::vector<std::int32_t>{0, 11, 31});
+    }
+    cpx::rows<float const> rows() const { return {x.data(), x.size() / 16, 16}; }
+    void run(cudaStream_t stream, int calls = 1) {
+        for (int i = 0; i < calls; ++i) move(rows(), {offsets.data(), 2}, stream);
+        memory.wait(stream);
+    }
+};
+
+/// The kernel notices what no host compares: offsets that have changed in device memory. The device stays sound.
 std::string replayed_offsets(int rank, bool too_many_rows) {
     bench b(5s);
-    int const ranks = b.comm->ranks();
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
-    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
-    auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
-    cpx::cuda::shared_memory memory(*b.comm, 16 * 16 * 4);
-    cpx::cuda::shared_relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>> move(
-        cpx::relayout(from, to, rank), 16, memory);
-    cpx::cuda::buffer<float> const x(from.rows(rank) * 16);
-    cpx::cuda::buffer<std::int32_t> offsets(3);
-    auto const run = [&](std::vector<std::int32_t> const& now) {
-        offsets.write(now);
-        move(cpx::rows<float const>(x.data(), from.rows(rank), 16), {offsets.data(), 2}, b.stream);
-        memory.wait(b.stream);
+    {
+        small_move small(*b.comm, 8);
+        small.run(b.stream);
+        if (too_many_rows) {
+            small.offsets.write(std::vector<std::int32_t>{0, 110, 310});
+            b.problem = expect_error({"offsets that ascend", "from ranks"}, 4, [&] { small.run(b.stream, 200); });
+        } else {
+            small.offsets.write(rank == 1 ? std::vector<std::int32_t>{0, 12, 31} : std::vector{0, 11, 31});
+            b.problem = expect_error({"the offsets of this rank", rank == 1 ? "from ranks 0" : "from ranks 1"}, 4,
+                                     [&] { small.run(b.stream, 200); });
+        }
+    }
+    if (b.problem.empty() && cudaDeviceSynchronize() != cudaSuccess) b.problem = "the device is broken";
+    return b.problem;
+}
+
+/// In groups some rows go as the plan says, so that other offsets will not do, on however many ranks.
+std::string replayed_in_groups(int) {
+    bench b(5s);
+    small_move small(*b.comm, 2);
+    small.run(b.stream);
+    small.offsets.write(std::vector<std::int32_t>{0, 12, 31});
+    return expect_error({"the plan's"}, 4, [&] { small.run(b.stream); });
+}
+
+std::string other_places(int rank) {
+    bench b;
+    return expect_error({"offset and end of the target"}, 5, [&] { small_move(*b.comm, 8, rank == 1 ? 16 : 0); });
+}
+
+/// What the kernel is given is refused as what is sent.
+std::string bad_arguments(int) {
+    bench b;
+    small_move small(*b.comm, 8);
+    std::vector<float> host(16 * 16);
+    std::vector<std::int32_t> const host_offsets{0, 11, 31};
+    index const rows = small.rows().count();
+    auto const rejects = [&](std::string const& part, float const* x, std::int32_t const* offsets, index width) {
+        if (b.problem.empty())
+            b.problem = expect_error({part}, 5, [&] { small.move({x, rows, width}, {offsets, 2}, b.stream); });
     };
-    run({0, 11, 31});
-    if (too_many_rows) return expect_error({"offsets that ascend", "from ranks"}, 4, [&] { run({0, 110, 310}); });
-    return expect_error({"the offsets of this rank", rank == 1 ? "from ranks 0" : " 1"}, 4, [&] {
-        run(rank == 1 ? std::vector<std::int32_t>{0, 12, 31} : std::vector{0, 11, 31});
-    });
+    rejects("source: expected memory of the current device", host.data(), small.offsets.data(), 16);
+    rejects("offsets: expected memory of the current device", small.x.data(), host_offsets.data(), 16);
+    rejects("width of the source", small.x.data(), small.offsets.data(), 15);
+    int const other = (b.comm->device() + 1) % cpx::cuda::devices();
+    cpx::cuda::use_device(other);
+    rejects("current device", small.x.data(), small.offsets.data(), 16);
+    cpx::cuda::buffer<float> elsewhere(16 * 16);
+    cpx::cuda::use_device(b.comm->device());
+    rejects("source: expected memory of the current device", elsewhere.data(), small.offsets.data(), 16);
+    small.run(b.stream); // and the memory still works
+    return b.problem;
 }
 
 std::string bad_buffers(int rank) {
@@ -411,64 +487,55 @@ std::string never_joins(int rank) {
     return expect_error({"ncclCommInitRankConfig", "nothing from ranks 1"}, 6, [] { cpx::nccl::from_environment(2s); });
 }
 
-/// Rank 1 dies before a relayout in groups of two: its neighbour misses it in the kernel, the others in NCCL.
+/// Rank 1 dies before a relayout in groups of two: its neighbour, which runs ahead, misses it in the kernel, the others
+/// in NCCL.
 std::string dies_in_a_group(int rank) {
     bench b(3s);
-    int const ranks = b.comm->ranks();
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{400, 20});
-    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
-    auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
-    cpx::cuda::shared_memory memory(*b.comm, 1 << 20, 2);
-    cpx::cuda::shared_relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>> move(
-        cpx::relayout(from, to, rank), 64, memory);
-    cpx::cuda::buffer<float> const x(from.rows(rank) * 64 + 4);
-    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
-    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
-    auto const run = [&] {
-        move(cpx::rows<float const>(x.data(), from.rows(rank), 64), {offsets.data(), 2}, b.stream);
-        memory.wait(b.stream);
-    };
-    run();
+    small_move small(*b.comm, 2);
+    small.run(b.stream);
     if (rank == 1) ::raise(SIGKILL);
-    b.problem = expect_error({"from ranks", "1"}, 10, [&] {
-        for (int i = 0; i < 3; ++i) run();
+    auto const problem = expect_missing_1(10, [&] {
+        if (rank == 0) small.run(b.stream, 3);
+        for (int i = 0; i < 3; ++i) small.run(b.stream);
     });
-    std::fflush(nullptr);
-    if (!b.problem.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, b.problem.c_str());
-    ::_exit(b.problem.empty() ? 0 : 1); // what is left of the communicator needs the dead rank
+    ::_exit(problem.empty() ? 0 : 1); // what is left of the communicator needs the dead rank
 }
 
-/// Rank 1 dies before an exchange: by send and receive, or by the kernel.
-std::string dies(int rank, bool by_kernel) {
-    bench b(3s);
+enum class dies_at { rest, work };
+
+/// Rank 1 dies before an exchange or in the middle of many: by send and receive, or by the kernel.
+std::string dies(int rank, bool by_kernel, dies_at when) {
+    bench b(3s, index{1} << 26);
     int const ranks = b.comm->ranks();
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{400, 20});
+    index const width = 8192;
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{1400, 600});
     auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
     auto const plan = cpx::relayout(from, to, rank);
-    cpx::cuda::exchange<float> move(plan, 1024, *b.comm);
-    auto const push = cpx::cuda::make_relayout<float>(plan, 1024);
-    cpx::cuda::buffer<float> const x(plan.source_rows * 1024 + 4), y(plan.target_rows * 1024 + 4);
+    cpx::cuda::exchange<float> move(plan, width, *b.comm);
+    auto const push = cpx::cuda::make_relayout<float>(plan, width);
+    cpx::cuda::buffer<float> const x(plan.source_rows * width), y(plan.target_rows * width);
     std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
     cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
-    auto const run = [&] {
-        cpx::rows<float const> const source(x.data(), plan.source_rows, 1024);
-        if (by_kernel) {
+    auto const enqueue = [&] {
+        cpx::rows<float const> const source(x.data(), plan.source_rows, width);
+        if (by_kernel)
             push(source, b.window->peers(), 0, {offsets.data(), 2}, b.stream);
-            b.window->wait(b.stream);
-        } else {
-            move(source, cpx::rows<float>(y.data(), plan.target_rows, 1024), b.stream);
-            b.comm->wait(b.stream);
-        }
+        else
+            move(source, cpx::rows<float>(y.data(), plan.target_rows, width), b.stream);
     };
-    run();
+    auto const wait = [&] { by_kernel ? b.window->wait(b.stream) : b.comm->wait(b.stream); };
+    enqueue();
+    wait();
+    if (when == dies_at::work) {
+        for (int i = 0; i < 50; ++i) enqueue();
+        ::usleep(1000);
+    }
     if (rank == 1) ::raise(SIGKILL);
-    b.problem = expect_error({"from ranks", "1"}, 10, [&] {
-        for (int i = 0; i < 3; ++i) run();
+    auto const problem = expect_missing_1(10, [&] {
+        for (int i = 0; i < 3; ++i) enqueue(), wait();
     });
-    std::fflush(nullptr);
-    if (!b.problem.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, b.problem.c_str());
-    ::_exit(b.problem.empty() ? 0 : 1); // what is left of the communicator needs the dead rank
+    ::_exit(problem.empty() ? 0 : 1); // what is left of the communicator needs the dead rank
 }
 
 void check_codes(std::vector<int> const& codes, int killed = -1) {
@@ -515,10 +582,13 @@ TEST_SUITE("cuda") {
         if (!has_gpus(2)) return;
         for (bool const too_many_rows : {false, true})
             check_codes(processes::run(2, [=](int rank) { return replayed_offsets(rank, too_many_rows); }));
+        if (has_gpus(4)) check_codes(processes::run(4, replayed_in_groups));
     }
     TEST_CASE("buffers that do not fit, of the host, of another GPU or misaligned are refused") {
         if (!has_gpus(2)) return;
         check_codes(processes::run(2, bad_buffers));
+        check_codes(processes::run(2, bad_arguments));
+        check_codes(processes::run(2, other_places));
     }
     TEST_CASE("a rank that never joins is named within the deadline") {
         if (!has_gpus(2)) return;
@@ -526,8 +596,12 @@ TEST_SUITE("cuda") {
     }
     TEST_CASE("a rank that dies is named within the deadline") {
         if (!has_gpus(2)) return;
-        check_codes(processes::run(2, [](int rank) { return dies(rank, true); }), 1);
-        check_codes(processes::run(2, [](int rank) { return dies(rank, false); }), 1);
-        if (processes::gpus() >= 4) check_codes(processes::run(4, dies_in_a_group), 1);
+        for (auto const when : {dies_at::rest, dies_at::work})
+            for (bool const by_kernel : {true, false})
+                check_codes(processes::run(2, [=](int rank) { return dies(rank, by_kernel, when); }), 1);
+    }
+    TEST_CASE("a rank that dies is named in groups, too") {
+        if (!has_gpus(4)) return;
+        check_codes(processes::run(4, dies_in_a_group), 1);
     }
 }

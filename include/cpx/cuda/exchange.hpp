@@ -120,6 +120,8 @@ public:
 
     /// Moves this rank's part of `from` to where it belongs in everybody's `to`; they must not overlap.
     ///
+    /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told, beginning
+    /// at multiples of 16 bytes in memory of the communicator's device.
     /// Throws `cpx::error` before anything is enqueued if a buffer does not fit or is not memory of this device, or
     /// if the communicator is broken.
     void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, caller here = caller::here()) {

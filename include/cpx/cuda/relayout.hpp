@@ -26,12 +26,14 @@ struct packed_offsets {
     void const* offsets;
     int sequences;
     bool wide;
+    std::uint32_t digest = 0; ///< of the only offsets that will do, see `kernels::offset_digest`; 0: any
 };
 
 /// Memory of the ranks that this device reaches, and where their kernels meet; see `shared_memory`.
 struct peer_memory {
     char* base[kernels::most_ranks]; ///< of the same place in every peer's memory
     int first = 0;                   ///< the rank that base[0] belongs to; the next ones follow
+    int device = current_device();   ///< of this rank
     index bytes = 0;                 ///< from there on, the same on every rank
     kernels::meeting meeting;
     int blocks = 128; ///< a launch, the same on every rank, all of them resident
@@ -108,10 +110,27 @@ public:
     /// Stores this rank's rows of `from` into the targets of the ranks of the memory, `offset` bytes from its beginning.
     ///
     /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense.
+    /// batch: of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered by events.
     /// Throws `cpx::error` before anything is enqueued if the buffers do not fit.
     void operator()(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch,
                     cudaStream_t stream, caller here = caller::here()) const {
+        check_call(from, memory, offset, batch, here);
+        kernels::relayout_rows const r = arguments(from, memory, offset, batch);
+        named_range const range(names::relayout());
+        auto const kernel = kernels::relayout_push<source_side, target_side>;
+        std::size_t const shared = tables(memory, batch);
+        if (shared > 48 * 1024)
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+                  "cudaFuncSetAttribute", here);
+        kernel<<<static_cast<unsigned>(memory.blocks), 512, shared, stream>>>(from_, to_, r, memory.meeting);
+        check(cudaGetLastError(), "relayout_push", here);
+    }
+
+    /// Throws `cpx::error` if a call with these arguments would.
+    void check_call(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch,
+                    caller here = caller::here()) const {
         char const* const where = "cuda::relayout";
+        require(current_device() == memory.device, where, "current device", memory.device, current_device(), here);
         require(from.width() == source_width_, where, "width of the source", source_width_, from.width(), here);
         require(from.count() >= source_rows_, where, "rows of the source", source_rows_, from.count(), here);
         int const peers = memory.meeting.ranks, ranks = static_cast<int>(parts_.size());
@@ -129,19 +148,11 @@ public:
 
         require(device_of(batch.offsets) == current_device(), where, "offsets", "memory of the current device",
                 device_of(batch.offsets), here);
-        kernels::relayout_rows const r = arguments(from, memory, offset, batch);
-        named_range const range(names::relayout());
-        using A = detail::device_side_of<From>;
-        using B = detail::device_side_of<To>;
-        auto const kernel = kernels::relayout_push<A, B>;
-        std::size_t const shared = kernels::relayout_memory<A, B>(batch.sequences, peers);
-        require(shared <= most_shared, where, "sequences",
-                "few enough for tables of " + std::to_string(most_shared) + " bytes", batch.sequences, here);
-        if (shared > 48 * 1024)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-                  "cudaFuncSetAttribute", here);
-        kernel<<<static_cast<unsigned>(memory.blocks), 512, shared, stream>>>(from_, to_, r, memory.meeting);
-        check(cudaGetLastError(), "relayout_push", here);
+        int most = 0;
+        check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
+              "cudaDeviceGetAttribute", here);
+        require(tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
+                "few enough for tables of " + std::to_string(most - 1024) + " bytes", batch.sequences, here);
     }
 
     /// Returns what the kernel is told of the rows of a call; see there.
@@ -151,6 +162,7 @@ public:
         r.offsets = batch.offsets;
         r.sequences = batch.sequences;
         r.wide = batch.wide;
+        r.digest = batch.digest;
         r.first = memory.first;
         r.pieces = pieces_;
         r.source = reinterpret_cast<char const*>(from.data());
@@ -184,7 +196,11 @@ public:
     detail::device_side_of<To> const& target() const { return to_; }
 
 private:
-    static constexpr std::size_t most_shared = 227 * 1024;
+    using source_side = detail::device_side_of<From>;
+    using target_side = detail::device_side_of<To>;
+    static std::size_t tables(peer_memory const& memory, packed_offsets batch) {
+        return kernels::relayout_memory<source_side, target_side>(batch.sequences, memory.meeting.ranks);
+    }
     struct piece {
         index source, target, bytes; ///< from the beginnings of rows
     };

@@ -51,6 +51,7 @@ public:
     peer_memory peers(caller here = caller::here()) const {
         require(window_ != nullptr, "shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;
+        m.device = comm_.device();
         m.first = static_cast<int>(group_.first);
         for (int peer = 0; peer < static_cast<int>(group_.size()); ++peer) m.base[peer] = window_->of(peer);
         m.bytes = window_->bytes();
@@ -62,11 +63,27 @@ public:
     void begin_call(caller here = caller::here()) const {
         if (window_) window_->comm().begin_call(here);
     }
+    /// Notes that what `stream` has been given ends with rows for other groups.
+    void sent(cudaStream_t stream, caller here = caller::here()) { sent_.record(stream, here); }
     /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
         if (!window_) return comm_.wait(stream, here);
-        if (near_) comm_.wait(stream, window_->limit(), here); // rows of other groups came before the kernel
+        if (near_) {
+            comm_.wait(sent_, here); // rows of other groups come before the kernel
+            comm_.wait(stream, window_->limit(), here);
+        }
         named([&] { window_->wait(stream, here); }, here);
+    }
+
+    shared_memory(shared_memory const&) = delete;
+    shared_memory& operator=(shared_memory const&) = delete;
+    ~shared_memory() {
+        if (!near_) return; // else the window waits, under the same watchdog
+        try {
+            comm_.call("cudaDeviceSynchronize",
+                       [] { return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError; });
+        } catch (error const&) { // the communicator has been aborted
+        }
     }
 
 private:
@@ -76,9 +93,9 @@ private:
         try {
             f();
         } catch (error const&) {
-            if (auto const others = near_ && window_->missed() ? comm_.missing() : ""; !others.empty())
-                comm_.fail("relayout", "all ranks in time", here, "nothing from ranks" + others);
-            throw;
+            auto const dead = near_ && window_->missed() ? comm_.dead() : std::string();
+            if (dead.empty()) throw;
+            comm_.fail("relayout", "all ranks in time", here, "nothing from ranks" + dead);
         }
     }
 
@@ -99,9 +116,13 @@ private:
         std::vector<answer> all(static_cast<std::size_t>(comm.ranks()));
         comm.gather(&mine, all.data(), sizeof mine, here);
         std::vector<range> groups;
-        for (answer const& a : all) {
+        for (index r = 0; r < comm.ranks(); ++r) {
+            answer const& a = all[static_cast<std::size_t>(r)];
             require(a.most == most, "shared_memory", "ranks of a group, on all ranks", most, a.most, here);
-            groups.push_back(a.group);
+            bool agreed = true; // else hosts look different from different ranks
+            for (index peer = a.group.first; peer < a.group.last; ++peer)
+                agreed = agreed && all[static_cast<std::size_t>(peer)].group == a.group;
+            groups.push_back(agreed ? a.group : range{r, r + 1});
         }
         return groups;
     }
@@ -110,6 +131,7 @@ private:
     range group_;
     std::unique_ptr<nccl> near_; ///< the group's, unless it is all ranks
     std::unique_ptr<nccl_window> window_;
+    event sent_;
     buffer<char> plain_;
 };
 
@@ -117,31 +139,54 @@ private:
 template <class T, any_sharding From, any_sharding To>
 class shared_relayout {
 public:
-    /// `offset`: bytes in the memory at which the target begins. Collective: ranks compare what they are about to run.
-    /// Throws `cpx::error` as `relayout` and `exchange` do.
+    /// `offset`: bytes in the memory at which the target begins, the same on every rank; `capacity`: bytes of it, for
+    /// calls with other offsets than the plan's, 0: all that follow. Collective: ranks compare what they are about to
+    /// run. Throws `cpx::error` as `relayout` and `exchange` do.
     shared_relayout(relayout_plan<From, To> const& plan, index width, shared_memory& memory, index offset = 0,
-                    caller here = caller::here())
-        : memory_(memory), offset_(offset), rows_(plan.target_rows),
-          width_(plan.target_width ? plan.target_width : width) {
+                    index capacity = 0, caller here = caller::here())
+        : memory_(memory), offset_(offset), end_(capacity ? offset + capacity : memory.bytes()),
+          rows_(plan.target_rows), width_(plan.target_width ? plan.target_width : width) {
+        nccl& comm = memory.comm();
+        range const mine{offset, end_};
+        std::vector<range> all(static_cast<std::size_t>(comm.ranks()));
+        comm.gather(&mine, all.data(), sizeof mine, here);
+        for (range const other : all)
+            require(other == mine, "shared_relayout", "offset and end of the target, on all ranks",
+                    std::to_string(offset) + ", " + std::to_string(end_),
+                    std::to_string(other.first) + ", " + std::to_string(other.last), here);
         index const bytes = rows_ * width_ * static_cast<index>(sizeof(T));
-        require(offset >= 0 && offset % 16 == 0 && offset + bytes <= memory.bytes(), "shared_relayout",
+        require(offset >= 0 && offset % 16 == 0 && offset + bytes <= end_ && end_ <= memory.bytes(), "shared_relayout",
                 "place of the target",
                 "a multiple of 16 with " + std::to_string(bytes) + " bytes after it in the memory", offset, here);
         if (memory.any_kernel()) kernel_.emplace(plan, width, here);
-        if (memory.one_kernel())
-            detail::agree(memory.comm(), detail::identify<T>(plan, width), here);
-        else
-            exchange_ = std::make_unique<exchange<T>>(plan, width, memory.comm(), 0, 0,
-                                                      kernel_ ? memory.group() : range{}, here);
+        if (memory.one_kernel()) {
+            detail::agree(comm, detail::identify<T>(plan, width), here);
+            return;
+        }
+        exchange_ = std::make_unique<exchange<T>>(plan, width, comm, 0, 0, kernel_ ? memory.group() : range{}, here);
+        auto const offsets = plan.from.batch().offsets();
+        for (index i = 0; i < std::ssize(offsets); ++i)
+            digest_ += kernels::offset_digest(i, offsets[static_cast<std::size_t>(i)]);
+        digest_ |= 1;
     }
 
     /// Returns where this rank's rows of the target are.
     rows<T> target() const { return {reinterpret_cast<T*>(memory_.data() + offset_), rows_, width_}; }
 
-    /// Moves this rank's rows of `from`, dense; `batch`: the plan's, in device memory. Collective, in stream order.
+    /// Moves this rank's rows of `from` to all targets. Collective, in stream order.
     ///
-    /// Can be captured where it is one kernel, and replayed with other offsets. Elsewhere the plan's offsets stay.
+    /// from: (rows, width), dense, memory of this device. batch: cu_seqlens in its memory. Calls on one memory are in one
+    /// stream, or ordered by events. Where one kernel moves all, a call can be captured, and `batch` may hold other
+    /// offsets than the plan's, of as many sequences, as long as rows fit. Elsewhere rows are sent as the plan says,
+    /// `from` begins at a multiple of 16 bytes, and kernels refuse other offsets.
+    /// Throws `cpx::error` as `relayout` and `exchange` do, before anything is enqueued.
     void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
+        peer_memory peers;
+        if (kernel_) {
+            peers = memory_.peers(here);
+            peers.bytes = end_;
+            kernel_->check_call(from, peers, offset_, batch, here);
+        }
         if (exchange_) {
             cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
             check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
@@ -149,16 +194,19 @@ public:
                     "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
             // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at once.
             (*exchange_)(from, target(), stream, here);
+            memory_.sent(stream, here);
+            batch.digest = digest_;
         }
         if (kernel_) {
-            (*kernel_)(from, memory_.peers(here), offset_, batch, stream, here);
+            (*kernel_)(from, peers, offset_, batch, stream, here);
             memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
         }
     }
 
 private:
     shared_memory& memory_;
-    index offset_, rows_, width_;
+    index offset_, end_, rows_, width_;
+    std::uint32_t digest_ = 0; ///< of the plan's offsets, where some rows are sent
     std::optional<relayout<T, From, To>> kernel_;
     std::unique_ptr<exchange<T>> exchange_; ///< with the ranks that the kernel does not reach
 };

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <utility>
@@ -81,21 +82,20 @@ public:
                 here);
         int const local = variable("LOCAL_RANK", 0, devices - 1, here);
         require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
-        bool const named = std::getenv("NCCL_COMM_ID") != nullptr;
-        if (!named) {
+        without_comm_id const later; // communicators have ids of their own
+        if (!later.name) {
             char const* const address = std::getenv("MASTER_ADDR");
             require(address != nullptr, "nccl", "MASTER_ADDR", "the address of rank 0", "nothing", here);
             std::string const where =
                 std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
             ::setenv("NCCL_COMM_ID", where.c_str(), 1);
+        } else {
+            ::setenv("NCCL_COMM_ID", later.name->c_str(), 1);
         }
-        struct forget { // later communicators have ids of their own
-            bool named;
-            ~forget() {
-                if (!named) ::unsetenv("NCCL_COMM_ID");
-            }
-        } const at_the_end{named};
-        return std::make_unique<nccl>(new_id(here), rank, ranks, deadline, here); // the address is the id
+        static std::atomic<int> before = 0; // of this address, which is the id of all of them
+        auto joined = std::unique_ptr<nccl>(new nccl(rank, ranks, deadline, new_id(here), here, 0, ++before));
+        joined->join(here);
+        return joined;
     }
 
     /// Returns the id of a new communicator, for one rank to make and give to the others.
@@ -112,6 +112,7 @@ public:
         require(first >= 0 && rank_ >= first && rank_ < first + ranks && first + ranks <= ranks_, "nccl::group",
                 "ranks", "some of " + std::to_string(ranks_) + " with rank " + std::to_string(rank_),
                 std::to_string(first) + " to " + std::to_string(first + ranks - 1), here);
+        without_comm_id const own; // else all groups would have that id
         ncclUniqueId mine{};
         if (rank_ == first) mine = new_id(here);
         // no vector: nvcc 13.0 ends with an internal error at one of this struct
@@ -134,6 +135,9 @@ public:
         watching_ = false;
         if (watchdog_.joinable()) watchdog_.join();
         if (comm_ && !aborted_) static_cast<void>(broken_.empty() ? ncclCommDestroy(comm_) : ncclCommAbort(comm_));
+        std::lock_guard const lock(joining_->guard); // perhaps nobody has waited for the thread that joins
+        if (!comm_ && joining_->comm && !joining_->abandoned) static_cast<void>(ncclCommAbort(joining_->comm));
+        joining_->abandoned = true;
     }
 
     int rank() const { return rank_; }
@@ -141,9 +145,9 @@ public:
     int device() const { return device_; }
     /// Returns the number by which errors call rank 0.
     int first() const { return first_; }
-    bool on_this_host(int rank) const { return present_->came(rank); }
-    /// Returns " 1 3", the ranks of this host that are dead or late; "" if none is.
-    std::string missing() const { return present_->missing(); }
+    bool on_this_host(int rank) const { return present_->alive(rank); }
+    /// Returns " 1 3", the ranks of this host that are dead or have left; "" if none is.
+    std::string dead() const { return present_->dead(); }
     std::chrono::milliseconds deadline() const { return deadline_; }
     /// Returns NCCL's handle, or null after an abort.
     ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
@@ -237,15 +241,35 @@ public:
     [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here(),
                            std::string actual = {}) {
         if (actual.empty()) {
-            auto const names = missing();
+            auto const names = present_->missing();
             actual = names.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + names;
         }
-        broken_ = std::string(what) + " failed before";
+        break_off(what);
         if (comm_ && !aborted_.exchange(true)) static_cast<void>(ncclCommAbort(comm_));
         throw error("nccl", what, expected, actual, here);
     }
 
+    /// Throws; the communicator is broken, not aborted: kernels that ran over its windows may still be in flight.
+    [[noreturn]] void refuse(char const* what, std::string const& expected, std::string const& actual,
+                             caller here = caller::here()) {
+        break_off(what);
+        throw error("nccl", what, expected, actual, here);
+    }
+
 private:
+    void break_off(char const* what) {
+        broken_ = std::string(what) + " failed before";
+        present_->give_up();
+    }
+    /// Takes NCCL_COMM_ID out of the environment for a while.
+    struct without_comm_id {
+        std::optional<std::string> name;
+        without_comm_id() {
+            if (char const* const found = std::getenv("NCCL_COMM_ID")) name = found;
+            if (name) ::unsetenv("NCCL_COMM_ID");
+        }
+        ~without_comm_id() { name ? ::setenv("NCCL_COMM_ID", name->c_str(), 1) : ::unsetenv("NCCL_COMM_ID"); }
+    };
     /// What the thread that joins leaves behind. NCCL does not give up joining, so that thread may outlive this object.
     struct joining {
         std::mutex guard;
@@ -255,12 +279,13 @@ private:
         ncclComm_t comm = nullptr;
     };
 
-    nccl(int rank, int ranks, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here, int first = 0)
+    nccl(int rank, int ranks, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here, int first = 0,
+         int number = 0)
         : rank_(rank), ranks_(ranks), first_(first), deadline_(deadline), joining_(std::make_shared<joining>()) {
         require(ranks > 0 && rank >= 0 && rank < ranks, "nccl", "rank", "0 to " + std::to_string(ranks - 1), rank,
                 here);
         require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
-        present_ = std::make_unique<roll_call>(page_name(id), rank, ranks, first);
+        present_ = std::make_unique<roll_call>(page_name(id, number), rank, ranks, first);
         std::thread([state = joining_, id, rank, ranks, device = device_] {
             ncclComm_t comm = nullptr;
             ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -305,11 +330,12 @@ private:
             fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
     }
 
-    static std::string page_name(ncclUniqueId const& id) {
+    /// `number`: tells communicators of one id from each other.
+    static std::string page_name(ncclUniqueId const& id, int number) {
         std::uint64_t hash = 14695981039346656037ull;
         for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
-        char text[32];
-        std::snprintf(text, sizeof text, "cpx.%016llx", static_cast<unsigned long long>(hash));
+        char text[48];
+        std::snprintf(text, sizeof text, "cpx.%016llx.%d", static_cast<unsigned long long>(hash), number);
         return text;
     }
     static int variable(char const* name, int lowest, int highest, caller here) {

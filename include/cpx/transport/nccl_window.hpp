@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstring>
 
 namespace cpx {
 
@@ -33,8 +32,11 @@ public:
     /// Returns whether all ranks of the communicator reach each other's memory. Collective; the same on every rank.
     static bool supported(nccl& comm, caller here = caller::here()) {
         comm.begin_call(here);
-        ncclDevCommRequirements wanted;
-        std::memset(&wanted, 0, sizeof wanted);
+#ifdef NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER // from NCCL 2.29 on
+        ncclDevCommRequirements wanted = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+#else
+        ncclDevCommRequirements wanted{};
+#endif
         wanted.lsaBarrierCount = 1;
         ncclDevComm device;
         bool can = comm.ranks() <= kernels::most_ranks;
@@ -114,11 +116,13 @@ public:
     nccl_window(nccl_window const&) = delete;
     nccl_window& operator=(nccl_window const&) = delete;
     ~nccl_window() {
-        static_cast<void>(cudaDeviceSynchronize());
-        try {
-            if (window_ && comm_.get())
+        try { // under the watchdog, which aborts what waits for a rank that is gone
+            comm_.call("cudaDeviceSynchronize",
+                       [] { return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError; });
+            if (window_)
                 comm_.call("ncclCommWindowDeregister", [&] { return ncclCommWindowDeregister(comm_.get(), window_); });
-        } catch (error const&) { // a peer is gone; what was shared with it is freed with the process
+        } catch (error const&) { // what was shared is freed with the communicator; kernels end by themselves
+            static_cast<void>(cudaDeviceSynchronize());
         }
         if (memory_) static_cast<void>(ncclMemFree(memory_));
         static_cast<void>(cudaFree(meeting_.epochs));
@@ -126,7 +130,7 @@ public:
     }
 
     /// Returns this rank's memory.
-    char* data() const { return base_[comm_.rank()]; }
+    char* data() const { return static_cast<char*>(memory_); }
     index bytes() const { return bytes_; }
     int blocks() const { return blocks_; }
     /// Returns the memory of `rank` as this device reaches it.
@@ -157,7 +161,7 @@ private:
     std::uint32_t found() const { return *static_cast<std::uint32_t volatile*>(meeting_.faults); }
     explicit nccl_window(nccl& comm) : comm_(comm) {}
 
-    /// Throws, after an abort, if a kernel has found ranks at fault.
+    /// Throws if a kernel has found ranks at fault.
     void check_faults(caller here) const {
         std::uint32_t const faults = found();
         if (faults == 0) return;
@@ -169,12 +173,14 @@ private:
         };
         namespace fault = kernels::fault;
         if (auto const names = ranks(fault::refused); !names.empty())
-            comm_.fail("relayout kernel", "offsets that ascend from 0, with rows that fit the buffers", here,
-                       "others from ranks" + names);
+            comm_.refuse("relayout kernel",
+                         "offsets that ascend from 0, with rows that fit the buffers, and the plan's "
+                         "if some rows are sent",
+                         "others from ranks" + names, here);
         if (auto const names = ranks(fault::differs); !names.empty())
-            comm_.fail("relayout kernel", "the offsets of this rank", here, "others from ranks" + names);
-        comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms", here,
-                   "nothing from ranks" + ranks(fault::missing));
+            comm_.refuse("relayout kernel", "the offsets of this rank", "others from ranks" + names, here);
+        comm_.refuse("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
+                     "nothing from ranks" + ranks(fault::missing), here);
     }
     void cuda(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);

@@ -37,6 +37,7 @@ public:
         require(page != MAP_FAILED, "roll_call", ("mmap " + name_).c_str(), "success", std::strerror(errno));
         entries_ = static_cast<entry*>(page);
         mine().calls.store(0);
+        mine().gave_up.store(false);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
     }
     roll_call(roll_call const&) = delete;
@@ -54,21 +55,25 @@ public:
     }
     void begin_call() { mine().calls.fetch_add(1); }
 
-    /// Returns whether `rank` has ever been here: once everyone is, whether it is on this host.
-    bool came(int rank) const { return entries_[rank].process.load() != 0; }
+    /// Returns whether `rank` is alive on this host, once everyone has come.
+    bool alive(int rank) const {
+        std::int64_t const process = entries_[rank].process.load();
+        return process > 0 && (::kill(static_cast<pid_t>(process), 0) == 0 || errno == EPERM);
+    }
+    /// Says that this rank leaves because of others, whom it has named.
+    void give_up() { mine().gave_up.store(true); }
+    /// Returns " 1 3", the ranks of this host that have left or are dead; if there are others, not those that gave up.
+    std::string dead() const {
+        std::string const first = list([&](int r) { return !alive(r) && !entries_[r].gave_up.load(); });
+        return first.empty() ? list([&](int r) { return !alive(r); }) : first;
+    }
 
-    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come,
-    /// have left, are dead or have begun fewer calls than this one.
+    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come, have left or are dead;
+    /// if there are none, those that have begun fewer calls than this one.
     std::string missing() const {
-        std::string list;
         std::uint64_t const calls = mine().calls.load();
-        for (int r = 0; r < ranks_; ++r) {
-            std::int64_t const process = entries_[r].process.load();
-            if (process == 0 && complete_) continue; // on another host
-            bool const alive = process > 0 && (::kill(static_cast<pid_t>(process), 0) == 0 || errno == EPERM);
-            if (!alive || entries_[r].calls.load() < calls) list += ' ' + std::to_string(first_ + r);
-        }
-        return list;
+        std::string const gone = dead();
+        return gone.empty() ? list([&](int r) { return entries_[r].calls.load() < calls; }) : gone;
     }
 
 private:
@@ -76,10 +81,20 @@ private:
     struct entry {
         std::atomic<std::int64_t> process;
         std::atomic<std::uint64_t> calls;
+        std::atomic<bool> gave_up;
     };
-    static_assert(std::atomic<std::int64_t>::is_always_lock_free);
+    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 
     std::size_t bytes() const { return static_cast<std::size_t>(ranks_) * sizeof(entry); }
+    template <class F>
+    std::string list(F&& wanted) const {
+        std::string ranks;
+        for (int r = 0; r < ranks_; ++r) {
+            if (complete_ && entries_[r].process.load() == 0) continue; // on another host
+            if (wanted(r)) ranks += ' ' + std::to_string(first_ + r);
+        }
+        return ranks;
+    }
     entry& mine() { return entries_[rank_]; }
     entry const& mine() const { return entries_[rank_]; }
 
