@@ -14,6 +14,8 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <string>
 
 namespace cpx {
@@ -58,7 +60,12 @@ public:
     /// Returns whether `rank` is alive on this host, once everyone has come.
     bool alive(int rank) const {
         std::int64_t const process = entries_[rank].process.load();
-        return process > 0 && (::kill(static_cast<pid_t>(process), 0) == 0 || errno == EPERM);
+        if (process <= 0 || (::kill(static_cast<pid_t>(process), 0) != 0 && errno != EPERM)) return false;
+        std::ifstream status("/proc/" + std::to_string(process) + "/stat"); // "17 (name) S ...", the name may hold any
+        std::string const text{std::istreambuf_iterator<char>(status), {}};
+        auto const name_end = text.rfind(')');
+        bool const waits_for_parent = name_end + 2 < text.size() && text[name_end + 2] == 'Z';
+        return !waits_for_parent; // a rank that was killed is one until whoever started it asks
     }
     /// Says that this rank leaves because of others, whom it has named.
     void give_up() { mine().gave_up.store(true); }
@@ -72,8 +79,8 @@ public:
     /// if there are none, those that have begun fewer calls than this one.
     std::string missing() const {
         std::uint64_t const calls = mine().calls.load();
-        std::string const gone = dead();
-        return gone.empty() ? list([&](int r) { return entries_[r].calls.load() < calls; }) : gone;
+        std::string const absent = dead();
+        return absent.empty() ? list([&](int r) { return entries_[r].calls.load() < calls; }) : absent;
     }
 
 private:

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks of one host that have died, left, given up or fallen behind are told from each other.
+#include <cpx/transport/roll_call.hpp>
+
+#include <doctest/doctest.h>
+
+#include <sys/wait.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace {
+
+/// Ranks 1 to `last` of `ranks` as processes: each comes, runs `f(call, rank)` and waits to be killed.
+struct others {
+    std::atomic<int>* here;
+    std::vector<pid_t> processes;
+
+    template <class F>
+    others(std::string const& name, int ranks, int last, F&& f)
+        : here(static_cast<std::atomic<int>*>(
+              ::mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
+        here->store(0);
+        for (int rank = 1; rank <= last; ++rank) {
+            pid_t const child = ::fork();
+            if (child == 0) {
+                {
+                    cpx::roll_call call(name, rank, ranks, 10);
+                    if (f(call, rank)) {
+                        here->fetch_add(1);
+                        for (;;) ::pause();
+                    }
+                } // leaves in good order
+                here->fetch_add(1);
+                ::_exit(0);
+            }
+            processes.push_back(child);
+        }
+        while (here->load() < last) ::usleep(100);
+    }
+    void kill(int rank) const {
+        ::kill(processes[static_cast<std::size_t>(rank) - 1], SIGKILL);
+        siginfo_t info; // nobody asks for it yet: it stays as a zombie
+        ::waitid(P_PID, static_cast<id_t>(processes[static_cast<std::size_t>(rank) - 1]), &info, WEXITED | WNOWAIT);
+    }
+    ~others() {
+        for (pid_t const child : processes) {
+            ::kill(child, SIGKILL);
+            ::waitpid(child, nullptr, 0);
+        }
+        ::munmap(here, sizeof(std::atomic<int>));
+    }
+};
+
+std::string page() { return "cpx.test." + std::to_string(::getpid()); }
+
+} // namespace
+
+TEST_SUITE("transport") {
+    TEST_CASE("a rank that was killed is named before those that are behind, by the number that errors use") {
+        cpx::roll_call call(page(), 0, 4, 10);
+        others const ranks(page(), 4, 3, [](cpx::roll_call& mine, int rank) {
+            if (rank != 3) mine.begin_call();
+            return true;
+        });
+        call.everyone_is_here();
+        CHECK(call.missing() == "");
+        CHECK(call.dead() == "");
+        call.begin_call();
+        CHECK(call.missing() == " 13");
+        call.begin_call();
+        CHECK(call.missing() == " 11 12 13");
+        ranks.kill(2);
+        CHECK(!call.alive(2));
+        CHECK(call.alive(1));
+        CHECK(call.dead() == " 12");
+        CHECK(call.missing() == " 12");
+    }
+
+    TEST_CASE("those who gave up because of others are not named, unless nobody else is at fault") {
+        cpx::roll_call call(page(), 0, 4, 10);
+        {
+            others const ranks(page(), 4, 3, [](cpx::roll_call& mine, int rank) {
+                if (rank == 1) mine.give_up();
+                return rank == 3; // 1 and 2 leave
+            });
+            call.everyone_is_here();
+            CHECK(call.dead() == " 12");
+            ranks.kill(3);
+            CHECK(call.dead() == " 12 13");
+        }
+    }
+
+    TEST_CASE("a rank that alone has given up and left is named") {
+        cpx::roll_call call(page(), 0, 2, 0);
+        others const ranks(page(), 2, 1, [](cpx::roll_call& mine, int) {
+            mine.give_up();
+            return false;
+        });
+        call.everyone_is_here();
+        CHECK(call.dead() == " 1");
+    }
+
+    TEST_CASE("who has not come is missing until everyone is here; then it is on another host") {
+        cpx::roll_call call(page(), 0, 3, 0);
+        CHECK(call.missing() == " 1 2");
+        others const ranks(page(), 3, 1, [](cpx::roll_call&, int) { return true; });
+        CHECK(call.missing() == " 2");
+        call.everyone_is_here();
+        CHECK(call.missing() == "");
+        CHECK(!call.alive(2));
+    }
+}
