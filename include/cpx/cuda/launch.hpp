@@ -9,7 +9,8 @@
 namespace cpx::cuda {
 
 /// Launches a kernel whose first statement is `kernels::wait_for_previous_kernel()`: where its code is of sm_90 or
-/// later, its blocks come to the multiprocessors while the kernel before it ends. Can be captured.
+/// later (on the first device that is launched to), its blocks come to the multiprocessors while the kernel before it
+/// ends. Can be captured.
 template <auto Kernel, class... Arguments>
 void launch_early(dim3 grid, dim3 block, cudaStream_t stream, char const* what, caller here,
                   Arguments const&... arguments) {

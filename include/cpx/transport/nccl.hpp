@@ -47,8 +47,11 @@ public:
                                                   caller here = caller::here()) {
         auto const id = new_id(here);
         int const ranks = static_cast<int>(devices.size());
-        int before = 0;
-        require(cudaGetDevice(&before) == cudaSuccess, "nccl", "cudaGetDevice", "success", "a failure", here);
+        struct back { // to the caller's device, also when an error leaves
+            int device = 0;
+            ~back() { static_cast<void>(cudaSetDevice(device)); }
+        } before;
+        require(cudaGetDevice(&before.device) == cudaSuccess, "nccl", "cudaGetDevice", "success", "a failure", here);
         std::vector<std::unique_ptr<nccl>> group;
         for (int rank = 0; rank < ranks; ++rank) {
             int const device = devices[static_cast<std::size_t>(rank)];
@@ -56,7 +59,6 @@ public:
             group.emplace_back(new nccl(rank, ranks, deadline, id, here)); // begins to join
         }
         for (auto& comm : group) comm->join(here);
-        static_cast<void>(cudaSetDevice(before));
         return group;
     }
 
