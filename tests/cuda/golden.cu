@@ -51,8 +51,8 @@ std::vector<T> turned(std::vector<T> const& values, index rows) {
     return result;
 }
 
-/// Lists the tensors of a file whose first axis is tokens, or whose second is, turned, and q, k and v in one; in (T, D),
-/// channels are heads.
+/// Lists the tensors of a file whose first axis is tokens, or whose second is, turned, and q, k and v in one; in
+/// (T, D), channels are heads.
 std::vector<golden_tensor> tensors_of(cpx::safetensors const& file, index tokens) {
     std::vector<golden_tensor> list;
     for (std::string const& name : file.names()) {

@@ -94,8 +94,8 @@ template <class T>
 class exchange {
 public:
     /// `width`: elements a row if the plan moves whole rows, else ignored; strides: elements from row to row, 0 for
-    /// dense; `others`: ranks whose rows go from and to this one in another way. Collective: ranks compare what they are
-    /// about to run.
+    /// dense; `others`: ranks whose rows go from and to this one in another way. Collective: ranks compare what they
+    /// are about to run.
     ///
     /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
     exchange(plan const& p, index width, nccl& comm, index from_stride = 0, index to_stride = 0, range others = {},
@@ -120,10 +120,9 @@ public:
 
     /// Moves this rank's part of `from` to where it belongs in everybody's `to`; they must not overlap.
     ///
-    /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told, beginning
-    /// at multiples of 16 bytes in memory of the communicator's device.
-    /// Throws `cpx::error` before anything is enqueued if a buffer does not fit or is not memory of this device, or
-    /// if the communicator is broken.
+    /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told,
+    /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything
+    /// is enqueued if a buffer does not fit or is not memory of this device, or if the communicator is broken.
     void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, caller here = caller::here()) {
         check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
         check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);

@@ -62,10 +62,10 @@ using device_side_of = decltype(device_side(std::declval<S const&>()));
 /// synchronisation.
 ///
 /// Addresses follow from the policies and from cu_seqlens in device memory, so that a call can be captured in a CUDA
-/// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks, are
-/// noticed by the kernel; see `kernels::fault`. Rows of ranks that this device does not reach stay.
-/// Made by every rank for itself; calls are collective, in the same order on all ranks that reach each other, and end,
-/// in stream order, when all their rows have arrived.
+/// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks,
+/// are noticed by the kernel; see `kernels::fault`. Rows of ranks that this device does not reach stay. Made by every
+/// rank for itself; calls are collective, in the same order on all ranks that reach each other, and end, in stream
+/// order, when all their rows have arrived.
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
@@ -107,11 +107,12 @@ public:
         return p.rows * p.pitch;
     }
 
-    /// Stores this rank's rows of `from` into the targets of the ranks of the memory, `offset` bytes from its beginning.
+    /// Stores this rank's rows of `from` into the targets of the ranks of the memory, `offset` bytes from its
+    /// beginning.
     ///
     /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense.
-    /// batch: of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered by events.
-    /// Throws `cpx::error` before anything is enqueued if the buffers do not fit.
+    /// batch: of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered by
+    /// events. Throws `cpx::error` before anything is enqueued if the buffers do not fit.
     void operator()(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch,
                     cudaStream_t stream, caller here = caller::here()) const {
         check_call(from, memory, offset, batch, here);

@@ -18,8 +18,8 @@ namespace cpx::cuda {
 /// Made and freed by all ranks in the same order.
 class shared_memory {
 public:
-    /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at most,
-    /// the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
+    /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
+    /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
     /// `cpx::error` as `nccl_window` does.
     shared_memory(nccl& comm, index bytes, int most = kernels::most_ranks, int blocks = 0, caller here = caller::here())
         : comm_(comm) {
@@ -47,7 +47,8 @@ public:
     char* data() const { return window_ ? window_->data() : plain_.data(); }
     index bytes() const { return window_ ? window_->bytes() : plain_.size(); }
 
-    /// Returns the group's memory as the one-kernel relayout wants it. Throws if an earlier kernel found ranks at fault.
+    /// Returns the group's memory as the one-kernel relayout wants it. Throws if an earlier kernel found ranks at
+    /// fault.
     peer_memory peers(caller here = caller::here()) const {
         require(window_ != nullptr, "shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;
@@ -175,11 +176,11 @@ public:
 
     /// Moves this rank's rows of `from` to all targets. Collective, in stream order.
     ///
-    /// from: (rows, width), dense, memory of this device. batch: cu_seqlens in its memory. Calls on one memory are in one
-    /// stream, or ordered by events. Where one kernel moves all, a call can be captured, and `batch` may hold other
+    /// from: (rows, width), dense, memory of this device. batch: cu_seqlens in its memory. Calls on one memory are in
+    /// one stream, or ordered by events. Where one kernel moves all, a call can be captured, and `batch` may hold other
     /// offsets than the plan's, of as many sequences, as long as rows fit. Elsewhere rows are sent as the plan says,
-    /// `from` begins at a multiple of 16 bytes, and kernels refuse other offsets.
-    /// Throws `cpx::error` as `relayout` and `exchange` do, before anything is enqueued.
+    /// `from` begins at a multiple of 16 bytes, and kernels refuse other offsets. Throws `cpx::error` as `relayout` and
+    /// `exchange` do, before anything is enqueued.
     void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
         peer_memory peers;
         if (kernel_) {
@@ -192,7 +193,8 @@ public:
             check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
             require(capturing == cudaStreamCaptureStatusNone, "shared_relayout", "stream",
                     "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
-            // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at once.
+            // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at
+            // once.
             (*exchange_)(from, target(), stream, here);
             memory_.sent(stream, here);
             batch.digest = digest_;

@@ -108,8 +108,8 @@ public:
         return id;
     }
 
-    /// Joins the ranks [first, first + ranks) of this communicator, of which this one is one, in a communicator of their
-    /// own, whose errors call ranks as this one does. Collective over this one: every rank names its own group.
+    /// Joins the ranks [first, first + ranks) of this communicator, of which this one is one, in a communicator of
+    /// their own, whose errors call ranks as this one does. Collective over this one: every rank names its own group.
     std::unique_ptr<nccl> group(int first, int ranks, caller here = caller::here()) {
         require(first >= 0 && rank_ >= first && rank_ < first + ranks && first + ranks <= ranks_, "nccl::group",
                 "ranks", "some of " + std::to_string(ranks_) + " with rank " + std::to_string(rank_),

@@ -75,8 +75,8 @@ public:
         return first.empty() ? list([&](int r) { return !alive(r); }) : first;
     }
 
-    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come, have left or are dead;
-    /// if there are none, those that have begun fewer calls than this one.
+    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come, have left or are
+    /// dead; if there are none, those that have begun fewer calls than this one.
     std::string missing() const {
         std::uint64_t const calls = mine().calls.load();
         std::string const absent = dead();
