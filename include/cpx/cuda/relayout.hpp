@@ -116,6 +116,12 @@ public:
     void operator()(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch,
                     cudaStream_t stream, caller here = caller::here()) const {
         check_call(from, memory, offset, batch, here);
+        enqueue(from, memory, offset, batch, stream, here);
+    }
+
+    /// The same for arguments that `check_call` has passed.
+    void enqueue(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch, cudaStream_t stream,
+                 caller here = caller::here()) const {
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
         named_range const range(names::relayout());
         auto const kernel = kernels::relayout_push<source_side, target_side>;

@@ -81,8 +81,7 @@ public:
     ~shared_memory() {
         if (!near_) return; // else the window waits, under the same watchdog
         try {
-            comm_.call("cudaDeviceSynchronize",
-                       [] { return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError; });
+            comm_.synchronize_device();
         } catch (error const&) { // the communicator has been aborted
         }
     }
@@ -200,7 +199,7 @@ public:
             batch.digest = digest_;
         }
         if (kernel_) {
-            (*kernel_)(from, peers, offset_, batch, stream, here);
+            kernel_->enqueue(from, peers, offset_, batch, stream, here);
             memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
         }
     }

@@ -181,6 +181,13 @@ public:
                  here);
     }
 
+    /// Waits until the device has done all it was given; after the deadline the watchdog aborts what waits for others.
+    void synchronize_device(caller here = caller::here()) {
+        call(
+            "cudaDeviceSynchronize",
+            [] { return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError; }, here);
+    }
+
     /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline.
     void wait(cudaStream_t stream, caller here = caller::here()) { wait(stream, deadline_, here); }
     /// The same with a deadline of its own.

@@ -117,8 +117,7 @@ public:
     nccl_window& operator=(nccl_window const&) = delete;
     ~nccl_window() {
         try { // under the watchdog, which aborts what waits for a rank that is gone
-            comm_.call("cudaDeviceSynchronize",
-                       [] { return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError; });
+            comm_.synchronize_device();
             if (window_)
                 comm_.call("ncclCommWindowDeregister", [&] { return ncclCommWindowDeregister(comm_.get(), window_); });
         } catch (error const&) { // what was shared is freed with the communicator; kernels end by themselves
