@@ -8,17 +8,24 @@ namespace cpx::kernels {
 
 inline constexpr int most_ranks = 8; // of one NVLink domain
 
+/// What kernels have found of each rank that they met: 0 or 1. Bytes, for a device need not be able to change a word of
+/// the host atomically.
+struct faults {
+    std::uint8_t missing[most_ranks]; ///< has not come in time, or gave up before
+    std::uint8_t differs[most_ranks]; ///< has other offsets
+    std::uint8_t refused[most_ranks]; ///< has offsets that do not ascend from 0, or more rows than its buffers
+};
+
 /// Where ranks leave word for each other. All flags begin with 0.
 ///
 /// `flags[r]`: rank r's, in its own memory as this rank reaches it, `count` of them: two for each block and rank (an
 /// epoch, and in the upper half what else is to be said), then one a rank that says that this rank has given up;
-/// `epochs`: this rank's, one a block, then whether one has given up; `faults`: in host memory that the device can
-/// write, see `fault`. Every rank launches the same number of blocks, all of them resident, in the same order of
-/// kernels.
+/// `epochs`: this rank's, one a block, then whether one has given up; `found`: in host memory that the device can write.
+/// Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
 struct meeting {
     std::uint64_t* flags[most_ranks];
     std::uint32_t* epochs;
-    std::uint32_t* faults;
+    faults* found;
     std::uint64_t patience; ///< nanoseconds
     int rank, ranks;
 
@@ -31,13 +38,6 @@ struct meeting {
     /// Returns which flag says that `from` has given up.
     __device__ int end(int from) const { return count(static_cast<int>(gridDim.x), ranks) - ranks + from; }
 };
-
-/// What a rank can be at fault for: bit `fault + rank` of `meeting::faults`.
-namespace fault {
-inline constexpr int missing = 0;  ///< has not come in time, or gave up before
-inline constexpr int differs = 8;  ///< has other offsets
-inline constexpr int refused = 16; ///< has offsets that do not ascend from 0, or more rows than its buffers
-} // namespace fault
 
 namespace detail {
 
@@ -56,9 +56,6 @@ __device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from)
 }
 
 } // namespace detail
-
-/// Says that `rank` of the meeting is at fault.
-__device__ inline void blame(meeting const& m, int fault, int rank) { atomicOr_system(m.faults, 1u << (fault + rank)); }
 
 /// Tells every rank that this block has come to `epoch`, and `word`. Called by all threads; what they wrote before is
 /// seen by whoever has met this block.
@@ -84,7 +81,7 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_
             found = detail::load_acquire(flag);
         }
         said = static_cast<std::uint32_t>(found >> 32);
-        if (!here) blame(m, fault::missing, static_cast<int>(threadIdx.x));
+        if (!here) m.found->missing[threadIdx.x] = 1;
     }
     bool const all = __syncthreads_and(here);
     if (!all && threadIdx.x < static_cast<unsigned>(m.ranks)) { // nobody is to store here any more, nor this rank there
@@ -94,7 +91,7 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_
     return all;
 }
 
-/// Returns whether this rank or another has given up, on all threads; then `m.faults` names who was missed or who gave
+/// Returns whether this rank or another has given up, on all threads; then `m.found` names who was missed or who gave
 /// up. Asked before a kernel meets others.
 __device__ inline bool given_up(meeting const& m) {
     bool up = false;
@@ -102,7 +99,7 @@ __device__ inline bool given_up(meeting const& m) {
         up = m.epochs[gridDim.x] != 0; // then those whom this rank missed are named already
         if (!up && detail::load_acquire(m.flags[m.rank] + m.end(static_cast<int>(threadIdx.x))) != 0) {
             up = true;
-            blame(m, fault::missing, static_cast<int>(threadIdx.x));
+            m.found->missing[threadIdx.x] = 1;
         }
     }
     return __syncthreads_or(up);

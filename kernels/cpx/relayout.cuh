@@ -291,8 +291,8 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     arrive(m, epoch + 2, word);
     if (!await(m, epoch + 2, said)) return;
     if (int const peer = static_cast<int>(threadIdx.x); peer < m.ranks) {
-        if (fits ? said == 0 : peer == m.rank) blame(m, fault::refused, peer);
-        if (fits && said != 0 && said != word) blame(m, fault::differs, peer);
+        if (fits ? said == 0 : peer == m.rank) m.found->refused[peer] = 1;
+        if (fits && said != 0 && said != word) m.found->differs[peer] = 1;
     }
     if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
 }
@@ -303,7 +303,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
-/// with other offsets in the same place. `m.faults` says which ranks have other offsets than this one, or offsets with
+/// with other offsets in the same place. `m.found` says which ranks have other offsets than this one, or offsets with
 /// which they store nothing, because they do not ascend from 0 or their rows do not fit. If a rank does not come in
 /// time, it says so as well, this rank stores nothing from then on, and later kernels end at once, here and on the
 /// ranks that come late.

@@ -12,6 +12,7 @@
 
 #include <array>
 #include <functional>
+#include <mutex>
 
 namespace {
 
@@ -118,14 +119,18 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}) {
               std::vector<double>(static_cast<std::size_t>(p.channels * p.taps)), std::vector<double>(p.bias.size())};
     std::vector<cpx::section> const whole{{p.channels, 1}};
     std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(sharding.ranks()));
+    std::mutex device; // ranks take turns: racecheck loses track of kernels that several threads launch at a time
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
+        std::unique_lock turn(device);
         int const rank = comm.rank();
         auto const before = halo(sharding, rank, p.taps - 1);
         conv_plan const plan(before, halo(sharding, rank, p.taps - 1, cpx::side::after));
         cpx::cuda::stream const stream;
         auto const moved = [&]<class U>(cpx::plan const& by, std::vector<U> const& from) {
             std::vector<U> to(static_cast<std::size_t>(by.target_rows * p.channels));
+            turn.unlock();
             cpx::exchange(by, rows<U const>(from, p.channels), rows<U>(to, p.channels), comm);
+            turn.lock();
             return to;
         };
         auto const local = [&](std::vector<T> const& tensor) {

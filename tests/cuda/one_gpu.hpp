@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace one_gpu {
@@ -24,8 +26,9 @@ struct ranks {
             epochs.emplace_back(
                 std::span<std::uint32_t const>(std::vector<std::uint32_t>(static_cast<std::size_t>(blocks + 1))));
         }
-        cpx::cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&faults), 4, cudaHostAllocPortable), "cudaHostAlloc");
-        *faults = 0;
+        cpx::cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&found), sizeof *found, cudaHostAllocPortable),
+                         "cudaHostAlloc");
+        *found = {};
         for (int r = 0; r < count; ++r) {
             cpx::cuda::peer_memory p;
             p.bytes = bytes;
@@ -35,21 +38,37 @@ struct ranks {
                 p.meeting.flags[peer] = flags[static_cast<std::size_t>(peer)].data();
             }
             p.meeting.epochs = epochs[static_cast<std::size_t>(r)].data();
-            p.meeting.faults = faults;
+            p.meeting.found = found;
             p.meeting.patience = patience;
             p.meeting.rank = r;
             p.meeting.ranks = count;
             peers.push_back(p);
         }
     }
-    ~ranks() { static_cast<void>(cudaFreeHost(faults)); }
+    ~ranks() { static_cast<void>(cudaFreeHost(found)); }
+
+    /// Returns what kernels have found, as "missing 1 differs 0 2"; nothing if all is well.
+    std::string faults() const {
+        std::string text;
+        auto const add = [&](char const* name, std::uint8_t const* fault) {
+            bool first = true;
+            for (int r = 0; r < count; ++r)
+                if (fault[r])
+                    text += (std::exchange(first, false) ? std::string(text.empty() ? "" : " ") + name : "") + ' ' +
+                            std::to_string(r);
+        };
+        add("missing", found->missing);
+        add("differs", found->differs);
+        add("refused", found->refused);
+        return text;
+    }
 
     int count;
     std::vector<cpx::cuda::stream> streams;
     std::vector<cpx::cuda::buffer<char>> memory;
     std::vector<cpx::cuda::buffer<std::uint64_t>> flags;
     std::vector<cpx::cuda::buffer<std::uint32_t>> epochs;
-    std::uint32_t* faults = nullptr;
+    cpx::kernels::faults* found = nullptr;
     std::vector<cpx::cuda::peer_memory> peers;
 };
 

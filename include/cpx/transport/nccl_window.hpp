@@ -103,9 +103,9 @@ public:
             meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(base_[r] + bytes_);
         }
         cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks + 1) * 4), "cudaMemset", here);
-        cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.faults), 4, cudaHostAllocPortable), "cudaHostAlloc",
-             here);
-        *meeting_.faults = 0;
+        cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.found), sizeof(kernels::faults), cudaHostAllocPortable),
+             "cudaHostAlloc", here);
+        *meeting_.found = {};
         meeting_.rank = comm.rank();
         meeting_.ranks = comm.ranks();
         meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
@@ -125,7 +125,7 @@ public:
         }
         if (memory_) static_cast<void>(ncclMemFree(memory_));
         static_cast<void>(cudaFree(meeting_.epochs));
-        static_cast<void>(cudaFreeHost(meeting_.faults));
+        static_cast<void>(cudaFreeHost(meeting_.found));
     }
 
     /// Returns this rank's memory.
@@ -154,32 +154,32 @@ public:
     std::chrono::milliseconds limit() const { return 2 * comm_.deadline() + std::chrono::seconds(1); }
 
     /// Returns whether a kernel has missed ranks.
-    bool missed() const { return (found() >> kernels::fault::missing & 0xff) != 0; }
+    bool missed() const { return !found(&kernels::faults::missing).empty(); }
 
 private:
-    std::uint32_t found() const { return *static_cast<std::uint32_t volatile*>(meeting_.faults); }
     explicit nccl_window(nccl& comm) : comm_(comm) {}
+
+    /// Returns the ranks that kernels have found at fault, each after a space.
+    std::string found(std::uint8_t (kernels::faults::*fault)[kernels::most_ranks]) const {
+        std::uint8_t const volatile* const ranks = meeting_.found->*fault; // kernels may be writing
+        std::string names;
+        for (int r = 0; r < comm_.ranks(); ++r)
+            if (ranks[r]) names += ' ' + std::to_string(comm_.first() + r);
+        return names;
+    }
 
     /// Throws if a kernel has found ranks at fault.
     void check_faults(caller here) const {
-        std::uint32_t const faults = found();
-        if (faults == 0) return;
-        auto const ranks = [&](int fault) {
-            std::string names;
-            for (int r = 0; r < comm_.ranks(); ++r)
-                if (faults >> (fault + r) & 1) names += ' ' + std::to_string(comm_.first() + r);
-            return names;
-        };
-        namespace fault = kernels::fault;
-        if (auto const names = ranks(fault::refused); !names.empty())
+        if (auto const names = found(&kernels::faults::refused); !names.empty())
             comm_.refuse("relayout kernel",
                          "offsets that ascend from 0, with rows that fit the buffers, and the plan's "
                          "if some rows are sent",
                          "others from ranks" + names, here);
-        if (auto const names = ranks(fault::differs); !names.empty())
+        if (auto const names = found(&kernels::faults::differs); !names.empty())
             comm_.refuse("relayout kernel", "the offsets of this rank", "others from ranks" + names, here);
-        comm_.refuse("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
-                     "nothing from ranks" + ranks(fault::missing), here);
+        if (auto const names = found(&kernels::faults::missing); !names.empty())
+            comm_.refuse("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
+                         "nothing from ranks" + names, here);
     }
     void cuda(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
