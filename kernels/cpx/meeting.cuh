@@ -20,8 +20,8 @@ struct faults {
 ///
 /// `flags[r]`: rank r's, in its own memory as this rank reaches it, `count` of them: two for each block and rank (an
 /// epoch, and in the upper half what else is to be said), then one a rank that says that this rank has given up;
-/// `epochs`: this rank's, one a block, then whether one has given up; `found`: in host memory that the device can write.
-/// Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
+/// `epochs`: this rank's, one a block, then whether one has given up; `found`: in host memory that the device can
+/// write. Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
 struct meeting {
     std::uint64_t* flags[most_ranks];
     std::uint32_t* epochs;
@@ -49,6 +49,11 @@ __device__ __forceinline__ std::uint64_t nanoseconds() {
 __device__ __forceinline__ void store_release(std::uint64_t* to, std::uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
+__device__ __forceinline__ std::uint64_t load_relaxed(std::uint64_t const* from) {
+    std::uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+    return value;
+}
 __device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from) {
     std::uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
@@ -60,8 +65,7 @@ __device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from)
 /// Tells every rank that this block has come to `epoch`, and `word`. Called by all threads; what they wrote before is
 /// seen by whoever has met this block.
 __device__ inline void arrive(meeting const& m, std::uint32_t epoch, std::uint32_t word = 0) {
-    __threadfence_system();
-    __syncthreads();
+    __syncthreads(); // a release is cumulative: it covers what this thread knows to have been written before
     if (threadIdx.x < static_cast<unsigned>(m.ranks))
         detail::store_release(m.flags[threadIdx.x] + m.place(epoch, m.rank),
                               static_cast<std::uint64_t>(word) << 32 | epoch);
@@ -73,12 +77,15 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_
     bool here = true;
     if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
         std::uint64_t const* const flag = m.flags[m.rank] + m.place(epoch, static_cast<int>(threadIdx.x));
-        std::uint64_t const end = detail::nanoseconds() + m.patience;
-        std::uint64_t found = detail::load_acquire(flag);
-        // epochs wrap around: what counts is the difference
-        while (here && static_cast<std::int32_t>(static_cast<std::uint32_t>(found) - epoch) < 0) {
-            here = detail::nanoseconds() < end;
+        std::uint64_t found = 0, end = 0;
+        for (int i = 0;; ++i) {
             found = detail::load_acquire(flag);
+            // epochs wrap around: what counts is the difference
+            if (!here || static_cast<std::int32_t>(static_cast<std::uint32_t>(found) - epoch) >= 0) break;
+            if (i % 16 != 15) continue; // a look at the clock takes longer than one at the flag
+            std::uint64_t const now = detail::nanoseconds();
+            if (end == 0) end = now + m.patience;
+            here = now < end;
         }
         said = static_cast<std::uint32_t>(found >> 32);
         if (!here) m.found->missing[threadIdx.x] = 1;
@@ -91,18 +98,14 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_
     return all;
 }
 
-/// Returns whether this rank or another has given up, on all threads; then `m.found` names who was missed or who gave
-/// up. Asked before a kernel meets others.
+/// Returns whether this rank or rank threadIdx.x has given up; then `m.found` names who was missed or who gave up.
+/// Asked before a kernel meets others.
 __device__ inline bool given_up(meeting const& m) {
-    bool up = false;
-    if (threadIdx.x < static_cast<unsigned>(m.ranks)) {
-        up = m.epochs[gridDim.x] != 0; // then those whom this rank missed are named already
-        if (!up && detail::load_acquire(m.flags[m.rank] + m.end(static_cast<int>(threadIdx.x))) != 0) {
-            up = true;
-            m.found->missing[threadIdx.x] = 1;
-        }
-    }
-    return __syncthreads_or(up);
+    if (threadIdx.x >= static_cast<unsigned>(m.ranks)) return false;
+    bool const there = detail::load_relaxed(m.flags[m.rank] + m.end(static_cast<int>(threadIdx.x))) != 0;
+    bool const here = m.epochs[gridDim.x] != 0; // then those whom this rank missed are named already
+    if (there && !here) m.found->missing[threadIdx.x] = 1;
+    return here || there;
 }
 
 } // namespace cpx::kernels

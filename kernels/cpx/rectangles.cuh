@@ -2,6 +2,8 @@
 // Copies and adds rectangles of rows and columns, many in one launch.
 #pragma once
 
+#include <cpx/previous_kernel.cuh>
+
 #include <cstdint>
 
 namespace cpx::kernels {
@@ -45,6 +47,7 @@ __device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* s
 /// Copies all rectangles; none of them has more than 2^31 bytes. Any grid, any block.
 template <class = void>
 __global__ void copy_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
+    wait_for_previous_kernel();
     for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
         rectangle const r = list[i];
         char const* const source = buffers.base[r.source_buffer] + r.source;
@@ -62,6 +65,7 @@ __global__ void copy_rectangles(rectangle const* list, int count, __grid_constan
 /// Adds all rectangles of elements T to their targets. No two of a launch may share a target.
 template <class T>
 __global__ void add_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
+    wait_for_previous_kernel();
     for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
         rectangle const r = list[i];
         std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);

@@ -7,6 +7,7 @@
 #include <cpx/layout/sharding.hpp>
 
 #include <cpx/meeting.cuh>
+#include <cpx/previous_kernel.cuh>
 
 namespace cpx::kernels {
 
@@ -218,7 +219,10 @@ __device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offset
 template <class Source, class Target>
 __device__ void store_pieces(Source const& source, Target const& target, relayout_rows const& r, meeting const& m,
                              column_piece const* pieces) {
-    std::int64_t const rows = source.rows(r.first + m.rank), parts = 2 * m.ranks;
+    // Rows from all over the source at a time, so that no peer is stored to by all ranks at once: from many places
+    // where all ranks walk along the same rows. More than needed are slower: 1 to 8 % from 32 on.
+    constexpr int places = Source::every_row || Target::every_row ? 32 : 8;
+    std::int64_t const rows = source.rows(r.first + m.rank), parts = places * m.ranks;
     std::int64_t const part_rows = (rows + parts - 1) / parts;
     int const group = static_cast<int>(threadIdx.x) / r.lanes, groups = static_cast<int>(blockDim.x) / r.lanes;
     std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * groups;
@@ -262,11 +266,14 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     int const rank = r.first + m.rank;
     if (threadIdx.x == 0) digest = 0;
-    if (given_up(m)) return;
+    __syncthreads();
+    // what is read first is all asked for at once
     std::uint32_t const epoch = m.epochs[blockIdx.x];
+    bool const up = given_up(m);
+    bool const ascend = detail::read_offsets(r, offsets, digest);
+    if (__syncthreads_or(up)) return;
     arrive(m, epoch + 1);
 
-    bool const ascend = detail::read_offsets(r, offsets, digest);
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
         pieces[i] = r.piece[i / most_sections][i % most_sections];
     bool fits = __syncthreads_and(ascend) && (r.digest == 0 || r.digest == (digest | 1));
@@ -310,6 +317,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 template <class From, class To>
 __global__ void __launch_bounds__(512, 1)
     relayout_push(From from, To to, __grid_constant__ relayout_rows const r, __grid_constant__ meeting const m) {
+    wait_for_previous_kernel();
     store_rows(from, to, r, m);
 }
 

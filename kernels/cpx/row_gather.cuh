@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/index.hpp>
+#include <cpx/previous_kernel.cuh>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -42,6 +43,7 @@ __device__ __forceinline__ void require_row(index row, index limit) {
 /// `Vector`: divides both buffers' beginnings and strides. Block (columns, rows), grid (rows, columns), any size.
 template <bool Scatter, class Vector, class I>
 __global__ void __launch_bounds__(256, 4) move_rows(__grid_constant__ listed_rows<I> const a) {
+    wait_for_previous_kernel();
     constexpr int unroll = 4;
     index const i = static_cast<index>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (i >= a.count) return;
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(256, 4) move_rows(__grid_constant__ listed_row
 /// divides both buffers' beginnings and strides. Block (columns, rows), grid (rows, columns), any size.
 template <class T, int N, class I>
 __global__ void __launch_bounds__(256, 4) add_rows(__grid_constant__ listed_rows<I> const a) {
+    wait_for_previous_kernel();
     index const i = static_cast<index>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (i >= a.count) return;
     index const row = a.list[i];

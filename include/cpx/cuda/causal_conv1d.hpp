@@ -4,6 +4,7 @@
 
 #include <cpx/core/rows.hpp>
 #include <cpx/cuda/conv_plan.hpp>
+#include <cpx/cuda/nvtx.hpp>
 
 #include <cpx/causal_conv1d_backward.cuh>
 
@@ -156,6 +157,7 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
         detail::conv_given<T, std::remove_const_t<W>>("cuda::causal_conv1d", plan, x, halo, weight, bias, here);
     detail::require_conv_rows("cuda::causal_conv1d", "y", y, plan.rows(), given.channels, here);
     if (given.rows * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d">();
     detail::with_activation(act, [&](auto silu) {
         auto const launch = [&](auto* kernel, int vector) {
             auto const grid = detail::cut_forward(plan, given.channels, vector);
@@ -189,6 +191,7 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     detail::require_conv_rows<T const>(where, "dy", dy, plan.rows(), given.channels, here);
     detail::require_conv_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
     if (edge.count() * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
     detail::with_activation(act, [&](auto silu) {
         detail::launch_convolution(kernels::causal_conv1d_edge<T, silu>, (given.channels + 127) / 128 * edge.count(),
                                    dim3(128), in, here, given, detail::conv_view<T const>(dy), plan.edge_places(),
@@ -249,6 +252,7 @@ void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity
     require(reinterpret_cast<std::uintptr_t>(to.workspace.data()) % 16 == 0, where, "address of the workspace",
             "a multiple of 16 bytes", "another", here);
     if (given.rows * channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward">();
     kernels::conv_backward<T> out{
         detail::conv_view<T const>(dy),      detail::conv_view(to.dx), detail::conv_view(edge),
         detail::conv_view(dz_halo),          plan.edge_rows(),         plan.after(),

@@ -2,8 +2,8 @@
 // Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
 #pragma once
 
+#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
-#include <cpx/cuda/runtime.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/transport/exchange.hpp>
@@ -129,7 +129,7 @@ public:
         comm_.begin_call(here);
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        named_range const range(names::exchange());
+        auto const range = named_range<"cpx exchange, send and receive">();
         kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
                                                   staged_in_.data()}};
@@ -157,8 +157,8 @@ public:
         if constexpr (addable)
             for (table const& t : add_)
                 if (t.count > 0) {
-                    kernels::add_rectangles<T><<<grid(t.count), 256, 0, stream>>>(t.list.data(), t.count, buffers);
-                    check(cudaGetLastError(), "add_rectangles", here);
+                    launch_early(kernels::add_rectangles<T>, grid(t.count), 256, 0, stream, "add_rectangles", here,
+                                 t.list.data(), t.count, buffers);
                 }
         if (capturing == cudaStreamCaptureStatusNone) done_.record(stream, here);
     }
@@ -200,8 +200,8 @@ private:
     }
     void copy(table const& t, kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) const {
         if (t.count == 0) return;
-        kernels::copy_rectangles<><<<grid(t.count), 512, 0, stream>>>(t.list.data(), t.count, buffers);
-        check(cudaGetLastError(), "copy_rectangles", here);
+        launch_early(kernels::copy_rectangles<>, grid(t.count), 512, 0, stream, "copy_rectangles", here, t.list.data(),
+                     t.count, buffers);
     }
     static table upload(std::vector<kernels::rectangle> const& list) {
         return {buffer<kernels::rectangle>(std::span(list)), static_cast<int>(list.size())};

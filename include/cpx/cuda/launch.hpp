@@ -6,29 +6,30 @@
 
 #include <cpx/previous_kernel.cuh>
 
+#include <cstddef>
+#include <type_traits>
+
 namespace cpx::cuda {
 
 /// Launches a kernel whose first statement is `kernels::wait_for_previous_kernel()`: where its code is of sm_90 or
-/// later (on the first device that is launched to), its blocks come to the multiprocessors while the kernel before it
-/// ends. Can be captured.
-template <auto Kernel, class... Arguments>
-void launch_early(dim3 grid, dim3 block, cudaStream_t stream, char const* what, caller here,
-                  Arguments const&... arguments) {
-    static bool const waits = [&] { // else nothing in the code waits
-        cudaFuncAttributes found{};
-        check(cudaFuncGetAttributes(&found, Kernel), "cudaFuncGetAttributes", here);
-        return found.ptxVersion >= 90;
-    }();
+/// later, its blocks come to the multiprocessors while the kernel before it ends. `shared`: bytes of dynamic shared
+/// memory. Can be captured.
+template <class... P>
+void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
+                  char const* what, caller here, std::type_identity_t<P> const&... arguments) {
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
+    config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = waits ? 1 : 0;
-    check(cudaLaunchKernelEx(&config, Kernel, arguments...), what, here);
+    config.numAttrs = code.ptxVersion >= 90 ? 1 : 0; // else nothing in the code waits
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), what, here);
 }
 
 } // namespace cpx::cuda

@@ -4,6 +4,9 @@
 
 #include <nvtx3/nvtx3.hpp>
 
+#include <algorithm>
+#include <cstddef>
+
 namespace cpx::cuda {
 
 /// The domain under which profilers list cpx.
@@ -11,23 +14,23 @@ struct nvtx_domain {
     static constexpr char const* name{"cpx"};
 };
 
-/// Names what is enqueued while it lives: `named_range const r(names::exchange());`. Costs some nanoseconds without a
-/// profiler.
-using named_range = nvtx3::scoped_range_in<nvtx_domain>;
-using range_name = nvtx3::registered_string_in<nvtx_domain>;
+namespace detail {
 
-/// Names are registered once, so that a range holds a handle and no text.
-namespace names {
+/// Text as an argument of templates.
+template <std::size_t N>
+struct literal {
+    consteval literal(char const (&from)[N]) { std::copy_n(from, N, text); }
+    char text[N];
+};
 
-inline range_name const& exchange() {
-    static range_name const name("cpx exchange, send and receive");
-    return name;
+} // namespace detail
+
+/// Names what is enqueued while the result lives: `auto const range = named_range<"cpx relayout">();`. A name is
+/// registered once, and a range holds its handle and no text. Costs some nanoseconds without a profiler.
+template <detail::literal Name>
+[[nodiscard]] nvtx3::scoped_range_in<nvtx_domain> named_range() {
+    static nvtx3::registered_string_in<nvtx_domain> const name(Name.text);
+    return nvtx3::scoped_range_in<nvtx_domain>(name);
 }
-inline range_name const& relayout() {
-    static range_name const name("cpx relayout, one kernel");
-    return name;
-}
-
-} // namespace names
 
 } // namespace cpx::cuda

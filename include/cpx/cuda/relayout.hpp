@@ -2,8 +2,8 @@
 // A relayout in one kernel, where every rank's memory can be stored to by the others.
 #pragma once
 
+#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
-#include <cpx/cuda/runtime.hpp>
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/relayout.hpp>
@@ -123,14 +123,14 @@ public:
     void enqueue(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch, cudaStream_t stream,
                  caller here = caller::here()) const {
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
-        named_range const range(names::relayout());
+        auto const range = named_range<"cpx relayout, one kernel">();
         auto const kernel = kernels::relayout_push<source_side, target_side>;
         std::size_t const shared = tables(memory, batch);
         if (shared > 48 * 1024)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
                   "cudaFuncSetAttribute", here);
-        kernel<<<static_cast<unsigned>(memory.blocks), 512, shared, stream>>>(from_, to_, r, memory.meeting);
-        check(cudaGetLastError(), "relayout_push", here);
+        launch_early(kernel, dim3(static_cast<unsigned>(memory.blocks)), dim3(512), shared, stream, "relayout_push",
+                     here, from_, to_, r, memory.meeting);
     }
 
     /// Throws `cpx::error` if a call with these arguments would.

@@ -2,7 +2,6 @@
 // Rotary position embedding on the GPU: ordinary and multimodal positions, several tensors at once.
 #pragma once
 
-#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/plan/segments.hpp>
 
@@ -211,16 +210,18 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
         dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(parts),
                         static_cast<unsigned>(std::max<index>(1, shares(half, lanes * at_once))));
         auto const launch = [&](auto whole_lines) {
-            launch_early<kernels::rotary<T, at_once, whole_lines()>>(
-                grid, dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), stream, where, here, call);
+            launch_early(kernels::rotary<T, at_once, whole_lines()>, grid,
+                         dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), 0, stream, where, here,
+                         call);
         };
         if constexpr (size == 16)
             if (!moves && 2 * half * element == 128 && head_dim * element > 128) {
                 index const warps = shares(heads, kernels::line_heads), y = std::min<index>(warps, kernels::line_warps);
                 index const z = kernels::line_warps / y;
                 dim3 const lines(static_cast<unsigned>(shares(call.rows, z)), static_cast<unsigned>(shares(warps, y)));
-                return launch_early<kernels::rotary_lines<T>>(
-                    lines, dim3(32, static_cast<unsigned>(y), static_cast<unsigned>(z)), stream, where, here, call);
+                return launch_early(kernels::rotary_lines<T>, lines,
+                                    dim3(32, static_cast<unsigned>(y), static_cast<unsigned>(z)), 0, stream, where,
+                                    here, call);
             }
         bool const whole = moves || (2 * half * element) % 128 == 0;
         if constexpr (size == 16)
@@ -243,6 +244,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
 template <gpu_number T>
 void rotary(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
             rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
+    auto const range = named_range<"cpx rotary">();
     detail::rotary<T>("rotary", tensors, head_dim, pairs, positions, 1, stream, here);
 }
 
@@ -250,6 +252,7 @@ void rotary(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs co
 template <gpu_number T>
 void rotary_backward(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
                      rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
+    auto const range = named_range<"cpx rotary_backward">();
     detail::rotary<T>("rotary_backward", tensors, head_dim, pairs, positions, -1, stream, here);
 }
 

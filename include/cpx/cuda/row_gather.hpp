@@ -3,7 +3,8 @@
 #pragma once
 
 #include <cpx/core/rows.hpp>
-#include <cpx/cuda/runtime.hpp>
+#include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/nvtx.hpp>
 
 #include <cpx/row_gather.cuh>
 
@@ -98,13 +99,13 @@ void move_rows(rows<T const> from, I const* list, index count, rows<T> to, cudaS
     int const bytes = vector_bytes({address(from.data()), address(to.data()), row_bytes(from), row_bytes(to)});
     with_bytes<1>(bytes, [&](auto size) {
         row_shape const shape(count, width / size, 4);
-        kernels::move_rows<Scatter, bytes_at_once<size>><<<shape.grid, shape.block, 0, stream>>>(
+        launch_early(
+            kernels::move_rows<Scatter, bytes_at_once<size>, I>, shape.grid, shape.block, 0, stream, "move_rows", here,
             kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()), reinterpret_cast<char*>(to.data()),
                                     list, nullptr, count, Scatter ? to.count() : from.count(), width,
                                     from.stride() * static_cast<index>(sizeof(T)),
                                     to.stride() * static_cast<index>(sizeof(T))});
     });
-    check(cudaGetLastError(), "move_rows", here);
 }
 
 } // namespace detail
@@ -120,6 +121,7 @@ template <class T, row_number I>
 void gather_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, cudaStream_t stream,
                  caller here = caller::here()) {
     detail::require_listed<T, I>("gather_rows", from, list, to, to, "the rows of to", here);
+    auto const range = named_range<"cpx gather_rows">();
     detail::move_rows<false, T>(from, list.data(), to.count(), to, stream, here);
 }
 
@@ -133,6 +135,7 @@ template <class T, row_number I>
 void scatter_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, other_rows others,
                   cudaStream_t stream, caller here = caller::here()) {
     detail::require_listed<T, I>("scatter_rows", from, list, to, from, "the rows of from", here);
+    auto const range = named_range<"cpx scatter_rows">();
     if (others == other_rows::zeros)
         detail::move_rows<false, T, I>(rows<T const>(to.data(), 0, to.width()), nullptr, to.count(), to, stream, here);
     detail::move_rows<true, T>(from, list.data(), from.count(), to, stream, here);
@@ -153,18 +156,19 @@ void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I cons
     require(order.empty() || order.size() == list.size(), "scatter_add_rows", "numbers in the order", list.size(),
             order.size(), here);
     if (from.count() == 0 || from.width() == 0) return;
+    auto const range = named_range<"cpx scatter_add_rows">();
     int const bytes = detail::vector_bytes(
         {detail::address(from.data()), detail::address(to.data()), detail::row_bytes(from), detail::row_bytes(to)});
     detail::with_bytes<sizeof(T)>(bytes, [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T));
         index const element = static_cast<index>(sizeof(T));
         detail::row_shape const shape(from.count(), from.width() / at_once, 1);
-        kernels::add_rows<T, at_once><<<shape.grid, shape.block, 0, stream>>>(
-            kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()), reinterpret_cast<char*>(to.data()),
-                                    list.data(), order.empty() ? nullptr : order.data(), from.count(), to.count(),
-                                    from.width(), from.stride() * element, to.stride() * element});
+        launch_early(kernels::add_rows<T, at_once, I>, shape.grid, shape.block, 0, stream, "add_rows", here,
+                     kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()),
+                                             reinterpret_cast<char*>(to.data()), list.data(),
+                                             order.empty() ? nullptr : order.data(), from.count(), to.count(),
+                                             from.width(), from.stride() * element, to.stride() * element});
     });
-    check(cudaGetLastError(), "add_rows", here);
 }
 
 /// A list of rows with equal numbers side by side, and where each of its numbers stood before, ascending where equal.
