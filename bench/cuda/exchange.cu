@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Relayouts between GPUs by one kernel and by send and receive, beside NCCL's own collectives. One process a GPU:
-// `bench.cuda.exchange [RANKS [BLOCKS]]`; exit code 1 if a result is wrong.
+// Relayouts between GPUs by one kernel and by send and receive, beside NCCL's own collectives and the three steps of
+// trainers. One process a GPU: `bench.cuda.exchange [RANKS [BLOCKS]]`; exit code 1 if a result is wrong.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/shared_memory.hpp>
 
 #include "../../tests/cuda/processes.hpp"
 #include "../../tests/cuda/whole.hpp"
+#include "three_steps.hpp"
 #include "timing.hpp"
 
 #include <charconv>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 namespace {
 
@@ -30,7 +32,10 @@ struct way {
 };
 
 struct row {
-    way one_kernel, send_receive, all_to_all, gather_slice;
+    way one_kernel, send_receive, all_to_all, gather_slice, three_steps;
+
+    /// Returns how many times as fast as `peer` one kernel is; NaN if one of them was not run.
+    double ratio(way const& peer) const { return static_cast<double>(peer.ms) / static_cast<double>(one_kernel.ms); }
 };
 
 class rank_bench {
@@ -94,8 +99,30 @@ public:
                                   std::span<std::int32_t const>(list.data(), places.size()), to_rows, stream_);
             });
         }
+        if constexpr (From::every_row != To::every_row)
+            if (three_steps::possible(heads_of(from, to))) {
+                three_steps::relayout<element, From, To> const steps(from, to, comm_);
+                ways.three_steps = time(sent, y.data(), target, [&] { steps(from_rows, to_rows, stream_); });
+            }
         print(name, ways);
+        printed_.emplace_back(name, ways);
         return ways;
+    }
+
+    /// Prints for all relayouts how one kernel compares.
+    void print_ratios() const {
+        if (comm_.rank() != 0) return;
+        std::printf("\n%-54s %14s %14s %14s %14s\n", "one kernel, so many times as fast as", "send/receive",
+                    "all to all", "gather, slice", "three steps");
+        for (auto const& [name, ways] : printed_) {
+            std::printf("%-54s", name.c_str());
+            for (way const& peer : {ways.send_receive, ways.all_to_all, ways.gather_slice, ways.three_steps})
+                if (double const ratio = ways.ratio(peer); std::isnan(ratio))
+                    std::printf(" %14s", "-");
+                else
+                    std::printf(" %14.2f", ratio);
+            std::printf("\n");
+        }
     }
 
     cudaStream_t stream() const { return stream_; }
@@ -144,6 +171,15 @@ private:
         return mine;
     }
 
+    /// Returns the one of two shardings that is of heads.
+    template <class From, class To>
+    static auto const& heads_of(From const& from, To const& to) {
+        if constexpr (To::every_row)
+            return to;
+        else
+            return from;
+    }
+
     void print(std::string const& name, row const& ways) {
         std::string wrong, cells;
         auto const add = [&](char const* what, way const& w) {
@@ -160,6 +196,7 @@ private:
         add("send/receive", ways.send_receive);
         add("all to all", ways.all_to_all);
         add("gather, slice", ways.gather_slice);
+        add("three steps", ways.three_steps);
         all_right_ = all_right_ && wrong.empty();
         if (comm_.rank() != 0) return;
         std::printf("%-54s%s  %s\n", name.c_str(), cells.c_str(), wrong.empty() ? "correct" : wrong.c_str());
@@ -169,6 +206,7 @@ private:
     cpx::nccl& comm_;
     cuda::shared_memory& memory_;
     cuda::stream stream_;
+    std::vector<std::pair<std::string, row>> printed_;
     bool all_right_ = true;
 };
 
@@ -186,8 +224,8 @@ std::string run(int rank, int blocks) {
                     ranks, timing::device_name().c_str(), timing::copy_bandwidth(bench.stream()) * 1e-12,
                     version / 10000, version / 100 % 100, version % 100);
         if (!memory.one_kernel()) std::printf("no one kernel: the GPUs do not all reach each other's memory\n");
-        std::printf("%-54s %13s %5s %13s %5s %13s %5s %13s %5s  result\n", "relayout", "one kernel", "GB/s",
-                    "send/receive", "GB/s", "all to all", "GB/s", "gather, slice", "GB/s");
+        std::printf("%-54s %13s %5s %13s %5s %13s %5s %13s %5s %13s %5s  result\n", "relayout", "one kernel", "GB/s",
+                    "send/receive", "GB/s", "all to all", "GB/s", "gather, slice", "GB/s", "three steps", "GB/s");
     }
     timing::limits limits; // of 4 ranks
     for (auto const& [what, tokens, sequences, most_kernel, most_send] :
@@ -215,6 +253,7 @@ std::string run(int rank, int blocks) {
         limits.at_least(name + ": one kernel; limit: all to all", ways.one_kernel.gb(), ways.all_to_all.gb(), "GB/s");
     std::vector<cpx::section> const o{{32, 128}};
     bench.run("heads -> zigzag, o, 32768 x 4096", cpx::head_sharded<>(ranks, batch, o), zigzag, o, false);
+    bench.print_ratios();
     if (rank == 0) limits.print();
     return rank != 0 || bench.all_right() ? "" : "results are wrong";
 }

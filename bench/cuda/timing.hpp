@@ -66,10 +66,10 @@ public:
     void print() const {
         if (lines_.empty()) return;
         bool const set_for_this = device_name().find("H200") != std::string::npos;
-        std::printf("\n%-74s %15s   %-20s verdict\n", "limits on H200s", "measured", "limit");
+        std::printf("\n%-76s %15s   %-20s verdict\n", "limits on H200s", "measured", "limit");
         for (line const& l : lines_) {
             bool const run = !std::isnan(l.figure);
-            std::printf("%-74s %10.1f %-4s   %-8s %6.1f %-4s %s\n", l.what.c_str(), l.figure, l.unit, l.sense, l.limit,
+            std::printf("%-76s %10.1f %-4s   %-8s %6.1f %-4s %s\n", l.what.c_str(), l.figure, l.unit, l.sense, l.limit,
                         l.unit,
                         !run            ? "not run"
                         : !set_for_this ? "none on this GPU"
@@ -92,7 +92,7 @@ private:
 /// it can run.
 inline int refusal(int argc, char** argv) {
     if (argc > 1) return std::fprintf(stderr, "usage: %s (no arguments)\n", argv[0]), 2;
-    if (cpx::cuda::devices() == 0) return std::printf("cpx: skipped, 1 GPUs wanted, 0 found\n"), 0;
+    if (cpx::cuda::devices() == 0) return std::printf("cpx: skipped, 1 GPU wanted, 0 found\n"), 0;
     return -1;
 }
 

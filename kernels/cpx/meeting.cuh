@@ -20,8 +20,9 @@ struct faults {
 ///
 /// `flags[r]`: rank r's, in its own memory as this rank reaches it, `count` of them: two for each block and rank (an
 /// epoch, and in the upper half what else is to be said), then one a rank that says that this rank has given up;
-/// `epochs`: this rank's, one a block, then whether one has given up; `found`: in host memory that the device can
-/// write. Every rank launches the same number of blocks, all of them resident, in the same order of kernels.
+/// `epochs`: this rank's, one a block, then whether one has given up or the host wants all to; `found`: in host memory
+/// that the device can write. Every rank launches the same number of blocks, all of them resident, in the same order of
+/// kernels.
 struct meeting {
     std::uint64_t* flags[most_ranks];
     std::uint32_t* epochs;
@@ -52,6 +53,11 @@ __device__ __forceinline__ void store_release(std::uint64_t* to, std::uint64_t v
 __device__ __forceinline__ std::uint64_t load_relaxed(std::uint64_t const* from) {
     std::uint64_t value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+    return value;
+}
+__device__ __forceinline__ std::uint32_t load_relaxed(std::uint32_t const* from) {
+    std::uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from));
     return value;
 }
 __device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t const* from) {
@@ -85,10 +91,10 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_
             if (i % 16 != 15) continue; // a look at the clock takes longer than one at the flag
             std::uint64_t const now = detail::nanoseconds();
             if (end == 0) end = now + m.patience;
-            here = now < end;
+            if (now >= end) m.found->missing[threadIdx.x] = 1;
+            here = now < end && detail::load_relaxed(m.epochs + gridDim.x) == 0;
         }
         said = static_cast<std::uint32_t>(found >> 32);
-        if (!here) m.found->missing[threadIdx.x] = 1;
     }
     bool const all = __syncthreads_and(here);
     if (!all && threadIdx.x < static_cast<unsigned>(m.ranks)) { // nobody is to store here any more, nor this rank there
@@ -103,7 +109,8 @@ __device__ inline bool await(meeting const& m, std::uint32_t epoch, std::uint32_
 __device__ inline bool given_up(meeting const& m) {
     if (threadIdx.x >= static_cast<unsigned>(m.ranks)) return false;
     bool const there = detail::load_relaxed(m.flags[m.rank] + m.end(static_cast<int>(threadIdx.x))) != 0;
-    bool const here = m.epochs[gridDim.x] != 0; // then those whom this rank missed are named already
+    bool const here =
+        detail::load_relaxed(m.epochs + gridDim.x) != 0; // then those whom this rank missed are named already
     if (there && !here) m.found->missing[threadIdx.x] = 1;
     return here || there;
 }

@@ -4,14 +4,20 @@
 
 namespace cpx::kernels {
 
-/// Waits until the kernels before this one in the stream have ended and what they wrote is seen; lets the next begin
-/// to wait in its turn. The first statement of a kernel that `cuda::launch_early` launches.
+/// Waits until the kernels before this one in the stream have ended and what they wrote is seen. The first statement of
+/// a kernel that `cuda::launch_early` launches.
 ///
 /// From sm_90 on (programmatic dependent launch, CUDA C++ Programming Guide); older code begins when those have ended.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the next kernel come to the multiprocessors, and wait there, once every block has called this or has ended.
+__device__ __forceinline__ void let_next_kernel_come() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

@@ -48,6 +48,7 @@ __device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* s
 template <class = void>
 __global__ void copy_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
     wait_for_previous_kernel();
+    let_next_kernel_come();
     for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
         rectangle const r = list[i];
         char const* const source = buffers.base[r.source_buffer] + r.source;
@@ -66,6 +67,7 @@ __global__ void copy_rectangles(rectangle const* list, int count, __grid_constan
 template <class T>
 __global__ void add_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
     wait_for_previous_kernel();
+    let_next_kernel_come();
     for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
         rectangle const r = list[i];
         std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);

@@ -289,6 +289,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     }
     std::uint32_t said = 0;
     if (!await(m, epoch + 1, said)) return;
+    let_next_kernel_come(); // not before: it could take the room of kernels that other ranks wait for
     if (int const peer = static_cast<int>(threadIdx.x); fits && peer < m.ranks)
         fits = target.rows(r.first + peer) <= r.target_rows[peer];
     fits = __syncthreads_and(fits && source.rows(rank) <= r.source_rows);

@@ -180,6 +180,7 @@ __device__ __forceinline__ void find_angle(rotary_call const& a, index row, int 
 template <class T, int N, bool WholeLines>
 __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid_constant__ rotary_call const a) {
     wait_for_previous_kernel();
+    let_next_kernel_come();
     using vector = typename words<T, N>::type;
     __shared__ alignas(16) float cosines[most_angles], sines[most_angles];
     int const across = static_cast<int>(blockDim.x), groups = across / a.lanes;
@@ -278,6 +279,7 @@ inline constexpr int line_warps = 4, line_resident = 12, line_heads = 8;
 template <class T>
 __global__ void __launch_bounds__(32 * line_warps, line_resident) rotary_lines(__grid_constant__ rotary_call const a) {
     wait_for_previous_kernel();
+    let_next_kernel_come();
     constexpr int N = 16 / static_cast<int>(sizeof(T)), pairs = 4 * N, at_once = line_heads / 4;
     using vector = typename words<T, N>::type;
     __shared__ alignas(16) float angles[line_warps][2][pairs]; // cosines, sines

@@ -44,6 +44,7 @@ __device__ __forceinline__ void require_row(index row, index limit) {
 template <bool Scatter, class Vector, class I>
 __global__ void __launch_bounds__(256, 4) move_rows(__grid_constant__ listed_rows<I> const a) {
     wait_for_previous_kernel();
+    let_next_kernel_come();
     constexpr int unroll = 4;
     index const i = static_cast<index>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (i >= a.count) return;
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(256, 4) move_rows(__grid_constant__ listed_row
 template <class T, int N, class I>
 __global__ void __launch_bounds__(256, 4) add_rows(__grid_constant__ listed_rows<I> const a) {
     wait_for_previous_kernel();
+    let_next_kernel_come();
     index const i = static_cast<index>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (i >= a.count) return;
     index const row = a.list[i];

@@ -8,9 +8,17 @@
 
 #include <atomic>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 namespace {
+
+/// Errors call rank r 10 + r.
+std::vector<int> numbers(int ranks) {
+    std::vector<int> list(static_cast<std::size_t>(ranks));
+    std::iota(list.begin(), list.end(), 10);
+    return list;
+}
 
 /// Ranks 1 to `last` of `ranks` as processes: each comes, runs `f(call, rank)` and waits to be killed.
 struct others {
@@ -26,7 +34,9 @@ struct others {
             pid_t const child = ::fork();
             if (child == 0) {
                 {
-                    cpx::roll_call call(name, rank, ranks, 10);
+                    cpx::roll_call call(name, rank, numbers(ranks));
+                    here->fetch_add(1);
+                    while (here->load() < last) ::usleep(100); // nobody leaves before all have come
                     if (f(call, rank)) {
                         here->fetch_add(1);
                         for (;;) ::pause();
@@ -37,7 +47,7 @@ struct others {
             }
             processes.push_back(child);
         }
-        while (here->load() < last) ::usleep(100);
+        while (here->load() < 2 * last) ::usleep(100);
     }
     void kill(int rank) const {
         ::kill(processes[static_cast<std::size_t>(rank) - 1], SIGKILL);
@@ -59,7 +69,7 @@ std::string page() { return "cpx.test." + std::to_string(::getpid()); }
 
 TEST_SUITE("transport") {
     TEST_CASE("a rank that was killed is named before those that are behind, by the number that errors use") {
-        cpx::roll_call call(page(), 0, 4, 10);
+        cpx::roll_call call(page(), 0, numbers(4));
         others const ranks(page(), 4, 3, [](cpx::roll_call& mine, int rank) {
             if (rank != 3) mine.begin_call();
             return true;
@@ -79,7 +89,7 @@ TEST_SUITE("transport") {
     }
 
     TEST_CASE("those who gave up because of others are not named, unless nobody else is at fault") {
-        cpx::roll_call call(page(), 0, 4, 10);
+        cpx::roll_call call(page(), 0, numbers(4));
         {
             others const ranks(page(), 4, 3, [](cpx::roll_call& mine, int rank) {
                 if (rank == 1) mine.give_up();
@@ -93,22 +103,51 @@ TEST_SUITE("transport") {
     }
 
     TEST_CASE("a rank that alone has given up and left is named") {
-        cpx::roll_call call(page(), 0, 2, 0);
+        cpx::roll_call call(page(), 0, numbers(2));
         others const ranks(page(), 2, 1, [](cpx::roll_call& mine, int) {
             mine.give_up();
             return false;
         });
         call.everyone_is_here();
-        CHECK(call.dead() == " 1");
+        CHECK(call.dead() == " 11");
     }
 
     TEST_CASE("who has not come is missing until everyone is here; then it is on another host") {
-        cpx::roll_call call(page(), 0, 3, 0);
-        CHECK(call.missing() == " 1 2");
+        cpx::roll_call call(page(), 0, numbers(3));
+        CHECK(call.missing() == " 11 12");
         others const ranks(page(), 3, 1, [](cpx::roll_call&, int) { return true; });
-        CHECK(call.missing() == " 2");
+        CHECK(call.missing() == " 12");
         call.everyone_is_here();
         CHECK(call.missing() == "");
         CHECK(!call.alive(2));
+    }
+
+    TEST_CASE("what a group that never was complete leaves behind accuses nobody of a later one") {
+        { // nobody of this one lives on
+            cpx::roll_call call(page(), 0, numbers(3));
+            others const ranks(page(), 3, 2, [](cpx::roll_call&, int) { return true; });
+            ranks.kill(1);
+            ranks.kill(2);
+        }
+        cpx::roll_call again(page(), 0, numbers(3));
+        CHECK(again.missing() == " 11 12"); // not come, by a page of their own
+        again.everyone_is_here();           // from other hosts
+        CHECK(again.missing() == "");
+        CHECK(again.dead() == "");
+    }
+
+    TEST_CASE("a page with the processes of a group that was killed accuses nobody of a later one") {
+        std::string const name = page();
+        pid_t const killed = ::fork();
+        if (killed == 0) {
+            auto* const call = new cpx::roll_call(name, 1, numbers(2)); // leaves the page behind
+            static_cast<void>(call);
+            ::_exit(0);
+        }
+        ::waitpid(killed, nullptr, 0);
+        cpx::roll_call call(name, 0, numbers(2));
+        CHECK(call.missing() == " 11");
+        call.everyone_is_here();
+        CHECK(call.missing() == "");
     }
 }

@@ -89,7 +89,8 @@ inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, 
 /// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
 /// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
 /// or received into, its place. A plan that sums adds in rank order.
-/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks.
+/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks. Can
+/// be captured; the graph is not launched any more, and has ended, when this object goes.
 template <class T>
 class exchange {
 public:

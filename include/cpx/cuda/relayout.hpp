@@ -41,9 +41,16 @@ struct peer_memory {
 
 namespace detail {
 
+/// Whether addresses of a sharding can be computed on a device.
+template <any_sharding S>
+inline constexpr bool computed_on_device = S::every_row;
+template <layout_policy P, scope Scope, cut Cut>
+inline constexpr bool computed_on_device<sharding<P, Scope, Cut>> =
+    layout<P> && std::is_trivially_copyable_v<P> && std::is_trivially_copyable_v<Cut>;
+
 template <layout_policy P, scope Scope, cut Cut>
 auto device_side(sharding<P, Scope, Cut> const& s) {
-    static_assert(layout<P> && std::is_trivially_copyable_v<P> && std::is_trivially_copyable_v<Cut>,
+    static_assert(computed_on_device<sharding<P, Scope, Cut>>,
                   "cpx: the one-kernel relayout computes addresses on the device and wants layouts and cuts without "
                   "memory of their own (zigzag, sequential, striped; balanced, aligned); use cuda::exchange");
     return kernels::token_side<P, Scope, Cut>{s.policy(), s.cut()};
@@ -63,9 +70,9 @@ using device_side_of = decltype(device_side(std::declval<S const&>()));
 ///
 /// Addresses follow from the policies and from cu_seqlens in device memory, so that a call can be captured in a CUDA
 /// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks,
-/// are noticed by the kernel; see `kernels::fault`. Rows of ranks that this device does not reach stay. Made by every
-/// rank for itself; calls are collective, in the same order on all ranks that reach each other, and end, in stream
-/// order, when all their rows have arrived.
+/// are noticed by the kernel; see `kernels::faults`. Source and targets do not overlap. Rows of ranks that this device
+/// does not reach stay. Made by every rank for itself; calls are collective, in the same order on all ranks that reach
+/// each other, and end, in stream order, when all their rows have arrived.
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
@@ -82,6 +89,10 @@ public:
         auto const parts = sections.empty() ? std::span(&whole, 1) : sections;
         require(std::ssize(parts) <= kernels::most_sections, "cuda::relayout", "sections",
                 "at most " + std::to_string(kernels::most_sections), parts.size(), here);
+        // Where code is loaded when it is first wanted, that would wait for kernels that wait for this one.
+        cudaFuncAttributes loaded{};
+        check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
+              here);
         index const element = static_cast<index>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
         pieces_ = static_cast<int>(parts.size());

@@ -26,8 +26,7 @@ public:
         auto const groups = find_groups(comm, most, here);
         bool const alone = std::ranges::all_of(groups, [](range g) { return g.size() == 1; });
         group_ = groups[static_cast<std::size_t>(comm.rank())];
-        if (group_.size() < comm.ranks() && !alone)
-            near_ = comm.group(static_cast<int>(group_.first), static_cast<int>(group_.size()), here);
+        if (group_.size() < comm.ranks() && !alone) near_ = comm.split(static_cast<int>(group_.first), here);
         nccl& members = near_ ? *near_ : comm;
         bool const together = members.ranks() == group_.size() && (group_.size() > 1 || comm.ranks() == 1);
         if (together && nccl_window::supported(members, here)) {
@@ -93,9 +92,11 @@ private:
         try {
             f();
         } catch (error const&) {
-            auto const dead = near_ && window_->missed() ? comm_.dead() : std::string();
-            if (dead.empty()) throw;
-            comm_.fail("relayout", "all ranks in time", here, "nothing from ranks" + dead);
+            if (!near_) throw;
+            auto const dead = window_->missed() ? comm_.dead() : std::string();
+            if (!dead.empty()) comm_.fail("relayout", "all ranks in time", here, "nothing from ranks" + dead);
+            comm_.give_up("relayout"); // what it waits for would never come
+            throw;
         }
     }
 
@@ -135,7 +136,8 @@ private:
     buffer<char> plain_;
 };
 
-/// A relayout into shared memory, whichever way that moves.
+/// A relayout into shared memory, whichever way that moves; between shardings whose addresses a device cannot compute
+/// (`table`, `by_length`) rows are sent and received everywhere.
 template <class T, any_sharding From, any_sharding To>
 class shared_relayout {
 public:
@@ -158,10 +160,12 @@ public:
         require(offset >= 0 && offset % 16 == 0 && offset + bytes <= end_ && end_ <= memory.bytes(), "shared_relayout",
                 "place of the target",
                 "a multiple of 16 with " + std::to_string(bytes) + " bytes after it in the memory", offset, here);
-        if (memory.any_kernel()) kernel_.emplace(plan, width, here);
-        if (memory.one_kernel()) {
-            detail::agree(comm, detail::identify<T>(plan, width), here);
-            return;
+        if constexpr (by_kernel) {
+            if (memory.any_kernel()) kernel_.emplace(plan, width, here);
+            if (memory.one_kernel()) {
+                detail::agree(comm, detail::identify<T>(plan, width), here);
+                return;
+            }
         }
         exchange_ = std::make_unique<exchange<T>>(plan, width, comm, 0, 0, kernel_ ? memory.group() : range{}, here);
         auto const offsets = plan.from.batch().offsets();
@@ -182,11 +186,12 @@ public:
     /// `exchange` do, before anything is enqueued.
     void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
         peer_memory peers;
-        if (kernel_) {
-            peers = memory_.peers(here);
-            peers.bytes = end_;
-            kernel_->check_call(from, peers, offset_, batch, here);
-        }
+        if constexpr (by_kernel)
+            if (kernel_) {
+                peers = memory_.peers(here);
+                peers.bytes = end_;
+                kernel_->check_call(from, peers, offset_, batch, here);
+            }
         if (exchange_) {
             cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
             check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
@@ -198,17 +203,30 @@ public:
             memory_.sent(stream, here);
             batch.digest = digest_;
         }
-        if (kernel_) {
-            kernel_->enqueue(from, peers, offset_, batch, stream, here);
-            memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
-        }
+        if constexpr (by_kernel)
+            if (kernel_) {
+                kernel_->enqueue(from, peers, offset_, batch, stream, here);
+                memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
+            }
     }
 
 private:
+    static constexpr bool by_kernel = detail::computed_on_device<From> && detail::computed_on_device<To>;
+    struct no_kernel {};
+    template <class F, class G>
+    struct kernel_of {
+        using type = no_kernel;
+    };
+    template <class F, class G>
+        requires(by_kernel)
+    struct kernel_of<F, G> {
+        using type = relayout<T, F, G>;
+    };
+
     shared_memory& memory_;
     index offset_, end_, rows_, width_;
     std::uint32_t digest_ = 0; ///< of the plan's offsets, where some rows are sent
-    std::optional<relayout<T, From, To>> kernel_;
+    std::optional<typename kernel_of<From, To>::type> kernel_;
     std::unique_ptr<exchange<T>> exchange_; ///< with the ranks that the kernel does not reach
 };
 

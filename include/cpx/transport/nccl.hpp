@@ -6,12 +6,15 @@
 
 #include <nccl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <thread>
@@ -22,26 +25,30 @@ namespace cpx {
 
 /// A rank's communicator: joined with a deadline, watched, aborted when it fails.
 ///
-/// Belongs to one thread and to the device that was current when it was made. After an error it is broken: every later
-/// call throws at once. A peer that dies or never comes is an error on the others within the deadline, which names the
-/// ranks of this host that are missing.
+/// Belongs to one thread and to the device that was current when it was made. After an error it has been aborted, so
+/// that nothing on the device waits for other ranks any more and memory can be freed, and every later call throws at
+/// once. A peer that dies or never comes is an error on the others within the deadline, which names the ranks of this
+/// host that are missing.
 ///
 /// Calls of NCCL block in this thread, for symmetric windows want it so; another one watches the deadline and aborts.
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
-    static constexpr std::chrono::milliseconds default_deadline{60'000};
+    static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
 
     /// Joins the communicator of `id` as `rank` of `ranks`. Collective.
     ///
     /// Throws `cpx::error` if a rank has not come by the deadline or NCCL fails.
     nccl(ncclUniqueId const& id, int rank, int ranks, std::chrono::milliseconds deadline = default_deadline,
          caller here = caller::here())
-        : nccl(rank, ranks, deadline, id, here) {
+        : nccl(rank, count_to(ranks, here), deadline, id, here) {
         join(here);
     }
 
     /// Returns all ranks of a communicator in this process, rank i on `devices[i]`, for one thread each.
+    ///
+    /// In one process, to allocate or free memory of a device waits for all of its work: no thread does so while
+    /// another one's rank waits for it.
     static std::vector<std::unique_ptr<nccl>> all(std::span<int const> devices,
                                                   std::chrono::milliseconds deadline = default_deadline,
                                                   caller here = caller::here()) {
@@ -56,7 +63,7 @@ public:
         for (int rank = 0; rank < ranks; ++rank) {
             int const device = devices[static_cast<std::size_t>(rank)];
             require(cudaSetDevice(device) == cudaSuccess, "nccl", "device", "one of this machine", device, here);
-            group.emplace_back(new nccl(rank, ranks, deadline, id, here)); // begins to join
+            group.emplace_back(new nccl(rank, count_to(ranks, here), deadline, id, here)); // begins to join
         }
         for (auto& comm : group) comm->join(here);
         return group;
@@ -95,7 +102,8 @@ public:
             ::setenv("NCCL_COMM_ID", later.name->c_str(), 1);
         }
         static std::atomic<int> before = 0; // of this address, which is the id of all of them
-        auto joined = std::unique_ptr<nccl>(new nccl(rank, ranks, deadline, new_id(here), here, 0, ++before));
+        auto joined =
+            std::unique_ptr<nccl>(new nccl(rank, count_to(ranks, here), deadline, new_id(here), here, ++before));
         joined->join(here);
         return joined;
     }
@@ -108,20 +116,24 @@ public:
         return id;
     }
 
-    /// Joins the ranks [first, first + ranks) of this communicator, of which this one is one, in a communicator of
-    /// their own, whose errors call ranks as this one does. Collective over this one: every rank names its own group.
-    std::unique_ptr<nccl> group(int first, int ranks, caller here = caller::here()) {
-        require(first >= 0 && rank_ >= first && rank_ < first + ranks && first + ranks <= ranks_, "nccl::group",
-                "ranks", "some of " + std::to_string(ranks_) + " with rank " + std::to_string(rank_),
-                std::to_string(first) + " to " + std::to_string(first + ranks - 1), here);
+    /// Joins those ranks of this communicator that give the same `color`, from 0 on, in the order that they have here:
+    /// a context-parallel group is a part of the world. Its errors call ranks as this one's do. Collective over this
+    /// one. Throws `cpx::error` as the constructor does.
+    std::unique_ptr<nccl> split(int color, caller here = caller::here()) {
+        require(color >= 0, "nccl::split", "color", "not negative", color, here);
+        std::vector<int> colors(static_cast<std::size_t>(ranks_)), members, numbers;
+        gather(&color, colors.data(), sizeof color, here);
+        for (int r = 0; r < ranks_; ++r)
+            if (colors[static_cast<std::size_t>(r)] == color) members.push_back(r), numbers.push_back(number(r));
+        int const place = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
         without_comm_id const own; // else all groups would have that id
         ncclUniqueId mine{};
-        if (rank_ == first) mine = new_id(here);
+        if (place == 0) mine = new_id(here);
         // no vector: nvcc 13.0 ends with an internal error at one of this struct
         auto const all = std::make_unique<ncclUniqueId[]>(static_cast<std::size_t>(ranks_));
         gather(&mine, all.get(), sizeof mine, here);
-        std::unique_ptr<nccl> joined(
-            new nccl(rank_ - first, ranks, deadline_, all[static_cast<std::size_t>(first)], here, first_ + first));
+        ncclUniqueId const& id = all[static_cast<std::size_t>(members.front())];
+        std::unique_ptr<nccl> joined(new nccl(place, std::move(numbers), deadline_, id, here));
         joined->join(here);
         return joined;
     }
@@ -136,7 +148,7 @@ public:
         }
         watching_ = false;
         if (watchdog_.joinable()) watchdog_.join();
-        if (comm_ && !aborted_) static_cast<void>(broken_.empty() ? ncclCommDestroy(comm_) : ncclCommAbort(comm_));
+        if (comm_ && !aborted_) static_cast<void>(ncclCommDestroy(comm_));
         std::lock_guard const lock(joining_->guard); // perhaps nobody has waited for the thread that joins
         if (!comm_ && joining_->comm && !joining_->abandoned) static_cast<void>(ncclCommAbort(joining_->comm));
         joining_->abandoned = true;
@@ -145,8 +157,8 @@ public:
     int rank() const { return rank_; }
     int ranks() const { return ranks_; }
     int device() const { return device_; }
-    /// Returns the number by which errors call rank 0.
-    int first() const { return first_; }
+    /// Returns the number by which errors call `rank`.
+    int number(int rank) const { return numbers_[static_cast<std::size_t>(rank)]; }
     bool on_this_host(int rank) const { return present_->alive(rank); }
     /// Returns " 1 3", the ranks of this host that are dead or have left; "" if none is.
     std::string dead() const { return present_->dead(); }
@@ -253,22 +265,41 @@ public:
             auto const names = present_->missing();
             actual = names.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + names;
         }
-        break_off(what);
-        if (comm_ && !aborted_.exchange(true)) static_cast<void>(ncclCommAbort(comm_));
+        give_up(what);
         throw error("nccl", what, expected, actual, here);
     }
 
-    /// Throws; the communicator is broken, not aborted: kernels that ran over its windows may still be in flight.
-    [[noreturn]] void refuse(char const* what, std::string const& expected, std::string const& actual,
-                             caller here = caller::here()) {
-        break_off(what);
-        throw error("nccl", what, expected, actual, here);
+    /// Aborts the communicator because `what` has failed, perhaps on another one.
+    void give_up(char const* what) {
+        if (broken_.empty()) broken_ = std::string(what) + " failed before";
+        present_->give_up();
+        abort();
+    }
+
+    /// Has `stop()` run before an abort, perhaps by another thread: it ends kernels that reach other ranks' memory,
+    /// which the abort takes away. `who` takes it back by `forget`.
+    void before_abort(void const* who, std::function<void()> stop) {
+        std::lock_guard const lock(stops_guard_);
+        stops_.emplace_back(who, std::move(stop));
+    }
+    void forget(void const* who) {
+        std::lock_guard const lock(stops_guard_);
+        std::erase_if(stops_, [=](auto const& s) { return s.first == who; });
     }
 
 private:
-    void break_off(char const* what) {
-        broken_ = std::string(what) + " failed before";
-        present_->give_up();
+    void abort() {
+        if (!comm_ || aborted_.exchange(true)) return;
+        std::lock_guard const lock(stops_guard_);
+        for (auto const& [who, stop] : stops_) stop();
+        static_cast<void>(ncclCommAbort(comm_));
+    }
+    /// Returns the numbers from 0 to `ranks` - 1.
+    static std::vector<int> count_to(int ranks, caller here) {
+        require(ranks > 0, "nccl", "ranks", "at least 1", ranks, here);
+        std::vector<int> numbers(static_cast<std::size_t>(ranks));
+        std::iota(numbers.begin(), numbers.end(), 0);
+        return numbers;
     }
     /// Takes NCCL_COMM_ID out of the environment for a while.
     struct without_comm_id {
@@ -288,14 +319,15 @@ private:
         ncclComm_t comm = nullptr;
     };
 
-    nccl(int rank, int ranks, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here, int first = 0,
-         int number = 0)
-        : rank_(rank), ranks_(ranks), first_(first), deadline_(deadline), joining_(std::make_shared<joining>()) {
-        require(ranks > 0 && rank >= 0 && rank < ranks, "nccl", "rank", "0 to " + std::to_string(ranks - 1), rank,
-                here);
+    /// `numbers`: by which errors call the ranks; `again`: tells communicators of one id from each other.
+    nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here,
+         int again = 0)
+        : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)), deadline_(deadline),
+          joining_(std::make_shared<joining>()) {
+        require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
         require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
-        present_ = std::make_unique<roll_call>(page_name(id, number), rank, ranks, first);
-        std::thread([state = joining_, id, rank, ranks, device = device_] {
+        present_ = std::make_unique<roll_call>(page_name(id, again), rank, numbers_);
+        std::thread([state = joining_, id, rank, ranks = ranks_, device = device_] {
             ncclComm_t comm = nullptr;
             ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
             config.blocking = 1;
@@ -320,13 +352,13 @@ private:
         comm_ = joining_->comm;
         present_->everyone_is_here();
         watchdog_ = std::thread([this] {
+            static_cast<void>(cudaSetDevice(device_));
             while (watching_) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(20));
                 auto const until = busy_until_.load();
                 if (until == 0 || clock::now().time_since_epoch().count() <= until) continue;
                 auto taken = until; // from here on the call counts as failed, however it ends
-                if (busy_until_.compare_exchange_strong(taken, 0) && !aborted_.exchange(true))
-                    static_cast<void>(ncclCommAbort(comm_));
+                if (busy_until_.compare_exchange_strong(taken, 0)) abort();
             }
         });
     }
@@ -339,12 +371,11 @@ private:
             fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
     }
 
-    /// `number`: tells communicators of one id from each other.
-    static std::string page_name(ncclUniqueId const& id, int number) {
+    static std::string page_name(ncclUniqueId const& id, int again) {
         std::uint64_t hash = 14695981039346656037ull;
         for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
         char text[48];
-        std::snprintf(text, sizeof text, "cpx.%016llx.%d", static_cast<unsigned long long>(hash), number);
+        std::snprintf(text, sizeof text, "cpx.%016llx.%d", static_cast<unsigned long long>(hash), again);
         return text;
     }
     static int variable(char const* name, int lowest, int highest, caller here) {
@@ -355,7 +386,9 @@ private:
                 std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
         return static_cast<int>(value);
     }
-    int rank_, ranks_, first_, device_ = 0;
+
+    int rank_, ranks_, device_ = 0;
+    std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
     ncclComm_t comm_ = nullptr;
     std::unique_ptr<roll_call> present_;
@@ -363,6 +396,8 @@ private:
     std::shared_ptr<joining> joining_;
     std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended, 0 if there is none
     std::atomic<bool> aborted_ = false, watching_ = true;
+    std::mutex stops_guard_;
+    std::vector<std::pair<void const*, std::function<void()>>> stops_;
     std::thread watchdog_;
 };
 

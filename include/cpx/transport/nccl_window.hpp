@@ -29,9 +29,13 @@ __global__ void window_pointers(ncclWindow_t window, int ranks, void** pointers)
 /// Never uses multicast. Made and freed by all ranks in the same order.
 class nccl_window {
 public:
-    /// Returns whether all ranks of the communicator reach each other's memory. Collective; the same on every rank.
+    /// Returns whether all ranks of the communicator reach each other's memory, and the NCCL that is loaded is of the
+    /// version (patches aside) whose headers this was compiled with, for kernels read its windows. Collective; the same
+    /// on every rank.
     static bool supported(nccl& comm, caller here = caller::here()) {
         comm.begin_call(here);
+        int loaded = 0;
+        static_cast<void>(ncclGetVersion(&loaded));
 #ifdef NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER // from NCCL 2.29 on
         ncclDevCommRequirements wanted = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
 #else
@@ -39,7 +43,7 @@ public:
 #endif
         wanted.lsaBarrierCount = 1;
         ncclDevComm device;
-        bool can = comm.ranks() <= kernels::most_ranks;
+        bool can = comm.ranks() <= kernels::most_ranks && loaded / 100 == NCCL_VERSION_CODE / 100;
         can = can && comm.outcome(
                          "ncclDevCommCreate", [&] { return ncclDevCommCreate(comm.get(), &wanted, &device); }, here) ==
                          ncclSuccess;
@@ -100,7 +104,9 @@ public:
             cudaMemcpy(base_, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()), cudaMemcpyDeviceToHost),
             "window_pointers", here);
         for (int r = 0; r < comm.ranks(); ++r) {
-            meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(base_[r] + bytes_);
+            // this rank's by its own address, which an abort leaves as it is
+            char* const memory = r == comm.rank() ? data() : base_[r];
+            meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(memory + bytes_);
         }
         cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks + 1) * 4), "cudaMemset", here);
         cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.found), sizeof(kernels::faults), cudaHostAllocPortable),
@@ -109,6 +115,8 @@ public:
         meeting_.rank = comm.rank();
         meeting_.ranks = comm.ranks();
         meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
+        cuda(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
+        comm.before_abort(this, [this] { stop(); });
         char const ready = 1;
         std::vector<char> everyone(static_cast<std::size_t>(comm.ranks()));
         comm.gather(&ready, everyone.data(), 1, here); // nobody's flags are written before they are 0
@@ -120,9 +128,12 @@ public:
             comm_.synchronize_device();
             if (window_)
                 comm_.call("ncclCommWindowDeregister", [&] { return ncclCommWindowDeregister(comm_.get(), window_); });
-        } catch (error const&) { // what was shared is freed with the communicator; kernels end by themselves
+        } catch (error const&) { // what was shared went with the communicator
+            stop();
             static_cast<void>(cudaDeviceSynchronize());
         }
+        comm_.forget(this);
+        if (stopper_) static_cast<void>(cudaStreamDestroy(stopper_));
         if (memory_) static_cast<void>(ncclMemFree(memory_));
         static_cast<void>(cudaFree(meeting_.epochs));
         static_cast<void>(cudaFreeHost(meeting_.found));
@@ -159,27 +170,40 @@ public:
 private:
     explicit nccl_window(nccl& comm) : comm_(comm) {}
 
+    /// Ends the kernels that wait for others, and those that are yet to begin, as if they had waited long enough.
+    void stop() const {
+        if (!stopper_) return;
+        int before = comm_.device();
+        static_cast<void>(cudaGetDevice(&before));
+        static_cast<void>(cudaSetDevice(comm_.device()));
+        static_cast<void>(cudaMemsetAsync(meeting_.epochs + blocks_, 1, sizeof *meeting_.epochs, stopper_));
+        for (int ms = 0; ms < 1000 && cudaStreamQuery(stopper_) == cudaErrorNotReady; ++ms)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // they look every few microseconds
+        static_cast<void>(cudaSetDevice(before));
+    }
+
     /// Returns the ranks that kernels have found at fault, each after a space.
     std::string found(std::uint8_t (kernels::faults::*fault)[kernels::most_ranks]) const {
         std::uint8_t const volatile* const ranks = meeting_.found->*fault; // kernels may be writing
         std::string names;
         for (int r = 0; r < comm_.ranks(); ++r)
-            if (ranks[r]) names += ' ' + std::to_string(comm_.first() + r);
+            if (ranks[r]) names += ' ' + std::to_string(comm_.number(r));
         return names;
     }
 
     /// Throws if a kernel has found ranks at fault.
     void check_faults(caller here) const {
         if (auto const names = found(&kernels::faults::refused); !names.empty())
-            comm_.refuse("relayout kernel",
-                         "offsets that ascend from 0, with rows that fit the buffers, and the plan's "
-                         "if some rows are sent",
-                         "others from ranks" + names, here);
+            comm_.fail(
+                "relayout kernel",
+                "offsets that ascend from 0, with rows that fit the buffers, and the plan's if some rows are sent",
+                here, "others from ranks" + names);
         if (auto const names = found(&kernels::faults::differs); !names.empty())
-            comm_.refuse("relayout kernel", "the offsets of this rank", "others from ranks" + names, here);
+            comm_.fail("relayout kernel", "the offsets of this rank", here, "others from ranks" + names);
         if (auto const names = found(&kernels::faults::missing); !names.empty())
-            comm_.refuse("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
-                         "nothing from ranks" + names, here);
+            comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms", here,
+                       "nothing from ranks" + names);
     }
     void cuda(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
@@ -190,6 +214,7 @@ private:
     int blocks_ = 0;
     void* memory_ = nullptr;
     ncclWindow_t window_ = nullptr;
+    cudaStream_t stopper_ = nullptr; ///< of its own: the others may be waiting for what is to be stopped
     char* base_[kernels::most_ranks] = {};
     kernels::meeting meeting_{};
 };

@@ -16,7 +16,10 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace cpx {
 
@@ -27,10 +30,10 @@ namespace cpx {
 /// seen. Nothing waits here, and no data moves.
 class roll_call {
 public:
-    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group. `first`: the number by which
-    /// errors call rank 0.
-    roll_call(std::string const& name, int rank, int ranks, int first = 0)
-        : name_('/' + name + '.' + std::to_string(::getuid())), rank_(rank), ranks_(ranks), first_(first) {
+    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group. `numbers`: by which errors
+    /// call its ranks.
+    roll_call(std::string const& name, int rank, std::vector<int> numbers)
+        : name_('/' + name + '.' + std::to_string(::getuid())), rank_(rank), numbers_(std::move(numbers)) {
         int const file = ::shm_open(name_.c_str(), O_CREAT | O_RDWR, 0600);
         require(file >= 0, "roll_call", ("shm_open " + name_).c_str(), "success", std::strerror(errno));
         bool const sized = ::ftruncate(file, static_cast<off_t>(bytes())) == 0;
@@ -40,19 +43,21 @@ public:
         entries_ = static_cast<entry*>(page);
         mine().calls.store(0);
         mine().gave_up.store(false);
+        mine().began.store(look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
     }
     roll_call(roll_call const&) = delete;
     roll_call& operator=(roll_call const&) = delete;
     ~roll_call() {
         mine().process.store(gone);
+        if (here_.empty()) ::shm_unlink(name_.c_str()); // the next group of this name begins anew
         ::munmap(entries_, bytes());
     }
 
-    /// Says that every rank has come: who is not in the page is on another host, and a later group of the same name
-    /// has a page of its own.
+    /// Says that every rank has come: who is not in the page, or there from an earlier group, is on another host, and a
+    /// later group of the same name has a page of its own.
     void everyone_is_here() {
-        complete_ = true;
+        for (int r = 0; r < ranks(); ++r) here_.push_back(entries_[r].process.load() == gone || alive(r));
         ::shm_unlink(name_.c_str());
     }
     void begin_call() { mine().calls.fetch_add(1); }
@@ -61,11 +66,8 @@ public:
     bool alive(int rank) const {
         std::int64_t const process = entries_[rank].process.load();
         if (process <= 0 || (::kill(static_cast<pid_t>(process), 0) != 0 && errno != EPERM)) return false;
-        std::ifstream status("/proc/" + std::to_string(process) + "/stat"); // "17 (name) S ...", the name may hold any
-        std::string const text{std::istreambuf_iterator<char>(status), {}};
-        auto const name_end = text.rfind(')');
-        bool const waits_for_parent = name_end + 2 < text.size() && text[name_end + 2] == 'Z';
-        return !waits_for_parent; // a rank that was killed is one until whoever started it asks
+        auto const found = look_at(process);
+        return found.state != 'Z' && found.began == entries_[rank].began.load();
     }
     /// Says that this rank leaves because of others, whom it has named.
     void give_up() { mine().gave_up.store(true); }
@@ -87,18 +89,38 @@ private:
     static constexpr std::int64_t gone = -1;
     struct entry {
         std::atomic<std::int64_t> process;
-        std::atomic<std::uint64_t> calls;
+        std::atomic<std::uint64_t> began, calls;
         std::atomic<bool> gave_up;
     };
     static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 
-    std::size_t bytes() const { return static_cast<std::size_t>(ranks_) * sizeof(entry); }
+    /// What the system knows of a process.
+    struct appearance {
+        char state = '?';        ///< Z: dead, until whoever started it asks
+        std::uint64_t began = 0; ///< when it was started; a later process of the same number began later
+    };
+    static appearance look_at(std::int64_t process) {
+        std::ifstream status("/proc/" + std::to_string(process) + "/stat"); // "17 (name) S ...", the name may hold any
+        std::string const text{std::istreambuf_iterator<char>(status), {}};
+        auto const name_end = text.rfind(')');
+        if (name_end == std::string::npos) return {};
+        std::istringstream fields(text.substr(name_end + 1)); // from the third on, the state
+        appearance a;
+        fields >> a.state;
+        std::string passed;
+        for (int field = 4; field < 22; ++field) fields >> passed;
+        fields >> a.began;
+        return a;
+    }
+
+    int ranks() const { return static_cast<int>(numbers_.size()); }
+    std::size_t bytes() const { return numbers_.size() * sizeof(entry); }
     template <class F>
     std::string list(F&& wanted) const {
         std::string ranks;
-        for (int r = 0; r < ranks_; ++r) {
-            if (complete_ && entries_[r].process.load() == 0) continue; // on another host
-            if (wanted(r)) ranks += ' ' + std::to_string(first_ + r);
+        for (int r = 0; r < this->ranks(); ++r) {
+            if (!here_.empty() && !here_[static_cast<std::size_t>(r)]) continue; // on another host
+            if (wanted(r)) ranks += ' ' + std::to_string(numbers_[static_cast<std::size_t>(r)]);
         }
         return ranks;
     }
@@ -106,8 +128,9 @@ private:
     entry const& mine() const { return entries_[rank_]; }
 
     std::string name_;
-    int rank_, ranks_, first_;
-    bool complete_ = false;
+    int rank_;
+    std::vector<int> numbers_;
+    std::vector<bool> here_; ///< which ranks are on this host, once everyone has come
     entry* entries_ = nullptr;
 };
 
