@@ -92,15 +92,13 @@ public:
         int const local = variable("LOCAL_RANK", 0, devices - 1, here);
         require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
         without_comm_id const later; // communicators have ids of their own
-        if (!later.name) {
+        std::string where = later.name.value_or("");
+        if (where.empty()) {
             char const* const address = std::getenv("MASTER_ADDR");
             require(address != nullptr, "nccl", "MASTER_ADDR", "the address of rank 0", "nothing", here);
-            std::string const where =
-                std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
-            ::setenv("NCCL_COMM_ID", where.c_str(), 1);
-        } else {
-            ::setenv("NCCL_COMM_ID", later.name->c_str(), 1);
+            where = std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
         }
+        ::setenv("NCCL_COMM_ID", where.c_str(), 1);
         static std::atomic<int> before = 0; // of this address, which is the id of all of them
         auto joined =
             std::unique_ptr<nccl>(new nccl(rank, count_to(ranks, here), deadline, new_id(here), here, ++before));
@@ -374,9 +372,7 @@ private:
     static std::string page_name(ncclUniqueId const& id, int again) {
         std::uint64_t hash = 14695981039346656037ull;
         for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
-        char text[48];
-        std::snprintf(text, sizeof text, "cpx.%016llx.%d", static_cast<unsigned long long>(hash), again);
-        return text;
+        return "cpx." + std::to_string(hash) + '.' + std::to_string(again);
     }
     static int variable(char const* name, int lowest, int highest, caller here) {
         char const* const text = std::getenv(name);
@@ -386,7 +382,6 @@ private:
                 std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
         return static_cast<int>(value);
     }
-
     int rank_, ranks_, device_ = 0;
     std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
