@@ -5,9 +5,9 @@
 
 #include <doctest/doctest.h>
 
+#include "convolution.hpp"
 #include "gpus.hpp"
 
-#include <ops/on_ranks.hpp>
 #include <support/rejects.hpp>
 
 #include <array>
@@ -16,100 +16,10 @@
 
 namespace {
 
+using namespace convolution;
 using cpx::index, cpx::rows;
 using cpx::cuda::activation, cpx::cuda::conv_plan;
-using on_ranks::same_bits, on_ranks::relative_error;
 using support::lengths;
-
-template <class T>
-constexpr char const* name_of() {
-    return std::is_same_v<T, float> ? "float" : std::is_same_v<T, __half> ? "half" : "bfloat16";
-}
-
-template <class To, class From>
-std::vector<To> convert(std::vector<From> const& values) {
-    std::vector<To> result;
-    for (From const value : values) result.push_back(static_cast<To>(static_cast<float>(value)));
-    return result;
-}
-
-/// A convolution and the gradient of its result; T and W hold all values exactly.
-template <class T, class W>
-struct problem {
-    cpx::thd batch;
-    index channels = 1, taps = 4;
-    activation act = activation::silu;
-    std::vector<T> x, dy;
-    std::vector<W> weight, bias;
-
-    problem(cpx::thd const& of, index width, index k, bool with_bias, activation a, std::uint64_t seed)
-        : batch(of), channels(width), taps(k), act(a) {
-        support::splitmix numbers(seed);
-        x = convert<T>(on_ranks::uniform<float>(numbers, batch.tokens() * width, 2));
-        dy = convert<T>(on_ranks::uniform<float>(numbers, batch.tokens() * width));
-        weight = convert<W>(on_ranks::uniform<float>(numbers, width * k));
-        bias = convert<W>(on_ranks::uniform<float>(numbers, with_bias ? width : 0));
-    }
-    std::string text() const {
-        return std::string(name_of<T>()) + ", weight " + name_of<W>() + ", sequences " + support::text(batch) + ", " +
-               std::to_string(channels) + " channels, " + std::to_string(taps) + " taps" +
-               (bias.empty() ? "" : ", bias") + (act == activation::silu ? ", silu" : "");
-    }
-};
-
-/// Whole tensors, (tokens, channels), and the sums over all ranks; double holds all of their values exactly.
-struct results {
-    std::vector<double> y, dx, dweight, dbias;
-};
-
-/// Where the rows of a tensor lie in memory: after `shift` elements, with `gap` elements between them.
-struct placement {
-    index gap = 0, shift = 0;
-};
-
-/// Rows in device memory; everything else in it is poison.
-template <class T>
-class device_rows {
-public:
-    device_rows(index count, index width, placement at)
-        : count_(count), width_(width), at_(at), host_(size(), static_cast<T>(NAN)),
-          memory_(std::span<T const>(host_)) {}
-    device_rows(std::vector<T> const& values, index width, placement at)
-        : device_rows(width > 0 ? std::ssize(values) / width : 0, width, at) {
-        for (index i = 0; i < count_; ++i) std::copy_n(values.data() + i * width, width, host_.data() + offset(i));
-        memory_.write(host_);
-    }
-    rows<T> view() const { return {memory_.data() + at_.shift, count_, width_, width_ + at_.gap}; }
-    operator rows<T>() const { return view(); }
-    operator rows<T const>() const { return view(); }
-    /// Returns the rows, and checks that nothing but them was written.
-    std::vector<T> read() const {
-        auto const all = memory_.read();
-        std::vector<T> values;
-        std::vector<bool> mine(all.size());
-        for (index i = 0; i < count_; ++i)
-            for (index k = offset(i); k < offset(i) + width_; ++k) {
-                values.push_back(all[static_cast<std::size_t>(k)]);
-                mine[static_cast<std::size_t>(k)] = true;
-            }
-        for (std::size_t k = 0; k < all.size(); ++k)
-            if (!mine[k]) CHECK(same_bits(all[k], host_[k]));
-        return values;
-    }
-
-private:
-    std::size_t size() const { return static_cast<std::size_t>(at_.shift + count_ * (width_ + at_.gap) + 3); }
-    index offset(index row) const { return at_.shift + row * (width_ + at_.gap); }
-
-    index count_, width_;
-    placement at_;
-    std::vector<T> host_;
-    cpx::cuda::buffer<T> memory_;
-};
-
-void add_to(std::vector<double>& sums, std::vector<float> const& values) {
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += static_cast<double>(values[i]);
-}
 
 /// Runs forward and backward on all ranks, each a thread with a stream, their halos exchanged on the host.
 template <class T, class W, cpx::any_sharding S>
@@ -159,14 +69,8 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}) {
         cpx::cuda::causal_conv1d_backward(
             plan, in_x, halo_x, in_weight, bias_view, p.act, dy, edge, dz,
             {dx, dweight, std::span(dbias.data(), p.bias.size()), std::span(workspace.data(), nothing.size())}, stream);
-        for (auto const& [from, to] : {std::pair(&y, &r.y), std::pair(&dx, &r.dx)}) {
-            auto const values = from->read();
-            auto next = values.begin();
-            sharding.for_each_piece(rank, [&](cpx::range piece) {
-                for (index i = piece.first * p.channels; i < piece.last * p.channels; ++i)
-                    (*to)[static_cast<std::size_t>(i)] = static_cast<double>(static_cast<float>(*next++));
-            });
-        }
+        place(y.read(), sharding, rank, p.channels, r.y);
+        place(dx.read(), sharding, rank, p.channels, r.dx);
         sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};
     });
     for (auto const& [dweight, dbias] : sums) {
@@ -198,34 +102,6 @@ results reference(problem<T, W> const& p) {
                                                       bias.empty() ? nullptr : r.dbias.data());
     }
     return r;
-}
-
-/// Checks results against the reference: to a rounding of T, sums to some of float.
-template <class T>
-void check_close(results const& got, results const& expected) {
-    double const rounding = std::is_same_v<T, float> ? 1e-6 : std::is_same_v<T, __half> ? 5e-4 : 4e-3;
-    double const sums = std::is_same_v<T, float> ? 3e-6 : 1e-5;
-    auto const check = [](char const* name, std::vector<double> const& a, std::vector<double> const& b, double most) {
-        double const error = relative_error(a, b);
-        std::size_t i = 0;
-        while (i < a.size() && std::abs(a[i] - b[i]) <= 4 * most * (std::abs(b[i]) + 1)) ++i;
-        if (i == a.size()) i = 0;
-        CHECK_MESSAGE(error <= most, name << ", first at " << i << ": " << (a.empty() ? 0 : a[i]) << " for "
-                                          << (b.empty() ? 0 : b[i]));
-    };
-    check("y", got.y, expected.y, rounding);
-    check("dx", got.dx, expected.dx, rounding);
-    check("dweight", got.dweight, expected.dweight, sums);
-    check("dbias", got.dbias, expected.dbias, sums);
-}
-
-/// Checks that the tensors are the same bit for bit.
-void check_same(char const* name, std::vector<double> const& a, std::vector<double> const& b) {
-    std::size_t i = 0;
-    while (i < a.size() && i < b.size() && same_bits(a[i], b[i])) ++i;
-    CHECK_MESSAGE((i == a.size() && i == b.size()),
-                  name << " of " << a.size() << " and " << b.size() << " elements differ first at " << i << ": "
-                       << (i < a.size() ? a[i] : 0) << ", " << (i < b.size() ? b[i] : 0));
 }
 
 std::vector<index> const packings[] = {
@@ -447,17 +323,31 @@ TEST_SUITE("cuda") {
         refused(
             "shape of x: expected (6, 6), got (6, 5)", [&](call& c) { c.weight = of(6, 4), c.bias = {}; }, plan);
         refused(
-            "stride of x: expected at least its width 5, got 4",
+            "stride of x: expected at least the width, 5, got 4",
             [&](call& c) {
                 c.x = {memory.data(), count, 5, 4};
             },
             plan);
         refused(
-            "x: expected memory, got null",
+            "x: expected memory of the current device, got null",
             [&](call& c) {
                 c.x = {nullptr, count, 5};
             },
             plan);
+        std::vector<float> on_host(static_cast<std::size_t>(1000 + needed)); // would be an illegal address
+        auto const host = [&](rows<float>& r) { r = {on_host.data(), r.count(), r.width()}; };
+        auto const host_numbers = [&](std::span<float>& list) { list = {on_host.data(), list.size()}; };
+        auto const of_host = [](char const* name) {
+            return std::string(name) + ": expected memory of the current device, 0, got memory of the host";
+        };
+        refused(
+            of_host("x"), [&](call& c) { host(c.x); }, plan);
+        refused(
+            of_host("halo"), [&](call& c) { host(c.halo); }, plan);
+        refused(
+            of_host("weight"), [&](call& c) { host(c.weight); }, plan);
+        refused(
+            of_host("bias"), [&](call& c) { host_numbers(c.bias); }, plan);
         refused(
             "shape of halo", [&](call& c) { c.halo = {}; }, plan);
         refused(
@@ -478,6 +368,21 @@ TEST_SUITE("cuda") {
                                                   wrong.dy, wrong.edge, wrong.dz_halo, wrong.to, stream);
             });
         };
+        host(c.edge), host(c.y);
+        support::rejects({of_host("edge")}, [&] {
+            cpx::cuda::causal_conv1d_backward_edge(plan, c.x, c.halo, c.weight, c.bias, activation::none, c.dy, c.edge,
+                                                   stream);
+        });
+        support::rejects({of_host("y")}, [&] {
+            cpx::cuda::causal_conv1d(plan, c.x, c.halo, c.weight, c.bias, activation::none, c.y, stream);
+        });
+        refused_backward(of_host("dy"), [&](call& w) { host(w.dy); });
+        refused_backward(of_host("dx"), [&](call& w) { host(w.to.dx); });
+        refused_backward(of_host("edge"), [&](call& w) { host(w.edge); });
+        refused_backward(of_host("dz_halo"), [&](call& w) { host(w.dz_halo); });
+        refused_backward(of_host("dweight"), [&](call& w) { host(w.to.dweight); });
+        refused_backward(of_host("dbias"), [&](call& w) { host_numbers(w.to.dbias); });
+        refused_backward(of_host("workspace"), [&](call& w) { host_numbers(w.to.workspace); });
         refused_backward("shape of dy", [&](call& w) { w.dy = of(count, 6); });
         refused_backward("shape of dx", [&](call& w) { w.to.dx = of(count + 1, 5); });
         refused_backward("shape of edge", [&](call& w) { w.edge = {}; });

@@ -195,7 +195,7 @@ TEST_SUITE("cuda") {
         CHECK(text({16, 24, 24}, order::sectioned) ==
               std::string(16, 't') + std::string(24, 'h') + std::string(24, 'w'));
         CHECK(text({0, 0, 0}, order::sectioned).empty());
-        support::rejects({"rotary.cu", "rotary_axes: section: expected not negative, got -1"}, [&] {
+        support::rejects({"rotary.cu", "cuda::rotary_axes: section: expected not negative, got -1"}, [&] {
             cuda::rotary_axes({3, -1, 2}, order::sectioned);
         });
     }
@@ -204,18 +204,18 @@ TEST_SUITE("cuda") {
         std::vector<double> const two{1, 0.5}, negative{1, -0.5}, none{1, std::nan("")};
         std::vector<int> const one_axis{0}, axis_3{0, 3};
         using support::rejects;
-        rejects({"rotary.cu", "rotary_pairs: frequency: expected 0 or more, got -0.5"},
+        rejects({"rotary.cu", "cuda::rotary_pairs: frequency: expected 0 or more, got -0.5"},
                 [&] { cuda::rotary_pairs const p(negative); });
-        rejects({"rotary_pairs: frequency", "nan"}, [&] { cuda::rotary_pairs const p(none); });
-        rejects({"rotary_pairs: number of axes: expected 2, got 1"},
+        rejects({"cuda::rotary_pairs: frequency", "nan"}, [&] { cuda::rotary_pairs const p(none); });
+        rejects({"cuda::rotary_pairs: number of axes: expected 2, got 1"},
                 [&] { cuda::rotary_pairs const p(two, one_axis); });
-        rejects({"rotary_pairs: axis: expected 0 to 2, got 3"}, [&] { cuda::rotary_pairs const p(two, axis_3); });
+        rejects({"cuda::rotary_pairs: axis: expected 0 to 2, got 3"}, [&] { cuda::rotary_pairs const p(two, axis_3); });
         if (!has_gpus()) return;
         cuda::segment_table table({{0, 0, 0, 3}});
-        rejects({"rotary.cu", "segment_table: segments: expected at most 1, got 2"}, [&] {
+        rejects({"rotary.cu", "cuda::segment_table: segments: expected at most 1, got 2"}, [&] {
             table.write({{0, 0, 0, 3}, {1, 0, 3, 1}});
         });
-        rejects({"segment_table: first row of a segment: expected 3, got 4"}, [&] {
+        rejects({"cuda::segment_table: first row of a segment: expected 3, got 4"}, [&] {
             cuda::segment_table const t({{0, 0, 0, 3}, {1, 0, 4, 1}});
         });
     }
@@ -235,21 +235,21 @@ TEST_SUITE("cuda") {
         };
         auto const fits = cuda::rotated<float>{shape(4, 6, 6), shape(4, 6, 6)};
         using support::rejects;
-        rejects({"rotary.cu", "rotary: tensors: expected 1 to 4, got 0"}, call({}, 3, four));
-        rejects({"rotary: tensors: expected 1 to 4, got 5"}, call({fits, fits, fits, fits, fits}, 3, four));
-        rejects({"rotary: head_dim: expected 1 to 2^20, got 0"}, call({fits}, 0, four));
-        rejects({"rotary: heads: expected at most 2^16, got 65537"},
+        rejects({"rotary.cu", "cuda::rotary: tensors: expected 1 to 4, got 0"}, call({}, 3, four));
+        rejects({"cuda::rotary: tensors: expected 1 to 4, got 5"}, call({fits, fits, fits, fits, fits}, 3, four));
+        rejects({"cuda::rotary: head_dim: expected 1 to 2^20, got 0"}, call({fits}, 0, four));
+        rejects({"cuda::rotary: heads: expected at most 2^16, got 65537"},
                 call({{shape(4, 65537, 65537), shape(4, 65537, 65537)}}, 1, four));
-        rejects({"rotary: rows of x: expected as many as positions, 3, got 4"},
+        rejects({"cuda::rotary: rows of x: expected as many as positions, 3, got 4"},
                 call({fits}, 3, std::span<std::int64_t const>(list.data(), 3)));
-        rejects({"rotary: width of x: expected a multiple of head_dim, 4, got 6"}, call({fits}, 4, four));
-        rejects({"rotary: rows and width of y: expected 4, 6, got 4, 3"},
+        rejects({"cuda::rotary: width of x: expected a multiple of head_dim, 4, got 6"}, call({fits}, 4, four));
+        rejects({"cuda::rotary: rows and width of y: expected 4, 6, got 4, 3"},
                 call({fits, {shape(4, 6, 6), shape(4, 3, 3)}}, 3, four));
-        rejects({"rotary: stride of y, which is x: expected 6, got 8"},
+        rejects({"cuda::rotary: stride of y, which is x: expected 6, got 8"},
                 call({{shape(4, 6, 6), shape(4, 6, 8)}}, 3, four));
-        rejects({"rotary: stride of x: expected at least the width, 6, got 5"},
+        rejects({"cuda::rotary: stride of x: expected at least the width, 6, got 5"},
                 call({{shape(4, 6, 5), shape(4, 6, 6)}}, 3, four));
-        rejects({"rotary_backward: head_dim: expected 1 to 2^20, got -1"},
+        rejects({"cuda::rotary_backward: head_dim: expected 1 to 2^20, got -1"},
                 [&] { cuda::rotary_backward<float>(std::vector{fits}, -1, pairs, four, nullptr); });
         if (!has_gpus()) return;
         std::vector<double> const two{1, 0.5};
@@ -257,12 +257,44 @@ TEST_SUITE("cuda") {
         std::vector<int> const axes{0, 1};
         cuda::rotary_pairs const plain(two), multimodal(two, axes);
         auto const square = cuda::rotated<float>{shape(3, 6, 6), shape(3, 6, 6)};
-        rejects({"rotary: positions a row: expected 1, for pairs have no axes, got 3"},
+        rejects({"cuda::rotary: positions a row: expected 1, for pairs have no axes, got 3"},
                 [&] { cuda::rotary<float>(std::vector{square}, 6, plain, three, nullptr); });
-        rejects({"rotary: positions a row: expected 1 or 3, got 2"},
+        rejects({"cuda::rotary: positions a row: expected 1 or 3, got 2"},
                 [&] { cuda::rotary<float>(std::vector{fits}, 6, multimodal, two_axes, nullptr); });
-        rejects({"rotary: pairs: expected at most head_dim / 2, got 2"},
+        rejects({"cuda::rotary: pairs: expected at most head_dim / 2, got 2"},
                 [&] { cuda::rotary<float>(std::vector{fits}, 3, cuda::rotary_pairs(two), four, nullptr); });
+    }
+
+    TEST_CASE("memory of the host is refused, and tensors of another sharding") {
+        if (!has_gpus()) return;
+        std::vector<double> const two{1, 0.5};
+        cuda::rotary_pairs const pairs(two);
+        using list = std::vector<cpx::index>;
+        auto const sharding = cpx::shard(cpx::thd::from_lengths(list{4}), cpx::zigzag<>(1)),
+                   other = cpx::shard(cpx::thd::from_lengths(list{3, 1}), cpx::zigzag<>(1));
+        cuda::segment_table const table(cpx::segments(sharding, 0));
+        std::vector<float> memory(24);
+        std::vector<std::int64_t> const numbers(4);
+        buffer<float> const device(24);
+        rows<float> const host(memory.data(), 4, 6), here(device.data(), 4, 6), none(nullptr, 4, 6);
+        auto const call = [&](rows<float> x, rows<float> y, cuda::rotary_positions const& positions) {
+            return [=, &pairs] {
+                cuda::rotary<float>(std::vector{cuda::rotated<float>{x, y}}, 6, pairs, positions, nullptr);
+            };
+        };
+        auto const of_host = [](char const* what) {
+            return std::string(what) + ": expected memory of the current device, 0, got memory of the host";
+        };
+        using support::rejects;
+        rejects({"rotary.cu", of_host("cuda::rotary: x")}, call(host, here, table));
+        rejects({of_host("cuda::rotary: y")}, call(here, host, table));
+        rejects({"cuda::rotary: y: expected memory of the current device, got null"}, call(here, none, table));
+        rejects({of_host("cuda::rotary: positions")}, call(here, here, std::span<std::int64_t const>(numbers)));
+        cpx::sharded const x(here, sharding), elsewhere(here, other);
+        rejects({"rotary.cu", "cuda::rotary: sharding of y: expected that of x, got another"},
+                [&] { cuda::rotary(x, 6, pairs, table, elsewhere, nullptr); });
+        rejects({"rotary.cu", "cuda::rotary_backward: sharding of dx: expected that of dy, got another"},
+                [&] { cuda::rotary_backward(x, 6, pairs, table, elsewhere, nullptr); });
     }
 
     TEST_CASE("rotation has the digits of Qwen3-VL's and Qwen2.5-VL's") {

@@ -187,24 +187,50 @@ TEST_SUITE("cuda") {
         auto const stay = cuda::other_rows::stay;
         auto const none = numbers(0);
         using support::rejects;
-        rejects({"row_gather.cu", "gather_rows: width of to: expected 3, got 4"},
+        rejects({"row_gather.cu", "cuda::gather_rows: width of to: expected 3, got 4"},
                 [&] { cuda::gather_rows(shape(5, 3, 3), numbers(2), shape(2, 4, 4), nullptr); });
-        rejects({"gather_rows: numbers in the list: expected the rows of to, 2, got 3"},
+        rejects({"cuda::gather_rows: numbers in the list: expected the rows of to, 2, got 3"},
                 [&] { cuda::gather_rows(shape(5, 3, 3), numbers(3), shape(2, 3, 3), nullptr); });
-        rejects({"gather_rows: stride of from: expected at least the width, 3, got 2"},
+        rejects({"cuda::gather_rows: stride of from: expected at least the width, 3, got 2"},
                 [&] { cuda::gather_rows(shape(5, 3, 2), numbers(2), shape(2, 3, 3), nullptr); });
-        rejects({"scatter_rows: numbers in the list: expected the rows of from, 2, got 3"},
+        rejects({"cuda::scatter_rows: numbers in the list: expected the rows of from, 2, got 3"},
                 [&] { cuda::scatter_rows(shape(2, 3, 3), numbers(3), shape(3, 3, 3), stay, nullptr); });
-        rejects({"scatter_rows: stride of to: expected at least the width, 3, got 1"},
+        rejects({"cuda::scatter_rows: stride of to: expected at least the width, 3, got 1"},
                 [&] { cuda::scatter_rows(shape(2, 3, 3), numbers(2), shape(3, 3, 1), stay, nullptr); });
-        rejects({"scatter_rows: to: expected memory of the device, got none"},
-                [&] { cuda::scatter_rows(shape(2, 3, 3), numbers(2), rows<float>(nullptr, 3, 3), stay, nullptr); });
-        rejects({"scatter_rows: from: expected no negative sizes, got -2"},
+        rejects({"cuda::scatter_rows: from: expected no negative sizes, got -2"},
                 [&] { cuda::scatter_rows(shape(-2, 3, 3), numbers(2), shape(3, 3, 3), stay, nullptr); });
-        rejects({"scatter_add_rows: numbers in the list: expected the rows of from, 2, got 1"},
+        rejects({"cuda::scatter_add_rows: numbers in the list: expected the rows of from, 2, got 1"},
                 [&] { cuda::scatter_add_rows(shape(2, 3, 3), numbers(1), none, shape(3, 3, 3), nullptr); });
-        rejects({"scatter_add_rows: numbers in the order: expected 2, got 1"},
+        rejects({"cuda::scatter_add_rows: numbers in the order: expected 2, got 1"},
                 [&] { cuda::scatter_add_rows(shape(2, 3, 3), numbers(2), numbers(1), shape(3, 3, 3), nullptr); });
+    }
+
+    TEST_CASE("memory of the host is refused before anything is launched") {
+        if (!has_gpus()) return;
+        std::vector<float> memory(100);
+        std::vector<std::int32_t> const numbers(2);
+        buffer<float> const device(100);
+        buffer<std::int32_t> const device_numbers(2);
+        rows<float> const host(memory.data(), 2, 3), rows_here(device.data(), 2, 3), none(nullptr, 2, 3);
+        std::span<std::int32_t const> const list(device_numbers.data(), 2), host_list(numbers), no_order;
+        auto const stay = cuda::other_rows::stay;
+        auto const of_host = [](char const* what) {
+            return std::string(what) + ": expected memory of the current device, 0, got memory of the host";
+        };
+        using support::rejects;
+        rejects({"row_gather.cu", of_host("cuda::gather_rows: from")},
+                [&] { cuda::gather_rows(host, list, rows_here, nullptr); });
+        rejects({of_host("cuda::gather_rows: to")}, [&] { cuda::gather_rows(rows_here, list, host, nullptr); });
+        rejects({of_host("cuda::gather_rows: list")},
+                [&] { cuda::gather_rows(rows_here, host_list, rows_here, nullptr); });
+        rejects({"cuda::scatter_rows: to: expected memory of the current device, got null"},
+                [&] { cuda::scatter_rows(rows_here, list, none, stay, nullptr); });
+        rejects({of_host("cuda::scatter_rows: list")},
+                [&] { cuda::scatter_rows(rows_here, host_list, rows_here, stay, nullptr); });
+        rejects({of_host("cuda::scatter_add_rows: from")},
+                [&] { cuda::scatter_add_rows(host, list, no_order, rows_here, nullptr); });
+        rejects({of_host("cuda::scatter_add_rows: order")},
+                [&] { cuda::scatter_add_rows(rows_here, list, host_list, rows_here, nullptr); });
     }
 
     TEST_CASE("a grouped list has equal numbers side by side, each with where it stood, ascending") {

@@ -6,7 +6,7 @@
 #include "delta_rule.cuh"
 #include "site.hpp"
 
-#include <cpx/cuda/causal_conv1d.hpp>
+#include <cpx/cuda/conv_exchange.hpp>
 #include <cpx/cuda/rotary.hpp>
 #include <cpx/ops/local/rotary.hpp>
 #include <cpx/ops/sections.hpp>
@@ -29,9 +29,10 @@ public:
           values_(mix_.heads(at.rank(), value_.heads)), q_(keys_.size() * key_.width),
           v_(values_.size() * value_.width), there_(at, relayout(at.sharding, mix_, at.rank())),
           home_(at, relayout(back_, at.sharding, at.rank())),
-          conv_(halo(mix_, at.rank(), at.config.linear_conv_kernel_dim - 1)), offsets_(at.sharding.batch().offsets()),
-          x_(at.make(at.config.hidden_size)), projected_(at.make(width(sections_))), z_(at.make(width(out_))),
-          o_(at.make(width(out_))), local_(tokens(), 2 * q_ + v_ + 2 * values_.size()), mixed_(tokens(), 2 * q_ + v_),
+          conv_(halo(mix_, at.rank(), at.config.linear_conv_kernel_dim - 1), 2 * q_ + v_, at.comm),
+          offsets_(at.sharding.batch().offsets()), x_(at.make(at.config.hidden_size)),
+          projected_(at.make(width(sections_))), z_(at.make(width(out_))), o_(at.make(width(out_))),
+          local_(tokens(), 2 * q_ + v_ + 2 * values_.size()), mixed_(tokens(), 2 * q_ + v_),
           gates_(tokens(), 2 * values_.size()), local_o_(tokens(), v_) {
         index layer = 0;
         for (cpx::layer_type const type : at.config.layer_types) {
@@ -83,11 +84,11 @@ private:
     }
 
     /// The convolution, the gates and the delta rule of this rank's heads.
-    void recur(of_heads const& own) const {
+    void recur(of_heads const& own) {
         index const heads = values_.size(), qkv = 2 * q_ + v_;
-        rows<float const> const conv_weight(own.conv.data(), qkv, conv_.taps());
-        cpx::cuda::causal_conv1d(conv_, rows<float const>(local_.columns(0, qkv)), {}, conv_weight, {},
-                                 cpx::cuda::activation::silu, mixed_.view(), at_.stream);
+        rows<float const> const conv_weight(own.conv.data(), qkv, conv_.plan().taps());
+        cpx::cuda::causal_conv1d(conv_, cpx::sharded(local_.columns(0, qkv), mix_), conv_weight, {},
+                                 cpx::activation::silu, cpx::sharded(mixed_.view(), mix_), at_.stream);
         auto const g = gates_.columns(0, heads), beta = gates_.columns(heads, heads);
         delta_rule_gates(local_.columns(qkv, heads), local_.columns(qkv + heads, heads), own.A_log.data(),
                          own.dt_bias.data(), g, beta, at_.stream);
@@ -116,7 +117,7 @@ private:
     cpx::range keys_, values_; ///< the heads of this rank
     index q_, v_;              ///< their columns of q, and of v
     movement there_, home_;
-    cpx::cuda::conv_plan conv_;
+    cpx::cuda::conv_exchange<float, by_heads> conv_;
     cpx::cuda::buffer<index> offsets_;
     device_rows<float> x_, projected_, z_, o_;           ///< rows of this rank
     device_rows<float> local_, mixed_, gates_, local_o_; ///< all tokens, heads of this rank

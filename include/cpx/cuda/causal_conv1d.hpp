@@ -2,7 +2,8 @@
 // Causal depthwise convolution of rows in device memory, on any sharding.
 #pragma once
 
-#include <cpx/core/rows.hpp>
+#include <cpx/core/activation.hpp>
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/conv_plan.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
@@ -19,8 +20,7 @@ namespace cpx::cuda {
 template <class T>
 concept conv_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
 
-/// Which function follows a convolution.
-enum class activation { none, silu };
+using cpx::activation;
 
 namespace detail {
 
@@ -69,18 +69,6 @@ void launch_convolution(void (*kernel)(P...), index blocks, dim3 threads, cudaSt
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx", here);
 }
 
-/// Throws `cpx::error` unless `view` is (count, width) of memory. Views without elements may be anything of no rows.
-template <class T>
-void require_conv_rows(char const* where, char const* name, rows<T> view, index count, index width, caller here) {
-    if (count == 0 && view.count() == 0) return;
-    auto const shape = [](index n, index w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
-    require(view.count() == count && view.width() == width, where, (std::string("shape of ") + name).c_str(),
-            shape(count, width), shape(view.count(), view.width()), here);
-    require(view.stride() >= width, where, (std::string("stride of ") + name).c_str(),
-            "at least its width " + std::to_string(width), view.stride(), here);
-    require(view.data() != nullptr || count * width == 0, where, name, "memory", "null", here);
-}
-
 template <class T>
 kernels::conv_rows<T> conv_view(rows<T> view) {
     return {view.data(), view.stride() * static_cast<index>(sizeof(T))};
@@ -89,8 +77,7 @@ kernels::conv_rows<T> conv_view(rows<T> view) {
 /// Returns whether every row begins at a multiple of 16 bytes.
 template <class T>
 bool every_row_aligned(rows<T> view) {
-    auto const first = static_cast<index>(reinterpret_cast<std::uintptr_t>(view.data()) % 16);
-    return view.count() == 0 || (first | view.stride() * static_cast<index>(sizeof(T))) % 16 == 0;
+    return view.count() == 0 || vector_bytes({address(view.data()), row_bytes(view)}) == 16;
 }
 
 /// Checks what all calls are given and returns it as the kernels want it.
@@ -101,11 +88,13 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
     static_assert(std::same_as<W, float> || std::same_as<W, T>,
                   "cpx: causal_conv1d with a weight that is neither float nor of the elements of x");
     index const channels = weight.count();
+    require(current_device() == plan.device(), where, "current device", plan.device(), current_device(), here);
     require(weight.width() == plan.taps(), where, "width of weight", plan.taps(), weight.width(), here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-    require_conv_rows(where, "weight", weight, channels, plan.taps(), here);
-    require_conv_rows(where, "x", x, plan.rows(), channels, here);
-    require_conv_rows(where, "halo", halo, plan.halo_rows(), channels, here);
+    require_rows(where, "weight", weight, channels, plan.taps(), here);
+    require_memory(where, "bias", bias, here);
+    require_rows(where, "x", x, plan.rows(), channels, here);
+    require_rows(where, "halo", halo, plan.halo_rows(), channels, here);
     kernels::conv_input<T> in{};
     in.rows = plan.rows();
     in.channels = channels;
@@ -125,8 +114,9 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
 /// Returns whether vectors of 16 bytes will do for x, its halo and the weight: that of 4 taps, dense and aligned.
 template <class T, class W>
 bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) {
-    return weight.width() == 4 && weight.stride() == 4 && reinterpret_cast<std::uintptr_t>(weight.data()) % 16 == 0 &&
-           weight.count() * static_cast<index>(sizeof(T)) % 16 == 0 && every_row_aligned(x) && every_row_aligned(halo);
+    auto const row = static_cast<std::uintptr_t>(weight.count()) * sizeof(T);
+    return weight.width() == 4 && weight.stride() == 4 && vector_bytes({address(weight.data()), row}) == 16 &&
+           every_row_aligned(x) && every_row_aligned(halo);
 }
 
 /// Calls `f` with std::true_type for silu.
@@ -146,7 +136,7 @@ void with_activation(activation act, F&& f) {
 /// K is 4 and all rows begin at multiples of 16 bytes.
 /// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
 ///
-/// Throws `cpx::error` on shapes that do not fit, before anything is launched.
+/// Throws `cpx::error` on shapes that do not fit and memory or a plan of another device, before anything is launched.
 template <class A, class W>
 void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
                    std::type_identity_t<std::span<W const>> bias, activation act,
@@ -155,7 +145,7 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
     using T = std::remove_const_t<A>;
     auto given =
         detail::conv_given<T, std::remove_const_t<W>>("cuda::causal_conv1d", plan, x, halo, weight, bias, here);
-    detail::require_conv_rows("cuda::causal_conv1d", "y", y, plan.rows(), given.channels, here);
+    detail::require_rows("cuda::causal_conv1d", "y", y, plan.rows(), given.channels, here);
     if (given.rows * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d">();
     detail::with_activation(act, [&](auto silu) {
@@ -188,8 +178,8 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     char const* const where = "cuda::causal_conv1d_backward_edge";
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     auto const given = detail::conv_given<T, std::remove_const_t<W>>(where, plan, x, halo, weight, bias, here);
-    detail::require_conv_rows<T const>(where, "dy", dy, plan.rows(), given.channels, here);
-    detail::require_conv_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
+    detail::require_rows(where, "dy", dy, plan.rows(), given.channels, here);
+    detail::require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
     if (edge.count() * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward_edge">();
     detail::with_activation(act, [&](auto silu) {
@@ -199,13 +189,17 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     });
 }
 
-/// What the backward of a convolution computes. dweight and dbias may be left empty.
+/// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
+template <conv_element T, class... S>
+struct causal_conv1d_gradients;
+
+/// dweight and dbias may be left empty.
 ///
 /// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
 /// hold: the gradient is the sum over all ranks. `workspace`, for either of them: at least
 /// `causal_conv1d_workspace(plan, channels)` elements at a multiple of 16 bytes.
 template <conv_element T>
-struct causal_conv1d_gradients {
+struct causal_conv1d_gradients<T> {
     rows<T> dx;
     rows<float> dweight = {};
     std::span<float> dbias = {};
@@ -219,6 +213,30 @@ inline index causal_conv1d_workspace(conv_plan const& plan, index channels) {
         blocks = std::max(blocks, detail::cut_backward(plan, channels, vector).strip_blocks);
     return blocks * (plan.taps() + 1) * channels;
 }
+
+namespace detail {
+
+/// Checks the gradients that the backward is given and writes. Returns whether it adds up dweight or dbias.
+template <class T>
+bool conv_gradients_given(char const* where, conv_plan const& plan, index channels, rows<T const> dy,
+                          causal_conv1d_gradients<T> const& to, caller here) {
+    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
+    require_rows(where, "dy", dy, plan.rows(), channels, here);
+    require_rows(where, "dx", to.dx, plan.rows(), channels, here);
+    if (to.dweight.data()) require_rows(where, "dweight", to.dweight, channels, plan.taps(), here);
+    require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
+            here);
+    require_memory(where, "dbias", to.dbias, here);
+    bool const sums = to.dweight.data() || !to.dbias.empty();
+    index const wanted = sums ? causal_conv1d_workspace(plan, channels) : 0;
+    require(std::ssize(to.workspace) >= wanted, where, "size of the workspace", wanted, to.workspace.size(), here);
+    require(vector_bytes({address(to.workspace.data())}) == 16, where, "address of the workspace",
+            "a multiple of 16 bytes", "another", here);
+    if (wanted > 0) require_memory(where, "workspace", to.workspace, here);
+    return sums;
+}
+
+} // namespace detail
 
 /// Computes the gradients of `causal_conv1d`: the second half of the backward.
 ///
@@ -236,21 +254,11 @@ void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity
                             cudaStream_t in, caller here = caller::here()) {
     using T = std::remove_const_t<A>;
     char const* const where = "cuda::causal_conv1d_backward";
-    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     auto given = detail::conv_given<T, std::remove_const_t<W>>(where, plan, x, halo, weight, bias, here);
     index const channels = given.channels;
-    detail::require_conv_rows<T const>(where, "dy", dy, plan.rows(), channels, here);
-    detail::require_conv_rows(where, "dx", to.dx, plan.rows(), channels, here);
-    detail::require_conv_rows(where, "edge", edge, plan.edge_rows(), channels, here);
-    detail::require_conv_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
-    if (to.dweight.data()) detail::require_conv_rows(where, "dweight", to.dweight, channels, plan.taps(), here);
-    require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
-            here);
-    bool const sums = to.dweight.data() || !to.dbias.empty();
-    index const wanted = sums ? causal_conv1d_workspace(plan, channels) : 0;
-    require(std::ssize(to.workspace) >= wanted, where, "size of the workspace", wanted, to.workspace.size(), here);
-    require(reinterpret_cast<std::uintptr_t>(to.workspace.data()) % 16 == 0, where, "address of the workspace",
-            "a multiple of 16 bytes", "another", here);
+    bool const sums = detail::conv_gradients_given<T>(where, plan, channels, dy, to, here);
+    detail::require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
+    detail::require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
     if (given.rows * channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward">();
     kernels::conv_backward<T> out{

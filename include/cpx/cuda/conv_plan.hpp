@@ -13,9 +13,9 @@ namespace cpx::cuda {
 
 /// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer.
 ///
-/// Belongs to the device on which it is made. The backward does not store dz. A row of it that another segment needs,
-/// on this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes those alone, `edge_exchange()`
-/// brings them to other ranks.
+/// Belongs to the device on which it is made: operators refuse it on another. The backward does not store dz. A row of
+/// it that another segment needs, on this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes
+/// those alone, `edge_exchange()` brings them to other ranks.
 class conv_plan {
 public:
     /// For the forward. `before` is `halo(sharding, rank, taps - 1)`.
@@ -50,6 +50,7 @@ public:
     index dz_halo_rows() const { return edge_exchange_.target_rows; }
 
     index segments() const { return first_.size() - 1; }
+    int device() const { return device_; }
     int multiprocessors() const { return multiprocessors_; }
     /// Returns, in device memory, the tables of the kernels (see kernels/cpx/causal_conv1d.cuh).
     index const* first() const { return first_.data(); }
@@ -73,7 +74,8 @@ private:
         rows_ = p.source_rows;
         halo_rows_ = p.target_rows;
         reach_ = p.reach;
-        check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, current_device()),
+        device_ = current_device();
+        check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
               "cudaDeviceGetAttribute", here);
         std::vector<index> table(p.segments.size() * static_cast<std::size_t>(reach_), -1);
         for (std::size_t i = 0; i < p.segments.size(); ++i) {
@@ -127,7 +129,7 @@ private:
     }
 
     index rows_ = 0, halo_rows_ = 0, reach_ = 0;
-    int multiprocessors_ = 1;
+    int device_ = 0, multiprocessors_ = 1;
     bool has_backward_ = false;
     plan edge_exchange_;
     buffer<index> first_, before_, after_, edge_places_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/row_gather.hpp>
+#include <cpx/layout/sharded.hpp>
 #include <cpx/plan/segments.hpp>
 
 #include <cpx/rotary.cuh>
@@ -25,7 +26,8 @@ enum class axis_order {
 /// Throws `cpx::error` if a section is negative. Source: Hugging Face transformers, apply_multimodal_rotary_pos_emb of
 /// Qwen2-VL and apply_interleaved_mrope of Qwen3-VL.
 inline std::vector<int> rotary_axes(std::array<index, 3> section, axis_order order, caller here = caller::here()) {
-    require(std::ranges::min(section) >= 0, "rotary_axes", "section", "not negative", std::ranges::min(section), here);
+    require(std::ranges::min(section) >= 0, "cuda::rotary_axes", "section", "not negative", std::ranges::min(section),
+            here);
     std::vector<int> axes;
     for (index i = 0; i < section[0] + section[1] + section[2]; ++i)
         if (order == axis_order::sectioned)
@@ -48,14 +50,14 @@ public:
                           caller here = caller::here()) {
         std::vector<std::uint64_t> turns;
         for (double const f : frequencies) {
-            require(f >= 0 && std::isfinite(f), "rotary_pairs", "frequency", "0 or more", f, here);
+            require(f >= 0 && std::isfinite(f), "cuda::rotary_pairs", "frequency", "0 or more", f, here);
             turns.push_back(static_cast<std::uint64_t>(std::ldexp(std::fmod(f / (2 * std::numbers::pi), 1.0), 64)));
         }
-        require(axes.empty() || axes.size() == turns.size(), "rotary_pairs", "number of axes", turns.size(),
+        require(axes.empty() || axes.size() == turns.size(), "cuda::rotary_pairs", "number of axes", turns.size(),
                 axes.size(), here);
         std::vector<std::uint8_t> bytes;
         for (int const axis : axes) {
-            require(axis >= 0 && axis < 3, "rotary_pairs", "axis", "0 to 2", axis, here);
+            require(axis >= 0 && axis < 3, "cuda::rotary_pairs", "axis", "0 to 2", axis, here);
             bytes.push_back(static_cast<std::uint8_t>(axis));
         }
         turns_ = buffer<std::uint64_t>(std::span<std::uint64_t const>(turns), here);
@@ -86,12 +88,12 @@ public:
     /// for as many rows as it was captured with; rows behind the last segment hold no token. Not to be called while the
     /// device reads the table. Throws `cpx::error` as above, or if there is no room.
     void write(std::vector<segment> const& segments, caller here = caller::here()) {
-        require(std::ssize(segments) <= begins_.size(), "segment_table", "segments",
+        require(std::ssize(segments) <= begins_.size(), "cuda::segment_table", "segments",
                 "at most " + std::to_string(begins_.size()), segments.size(), here);
         std::vector<kernels::segment_begin> list;
         index row = 0;
         for (segment const& s : segments) {
-            require(s.row == row && s.count >= 0, "segment_table", "first row of a segment", row, s.row, here);
+            require(s.row == row && s.count >= 0, "cuda::segment_table", "first row of a segment", row, s.row, here);
             list.push_back({s.row, s.token});
             row += s.count;
         }
@@ -132,6 +134,11 @@ public:
     index axes() const { return axes_; }
     index count() const { return count_; }
     kernels::row_positions const& view() const { return view_; }
+    /// Returns where on the device they are.
+    void const* memory() const {
+        if (view_.segments) return view_.segments;
+        return view_.wide ? static_cast<void const*>(view_.wide) : view_.narrow;
+    }
 
 private:
     rotary_positions(index axes, index count) : axes_(axes), count_(count) {}
@@ -168,8 +175,8 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
         call.tensor[i].first_head = static_cast<int>(heads);
         if (i >= tensors.size()) continue;
         auto const& [x, y] = tensors[i];
-        require_buffer(where, "x", x, here);
-        require_buffer(where, "y", y, here);
+        require_sizes(where, "x", x, here);
+        require_sizes(where, "y", y, here);
         require(x.count() == positions.count(), where, "rows of x",
                 "as many as positions, " + std::to_string(positions.count()), x.count(), here);
         require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
@@ -186,7 +193,15 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
         moves |= x.data() != y.data();
         if (x.width() > 0) all |= address(x.data()) | address(y.data()) | row_bytes(x) | row_bytes(y);
     }
+    for (auto const& [x, y] : tensors) {
+        require_memory(where, "x", x, here);
+        require_memory(where, "y", y, here);
+    }
     if (heads == 0 || positions.count() == 0) return;
+    if (half > 0) {
+        require_memory(where, "pairs", pairs.turns(), here);
+        require_memory(where, "positions", positions.memory(), here);
+    }
     call.positions = positions.view();
     call.turns = pairs.turns();
     call.axes = pairs.axes();
@@ -239,13 +254,13 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
 /// x, y: (positions.count(), heads * head_dim), up to four tensors, with heads of their own number. Other channels pass
 /// through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn; rounded once.
 /// 16 bytes at once where beginnings, strides, head_dim and D are multiples of 16 bytes, else a smaller power of two.
-/// Throws `cpx::error` if the shapes do not fit, before anything is launched. Can be captured.
-/// Source: as of the host's `rotary`.
+/// Throws `cpx::error` if the shapes do not fit or memory is not the current device's, before anything is launched. Can
+/// be captured. Source: as of the host's `rotary`.
 template <gpu_number T>
 void rotary(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
             rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
     auto const range = named_range<"cpx rotary">();
-    detail::rotary<T>("rotary", tensors, head_dim, pairs, positions, 1, stream, here);
+    detail::rotary<T>("cuda::rotary", tensors, head_dim, pairs, positions, 1, stream, here);
 }
 
 /// Computes dx, the y of `rotated`, from dy, its x: rotates by the angles negated. Arguments and errors as in `rotary`.
@@ -253,7 +268,30 @@ template <gpu_number T>
 void rotary_backward(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
                      rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
     auto const range = named_range<"cpx rotary_backward">();
-    detail::rotary<T>("rotary_backward", tensors, head_dim, pairs, positions, -1, stream, here);
+    detail::rotary<T>("cuda::rotary_backward", tensors, head_dim, pairs, positions, -1, stream, here);
+}
+
+/// Rotates a tensor on any sharding, as the host's `rotary` does.
+///
+/// x, y: (rows, heads * head_dim) of this rank, y may be x. positions: those of its rows, such as a table of
+/// `segments(x.sharding(), rank)`, made once a batch. No communication. Bitwise the same on every sharding; all else as
+/// in the `rotary` of rows. Throws `cpx::error` if shapes or shardings do not fit, before anything is launched.
+template <gpu_number T, any_sharding S, elements_of<T> A>
+void rotary(sharded<A, S> const& x, index head_dim, rotary_pairs const& pairs, rotary_positions const& positions,
+            sharded<T, S> const& y, cudaStream_t stream, caller here = caller::here()) {
+    require(y.sharding() == x.sharding(), "cuda::rotary", "sharding of y", "that of x", "another", here);
+    rotated<T> const tensor{x.data(), y.data()};
+    rotary<T>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
+}
+
+/// Computes dx from dy, the gradients of `rotary`. Arguments and errors as there; dx may be dy.
+template <gpu_number T, any_sharding S, elements_of<T> A>
+void rotary_backward(sharded<A, S> const& dy, index head_dim, rotary_pairs const& pairs,
+                     rotary_positions const& positions, sharded<T, S> const& dx, cudaStream_t stream,
+                     caller here = caller::here()) {
+    require(dx.sharding() == dy.sharding(), "cuda::rotary_backward", "sharding of dx", "that of dy", "another", here);
+    rotated<T> const tensor{dy.data(), dx.data()};
+    rotary_backward<T>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
 }
 
 } // namespace cpx::cuda

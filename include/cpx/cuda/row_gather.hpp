@@ -2,7 +2,7 @@
 // Gathers and scatters rows of GPU memory by a list of rows.
 #pragma once
 
-#include <cpx/core/rows.hpp>
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
@@ -31,21 +31,6 @@ enum class other_rows { stay, zeros };
 
 namespace detail {
 
-/// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
-inline int vector_bytes(std::initializer_list<std::uintptr_t> places) {
-    std::uintptr_t all = 16;
-    for (std::uintptr_t const place : places) all |= place;
-    return 1 << std::countr_zero(all);
-}
-template <class T>
-std::uintptr_t address(T const* place) {
-    return reinterpret_cast<std::uintptr_t>(place);
-}
-template <class T>
-std::uintptr_t row_bytes(rows<T> r) { // a distance matters from the second row on
-    return r.count() > 1 ? static_cast<std::uintptr_t>(r.stride()) * sizeof(T) : 0;
-}
-
 /// Calls `f` with `bytes`, a power of two from `Least` to 16, as a compile-time number.
 template <int Least, int Bytes = 16, class F>
 void with_bytes(int bytes, F&& f) {
@@ -73,23 +58,21 @@ struct row_shape {
     }
 };
 
-template <class T>
-void require_buffer(char const* where, char const* what, rows<T> r, caller here) {
-    require(r.count() >= 0 && r.width() >= 0, where, what, "no negative sizes", std::min(r.count(), r.width()), here);
-    require(r.stride() >= r.width() || r.count() < 2, where, (std::string("stride of ") + what).c_str(),
-            "at least the width, " + std::to_string(r.width()), r.stride(), here);
-    require(r.data() || r.count() * r.width() == 0, where, what, "memory of the device", "none", here);
-}
-
-/// Checks the arguments of all operators here; `listed` has a row for every number of the list.
+/// Checks the arguments of all operators here; `listed` has a row for every number of the list, and of the order.
 template <class T, class I, class L>
 void require_listed(char const* where, rows<T const> from, std::span<I const> list, rows<T> to, rows<L> listed,
-                    char const* of, caller here) {
-    require_buffer(where, "from", from, here);
-    require_buffer(where, "to", to, here);
+                    char const* of, caller here, std::span<I const> order = {}) {
+    require_sizes(where, "from", from, here);
+    require_sizes(where, "to", to, here);
     require(from.width() == to.width(), where, "width of to", from.width(), to.width(), here);
     require(std::ssize(list) == listed.count(), where, "numbers in the list",
             std::string(of) + ", " + std::to_string(listed.count()), list.size(), here);
+    require(order.empty() || order.size() == list.size(), where, "numbers in the order", list.size(), order.size(),
+            here);
+    require_memory(where, "from", from, here);
+    require_memory(where, "to", to, here);
+    require_memory(where, "list", list, here);
+    require_memory(where, "order", order, here);
 }
 
 template <bool Scatter, class T, class I>
@@ -115,12 +98,13 @@ void move_rows(rows<T const> from, I const* list, index count, rows<T> to, cudaS
 /// from: (any, width), to: (list.size(), width), any element and alignment; list: on the device. They do not overlap.
 /// 16 bytes at once where both buffers' beginnings and strides are multiples of 16, else the largest power of two.
 /// A number that is not below from.count() ends the kernel with an error, which the next call that waits reports.
-/// Throws `cpx::error` if the shapes do not fit, before anything is launched. Can be captured.
+/// Throws `cpx::error` if the shapes do not fit or memory is not the current device's, before anything is launched. Can
+/// be captured.
 template <class T, row_number I>
     requires std::is_trivially_copyable_v<T>
 void gather_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, cudaStream_t stream,
                  caller here = caller::here()) {
-    detail::require_listed<T, I>("gather_rows", from, list, to, to, "the rows of to", here);
+    detail::require_listed<T, I>("cuda::gather_rows", from, list, to, to, "the rows of to", here);
     auto const range = named_range<"cpx gather_rows">();
     detail::move_rows<false, T>(from, list.data(), to.count(), to, stream, here);
 }
@@ -134,7 +118,7 @@ template <class T, row_number I>
     requires std::is_trivially_copyable_v<T>
 void scatter_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, rows<T> to, other_rows others,
                   cudaStream_t stream, caller here = caller::here()) {
-    detail::require_listed<T, I>("scatter_rows", from, list, to, from, "the rows of from", here);
+    detail::require_listed<T, I>("cuda::scatter_rows", from, list, to, from, "the rows of from", here);
     auto const range = named_range<"cpx scatter_rows">();
     if (others == other_rows::zeros)
         detail::move_rows<false, T, I>(rows<T const>(to.data(), 0, to.width()), nullptr, to.count(), to, stream, here);
@@ -152,9 +136,7 @@ void scatter_rows(std::type_identity_t<rows<T const>> from, std::span<I const> l
 template <gpu_number T, row_number I>
 void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I const> list, std::span<I const> order,
                       rows<T> to, cudaStream_t stream, caller here = caller::here()) {
-    detail::require_listed<T, I>("scatter_add_rows", from, list, to, from, "the rows of from", here);
-    require(order.empty() || order.size() == list.size(), "scatter_add_rows", "numbers in the order", list.size(),
-            order.size(), here);
+    detail::require_listed<T, I>("cuda::scatter_add_rows", from, list, to, from, "the rows of from", here, order);
     if (from.count() == 0 || from.width() == 0) return;
     auto const range = named_range<"cpx scatter_add_rows">();
     int const bytes = detail::vector_bytes(

@@ -2,15 +2,13 @@
 // Activations, element by element.
 #pragma once
 
+#include <cpx/core/activation.hpp>
 #include <cpx/ops/local/shape.hpp>
 
 #include <algorithm>
 #include <cmath>
 
 namespace cpx {
-
-/// Which function follows a linear operator.
-enum class activation { none, silu };
 
 template <class T>
 T sigmoid(T x) {

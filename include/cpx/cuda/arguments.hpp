@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// What operators ask of the memory that they are given: that it fits and is this device's, and how it is aligned.
+#pragma once
+
+#include <cpx/core/rows.hpp>
+#include <cpx/cuda/runtime.hpp>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+
+namespace cpx::cuda::detail {
+
+/// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
+inline int vector_bytes(std::initializer_list<std::uintptr_t> places) {
+    std::uintptr_t all = 16;
+    for (std::uintptr_t const place : places) all |= place;
+    return 1 << std::countr_zero(all);
+}
+template <class T>
+std::uintptr_t address(T const* place) {
+    return reinterpret_cast<std::uintptr_t>(place);
+}
+template <class T>
+std::uintptr_t row_bytes(rows<T> r) { // a distance matters from the second row on
+    return r.count() > 1 ? static_cast<std::uintptr_t>(r.stride()) * sizeof(T) : 0;
+}
+
+/// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and
+/// with it all that comes after. Cost: some 0.1 us.
+inline void require_memory(char const* where, char const* what, void const* place, caller here) {
+    if (!place) throw error(where, what, "memory of the current device", "null", here);
+    int const current = current_device(), found = device_of(place);
+    if (found == current) return;
+    throw error(where, what, "memory of the current device, " + std::to_string(current),
+                found < 0 ? "memory of the host" : "memory of device " + std::to_string(found), here);
+}
+/// The same for a list, which may be empty.
+template <class T>
+void require_memory(char const* where, char const* what, std::span<T> list, caller here) {
+    if (!list.empty()) require_memory(where, what, list.data(), here);
+}
+/// The same for rows, which may be without elements.
+template <class T>
+void require_memory(char const* where, char const* what, rows<T> r, caller here) {
+    if (r.count() > 0 && r.width() > 0) require_memory(where, what, r.data(), here);
+}
+
+/// Throws `cpx::error` if a size is negative or rows overlap.
+template <class T>
+void require_sizes(char const* where, char const* what, rows<T> r, caller here) {
+    require(r.count() >= 0 && r.width() >= 0, where, what, "no negative sizes", std::min(r.count(), r.width()), here);
+    require(r.stride() >= r.width() || r.count() < 2, where, (std::string("stride of ") + what).c_str(),
+            "at least the width, " + std::to_string(r.width()), r.stride(), here);
+}
+
+/// Throws `cpx::error` unless `r` is (count, width) of the current device's memory. Where there are to be no rows, `r`
+/// may be none of any width.
+template <class T>
+void require_rows(char const* where, char const* what, rows<T> r, index count, index width, caller here) {
+    if (count == 0 && r.count() == 0) return;
+    auto const shape = [](index n, index w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
+    require(r.count() == count && r.width() == width, where, (std::string("shape of ") + what).c_str(),
+            shape(count, width), shape(r.count(), r.width()), here);
+    require_sizes(where, what, r, here);
+    require_memory(where, what, r, here);
+}
+
+} // namespace cpx::cuda::detail

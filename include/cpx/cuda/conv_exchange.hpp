@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// Causal depthwise convolution over sequences on any sharding, with its halos, between GPUs.
+#pragma once
+
+#include <cpx/cuda/causal_conv1d.hpp>
+#include <cpx/cuda/exchange.hpp>
+#include <cpx/layout/sharded.hpp>
+
+#include <optional>
+
+namespace cpx::cuda {
+
+/// What convolutions of elements T on sharding S need of one rank: plans, exchanges and device memory. Made once a
+/// batch, used by every layer.
+///
+/// Belongs to the device of the communicator. Calls are collective, in the same order on all ranks, and in one stream
+/// or ordered by events, for they share its memory. No call leaves anything in it for another one: layers may come in
+/// any order, and the forward as often as activations are recomputed.
+template <conv_element T, any_sharding S>
+class conv_exchange {
+public:
+    /// For the forward. `before`: `halo(sharding, rank, taps - 1)`; `channels`: those of this rank; `x_stride`:
+    /// elements from row to row of x, 0 for dense.
+    ///
+    /// Collective, unless every rank holds every row: first of all the ranks compare what they are about to run. Ranks
+    /// that are threads of one process meet before and after, so that none allocates while another waits for it.
+    /// Throws `cpx::error` if plan and communicator do not fit, if the ranks' plans differ, and what `conv_plan`
+    /// throws.
+    conv_exchange(halo_plan<S> const& before, index channels, nccl& comm, index x_stride = 0,
+                  caller here = caller::here())
+        : sharding_(compared(before, channels, comm, "halo", here)), plan_(before, here), channels_(channels),
+          halo_(plan_.halo_rows() * channels, here) {
+        make(halo_exchange_, before, comm, x_stride, here);
+    }
+
+    /// Also for the backward. `after`: `halo(sharding, rank, taps - 1, side::after)`.
+    conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index channels, nccl& comm, index x_stride = 0,
+                  caller here = caller::here())
+        : sharding_(compared(before, channels, comm, "halo before and after", here)), plan_(before, after, here),
+          channels_(channels), halo_(plan_.halo_rows() * channels, here), edge_(plan_.edge_rows() * channels, here),
+          dz_halo_(plan_.dz_halo_rows() * channels, here), workspace_(causal_conv1d_workspace(plan_, channels), here) {
+        make(halo_exchange_, before, comm, x_stride, here);
+        make(edge_exchange_, plan_.edge_exchange(), comm, 0, here);
+    }
+
+    S const& sharding() const { return sharding_; }
+    conv_plan const& plan() const { return plan_; }
+    index channels() const { return channels_; }
+
+    /// What the local operators are given beside the caller's tensors, and what they leave: rows in the plan's numbers.
+    rows<T> halo() const { return {halo_.data(), plan_.halo_rows(), channels_}; }
+    rows<float> edge() const { return {edge_.data(), plan_.edge_rows(), channels_}; }
+    rows<float> dz_halo() const { return {dz_halo_.data(), plan_.dz_halo_rows(), channels_}; }
+    std::span<float> workspace() const { return {workspace_.data(), static_cast<std::size_t>(workspace_.size())}; }
+
+    /// Fills `halo()` from everybody's x. Collective.
+    void exchange_halo(rows<T const> x, cudaStream_t in, caller here = caller::here()) {
+        if (halo_exchange_) (*halo_exchange_)(x, halo(), in, here);
+    }
+    /// Fills `dz_halo()` from everybody's `edge()`. Collective.
+    void exchange_edge(cudaStream_t in, caller here = caller::here()) {
+        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), in, here);
+    }
+
+private:
+    /// Lets the ranks compare their plans, once for all exchanges: the plan of rows after follows from that of rows
+    /// before. Returns the sharding.
+    static S const& compared(halo_plan<S> const& before, index channels, nccl& comm, char const* operation,
+                             caller here) {
+        char const* const where = "cuda::conv_exchange";
+        require(before.ranks() == comm.ranks() && before.rank == comm.rank(), where, "rank of the plan",
+                std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
+                std::to_string(before.rank) + " of " + std::to_string(before.ranks()), here);
+        require(channels >= 0, where, "channels", "not negative", channels, here);
+        require(current_device() == comm.device(), where, "current device", comm.device(), current_device(), here);
+        if (before.local) return before.sharding;
+        identity id = detail::identify<T>(before, channels);
+        identity::set(id.operation, operation);
+        detail::agree(comm, id, here);
+        return before.sharding;
+    }
+
+    template <class U>
+    void make(std::optional<exchange<U>>& to, cpx::plan moved, nccl& comm, index stride, caller here) {
+        if (moved.local) return; // then there is nothing to move
+        moved.local = true;      // the ranks have compared their plans
+        to.emplace(moved, channels_, comm, stride, index{0}, range{}, here);
+    }
+
+    S sharding_;
+    conv_plan plan_;
+    index channels_;
+    buffer<T> halo_;
+    buffer<float> edge_, dz_halo_, workspace_;
+    std::optional<exchange<T>> halo_exchange_; ///< these go first: they wait until nobody needs the memory
+    std::optional<exchange<float>> edge_exchange_;
+};
+
+namespace detail {
+
+/// Throws `cpx::error` unless a tensor has the sharding and the width of a convolution. Its rows are checked later.
+template <class T, any_sharding S, class A>
+void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S> const& tensor,
+                caller here) {
+    require(tensor.sharding() == by.sharding(), where, (std::string("sharding of ") + what).c_str(),
+            "that of the conv_exchange", "another", here);
+    require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
+            tensor.data().width(), here);
+}
+
+} // namespace detail
+
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
+/// begins, as the host's `causal_conv1d` does, and the local one here, which says what weight and bias may be.
+///
+/// x, y: (rows, channels) of this rank, not overlapping; x begins at a multiple of 16 bytes, its rows as far apart as
+/// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in stream `in`, without host
+/// synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There are no
+/// states: sequences begin here.
+///
+/// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
+/// throws.
+template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, class W>
+void causal_conv1d(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
+                   std::type_identity_t<std::span<W const>> bias, activation act, sharded<T, Y> const& y,
+                   cudaStream_t in, caller here = caller::here()) {
+    static_assert(std::same_as<X, S> && std::same_as<Y, S>,
+                  "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; make that with "
+                  "halo(x.sharding(), ...) and y of the same sharding");
+    char const* const where = "cuda::causal_conv1d";
+    detail::require_of(where, "x", by, x, here);
+    detail::require_of(where, "y", by, y, here);
+    static_cast<void>(
+        detail::conv_given<T, std::remove_const_t<W>>(where, by.plan(), x.data(), by.halo(), weight, bias, here));
+    detail::require_rows(where, "y", y.data(), by.plan().rows(), by.channels(), here);
+    by.exchange_halo(x.data(), in, here);
+    causal_conv1d(by.plan(), x.data(), by.halo(), weight, bias, act, y.data(), in, here);
+}
+
+/// What the backward of a convolution on sharding S computes. Each but dx may be left empty.
+///
+/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
+/// hold: the gradient is the sum over all ranks.
+template <conv_element T, any_sharding S>
+struct causal_conv1d_gradients<T, S> {
+    sharded<T, S> dx;
+    rows<float> dweight = {};
+    std::span<float> dbias = {};
+};
+
+/// Computes the gradients of `causal_conv1d`. dy: (rows, channels), the gradient of y; the rest as there.
+///
+/// Collective: exchanges the halo of x again, as the host's does, for other layers have used its memory since the
+/// forward, and then the edge rows of dz = dy act'(z), in float; three kernels beside these exchanges. dx is bitwise
+/// the same on every sharding; a gradient never reaches another sequence.
+///
+/// Throws as the forward does, and if `by` was made for the forward alone.
+template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, elements_of<T> B, class W>
+void causal_conv1d_backward(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
+                            std::type_identity_t<std::span<W const>> bias, activation act, sharded<B, Y> const& dy,
+                            std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, cudaStream_t in,
+                            caller here = caller::here()) {
+    static_assert(std::same_as<X, S> && std::same_as<Y, S>,
+                  "cpx: cuda::causal_conv1d_backward of tensors that are not sharded as the conv_exchange; make that "
+                  "with halo(x.sharding(), ...) and dy of the same sharding");
+    char const* const where = "cuda::causal_conv1d_backward";
+    detail::require_of(where, "x", by, x, here);
+    detail::require_of(where, "dy", by, dy, here);
+    detail::require_of(where, "dx", by, to.dx, here);
+    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
+    static_cast<void>(
+        detail::conv_given<T, std::remove_const_t<W>>(where, by.plan(), x.data(), by.halo(), weight, bias, here));
+    detail::conv_gradients_given<T>(where, by.plan(), by.channels(), dy.data(), local, here);
+    by.exchange_halo(x.data(), in, here);
+    causal_conv1d_backward_edge(by.plan(), x.data(), by.halo(), weight, bias, act, dy.data(), by.edge(), in, here);
+    by.exchange_edge(in, here);
+    causal_conv1d_backward(by.plan(), x.data(), by.halo(), weight, bias, act, dy.data(), by.edge(), by.dz_halo(), local,
+                           in, here);
+}
+
+} // namespace cpx::cuda

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators on GPUs of one process, a thread a rank: the host's results, and the bits of one GPU.
+#include <cpx/cuda/conv_exchange.hpp>
+#include <cpx/cuda/rotary.hpp>
+
+#include <cpx/ops/causal_conv1d.hpp>
+#include <cpx/ops/rotary.hpp>
+
+#include <doctest/doctest.h>
+
+#include "convolution.hpp"
+#include "gpus.hpp"
+
+#include <support/rejects.hpp>
+
+#include <array>
+#include <barrier>
+#include <thread>
+
+namespace {
+
+using namespace convolution;
+using cpx::index, cpx::rows;
+using namespace std::chrono_literals;
+using cpx::sharded, cpx::side;
+using support::lengths;
+namespace cuda = cpx::cuda;
+
+/// The ranks of this process, one a GPU.
+class group {
+public:
+    explicit group(int ranks) {
+        std::vector<int> devices;
+        for (int d = 0; d < ranks; ++d) devices.push_back(d);
+        comms_ = cpx::nccl::all(devices, 60s);
+    }
+    ~group() { // all at once: the end of a communicator waits for the others'
+        std::vector<std::jthread> threads;
+        for (auto& comm : comms_)
+            threads.emplace_back([&] {
+                static_cast<void>(cudaSetDevice(comm->device()));
+                comm.reset();
+            });
+    }
+    int ranks() const { return static_cast<int>(comms_.size()); }
+
+    /// Calls `program(comm, meet)` in a thread a rank. No rank allocates or frees memory while another one's exchange
+    /// may wait for it: `meet()` returns when all have called it.
+    template <class F>
+    void run(F&& program) {
+        std::barrier everyone(ranks());
+        std::vector<std::string> errors(comms_.size());
+        {
+            std::vector<std::jthread> threads;
+            for (auto& comm : comms_)
+                threads.emplace_back([&] {
+                    try {
+                        cuda::use_device(comm->device());
+                        program(*comm, [&] { everyone.arrive_and_wait(); });
+                    } catch (std::exception const& e) {
+                        errors[static_cast<std::size_t>(comm->rank())] = e.what();
+                    }
+                    everyone.arrive_and_drop(); // the others do not wait for a rank that has failed
+                });
+        }
+        for (std::string const& error : errors) REQUIRE(error == "");
+    }
+
+private:
+    std::vector<std::unique_ptr<cpx::nccl>> comms_;
+};
+
+/// Returns the rows of a whole tensor that `rank` holds, side by side.
+template <class T, cpx::any_sharding S>
+std::vector<T> part(std::vector<T> const& whole, index width, S const& sharding, int rank) {
+    std::vector<T> local;
+    sharding.for_each_piece(rank, [&](cpx::range piece) {
+        local.insert(local.end(), whole.begin() + piece.first * width, whole.begin() + piece.last * width);
+    });
+    return local;
+}
+
+template <class T, class W>
+results empty_results(problem<T, W> const& p) {
+    std::vector<double> const tensor(p.x.size(), NAN);
+    return {tensor, tensor, std::vector<double>(p.weight.size()), std::vector<double>(p.bias.size())};
+}
+
+/// The convolution and its gradients on all GPUs, rows of all tensors `gap` elements apart.
+template <class T, class W, cpx::any_sharding S>
+results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap) {
+    results r = empty_results(p);
+    std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(gpus.ranks()));
+    gpus.run([&](cpx::nccl& comm, auto const& meet) {
+        int const rank = comm.rank();
+        index const width = p.channels, count = sharding.rows(rank);
+        placement const at{gap, 0};
+        cuda::stream const stream;
+        device_rows<T> const x(part(p.x, width, sharding, rank), width, at), y(count, width, at),
+            dy(part(p.dy, width, sharding, rank), width, at), dx(count, width, at), unwanted(count, width, at);
+        device_rows<W> const weight_rows(p.weight, p.taps, {});
+        rows<W const> const weight = weight_rows;
+        cuda::buffer<W> const bias_values{std::span<W const>(p.bias)};
+        std::span<W const> const bias(bias_values.data(), p.bias.size());
+        device_rows<float> const dweight(std::vector<float>(p.weight.size()), p.taps, {});
+        cuda::buffer<float> const dbias{std::span<float const>(std::vector<float>(p.bias.size()))};
+        auto const of = [&](auto const& tensor) { return sharded(tensor.view(), sharding); };
+        meet();
+        cuda::conv_exchange<T, S> by(halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, side::after),
+                                     width, comm, width + gap);
+        meet();
+        cuda::causal_conv1d(by, of(x), weight, bias, p.act, of(y), stream);
+        cuda::causal_conv1d(by, of(dy), weight, bias, p.act, of(unwanted), stream); // another layer's halo
+        cuda::causal_conv1d_backward(by, of(x), weight, bias, p.act, of(dy),
+                                     {of(dx), dweight, std::span(dbias.data(), p.bias.size())}, stream);
+        comm.wait(stream);
+        meet();
+        place(y.read(), sharding, rank, width, r.y);
+        place(dx.read(), sharding, rank, width, r.dx);
+        sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};
+    });
+    for (auto const& [dweight, dbias] : sums) {
+        add_to(r.dweight, dweight);
+        add_to(r.dbias, dbias);
+    }
+    return r;
+}
+
+/// The same on one GPU, without the sums: no halos, no exchange.
+template <class T, class W>
+results alone(problem<T, W> const& p) {
+    results r = empty_results(p);
+    auto const sharding = on_ranks::one_rank(p.batch);
+    cuda::conv_plan const plan(halo(sharding, 0, p.taps - 1), halo(sharding, 0, p.taps - 1, side::after));
+    cuda::stream const stream;
+    index const width = p.channels;
+    device_rows<T> const x(p.x, width, {}), dy(p.dy, width, {}), y(plan.rows(), width, {}), dx(plan.rows(), width, {});
+    device_rows<W> const weight(p.weight, p.taps, {});
+    cuda::buffer<W> const bias_values{std::span<W const>(p.bias)};
+    std::span<W const> const bias(bias_values.data(), p.bias.size());
+    cuda::causal_conv1d(plan, x.view(), {}, weight.view(), bias, p.act, y, stream);
+    cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias, p.act, dy, {}, {}, {dx}, stream);
+    place(y.read(), sharding, 0, width, r.y);
+    place(dx.read(), sharding, 0, width, r.dx);
+    return r;
+}
+
+/// The host's operators in double on the same sharding.
+template <class T, class W, cpx::any_sharding S>
+results on_host(problem<T, W> const& p, S const& sharding) {
+    results r = empty_results(p);
+    auto const x_all = convert<double>(p.x), dy_all = convert<double>(p.dy), weights = convert<double>(p.weight),
+               bias = convert<double>(p.bias);
+    std::vector<results> sums(static_cast<std::size_t>(sharding.ranks()), {{}, {}, r.dweight, r.dbias});
+    cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
+        int const rank = comm.rank();
+        index const width = p.channels, count = sharding.rows(rank);
+        auto const before = halo(sharding, rank, p.taps - 1), after = halo(sharding, rank, p.taps - 1, side::after);
+        auto const x = part(x_all, width, sharding, rank), dy = part(dy_all, width, sharding, rank);
+        std::vector<double> y(x.size(), NAN), dx(x.size(), NAN);
+        rows<double const> const weight(weights, p.taps);
+        auto const of = [&](auto& values) { return sharded(rows(values.data(), count, width), sharding); };
+        auto& [no_y, no_dx, dweight, dbias] = sums[static_cast<std::size_t>(rank)];
+        cpx::causal_conv1d(before, of(x), weight, std::span<double const>(bias), p.act, of(y), comm);
+        cpx::causal_conv1d_backward(before, after, of(x), weight, std::span<double const>(bias), p.act, of(dy),
+                                    {of(dx), rows<double>(dweight, p.taps), dbias}, comm);
+        place(y, sharding, rank, width, r.y);
+        place(dx, sharding, rank, width, r.dx);
+    });
+    for (results const& of_rank : sums) {
+        std::ranges::transform(r.dweight, of_rank.dweight, r.dweight.begin(), std::plus());
+        std::ranges::transform(r.dbias, of_rank.dbias, r.dbias.begin(), std::plus());
+    }
+    return r;
+}
+
+/// Heads to rotate, and the gradient of the result: x and dy of a problem of `heads * head_dim` channels.
+constexpr index head_dim = 12, heads = 3;
+constexpr cpx::rotary_options rotary_options{1e4, 8};
+
+/// Rotates x on all GPUs, and dy back.
+template <class T, class W, cpx::any_sharding S>
+results rotate(group& gpus, problem<T, W> const& p, S const& sharding) {
+    results r = empty_results(p);
+    gpus.run([&](cpx::nccl& comm, auto const&) {
+        int const rank = comm.rank();
+        cuda::stream const stream;
+        cuda::rotary_pairs const pairs(cpx::rotary_frequencies<double>(rotary_options));
+        cuda::segment_table const positions(segments(sharding, rank));
+        device_rows<T> const x(part(p.x, p.channels, sharding, rank), p.channels, {}),
+            y(sharding.rows(rank), p.channels, {}), dy(part(p.dy, p.channels, sharding, rank), p.channels, {});
+        auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding); };
+        cuda::rotary(of(x), head_dim, pairs, positions, of(y), stream);
+        cuda::rotary_backward(of(dy), head_dim, pairs, positions, of(dy), stream);
+        place(y.read(), sharding, rank, p.channels, r.y);
+        place(dy.read(), sharding, rank, p.channels, r.dx);
+    });
+    return r;
+}
+
+template <class T, class W, cpx::any_sharding S>
+results rotate_on_host(problem<T, W> const& p, S const& sharding) {
+    results r = empty_results(p);
+    auto const x_all = convert<double>(p.x), dy_all = convert<double>(p.dy);
+    for (int rank = 0; rank < sharding.ranks(); ++rank) {
+        auto x = part(x_all, p.channels, sharding, rank), dy = part(dy_all, p.channels, sharding, rank);
+        auto const of = [&](auto& values) {
+            return sharded(rows(values.data(), sharding.rows(rank), p.channels), sharding);
+        };
+        cpx::rotary(rank, of(x), head_dim, rotary_options, of(x));
+        cpx::rotary_backward(rank, of(dy), head_dim, rotary_options, of(dy));
+        place(x, sharding, rank, p.channels, r.y);
+        place(dy, sharding, rank, p.channels, r.dx);
+    }
+    return r;
+}
+
+/// Calls `f(name, sharding)` with layouts over both scopes, and one whose rank 0 has more than half of the rows.
+template <class F>
+void for_each_sharding(cpx::thd const& batch, int ranks, F&& f) {
+    f("sequential over sequence", cpx::shard(batch, cpx::sequential<>(ranks)));
+    f("sequential over batch", cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks)));
+    f("zigzag over sequence", cpx::shard(batch, cpx::zigzag<>(ranks)));
+    f("zigzag over batch", cpx::shard<cpx::scope::batch>(batch, cpx::zigzag<>(ranks)));
+    std::vector<int> owners(static_cast<std::size_t>(2 * ranks), 0);
+    for (int rank = 1; rank < ranks; ++rank) owners[static_cast<std::size_t>(2 * rank)] = rank;
+    f("a table that is uneven", cpx::shard(batch, cpx::table(ranks, owners)));
+}
+
+/// Calls `f(gpus)` with two ranks, and with four or three if there are GPUs for them.
+template <class F>
+void on_groups(F&& f) {
+    int const all = usable_gpus(4);
+    for (int const ranks : {2, 3, 4})
+        if (ranks == 2 || ranks == all) {
+            group gpus(ranks);
+            CAPTURE(ranks);
+            f(gpus);
+        }
+}
+
+std::vector<index> const packings[] = {{37, 0, 8, 21}, {100, 3, 257}, {5, 1, 0, 12, 3}, {1}, {0, 0}, {}};
+
+template <class T, class W>
+struct kind {
+    using element = T;
+    using weight = W;
+};
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    using cpx::index;
+
+    TEST_CASE_TEMPLATE("the convolution between GPUs is the host's, with the bits of one GPU", K, kind<float, float>,
+                       kind<__nv_bfloat16, float>) {
+        if (!has_gpus(2)) return;
+        using T = typename K::element;
+        on_groups([](group& gpus) {
+            std::uint64_t seed = 0;
+            for (index const taps : {4, 8, 1})
+                for (auto const& packing : packings) {
+                    ++seed;
+                    problem<T, typename K::weight> const p(lengths(packing), seed % 2 ? 8 : 5, taps, seed % 3 != 0,
+                                                           seed % 5 ? activation::silu : activation::none, seed);
+                    CAPTURE(p.text());
+                    auto const expected = alone(p);
+                    for_each_sharding(p.batch, gpus.ranks(), [&](char const* name, auto const& sharding) {
+                        CAPTURE(name);
+                        auto const r = run(gpus, p, sharding, seed % 4 ? 0 : 8);
+                        check_same("y", r.y, expected.y);
+                        check_same("dx", r.dx, expected.dx);
+                        check_close<T>(r, on_host(p, sharding));
+                    });
+                }
+        });
+    }
+
+    TEST_CASE_TEMPLATE("the rotation between GPUs is the host's, with the bits of one GPU", T, float, __nv_bfloat16) {
+        if (!has_gpus(2)) return;
+        on_groups([](group& gpus) {
+            group one(1);
+            for (auto const& packing : packings) {
+                problem<T, float> const p(lengths(packing), heads * head_dim, 0, false, activation::none, 7);
+                CAPTURE(p.text());
+                auto const expected = rotate(one, p, on_ranks::one_rank(p.batch));
+                for_each_sharding(p.batch, gpus.ranks(), [&](char const* name, auto const& sharding) {
+                    CAPTURE(name);
+                    auto const r = rotate(gpus, p, sharding);
+                    check_same("y", r.y, expected.y);
+                    check_same("dx", r.dx, expected.dx);
+                    check_close<T>(r, rotate_on_host(p, sharding));
+                });
+            }
+        });
+    }
+
+    TEST_CASE("every rank refuses what does not fit, and goes on") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        auto const sharding = cpx::shard(lengths({7, 6}), cpx::zigzag<>(2)),
+                   other = cpx::shard(lengths({6, 7}), cpx::zigzag<>(2));
+        using S = std::remove_const_t<decltype(sharding)>;
+        using convolver = cuda::conv_exchange<float, S>;
+        gpus.run([&](cpx::nccl& comm, auto const& meet) {
+            int const rank = comm.rank(), neighbour = 1 - rank;
+            auto const before = halo(sharding, rank, 3), after = halo(sharding, rank, 3, side::after);
+            index const count = sharding.rows(rank);
+            cuda::stream const stream;
+            cuda::buffer<float> const memory{std::span<float const>(std::vector<float>(1000))};
+            cuda::use_device(neighbour);
+            cuda::buffer<float> const far(1000);
+            cuda::use_device(rank);
+            rows<float> const tensor(memory.data(), count, 5), result(memory.data() + 200, count, 5);
+            rows<float const> const weight(memory.data() + 400, 5, 4);
+            using support::rejects;
+            meet();
+            rejects({"nccl_operators.cu", "cuda::conv_exchange: rank of the plan"},
+                    [&] { convolver(halo(sharding, neighbour, 3), 5, comm); });
+            rejects({"nccl_operators.cu", "ranks disagree on source width"},
+                    [&] { convolver(before, 5 + rank, comm); });
+            meet();
+            rejects({"nccl_operators.cu", "ranks disagree on operation"}, [&] {
+                if (rank == 0)
+                    convolver(before, 5, comm);
+                else
+                    convolver(before, after, 5, comm);
+            });
+            meet();
+            convolver forward(before, 5, comm);
+            meet();
+            convolver by(before, after, 5, comm);
+            meet();
+            auto const forwards = [&](sharded<float, S> const& x, sharded<float, S> const& y) {
+                return [&, x, y] { cuda::causal_conv1d(by, x, weight, {}, activation::silu, y, stream); };
+            };
+            auto const backwards = [&](convolver& with, sharded<float, S> const& dy, sharded<float, S> const& dx) {
+                return [&, dy, dx] {
+                    cuda::causal_conv1d_backward(with, sharded(tensor, sharding), weight, {}, activation::silu, dy,
+                                                 {dx}, stream);
+                };
+            };
+            sharded const in(tensor, sharding), out(result, sharding), elsewhere(tensor, other);
+            sharded const narrow(rows<float>(memory.data(), count, 4), sharding);
+            sharded const of_neighbour(rows<float>(far.data(), count, 5), sharding);
+            std::string const text = "cuda::causal_conv1d: ", back = "cuda::causal_conv1d_backward: ";
+            rejects({"nccl_operators.cu", text + "sharding of x: expected that of the conv_exchange"},
+                    forwards(elsewhere, out));
+            rejects({text + "sharding of y"}, forwards(in, elsewhere));
+            rejects({text + "width of x: expected 5, got 4"}, forwards(narrow, out));
+            rejects({text + "width of y: expected 5, got 4"}, forwards(in, narrow));
+            rejects({text + "x: expected memory of the current device, " + std::to_string(rank) +
+                     ", got memory of device " + std::to_string(neighbour)},
+                    forwards(of_neighbour, out));
+            rejects({text + "y: expected memory of the current device"}, forwards(in, of_neighbour));
+            rejects({"nccl_operators.cu", back + "plan of rows after"}, backwards(forward, in, out));
+            rejects({back + "sharding of dy"}, backwards(by, elsewhere, out));
+            rejects({back + "sharding of dx"}, backwards(by, in, elsewhere));
+            rejects({back + "dx: expected memory of the current device"}, backwards(by, in, of_neighbour));
+            cuda::use_device(neighbour);
+            rejects({text + "current device: expected " + std::to_string(rank)}, forwards(in, out));
+            cuda::use_device(rank);
+            forwards(in, out)();
+            backwards(by, in, out)();
+            comm.wait(stream);
+            meet();
+        });
+    }
+}
