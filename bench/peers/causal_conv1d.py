@@ -136,7 +136,7 @@ def main():
     except (OSError, AttributeError) as e:
         stop(2, USAGE, f"not that library: {e}")
     if not torch.cuda.is_available():
-        stop(0, "cpx: skipped, 1 GPUs wanted, 0 found")
+        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
     rows, channels, taps, lengths = 32768, 8192, 4, [12000, 9000, 11768]
     torch.manual_seed(1)
     x = torch.randn(rows, channels, device="cuda", dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 // cpx: context-parallel exchange. Everything on the host that needs no third-party library.
 #pragma once
 
+#include <cpx/core/activation.hpp>
 #include <cpx/core/config.hpp> // version
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>

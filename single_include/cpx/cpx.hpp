@@ -27,6 +27,16 @@
 #include <utility>
 #include <vector>
 
+// cpx/core/activation.hpp
+// The names of activations, for operators of the host and of GPUs.
+
+namespace cpx {
+
+/// Which function follows a linear operator.
+enum class activation { none, silu };
+
+} // namespace cpx
+
 // cpx/core/config.hpp
 // Version, and the one marker that lets the same arithmetic run on host and device.
 

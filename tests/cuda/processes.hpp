@@ -2,7 +2,7 @@
 // Ranks as processes, each with a GPU, as torchrun starts them.
 #pragma once
 
-#include <cpx/cuda/runtime.hpp>
+#include "gpus.hpp"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,11 +23,12 @@ inline int wait_for(pid_t process) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/// Returns the number of GPUs, without touching them in this process: what CUDA knows does not survive a fork.
+/// Returns how many GPUs can run this build's code, without touching them in this process: what CUDA knows does not
+/// survive a fork.
 inline int gpus() {
     std::fflush(nullptr);
     pid_t const process = ::fork();
-    if (process == 0) ::_exit(cpx::cuda::devices());
+    if (process == 0) ::_exit(usable_gpus(64));
     return wait_for(process);
 }
 

@@ -62,7 +62,8 @@ TEST_SUITE("hygiene") {
         std::vector<text> sources;
         for (char const* folder : {"examples", "tests"})
             for (auto const& entry : fs::recursive_directory_iterator(root / folder))
-                if (entry.path().extension() == ".cpp") sources.push_back(lines(entry.path()));
+                if (auto const kind = entry.path().extension(); kind == ".cpp" || kind == ".cu")
+                    sources.push_back(lines(entry.path()));
 
         for (text const& block : blocks(lines(root / "README.md"))) {
             REQUIRE(!block.empty());

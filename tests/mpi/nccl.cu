@@ -3,6 +3,7 @@
 #include <cpx/cuda/exchange.hpp>
 #include <cpx/transport/mpi.hpp>
 
+#include <cuda/gpus.hpp>
 #include <cuda/whole.hpp>
 #include <mpi/job.hpp>
 #include <support/packings.hpp>
@@ -30,14 +31,14 @@ int local_rank() {
 
 /// Takes a GPU of its own for every rank. If one finds none, or is alone, says so and returns false on all ranks.
 bool every_rank_has_a_gpu() {
-    int const ranks = job::ranks(), local = local_rank(), found = cpx::cuda::devices();
+    int const ranks = job::ranks(), local = local_rank(), found = usable_gpus(local + 1);
     int fits = local < found && ranks > 1, all = 0, world = 0;
     MPI_Allreduce(&fits, &all, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
     MPI_Comm_rank(MPI_COMM_WORLD, &world);
     if (all)
         cpx::cuda::use_device(local);
     else if (world == 0)
-        std::printf("cpx: skipped, %d GPUs wanted, %d found\n", std::max(ranks, 2), found);
+        std::printf("cpx: skipped, a GPU a rank, and two ranks, wanted; rank 0 of %d found %d\n", ranks, found);
     return all != 0;
 }
 

@@ -6,8 +6,6 @@
 #include <cpx/cuda/runtime.hpp>
 
 #include <algorithm>
-#include <bit>
-#include <cstdint>
 #include <initializer_list>
 #include <span>
 #include <string>
@@ -15,18 +13,18 @@
 namespace cpx::cuda::detail {
 
 /// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
-inline int vector_bytes(std::initializer_list<std::uintptr_t> places) {
-    std::uintptr_t all = 16;
-    for (std::uintptr_t const place : places) all |= place;
-    return 1 << std::countr_zero(all);
+inline int vector_bytes(std::initializer_list<index> places) {
+    index all = 16;
+    for (index const place : places) all |= place;
+    return static_cast<int>(all & -all);
 }
 template <class T>
-std::uintptr_t address(T const* place) {
-    return reinterpret_cast<std::uintptr_t>(place);
+index address(T const* place) {
+    return reinterpret_cast<index>(place);
 }
 template <class T>
-std::uintptr_t row_bytes(rows<T> r) { // a distance matters from the second row on
-    return r.count() > 1 ? static_cast<std::uintptr_t>(r.stride()) * sizeof(T) : 0;
+index row_bytes(rows<T> r) { // a distance matters from the second row on
+    return r.count() > 1 ? r.stride() * static_cast<index>(sizeof(T)) : 0;
 }
 
 /// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and

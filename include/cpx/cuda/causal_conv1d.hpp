@@ -10,7 +10,6 @@
 #include <cpx/causal_conv1d_backward.cuh>
 
 #include <concepts>
-#include <cstdint>
 #include <string>
 #include <type_traits>
 
@@ -114,7 +113,7 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
 /// Returns whether vectors of 16 bytes will do for x, its halo and the weight: that of 4 taps, dense and aligned.
 template <class T, class W>
 bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) {
-    auto const row = static_cast<std::uintptr_t>(weight.count()) * sizeof(T);
+    index const row = weight.count() * static_cast<index>(sizeof(T));
     return weight.width() == 4 && weight.stride() == 4 && vector_bytes({address(weight.data()), row}) == 16 &&
            every_row_aligned(x) && every_row_aligned(halo);
 }

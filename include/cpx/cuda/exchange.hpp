@@ -2,6 +2,7 @@
 // Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
 #pragma once
 
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/layout/sharded.hpp>
@@ -25,7 +26,7 @@ inline void agree(nccl& comm, identity const& mine, caller here) {
     for (int field = 0; field < identity::fields; ++field)
         for (identity const& other : all)
             if (other.value(field) != mine.value(field))
-                throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
+                throw error("cuda::exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
                             cpx::detail::disagreement(all, field), here);
 }
 
@@ -74,8 +75,8 @@ inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, 
                     r.bytes = static_cast<std::int32_t>(width);
                     r.source_buffer = static_cast<std::int16_t>(from.buffer);
                     r.target_buffer = static_cast<std::int16_t>(to.buffer);
-                    index const all = r.source | r.target | r.source_pitch | r.target_pitch | r.bytes | 16;
-                    r.vector = static_cast<std::int16_t>(all & -all);
+                    r.vector = static_cast<std::int16_t>(
+                        vector_bytes({r.source, r.target, r.source_pitch, r.target_pitch, r.bytes}));
                     list.push_back(r);
                 }
         });
@@ -105,15 +106,16 @@ public:
           target_width_(p.target_width ? p.target_width : width),
           from_stride_(from_stride ? from_stride : source_width_), to_stride_(to_stride ? to_stride : target_width_),
           zeros_first_(p.kind == flow::sums || !p.covers_target()) {
-        require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
+        require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "cuda::exchange", "rank of the plan",
                 std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
                 std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
-        require(width >= 0 && from_stride_ >= source_width_ && to_stride_ >= target_width_, "exchange", "strides",
+        require(width >= 0 && from_stride_ >= source_width_ && to_stride_ >= target_width_, "cuda::exchange", "strides",
                 "at least the widths", std::min(from_stride_, to_stride_), here);
-        require(current_device() == comm.device(), "exchange", "current device", comm.device(), current_device(), here);
-        require(others.empty() || !zeros_first_, "exchange", "plan of which others move a part",
+        require(current_device() == comm.device(), "cuda::exchange", "current device", comm.device(), current_device(),
+                here);
+        require(others.empty() || !zeros_first_, "cuda::exchange", "plan of which others move a part",
                 "one that fills the target and does not add", "another", here);
-        require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums", "a type with +",
+        require(addable || p.kind != flow::sums, "cuda::exchange", "elements of a plan that sums", "a type with +",
                 std::string(cpx::detail::type_name<T>()), here);
         if (!p.local) detail::agree(comm, detail::identify<T>(p, width), here);
         make_tables();
@@ -125,6 +127,8 @@ public:
     /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything
     /// is enqueued if a buffer does not fit or is not memory of this device, or if the communicator is broken.
     void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, caller here = caller::here()) {
+        require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
+                current_device(), here);
         check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
         check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);
         comm_.begin_call(here);
@@ -188,16 +192,14 @@ private:
     static unsigned grid(int count) { return static_cast<unsigned>(std::min(count, 1056)); }
 
     void check_buffer(char const* which, auto const& b, index count, index width, index stride, caller here) const {
-        std::string const where = std::string("exchange, ") + which;
+        std::string const where = std::string("cuda::exchange, ") + which;
         require(b.count() == count && b.width() == width && (b.stride() == stride || count < 2), where.c_str(),
                 "rows, width and stride",
                 std::to_string(count) + ", " + std::to_string(width) + ", " + std::to_string(stride),
                 std::to_string(b.count()) + ", " + std::to_string(b.width()) + ", " + std::to_string(b.stride()), here);
-        if (count * width == 0) return;
-        require(device_of(b.data()) == comm_.device(), where.c_str(), "memory of device", comm_.device(),
-                device_of(b.data()), here);
-        require(reinterpret_cast<std::uintptr_t>(b.data()) % 16 == 0, where.c_str(), "alignment of the buffer",
-                "16 bytes", reinterpret_cast<std::uintptr_t>(b.data()) % 16, here);
+        detail::require_memory("cuda::exchange", which, b, here);
+        require(b.count() * b.width() == 0 || detail::address(b.data()) % 16 == 0, where.c_str(),
+                "alignment of the buffer", "16 bytes", detail::address(b.data()) % 16, here);
     }
     void copy(table const& t, kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) const {
         if (t.count == 0) return;

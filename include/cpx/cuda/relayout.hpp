@@ -2,6 +2,7 @@
 // A relayout in one kernel, where every rank's memory can be stored to by the others.
 #pragma once
 
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/layout/head_sharded.hpp>
@@ -161,11 +162,8 @@ public:
                     ("bytes of rank " + std::to_string(rank) + "'s target").c_str(),
                     "at most those after the offset, " + std::to_string(memory.bytes - offset), target_bytes(rank),
                     here);
-        require(from.count() == 0 || from.width() == 0 || device_of(from.data()) == current_device(), where, "source",
-                "memory of the current device", device_of(from.data()), here);
-
-        require(device_of(batch.offsets) == current_device(), where, "offsets", "memory of the current device",
-                device_of(batch.offsets), here);
+        detail::require_memory(where, "source", from, here);
+        detail::require_memory(where, "offsets", batch.offsets, here);
         int most = 0;
         check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
               "cudaDeviceGetAttribute", here);
@@ -195,13 +193,9 @@ public:
             index all_bytes = 0;
             for (int i = 0; i < pieces_; ++i) {
                 piece const& c = p.pieces[i];
-                auto const places =
-                    reinterpret_cast<std::uintptr_t>(r.source) | reinterpret_cast<std::uintptr_t>(r.target[peer]);
-                index const all =
-                    static_cast<index>(places & 15) | r.source_pitch | p.pitch | c.source | c.target | c.bytes | 16;
-                index const vector = all & -all;
-                r.piece[peer][i] = {c.source, c.target, static_cast<std::int32_t>(c.bytes / vector),
-                                    static_cast<std::int32_t>(vector)};
+                int const vector = detail::vector_bytes({detail::address(r.source), detail::address(r.target[peer]),
+                                                         r.source_pitch, p.pitch, c.source, c.target, c.bytes});
+                r.piece[peer][i] = {c.source, c.target, static_cast<std::int32_t>(c.bytes / vector), vector};
                 all_bytes += c.bytes;
             }
             widest = std::max(widest, all_bytes);

@@ -168,7 +168,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
             "positions a row", pairs.multimodal() ? "1 or 3" : "1, for pairs have no axes", positions.axes(), here);
 
     kernels::rotary_call call{};
-    std::uintptr_t all = static_cast<std::uintptr_t>(head_dim * element) | static_cast<std::uintptr_t>(half * element);
+    index all = head_dim * element | half * element;
     index heads = 0;
     bool moves = false;
     for (std::size_t i = 0; i < static_cast<std::size_t>(most); ++i) {

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 
 namespace cpx::cuda {
 
@@ -49,7 +50,7 @@ public:
     /// Returns the group's memory as the one-kernel relayout wants it. Throws if an earlier kernel found ranks at
     /// fault.
     peer_memory peers(caller here = caller::here()) const {
-        require(window_ != nullptr, "shared_memory", "ranks whose memory this one reaches", "some", "none", here);
+        require(window_ != nullptr, "cuda::shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;
         m.device = comm_.device();
         m.first = static_cast<int>(group_.first);
@@ -102,7 +103,7 @@ private:
 
     /// Returns for every rank the neighbouring ranks of its host, `most` at most.
     static std::vector<range> find_groups(nccl& comm, int most, caller here) {
-        require(most >= 1, "shared_memory", "ranks of a group", "at least 1", most, here);
+        require(most >= 1, "cuda::shared_memory", "ranks of a group", "at least 1", most, here);
         index const rank = comm.rank(), size = std::min(most, kernels::most_ranks);
         range group{rank, rank + 1};
         while (group.first > 0 && comm.on_this_host(static_cast<int>(group.first - 1))) --group.first;
@@ -119,7 +120,7 @@ private:
         std::vector<range> groups;
         for (index r = 0; r < comm.ranks(); ++r) {
             answer const& a = all[static_cast<std::size_t>(r)];
-            require(a.most == most, "shared_memory", "ranks of a group, on all ranks", most, a.most, here);
+            require(a.most == most, "cuda::shared_memory", "ranks of a group, on all ranks", most, a.most, here);
             bool agreed = true; // else hosts look different from different ranks
             for (index peer = a.group.first; peer < a.group.last; ++peer)
                 agreed = agreed && all[static_cast<std::size_t>(peer)].group == a.group;
@@ -153,12 +154,12 @@ public:
         std::vector<range> all(static_cast<std::size_t>(comm.ranks()));
         comm.gather(&mine, all.data(), sizeof mine, here);
         for (range const other : all)
-            require(other == mine, "shared_relayout", "offset and end of the target, on all ranks",
+            require(other == mine, "cuda::shared_relayout", "offset and end of the target, on all ranks",
                     std::to_string(offset) + ", " + std::to_string(end_),
                     std::to_string(other.first) + ", " + std::to_string(other.last), here);
         index const bytes = rows_ * width_ * static_cast<index>(sizeof(T));
-        require(offset >= 0 && offset % 16 == 0 && offset + bytes <= end_ && end_ <= memory.bytes(), "shared_relayout",
-                "place of the target",
+        require(offset >= 0 && offset % 16 == 0 && offset + bytes <= end_ && end_ <= memory.bytes(),
+                "cuda::shared_relayout", "place of the target",
                 "a multiple of 16 with " + std::to_string(bytes) + " bytes after it in the memory", offset, here);
         if constexpr (by_kernel) {
             if (memory.any_kernel()) kernel_.emplace(plan, width, here);
@@ -184,50 +185,52 @@ public:
     /// offsets than the plan's, of as many sequences, as long as rows fit. Elsewhere rows are sent as the plan says,
     /// `from` begins at a multiple of 16 bytes, and kernels refuse other offsets. Throws `cpx::error` as `relayout` and
     /// `exchange` do, before anything is enqueued.
-    void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
-        peer_memory peers;
+    void operator()(rows<T const> from, [[maybe_unused]] packed_offsets batch, cudaStream_t stream,
+                    caller here = caller::here()) {
         if constexpr (by_kernel)
             if (kernel_) {
-                peers = memory_.peers(here);
+                auto peers = memory_.peers(here);
                 peers.bytes = end_;
                 kernel_->check_call(from, peers, offset_, batch, here);
-            }
-        if (exchange_) {
-            cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-            check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-            require(capturing == cudaStreamCaptureStatusNone, "shared_relayout", "stream",
-                    "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
-            // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at
-            // once.
-            (*exchange_)(from, target(), stream, here);
-            memory_.sent(stream, here);
-            batch.digest = digest_;
-        }
-        if constexpr (by_kernel)
-            if (kernel_) {
+                if (exchange_) {
+                    // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find
+                    // room at once.
+                    send(from, stream, here);
+                    batch.digest = digest_;
+                }
                 kernel_->enqueue(from, peers, offset_, batch, stream, here);
-                memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
+                return memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
             }
+        send(from, stream, here);
     }
 
 private:
     static constexpr bool by_kernel = detail::computed_on_device<From> && detail::computed_on_device<To>;
     struct no_kernel {};
-    template <class F, class G>
-    struct kernel_of {
-        using type = no_kernel;
-    };
-    template <class F, class G>
-        requires(by_kernel)
-    struct kernel_of<F, G> {
-        using type = relayout<T, F, G>;
-    };
+
+    void send(rows<T const> from, cudaStream_t stream, caller here) {
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
+        require(capturing == cudaStreamCaptureStatusNone, "cuda::shared_relayout", "stream",
+                "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
+        (*exchange_)(from, target(), stream, here);
+        memory_.sent(stream, here);
+    }
 
     shared_memory& memory_;
     index offset_, end_, rows_, width_;
     std::uint32_t digest_ = 0; ///< of the plan's offsets, where some rows are sent
-    std::optional<typename kernel_of<From, To>::type> kernel_;
+    std::optional<std::conditional_t<by_kernel, relayout<T, From, To>, no_kernel>> kernel_;
     std::unique_ptr<exchange<T>> exchange_; ///< with the ranks that the kernel does not reach
 };
+
+/// Returns the relayout of a plan: `make_shared_relayout<float>(cpx::relayout(from, to, rank), width, memory)`. Its
+/// arguments are those of the constructor.
+template <class T, any_sharding From, any_sharding To>
+shared_relayout<T, From, To> make_shared_relayout(relayout_plan<From, To> const& plan, index width,
+                                                  shared_memory& memory, index offset = 0, index capacity = 0,
+                                                  caller here = caller::here()) {
+    return {plan, width, memory, offset, capacity, here};
+}
 
 } // namespace cpx::cuda

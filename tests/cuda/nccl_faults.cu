@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+// Faults between GPUs: each is a named error on every rank, within its deadline.
+#include "member.hpp"
+
+namespace {
+
+using cpx::index;
+using namespace std::chrono_literals;
+
+/// Expects an error that names one rank as missing and no other, within some seconds.
+template <class F>
+std::string expect_missing(int rank, double seconds, F&& f) {
+    auto const begin = std::chrono::steady_clock::now();
+    std::string got = "no error";
+    try {
+        f();
+    } catch (cpx::error const& e) {
+        got = e.got() == "nothing from ranks " + std::to_string(rank) ? "" : e.what();
+    }
+    double const took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (got.empty() && took > seconds) got = "the error came after " + std::to_string(took) + " s";
+    std::fflush(nullptr);
+    if (!got.empty()) std::fprintf(stderr, "expected that rank %d is missing, got: %s\n", rank, got.c_str());
+    return got;
+}
+
+/// Expects an error whose message holds all parts, within some seconds.
+template <class F>
+std::string expect_error(std::vector<std::string> const& parts, double seconds, F&& f) {
+    auto const begin = std::chrono::steady_clock::now();
+    std::string message = "nothing";
+    try {
+        f();
+    } catch (cpx::error const& e) {
+        message = e.what();
+    }
+    double const took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    for (auto const& part : parts)
+        if (message.find(part) == std::string::npos) return "expected an error with \"" + part + "\", got: " + message;
+    return took > seconds ? "the error came after " + std::to_string(took) + " s" : "";
+}
+
+std::string other_offsets(int rank, bool by_kernel) {
+    member me;
+    auto const batch = cpx::thd::from_lengths(rank == 1 ? std::vector<index>{10, 21} : std::vector<index>{11, 20});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(me.comm->ranks()));
+    auto const to = cpx::shard(batch, cpx::sequential<>(me.comm->ranks()));
+    auto const plan = cpx::relayout(from, to, rank);
+    return expect_error({"ranks disagree on", "(rank 1)"}, 30, [&] {
+        if (by_kernel)
+            cpx::cuda::shared_relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>>(
+                plan, 4, *me.window);
+        else
+            cpx::cuda::exchange<float>(plan, 4, *me.comm);
+    });
+}
+
+using zigzag_rows = cpx::sharding<cpx::zigzag<>>;
+using sequential_rows = cpx::sharding<cpx::sequential<>, cpx::scope::batch>;
+
+/// A small relayout into shared memory, whose offsets can be changed behind its back.
+struct small_move {
+    cpx::thd batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    zigzag_rows from;
+    sequential_rows to;
+    cpx::cuda::shared_memory memory;
+    cpx::cuda::shared_relayout<float, zigzag_rows, sequential_rows> move;
+    cpx::cuda::buffer<float> x;
+    cpx::cuda::buffer<std::int32_t> offsets{3};
+
+    small_move(cpx::nccl& comm, int most, index offset = 0)
+        : from(batch, cpx::zigzag<>(comm.ranks())), to(batch, cpx::sequential<>(comm.ranks())),
+          memory(comm, 16 * 16 * 4 + 64, most),
+          move(cpx::relayout(from, to, comm.rank()), 16, memory, offset, 16 * 16 * 4), x(from.rows(comm.rank()) * 16) {
+        offsets.write(std::vector<std::int32_t>{0, 11, 31});
+    }
+    cpx::rows<float const> rows() const { return {x.data(), x.size() / 16, 16}; }
+    void run(cudaStream_t stream, int calls = 1) {
+        for (int i = 0; i < calls; ++i) move(rows(), {offsets.data(), 2}, stream);
+        memory.wait(stream);
+    }
+};
+
+/// The kernel notices what no host compares: offsets that have changed in device memory. The device stays sound.
+std::string replayed_offsets(int rank, bool too_many_rows) {
+    member me(5s);
+    {
+        small_move small(*me.comm, 8);
+        small.run(me.stream);
+        if (too_many_rows) {
+            small.offsets.write(std::vector<std::int32_t>{0, 110, 310});
+            me.problem = expect_error({"offsets that ascend", "from ranks"}, 4, [&] { small.run(me.stream, 200); });
+        } else {
+            small.offsets.write(rank == 1 ? std::vector<std::int32_t>{0, 12, 31} : std::vector{0, 11, 31});
+            me.problem = expect_error({"the offsets of this rank", rank == 1 ? "from ranks 0" : "from ranks 1"}, 4,
+                                      [&] { small.run(me.stream, 200); });
+        }
+    }
+    if (me.problem.empty() && cudaDeviceSynchronize() != cudaSuccess) me.problem = "the device is broken";
+    return me.problem;
+}
+
+/// In groups some rows go as the plan says, so that other offsets will not do, on however many ranks.
+std::string replayed_in_groups(int) {
+    member me(5s);
+    small_move small(*me.comm, 2);
+    small.run(me.stream);
+    small.offsets.write(std::vector<std::int32_t>{0, 12, 31});
+    return expect_error({"the plan's"}, 4, [&] { small.run(me.stream); });
+}
+
+std::string other_places(int rank) {
+    member me;
+    return expect_error({"offset and end of the target"}, 5, [&] { small_move(*me.comm, 8, rank == 1 ? 16 : 0); });
+}
+
+/// What the kernel is given is refused as what is sent.
+std::string bad_arguments(int) {
+    member me;
+    small_move small(*me.comm, 8);
+    std::vector<float> host(16 * 16);
+    std::vector<std::int32_t> const host_offsets{0, 11, 31};
+    index const rows = small.rows().count();
+    auto const rejects = [&](std::string const& part, float const* x, std::int32_t const* offsets, index width) {
+        if (me.problem.empty())
+            me.problem = expect_error({part}, 5, [&] { small.move({x, rows, width}, {offsets, 2}, me.stream); });
+    };
+    rejects("source: expected memory of the current device", host.data(), small.offsets.data(), 16);
+    rejects("offsets: expected memory of the current device", small.x.data(), host_offsets.data(), 16);
+    rejects("width of the source", small.x.data(), small.offsets.data(), 15);
+    int const other = (me.comm->device() + 1) % cpx::cuda::devices();
+    cpx::cuda::use_device(other);
+    rejects("current device", small.x.data(), small.offsets.data(), 16);
+    cpx::cuda::buffer<float> elsewhere(16 * 16);
+    cpx::cuda::use_device(me.comm->device());
+    rejects("source: expected memory of the current device", elsewhere.data(), small.offsets.data(), 16);
+    small.run(me.stream); // and the memory still works
+    return me.problem;
+}
+
+std::string bad_buffers(int rank) {
+    member me;
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    auto const plan = cpx::relayout(cpx::shard(batch, cpx::zigzag<>(me.comm->ranks())),
+                                    cpx::shard(batch, cpx::sequential<>(me.comm->ranks())), rank);
+    cpx::cuda::exchange<float> move(plan, 4, *me.comm);
+    cpx::cuda::buffer<float> memory(1000);
+    std::vector<float> host(1000);
+    cpx::rows<float> const from(memory.data(), plan.source_rows, 4), to(memory.data() + 500, plan.target_rows, 4);
+    auto const rejects = [&](std::string const& part, cpx::rows<float> x, cpx::rows<float> y) {
+        if (me.problem.empty()) me.problem = expect_error({part}, 5, [&] { move(x, y, me.stream); });
+    };
+    rejects("memory of the current device", {host.data(), plan.source_rows, 4}, to);
+    rejects("alignment of the buffer", {memory.data() + 1, plan.source_rows, 4}, to);
+    rejects("rows, width and stride", from, {memory.data() + 500, plan.target_rows + 1, 4});
+    rejects("rows, width and stride", {memory.data(), plan.source_rows, 3}, to);
+    int const other = (me.comm->device() + 1) % cpx::cuda::devices();
+    cpx::cuda::use_device(other);
+    cpx::cuda::buffer<float> elsewhere(1000);
+    cpx::cuda::use_device(me.comm->device());
+    rejects("memory of the current device", {elsewhere.data(), plan.source_rows, 4}, to);
+    move(from, to, me.stream); // and the communicator still works
+    me.comm->wait(me.stream);
+    return me.problem;
+}
+
+/// Rank 1 never joins.
+std::string never_joins(int rank) {
+    if (rank == 1) {
+        ::usleep(6'000'000);
+        return "";
+    }
+    return expect_error({"ncclCommInitRankConfig", "nothing from ranks 1"}, 6, [] { cpx::nccl::from_environment(2s); });
+}
+
+/// Rank 1 dies before a relayout in groups of two: its neighbour, which runs ahead, misses it in the kernel, the others
+/// in NCCL.
+std::string dies_in_a_group(int rank) {
+    member me(3s);
+    small_move small(*me.comm, 2);
+    small.run(me.stream);
+    if (rank == 1) ::raise(SIGKILL);
+    auto const problem = expect_missing(1, 10, [&] {
+        if (rank == 0) small.run(me.stream, 3);
+        for (int i = 0; i < 3; ++i) small.run(me.stream);
+    });
+    return problem;
+}
+
+/// Rank 3 dies in a part of the world, which it shares with rank 1; the other part goes on.
+std::string dies_in_a_part(int rank) {
+    auto const world = cpx::nccl::from_environment(3s);
+    member me(world->split(rank % 2));
+    small_move small(*me.comm, 8);
+    small.run(me.stream);
+    if (rank == 3) ::raise(SIGKILL);
+    auto const runs = [&] {
+        for (int i = 0; i < 3; ++i) small.run(me.stream);
+    };
+    if (rank == 1) return expect_missing(3, 10, runs);
+    runs();
+    return "";
+}
+
+enum class dies_at { rest, work };
+
+/// Rank 1 dies before an exchange or in the middle of many: by send and receive, or by the kernel.
+std::string dies(int rank, bool by_kernel, dies_at when) {
+    member me(3s, index{1} << 26);
+    int const ranks = me.comm->ranks();
+    index const width = 8192;
+    auto const batch = cpx::thd::from_lengths(std::vector<index>{1400, 600});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
+    auto const plan = cpx::relayout(from, to, rank);
+    cpx::cuda::exchange<float> move(plan, width, *me.comm);
+    auto const push = cpx::cuda::make_relayout<float>(plan, width);
+    cpx::cuda::buffer<float> const x(plan.source_rows * width), y(plan.target_rows * width);
+    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
+    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    auto const enqueue = [&] {
+        cpx::rows<float const> const source(x.data(), plan.source_rows, width);
+        if (by_kernel)
+            push(source, me.window->peers(), 0, {offsets.data(), 2}, me.stream);
+        else
+            move(source, cpx::rows<float>(y.data(), plan.target_rows, width), me.stream);
+    };
+    auto const wait = [&] { by_kernel ? me.window->wait(me.stream) : me.comm->wait(me.stream); };
+    enqueue();
+    wait();
+    if (when == dies_at::work) {
+        for (int i = 0; i < 50; ++i) enqueue();
+        ::usleep(1000);
+    }
+    if (rank == 1) ::raise(SIGKILL);
+    auto const problem = expect_missing(1, 10, [&] {
+        for (int i = 0; i < 3; ++i) {
+            enqueue();
+            // behind the kernel something that nobody will ever end but an abort
+            if (by_kernel && i == 0)
+                move({x.data(), plan.source_rows, width}, {y.data(), plan.target_rows, width}, me.stream);
+            wait();
+        }
+    });
+    return problem;
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE("ranks that disagree are all told so") {
+        if (!enough_gpus(2)) return;
+        for (bool const by_kernel : {false, true})
+            check_codes(processes::run(2, [=](int rank) { return other_offsets(rank, by_kernel); }));
+    }
+    TEST_CASE("offsets that change on one rank, or to more rows than fit, are noticed on the device") {
+        if (!enough_gpus(2)) return;
+        for (bool const too_many_rows : {false, true})
+            check_codes(processes::run(2, [=](int rank) { return replayed_offsets(rank, too_many_rows); }));
+        if (enough_gpus(4)) check_codes(processes::run(4, replayed_in_groups));
+    }
+    TEST_CASE("buffers that do not fit, of the host, of another GPU or misaligned are refused") {
+        if (!enough_gpus(2)) return;
+        check_codes(processes::run(2, bad_buffers));
+        check_codes(processes::run(2, bad_arguments));
+        check_codes(processes::run(2, other_places));
+    }
+    TEST_CASE("a rank that never joins is named within the deadline") {
+        if (!enough_gpus(2)) return;
+        check_codes(processes::run(2, never_joins));
+    }
+    TEST_CASE("a rank that dies is named within the deadline") {
+        if (!enough_gpus(2)) return;
+        int const all = std::min(processes::gpus(), 8);
+        std::vector<int> counts = {2};
+        if (all > 2) counts.push_back(all);
+        for (int const ranks : counts)
+            for (auto const when : {dies_at::rest, dies_at::work})
+                for (bool const by_kernel : {true, false})
+                    check_codes(processes::run(ranks, [=](int rank) { return dies(rank, by_kernel, when); }), 1);
+    }
+    TEST_CASE("a rank that dies is named in groups, too") {
+        if (!enough_gpus(4)) return;
+        check_codes(processes::run(4, dies_in_a_group), 1);
+        check_codes(processes::run(4, dies_in_a_part), 3);
+    }
+}
