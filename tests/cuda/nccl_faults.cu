@@ -202,6 +202,23 @@ std::string dies_in_a_part(int rank) {
     return "";
 }
 
+/// Rank 1 dies before it has met any other: what waits for it is a call of NCCL's on the host.
+std::string dies_unmet(int rank) {
+    auto const comm = cpx::nccl::from_environment(3s);
+    if (rank == 1) ::raise(SIGKILL);
+    ::usleep(300'000);
+    cpx::cuda::buffer<char> const byte(1);
+    cpx::cuda::stream const stream;
+    return expect_missing(1, 10, [&] {
+        comm->call("ncclSend", [&] {
+            static_cast<void>(ncclGroupStart());
+            static_cast<void>(ncclSend(byte.data(), 1, ncclInt8, 1, comm->get(), stream));
+            return ncclGroupEnd();
+        });
+        comm->wait(stream);
+    });
+}
+
 enum class dies_at { rest, work };
 
 /// Rank 1 dies before an exchange or in the middle of many: by send and receive, or by the kernel.
@@ -274,10 +291,12 @@ TEST_SUITE("cuda") {
         int const all = std::min(processes::gpus(), 8);
         std::vector<int> counts = {2};
         if (all > 2) counts.push_back(all);
-        for (int const ranks : counts)
+        for (int const ranks : counts) {
+            check_codes(processes::run(ranks, dies_unmet), 1);
             for (auto const when : {dies_at::rest, dies_at::work})
                 for (bool const by_kernel : {true, false})
                     check_codes(processes::run(ranks, [=](int rank) { return dies(rank, by_kernel, when); }), 1);
+        }
     }
     TEST_CASE("a rank that dies is named in groups, too") {
         if (!enough_gpus(4)) return;

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 namespace cpx::cuda {
 
@@ -119,6 +120,7 @@ public:
                 std::string(cpx::detail::type_name<T>()), here);
         if (!p.local) detail::agree(comm, detail::identify<T>(p, width), here);
         make_tables();
+        connect(here);
     }
 
     /// Moves this rank's part of `from` to where it belongs in everybody's `to`; they must not overlap.
@@ -143,21 +145,8 @@ public:
                                     static_cast<std::size_t>(to.count()), stream),
                   "cudaMemset2DAsync", here);
         copy(pack_, buffers, stream, here);
-        if (!sends_.empty() || !receives_.empty()) {
-            comm_.call(
-                "ncclSend and ncclRecv",
-                [&] {
-                    static_cast<void>(ncclGroupStart()); // what fails between is told by the end
-                    for (wire const& w : sends_)
-                        static_cast<void>(ncclSend(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
-                                                   ncclInt8, w.peer, comm_.get(), stream));
-                    for (wire const& w : receives_)
-                        static_cast<void>(ncclRecv(buffers.base[w.buffer] + w.offset, static_cast<std::size_t>(w.bytes),
-                                                   ncclInt8, w.peer, comm_.get(), stream));
-                    return ncclGroupEnd();
-                },
-                here);
-        }
+        send_and_receive([&](wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream,
+                         here);
         copy(unpack_, buffers, stream, here);
         if constexpr (addable)
             for (table const& t : add_)
@@ -200,6 +189,36 @@ private:
         detail::require_memory("cuda::exchange", which, b, here);
         require(b.count() * b.width() == 0 || detail::address(b.data()) % 16 == 0, where.c_str(),
                 "alignment of the buffer", "16 bytes", detail::address(b.data()) % 16, here);
+    }
+    /// Gives all messages to the stream; `place`: returns where one is and its bytes.
+    template <class Place>
+    void send_and_receive(Place&& place, cudaStream_t stream, caller here) {
+        if (sends_.empty() && receives_.empty()) return;
+        auto const give = [&](auto operation, std::vector<wire> const& messages) {
+            for (wire const& w : messages) {
+                auto const [data, bytes] = place(w);
+                static_cast<void>(operation(data, static_cast<std::size_t>(bytes), ncclInt8, w.peer, comm_.get(),
+                                            stream)); // what fails is told by the group's end
+            }
+        };
+        comm_.call(
+            "ncclSend and ncclRecv",
+            [&] {
+                static_cast<void>(ncclGroupStart());
+                give(ncclSend, sends_);
+                give(ncclRecv, receives_);
+                return ncclGroupEnd();
+            },
+            here);
+    }
+    /// Sends a byte for every message: NCCL connects two ranks when they first meet, which waits for both on the host.
+    void connect(caller here) {
+        comm_.begin_call(here);
+        cuda::stream const stream;
+        buffer<char> const bytes(std::ssize(sends_) + std::ssize(receives_), here);
+        char* next = bytes.data();
+        send_and_receive([&](wire const&) { return std::pair(next++, index{1}); }, stream, here);
+        comm_.wait(stream, here);
     }
     void copy(table const& t, kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) const {
         if (t.count == 0) return;

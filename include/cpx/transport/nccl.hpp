@@ -2,6 +2,7 @@
 // One rank of an NCCL communicator, with deadlines and errors that say who is missing.
 #pragma once
 
+#include <cpx/transport/nccl_environment.hpp>
 #include <cpx/transport/roll_call.hpp>
 
 #include <nccl.h>
@@ -85,18 +86,19 @@ public:
     /// NCCL_COMM_ID already names an address.
     static std::unique_ptr<nccl> from_environment(std::chrono::milliseconds deadline = default_deadline,
                                                   caller here = caller::here()) {
-        int const ranks = variable("WORLD_SIZE", 1, 1 << 20, here), rank = variable("RANK", 0, ranks - 1, here);
+        int const ranks = detail::variable("WORLD_SIZE", 1, 1 << 20, here),
+                  rank = detail::variable("RANK", 0, ranks - 1, here);
         int devices = 0;
         require(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "nccl", "GPUs", "at least 1", devices,
                 here);
-        int const local = variable("LOCAL_RANK", 0, devices - 1, here);
+        int const local = detail::variable("LOCAL_RANK", 0, devices - 1, here);
         require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
-        without_comm_id const later; // communicators have ids of their own
+        detail::without_comm_id const later; // communicators have ids of their own
         std::string where = later.name.value_or("");
         if (where.empty()) {
             char const* const address = std::getenv("MASTER_ADDR");
             require(address != nullptr, "nccl", "MASTER_ADDR", "the address of rank 0", "nothing", here);
-            where = std::string(address) + ':' + std::to_string(variable("MASTER_PORT", 1, 65534, here) + 1);
+            where = std::string(address) + ':' + std::to_string(detail::variable("MASTER_PORT", 1, 65534, here) + 1);
         }
         ::setenv("NCCL_COMM_ID", where.c_str(), 1);
         static std::atomic<int> before = 0; // of this address, which is the id of all of them
@@ -124,7 +126,7 @@ public:
         for (int r = 0; r < ranks_; ++r)
             if (colors[static_cast<std::size_t>(r)] == color) members.push_back(r), numbers.push_back(number(r));
         int const place = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
-        without_comm_id const own; // else all groups would have that id
+        detail::without_comm_id const own; // else all groups would have that id
         ncclUniqueId mine{};
         if (place == 0) mine = new_id(here);
         // no vector: nvcc 13.0 ends with an internal error at one of this struct
@@ -139,11 +141,7 @@ public:
     nccl(nccl const&) = delete;
     nccl& operator=(nccl const&) = delete;
     ~nccl() {
-        if (comm_ && broken_.empty()) {
-            busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
-            static_cast<void>(ncclCommFinalize(comm_));
-            busy_until_ = 0;
-        }
+        if (comm_ && broken_.empty()) static_cast<void>(in_time([this] { return ncclCommFinalize(comm_); }));
         watching_ = false;
         if (watchdog_.joinable()) watchdog_.join();
         if (comm_ && !aborted_) static_cast<void>(ncclCommDestroy(comm_));
@@ -176,11 +174,9 @@ public:
     template <class F>
     ncclResult_t outcome(char const* call, F&& f, caller here = caller::here()) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
-        busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
-        ncclResult_t const result = f();
-        if (busy_until_.exchange(0) == 0 || aborted_)
-            fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
-        return result;
+        auto const result = in_time(std::forward<F>(f));
+        if (!result) fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
+        return *result;
     }
     /// The same; throws `cpx::error` unless the result is success.
     template <class F>
@@ -277,20 +273,36 @@ public:
     /// Has `stop()` run before an abort, perhaps by another thread: it ends kernels that reach other ranks' memory,
     /// which the abort takes away. `who` takes it back by `forget`.
     void before_abort(void const* who, std::function<void()> stop) {
-        std::lock_guard const lock(stops_guard_);
+        std::lock_guard const lock(abort_guard_);
         stops_.emplace_back(who, std::move(stop));
     }
     void forget(void const* who) {
-        std::lock_guard const lock(stops_guard_);
+        std::lock_guard const lock(abort_guard_);
         std::erase_if(stops_, [=](auto const& s) { return s.first == who; });
     }
 
 private:
+    static constexpr clock::rep late = -1;
+    /// Returns what `f()` returns, or nothing if the deadline passed meanwhile: then the watchdog aborts.
+    template <class F>
+    std::optional<ncclResult_t> in_time(F&& f) {
+        busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
+        ncclResult_t const result = f();
+        bool const was_late = busy_until_.exchange(0) == late;
+        busy_until_.notify_all();
+        return was_late ? std::nullopt : std::optional(result);
+    }
+    /// Returns when the communicator has been freed, by whichever thread came first.
     void abort() {
+        std::lock_guard const lock(abort_guard_);
         if (!comm_ || aborted_.exchange(true)) return;
-        std::lock_guard const lock(stops_guard_);
         for (auto const& [who, stop] : stops_) stop();
+        // In a group, NCCL tells all who wait to give up at once, and frees what they use at the group's end only: by
+        // then the call in flight has returned.
+        static_cast<void>(ncclGroupStart());
         static_cast<void>(ncclCommAbort(comm_));
+        busy_until_.wait(late);
+        static_cast<void>(ncclGroupEnd());
     }
     /// Returns the numbers from 0 to `ranks` - 1.
     static std::vector<int> count_to(int ranks, caller here) {
@@ -299,15 +311,6 @@ private:
         std::iota(numbers.begin(), numbers.end(), 0);
         return numbers;
     }
-    /// Takes NCCL_COMM_ID out of the environment for a while.
-    struct without_comm_id {
-        std::optional<std::string> name;
-        without_comm_id() {
-            if (char const* const found = std::getenv("NCCL_COMM_ID")) name = found;
-            if (name) ::unsetenv("NCCL_COMM_ID");
-        }
-        ~without_comm_id() { name ? ::setenv("NCCL_COMM_ID", name->c_str(), 1) : ::unsetenv("NCCL_COMM_ID"); }
-    };
     /// What the thread that joins leaves behind. NCCL does not give up joining, so that thread may outlive this object.
     struct joining {
         std::mutex guard;
@@ -353,10 +356,10 @@ private:
             static_cast<void>(cudaSetDevice(device_));
             while (watching_) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(20));
-                auto const until = busy_until_.load();
+                auto until = busy_until_.load();
                 if (until == 0 || clock::now().time_since_epoch().count() <= until) continue;
-                auto taken = until; // from here on the call counts as failed, however it ends
-                if (busy_until_.compare_exchange_strong(taken, 0)) abort();
+                // from here on the call counts as failed, however it ends
+                if (busy_until_.compare_exchange_strong(until, late)) abort();
             }
         });
     }
@@ -374,14 +377,6 @@ private:
         for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
         return "cpx." + std::to_string(hash) + '.' + std::to_string(again);
     }
-    static int variable(char const* name, int lowest, int highest, caller here) {
-        char const* const text = std::getenv(name);
-        char* end = nullptr;
-        long const value = text ? std::strtol(text, &end, 10) : lowest - 1;
-        require(text && *text && !*end && value >= lowest && value <= highest, "nccl", name,
-                std::to_string(lowest) + " to " + std::to_string(highest), text ? text : "nothing", here);
-        return static_cast<int>(value);
-    }
     int rank_, ranks_, device_ = 0;
     std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
@@ -389,9 +384,9 @@ private:
     std::unique_ptr<roll_call> present_;
     std::string broken_;
     std::shared_ptr<joining> joining_;
-    std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended, 0 if there is none
+    std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended; 0 if there is none, or `late`
     std::atomic<bool> aborted_ = false, watching_ = true;
-    std::mutex stops_guard_;
+    std::mutex abort_guard_;
     std::vector<std::pair<void const*, std::function<void()>>> stops_;
     std::thread watchdog_;
 };
