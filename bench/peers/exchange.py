@@ -82,7 +82,7 @@ def median_us(f, calls=20, rounds=9):
     for _ in range(3):
         f()
     for _ in range(rounds):
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()])
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(calls):
