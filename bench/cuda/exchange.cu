@@ -268,7 +268,7 @@ std::optional<int> number(std::string_view text, int lowest) {
 
 } // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
     int const gpus = processes::gpus();
     auto const ranks = argc > 1 ? number(argv[1], 2) : std::max(gpus, 2);
     auto const blocks = argc > 2 ? number(argv[2], 1) : 0;
@@ -285,4 +285,7 @@ int main(int argc, char** argv) {
     }
     for (int const code : processes::run(*ranks, [&](int rank) { return run(rank, *blocks); }))
         if (code != 0) return 1;
+} catch (std::exception const& error) {
+    std::fprintf(stderr, "bench.cuda.exchange: %s\n", error.what());
+    return 1;
 }

@@ -53,13 +53,12 @@ void on_every_gpu(int ranks, std::barrier<>& everyone, F&& f) {
         std::vector<std::jthread> threads;
         for (auto& of_rank : group)
             threads.emplace_back([&] {
-                auto const comm = std::move(of_rank); // ends in this thread, at the same time as the others'
                 try {
-                    f(*comm);
+                    f(*of_rank);
                 } catch (std::exception const& e) {
                     {
                         std::lock_guard const lock(guard);
-                        if (failure.empty()) failure = "rank " + std::to_string(comm->rank()) + ": " + e.what();
+                        if (failure.empty()) failure = "rank " + std::to_string(of_rank->rank()) + ": " + e.what();
                     }
                     everyone.arrive_and_drop();
                 }

@@ -108,6 +108,47 @@ std::vector<index> const packings[] = {
     {}, {0, 0}, {1}, {2, 1, 1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}, std::vector<index>(50, 1)};
 index const tap_counts[] = {4, 1, 2, 3, 5, 8};
 
+/// Rows in device memory that may be gigabytes apart: what lies between them is left alone, and has no copy.
+template <class T>
+class spread_rows {
+public:
+    spread_rows(index count, index width, index stride)
+        : memory_((count - 1) * stride + width), view_(memory_.data(), count, width, stride) {}
+    rows<T> view() const { return view_; }
+    void write(std::vector<T> const& values) const { copy(view_, rows<T const>(values, view_.width())); }
+    std::vector<T> read() const {
+        std::vector<T> values(static_cast<std::size_t>(view_.count() * view_.width()));
+        copy(rows<T>(values, view_.width()), view_);
+        return values;
+    }
+
+private:
+    static void copy(rows<T> to, rows<T const> from) {
+        auto const bytes = [](index elements) { return static_cast<std::size_t>(elements) * sizeof(T); };
+        cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // streams do not wait for the default one
+        cpx::cuda::check(cudaMemcpy2D(to.data(), bytes(to.stride()), from.data(), bytes(from.stride()),
+                                      bytes(to.width()), static_cast<std::size_t>(to.count()), cudaMemcpyDefault),
+                         "cudaMemcpy2D");
+        cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // what was staged may not be there yet
+    }
+
+    cpx::cuda::buffer<T> memory_;
+    rows<T> view_;
+};
+
+/// Returns how many kernels, copies and the like `f()` gives to `in`, without running them.
+template <class F>
+std::size_t enqueued(cudaStream_t in, F&& f) {
+    cudaGraph_t captured = nullptr;
+    std::size_t count = 0;
+    cpx::cuda::check(cudaStreamBeginCapture(in, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    f();
+    cpx::cuda::check(cudaStreamEndCapture(in, &captured), "cudaStreamEndCapture");
+    cpx::cuda::check(cudaGraphGetNodes(captured, nullptr, &count), "cudaGraphGetNodes");
+    cpx::cuda::check(cudaGraphDestroy(captured), "cudaGraphDestroy");
+    return count;
+}
+
 /// The elements of x and of the weight.
 template <class T, class W>
 struct kind {
@@ -251,6 +292,92 @@ TEST_SUITE("cuda") {
                 check_same("dx", on_ranks::cast<double>(dx.read()), expected.dx);
                 check_sums(dweight.read(), expected.dweight, which & 1 ? times : 0);
                 check_sums(dbias.read(), expected.dbias, which & 2 ? times : 0);
+            }
+        }
+    }
+
+    TEST_CASE("no channels need no workspace and no kernel") {
+        if (!has_gpus()) return;
+        auto const s = cpx::shard(lengths({7, 6}), cpx::zigzag<2>{});
+        conv_plan const plan(halo(s, 0, 3), halo(s, 0, 3, cpx::side::after));
+        REQUIRE(plan.halo_rows() > 0);
+        REQUIRE(plan.edge_rows() > 0);
+        cpx::cuda::buffer<float> const memory(1000 + cpx::cuda::causal_conv1d_workspace(plan, 1));
+        cpx::cuda::stream const stream;
+        auto const count_kernels = [&](float* data, index channels) {
+            index const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
+            CHECK((needed == 0) == (channels == 0));
+            auto const of = [&](index n, index width) { return rows<float>(data, n, width); };
+            auto const numbers = [&](index n) { return std::span<float>(data, static_cast<std::size_t>(n)); };
+            rows<float> const x = of(plan.rows(), channels), halo_x = of(plan.halo_rows(), channels),
+                              weight = of(channels, 4), edge = of(plan.edge_rows(), channels);
+            return enqueued(stream, [&] {
+                cpx::cuda::causal_conv1d(plan, x, halo_x, weight, numbers(channels), activation::silu, x, stream);
+                cpx::cuda::causal_conv1d_backward_edge(plan, x, halo_x, weight, numbers(channels), activation::silu, x,
+                                                       edge, stream);
+                cpx::cuda::causal_conv1d_backward(plan, x, halo_x, weight, numbers(channels), activation::silu, x, edge,
+                                                  of(plan.dz_halo_rows(), channels),
+                                                  {x, weight, numbers(channels), numbers(needed)}, stream);
+            });
+        };
+        CHECK(count_kernels(memory.data(), 1) == 4); // captured, never run
+        CHECK(count_kernels(memory.data(), 0) == 0);
+        CHECK(count_kernels(nullptr, 0) == 0);
+    }
+
+    TEST_CASE("rows lie where 32 bits do not reach") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        index const count = 11, channels = 8, stride = (index{1} << 28) + 8; // rows 8 to 10: beyond 2^32 bytes
+        if (!has_free_memory(4 * count * stride * static_cast<index>(sizeof(T)))) return;
+        auto const sharding = cpx::shard(lengths({18, 15}), cpx::sequential<3>{});
+        support::splitmix numbers(32);
+        auto const uniform = [&](index n) { return on_ranks::uniform<float>(numbers, n); };
+        auto const x = convert<T>(uniform(count * channels)), dy = convert<T>(uniform(count * channels));
+        std::vector<T> const nothing(x.size(), static_cast<T>(NAN));
+        cpx::cuda::buffer<T> const bias{std::span<T const>(convert<T>(uniform(channels)))};
+        std::span<T const> const bias_view(bias.data(), static_cast<std::size_t>(channels));
+        cpx::cuda::stream const stream;
+        using tensors = std::array<spread_rows<T>, 4>;
+        auto const apart = [&](index by) -> tensors {
+            return {{{count, channels, by}, {count, channels, by}, {count, channels, by}, {count, channels, by}}};
+        };
+        tensors const near = apart(channels), far = apart(stride);
+        for (index const taps : {4, 3}) { // by 16 bytes, by elements
+            CAPTURE(taps);
+            conv_plan const plan(halo(sharding, 1, taps - 1), halo(sharding, 1, taps - 1, cpx::side::after));
+            REQUIRE(plan.rows() == count); // of sequences of 6 and 5, with rows of other ranks on both sides
+            REQUIRE(plan.halo_rows() == 2 * (taps - 1));
+            REQUIRE(plan.edge_rows() == 2 * (taps - 1));
+            REQUIRE(plan.dz_halo_rows() == 2 * (taps - 1));
+            device_rows<T> const halo_x(convert<T>(uniform(plan.halo_rows() * channels)), channels, {}),
+                weight(convert<T>(uniform(channels * taps)), taps, {});
+            device_rows<float> const dz(uniform(plan.dz_halo_rows() * channels), channels, {});
+            index const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
+            cpx::cuda::buffer<float> const workspace(needed);
+            auto const run_on = [&](tensors const& on) {
+                auto const& [in_x, in_dy, y, dx] = on;
+                in_x.write(x), in_dy.write(dy), y.write(nothing), dx.write(nothing);
+                device_rows<float> const edge(plan.edge_rows(), channels, {}),
+                    dweight(std::vector<float>(static_cast<std::size_t>(channels * taps)), taps, {}),
+                    dbias(std::vector<float>(static_cast<std::size_t>(channels)), channels, {});
+                cpx::cuda::causal_conv1d(plan, in_x.view(), halo_x, weight.view(), bias_view, activation::silu,
+                                         y.view(), stream);
+                cpx::cuda::causal_conv1d_backward_edge(plan, in_x.view(), halo_x, weight.view(), bias_view,
+                                                       activation::silu, in_dy.view(), edge.view(), stream);
+                cpx::cuda::causal_conv1d_backward(
+                    plan, in_x.view(), halo_x, weight.view(), bias_view, activation::silu, in_dy.view(), edge, dz,
+                    {dx.view(), dweight, std::span(dbias.view().data(), static_cast<std::size_t>(channels)),
+                     std::span(workspace.data(), static_cast<std::size_t>(needed))},
+                    stream);
+                return std::array{convert<double>(y.read()), convert<double>(dx.read()), convert<double>(edge.read()),
+                                  convert<double>(dweight.read()), convert<double>(dbias.read())};
+            };
+            auto const expected = run_on(near), found = run_on(far);
+            char const* const names[] = {"y", "dx", "edge", "dweight", "dbias"};
+            for (std::size_t i = 0; i < found.size(); ++i) {
+                check_same(names[i], found[i], expected[i]);
+                CHECK(std::ranges::none_of(expected[i], [](double value) { return std::isnan(value); }));
             }
         }
     }

@@ -31,6 +31,15 @@ inline int usable_gpus(int most) {
     return count;
 }
 
+/// Returns whether the current device has `bytes` of free memory, rounded up to GiB; if not, the test's program counts
+/// as skipped.
+inline bool has_free_memory(cpx::index bytes) {
+    std::size_t free = 0, all = 0;
+    cpx::cuda::check(cudaMemGetInfo(&free, &all), "cudaMemGetInfo");
+    return support::enough(static_cast<int>((bytes >> 30) + 1), static_cast<int>(free >> 30),
+                           "GiB of free device memory");
+}
+
 /// Returns whether `wanted` GPUs can run this build's code; if not, the test's program counts as skipped.
 inline bool has_gpus(int wanted = 1) {
     return support::enough(wanted, usable_gpus(wanted), "GPUs that run this build's code");

@@ -15,7 +15,7 @@ std::string expect_missing(int rank, double seconds, F&& f) {
     try {
         f();
     } catch (cpx::error const& e) {
-        got = e.got() == "nothing from ranks " + std::to_string(rank) ? "" : e.what();
+        got = e.got().ends_with("nothing from ranks " + std::to_string(rank)) ? "" : e.what();
     }
     double const took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     if (got.empty() && took > seconds) got = "the error came after " + std::to_string(took) + " s";
@@ -164,13 +164,64 @@ std::string bad_buffers(int rank) {
     return me.problem;
 }
 
+/// What only this rank did wrong is no other's fault, though others may come later; and it breaks nothing that it need
+/// not.
+std::string own_faults(int rank) {
+    char const mine = static_cast<char>(rank);
+    char all[8] = {};
+    cpx::nccl::from_environment(std::chrono::milliseconds::max())->gather(&mine, all, 1);
+    if (all[1] != 1) return "other bytes";
+    std::string problem =
+        expect_error({"deadline, ms: expected more than 0, got -5"}, 5, [] { cpx::nccl::from_environment(-5ms); });
+    auto const comm = cpx::nccl::from_environment(10s);
+    auto const expect = [&](std::string const& part, auto&& f) {
+        if (problem.empty()) problem = expect_error({part}, 5, f);
+    };
+    cpx::cuda::stream const stream;
+    expect("stream: expected one that does not capture",
+           [&] { cpx::cuda::graph(stream, [&] { comm->wait(stream); }); });
+    try {
+        comm->call("a call", []() -> ncclResult_t { throw std::runtime_error("of the caller's"); });
+    } catch (std::runtime_error const&) {
+    }
+    all[1] = 0;
+    comm->gather(&mine, all, 1);
+    if (problem.empty() && all[1] != 1) problem = "other bytes";
+    if (rank == 0)
+        expect("cudaMalloc: expected success, got out of memory",
+               [&] { comm->gather(all, all, std::size_t{1} << 50); });
+    if (rank == 0) expect("communicator: expected one that has not failed", [&] { comm->gather(&mine, all, 1); });
+    return problem;
+}
+
+/// An abort ends kernels that wait, and those behind them, before it takes away what they reach; also where the device
+/// was given one queue, as trainers do.
+std::string gives_up_under_kernels(int rank, bool one_queue) {
+    if (one_queue) ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
+    member me(20s);
+    small_move small(*me.comm, 8);
+    small.run(me.stream);
+    if (rank == 0) {
+        for (int i = 0; i < 3; ++i) small.move(small.rows(), {small.offsets.data(), 2}, me.stream);
+        ::usleep(100'000);
+        auto const begin = std::chrono::steady_clock::now();
+        me.comm->give_up("a test");
+        if (cudaDeviceSynchronize() != cudaSuccess) return "the device is broken";
+        if (std::chrono::steady_clock::now() - begin > 5s) return "kernels went on";
+    } else {
+        ::usleep(2'000'000);
+        me.comm->give_up("a test");
+    }
+    return "";
+}
+
 /// Rank 1 never joins.
 std::string never_joins(int rank) {
     if (rank == 1) {
         ::usleep(6'000'000);
         return "";
     }
-    return expect_error({"ncclCommInitRankConfig", "nothing from ranks 1"}, 6, [] { cpx::nccl::from_environment(2s); });
+    return expect_error({"ncclCommInitRankConfig", "nothing from ranks 1"}, 4, [] { cpx::nccl::from_environment(2s); });
 }
 
 /// Rank 1 dies before a relayout in groups of two: its neighbour, which runs ahead, misses it in the kernel, the others
@@ -180,7 +231,7 @@ std::string dies_in_a_group(int rank) {
     small_move small(*me.comm, 2);
     small.run(me.stream);
     if (rank == 1) ::raise(SIGKILL);
-    auto const problem = expect_missing(1, 10, [&] {
+    auto const problem = expect_missing(1, 6, [&] {
         if (rank == 0) small.run(me.stream, 3);
         for (int i = 0; i < 3; ++i) small.run(me.stream);
     });
@@ -197,7 +248,7 @@ std::string dies_in_a_part(int rank) {
     auto const runs = [&] {
         for (int i = 0; i < 3; ++i) small.run(me.stream);
     };
-    if (rank == 1) return expect_missing(3, 10, runs);
+    if (rank == 1) return expect_missing(3, 6, runs);
     runs();
     return "";
 }
@@ -209,7 +260,7 @@ std::string dies_unmet(int rank) {
     ::usleep(300'000);
     cpx::cuda::buffer<char> const byte(1);
     cpx::cuda::stream const stream;
-    return expect_missing(1, 10, [&] {
+    return expect_missing(1, 6, [&] {
         comm->call("ncclSend", [&] {
             static_cast<void>(ncclGroupStart());
             static_cast<void>(ncclSend(byte.data(), 1, ncclInt8, 1, comm->get(), stream));
@@ -250,7 +301,7 @@ std::string dies(int rank, bool by_kernel, dies_at when) {
         ::usleep(1000);
     }
     if (rank == 1) ::raise(SIGKILL);
-    auto const problem = expect_missing(1, 10, [&] {
+    auto const problem = expect_missing(1, 6, [&] {
         for (int i = 0; i < 3; ++i) {
             enqueue();
             // behind the kernel something that nobody will ever end but an abort
@@ -281,6 +332,15 @@ TEST_SUITE("cuda") {
         check_codes(processes::run(2, bad_buffers));
         check_codes(processes::run(2, bad_arguments));
         check_codes(processes::run(2, other_places));
+    }
+    TEST_CASE("a rank's own fault is nobody else's") {
+        if (!enough_gpus(2)) return;
+        check_codes(processes::run(2, own_faults));
+    }
+    TEST_CASE("an abort ends kernels before it takes away what they reach") {
+        if (!enough_gpus(2)) return;
+        for (bool const one_queue : {false, true})
+            check_codes(processes::run(2, [=](int rank) { return gives_up_under_kernels(rank, one_queue); }));
     }
     TEST_CASE("a rank that never joins is named within the deadline") {
         if (!enough_gpus(2)) return;

@@ -34,14 +34,6 @@ public:
         for (int d = 0; d < ranks; ++d) devices.push_back(d);
         comms_ = cpx::nccl::all(devices, 60s);
     }
-    ~group() { // all at once: the end of a communicator waits for the others'
-        std::vector<std::jthread> threads;
-        for (auto& comm : comms_)
-            threads.emplace_back([&] {
-                static_cast<void>(cudaSetDevice(comm->device()));
-                comm.reset();
-            });
-    }
     int ranks() const { return static_cast<int>(comms_.size()); }
 
     /// Calls `program(comm, meet)` in a thread a rank. No rank allocates or frees memory while another one's exchange

@@ -10,26 +10,41 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
 
 namespace processes {
 
-/// Runs `f` in a process of its own and returns its exit code, or -1 if it was killed.
+/// Waits for the end of a process and returns its exit code, or -1 if it was killed or never began.
 inline int wait_for(pid_t process) {
     int status = 0;
-    ::waitpid(process, &status, 0);
+    if (process < 0 || ::waitpid(process, &status, 0) != process) return -1;
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
 /// Returns how many GPUs can run this build's code, without touching them in this process: what CUDA knows does not
-/// survive a fork.
+/// survive a fork. Throws `cpx::error` if they cannot be counted; stderr says why.
 inline int gpus() {
+    constexpr int most = 64, failed = most + 1;
     std::fflush(nullptr);
     pid_t const process = ::fork();
-    if (process == 0) ::_exit(usable_gpus(64));
-    return wait_for(process);
+    if (process == 0) {
+        int code = failed;
+        try { // nothing may return from here: the process would run the tests once more
+            code = usable_gpus(most);
+        } catch (std::exception const& e) {
+            std::fprintf(stderr, "counting GPUs: %s\n", e.what());
+        } catch (...) {
+            std::fprintf(stderr, "counting GPUs: an exception that is not a std::exception\n");
+        }
+        ::_exit(code);
+    }
+    int const code = wait_for(process);
+    cpx::require(code >= 0 && code <= most, "processes::gpus", "process that counts GPUs", "an exit with their number",
+                 code < 0 ? "none" : "code " + std::to_string(code));
+    return code;
 }
 
 /// Runs `f(rank)` in `ranks` processes with torchrun's variables and returns their exit codes; `f` returns its problem,

@@ -289,11 +289,9 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("rows lie where 32 bits do not reach") {
         if (!has_gpus()) return;
-        cpx::index const stride = (cpx::index{3} << 30) + 16;
-        std::size_t free = 0, all = 0;
-        REQUIRE(cudaMemGetInfo(&free, &all) == cudaSuccess);
-        if (static_cast<cpx::index>(free) < 3 * stride) return;
-        buffer<std::uint8_t> const far(2 * stride + 4096);
+        cpx::index const stride = (cpx::index{3} << 30) + 16, size = 2 * stride + 4096;
+        if (!has_free_memory(size)) return;
+        buffer<std::uint8_t> const far(size);
         std::vector<std::uint8_t> values(3 * 4096), found(values.size());
         splitmix numbers(8);
         fill(numbers, values);

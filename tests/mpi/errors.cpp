@@ -272,6 +272,29 @@ TEST_SUITE("mpi") {
         CHECK(job::ranks() > 0);
     }
 
+    TEST_CASE("a deadline that is not positive is refused, and one without end waits") {
+        job::ranks();
+        for (auto const deadline : {0ms, -1ms, std::chrono::milliseconds::min()}) {
+            auto const text = "mpi: deadline, ms: expected more than 0, got " + std::to_string(deadline.count());
+            rejects({text, "errors.cpp"}, [&] { cpx::mpi comm(MPI_COMM_WORLD, deadline); });
+            rejects({text, "errors.cpp"}, [&] { static_cast<void>(cpx::mpi::split(0, MPI_COMM_WORLD, deadline)); });
+        }
+        constexpr auto never = std::chrono::milliseconds::max();
+        auto const late = [] { // the others must wait
+            if (world_rank() == 0) std::this_thread::sleep_for(100ms);
+        };
+        auto const text = support::message([&] {
+            late();
+            cpx::mpi comm(MPI_COMM_WORLD, never);
+            late();
+            cpx::mpi const part = cpx::mpi::split(0, MPI_COMM_WORLD, never);
+            late();
+            run(relayout(batch, comm.rank()), comm);
+        });
+        CHECK(text == "");
+        MPI_Barrier(MPI_COMM_WORLD);
+    }
+
     TEST_CASE("ranks that do not come to a new transport are an error within the deadline") {
         if (alone()) return;
         auto const until = [](auto&& make) {

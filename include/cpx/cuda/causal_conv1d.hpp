@@ -31,10 +31,10 @@ struct conv_grid {
 };
 
 /// Returns a grid of some whole waves of `per_multiprocessor` blocks, whose strips are about `wanted` rows or, of few
-/// rows, what one wave leaves each.
+/// rows, what one wave leaves each. That of no channels, which only its workspace is asked for, is that of one.
 inline conv_grid cut_convolution(conv_plan const& plan, index channels, int vector, index per_multiprocessor,
                                  index wanted) {
-    index const in_a_row = (channels + vector - 1) / vector, rows = plan.rows();
+    index const in_a_row = std::max<index>(1, (channels + vector - 1) / vector), rows = plan.rows();
     index const warps = std::min<index>(4, (in_a_row + 31) / 32);
     index const lanes = 32 * (warps == 3 ? 4 : warps), tiles = (in_a_row + lanes - 1) / lanes;
     index const together = 128 / lanes; // strips of a block

@@ -165,6 +165,7 @@ public:
         } catch (...) {
             static_cast<void>(cudaStreamEndCapture(in, &captured));
             if (captured) static_cast<void>(cudaGraphDestroy(captured));
+            static_cast<void>(cudaGetLastError());
             throw;
         }
         check(cudaStreamEndCapture(in, &captured), "cudaStreamEndCapture", here);

@@ -15,7 +15,8 @@ namespace cpx::cuda {
 /// As many bytes on every rank, into which relayouts move rows.
 ///
 /// Neighbouring ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to
-/// and from other groups they are sent and received. The ranks agree on the groups when the memory is made.
+/// and from other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on
+/// the groups when the memory is made.
 /// Made and freed by all ranks in the same order.
 class shared_memory {
 public:
@@ -34,7 +35,7 @@ public:
             window_ = std::make_unique<nccl_window>(members, bytes, blocks, here);
         } else {
             group_ = {comm.rank(), comm.rank() + 1};
-            plain_ = buffer<char>(bytes, here);
+            plain_ = buffer<char>((bytes + 255) / 256 * 256, here); // as many as a window has
         }
     }
 
@@ -95,7 +96,7 @@ private:
         } catch (error const&) {
             if (!near_) throw;
             auto const dead = window_->missed() ? comm_.dead() : std::string();
-            if (!dead.empty()) comm_.fail("relayout", "all ranks in time", here, "nothing from ranks" + dead);
+            if (!dead.empty()) comm_.fail("relayout", "all ranks in time", "nothing from ranks" + dead, here);
             comm_.give_up("relayout"); // what it waits for would never come
             throw;
         }

@@ -81,6 +81,8 @@ private:
 class mpi {
 public:
     static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
+    /// Any longer deadline is this one.
+    static constexpr std::chrono::milliseconds longest_deadline = std::chrono::hours(24 * 365);
 
     /// Calls `program(comm)` on the ranks of `group`. If it throws, the other ranks are told why. Collective.
     template <class F>
@@ -99,14 +101,15 @@ public:
     }
 
     /// Duplicates `group`, which is not needed afterwards. `deadline` is the longest that a rank waits for the others,
-    /// here and in one exchange. Collective. Throws `cpx::error` if not all ranks come in time (MPI does not say who).
+    /// here and in one exchange. Collective. Throws `cpx::error` on a deadline that is not positive, and if not all
+    /// ranks come in time (MPI does not say who).
     explicit mpi(MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                  caller here = caller::here())
-        : deadline_(deadline) {
+        : deadline_(positive(deadline, here)) {
         require_group(group, here);
         MPI_Request request = MPI_REQUEST_NULL;
         check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
-        wait_for_all(request, deadline, here);
+        wait_for_all(request, here);
         prepare(here);
     }
 
@@ -213,16 +216,21 @@ private:
         MPI_Request request = MPI_REQUEST_NULL;
     };
 
-    mpi(int color, MPI_Comm group, std::chrono::milliseconds deadline, caller here) : deadline_(deadline) {
+    mpi(int color, MPI_Comm group, std::chrono::milliseconds deadline, caller here)
+        : deadline_(positive(deadline, here)) {
         require_group(group, here);
         require(color >= 0, "mpi::split", "color", "not negative", color, here);
         MPI_Request request = MPI_REQUEST_NULL;
         check(MPI_Ibarrier(group, &request), "MPI_Ibarrier", here); // MPI_Comm_split itself knows no deadline
-        wait_for_all(request, deadline, here);
+        wait_for_all(request, here);
         check(MPI_Comm_split(group, color, 0, &comm_), "MPI_Comm_split", here);
         prepare(here);
     }
 
+    static std::chrono::milliseconds positive(std::chrono::milliseconds deadline, caller here) {
+        require(deadline.count() > 0, "mpi", "deadline, ms", "more than 0", deadline.count(), here);
+        return std::min(deadline, longest_deadline);
+    }
     static void require_group(MPI_Comm group, caller here) {
         int running = 0;
         MPI_Initialized(&running);
@@ -237,14 +245,15 @@ private:
         MPI_Error_string(result, text.data(), &length);
         throw error("mpi", call, "success", text.substr(0, static_cast<std::size_t>(length)), here);
     }
-    static void wait_for_all(MPI_Request request, std::chrono::milliseconds deadline, caller here) {
-        auto const end = clock::now() + deadline;
+    void wait_for_all(MPI_Request request, caller here) const {
+        auto const end = clock::now() + deadline_;
         for (int round = 0, come = 0;; ++round) {
             check(MPI_Test(&request, &come, MPI_STATUS_IGNORE), "MPI_Test", here);
             if (come) return;
             if (clock::now() > end) {
                 detail::mpi_failed = true;
-                throw error("mpi", "ranks of the communicator", "all of them within " + in_ms(deadline), "fewer", here);
+                throw error("mpi", "ranks of the communicator", "all of them within " + in_ms(deadline_), "fewer",
+                            here);
             }
             pause(round);
         }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/transport/nccl_environment.hpp>
+#include <cpx/transport/nccl_watchdog.hpp>
 #include <cpx/transport/roll_call.hpp>
 
 #include <nccl.h>
@@ -11,7 +12,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -26,16 +26,18 @@ namespace cpx {
 
 /// A rank's communicator: joined with a deadline, watched, aborted when it fails.
 ///
-/// Belongs to one thread and to the device that was current when it was made. After an error it has been aborted, so
-/// that nothing on the device waits for other ranks any more and memory can be freed, and every later call throws at
-/// once. A peer that dies or never comes is an error on the others within the deadline, which names the ranks of this
-/// host that are missing.
+/// Belongs to one thread and to the device that was current when it was made; outlives what is made with it. After an
+/// error it has been aborted, so that nothing on the device waits for other ranks any more and memory can be freed, and
+/// every later call throws at once. A peer that dies or never comes is an error on the others once a call, or a wait,
+/// has lasted for the deadline; it names the ranks of this host that are missing.
 ///
 /// Calls of NCCL block in this thread, for symmetric windows want it so; another one watches the deadline and aborts.
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
-    static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
+    /// A longer deadline is this one.
+    static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10),
+                                               longest_deadline = std::chrono::hours(24 * 365);
 
     /// Joins the communicator of `id` as `rank` of `ranks`. Collective.
     ///
@@ -49,12 +51,14 @@ public:
     /// Returns all ranks of a communicator in this process, rank i on `devices[i]`, for one thread each.
     ///
     /// In one process, to allocate or free memory of a device waits for all of its work: no thread does so while
-    /// another one's rank waits for it.
+    /// another one's rank waits for it. They may be freed by any thread, in any order: NCCL ends all with the last one.
     static std::vector<std::unique_ptr<nccl>> all(std::span<int const> devices,
                                                   std::chrono::milliseconds deadline = default_deadline,
                                                   caller here = caller::here()) {
+        detail::comm_id_for_now const own; // which NCCL makes
         auto const id = new_id(here);
         int const ranks = static_cast<int>(devices.size());
+        auto const together = std::make_shared<detail::ended_together>(devices.size());
         struct back { // to the caller's device, also when an error leaves
             int device = 0;
             ~back() { static_cast<void>(cudaSetDevice(device)); }
@@ -66,7 +70,7 @@ public:
             require(cudaSetDevice(device) == cudaSuccess, "nccl", "device", "one of this machine", device, here);
             group.emplace_back(new nccl(rank, count_to(ranks, here), deadline, id, here)); // begins to join
         }
-        for (auto& comm : group) comm->join(here);
+        for (auto& comm : group) comm->join(here, together);
         return group;
     }
 
@@ -75,6 +79,7 @@ public:
     template <class Other>
     static std::unique_ptr<nccl> over(Other& other, std::chrono::milliseconds deadline = default_deadline,
                                       caller here = caller::here()) {
+        detail::comm_id_for_now const own; // which NCCL makes
         ncclUniqueId id{};
         if (other.rank() == 0) id = new_id(here);
         other.broadcast(std::as_writable_bytes(std::span(&id, 1)));
@@ -93,14 +98,7 @@ public:
                 here);
         int const local = detail::variable("LOCAL_RANK", 0, devices - 1, here);
         require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
-        detail::without_comm_id const later; // communicators have ids of their own
-        std::string where = later.name.value_or("");
-        if (where.empty()) {
-            char const* const address = std::getenv("MASTER_ADDR");
-            require(address != nullptr, "nccl", "MASTER_ADDR", "the address of rank 0", "nothing", here);
-            where = std::string(address) + ':' + std::to_string(detail::variable("MASTER_PORT", 1, 65534, here) + 1);
-        }
-        ::setenv("NCCL_COMM_ID", where.c_str(), 1);
+        detail::comm_id_for_now const id(detail::meeting_place(here).c_str());
         static std::atomic<int> before = 0; // of this address, which is the id of all of them
         auto joined =
             std::unique_ptr<nccl>(new nccl(rank, count_to(ranks, here), deadline, new_id(here), here, ++before));
@@ -126,7 +124,7 @@ public:
         for (int r = 0; r < ranks_; ++r)
             if (colors[static_cast<std::size_t>(r)] == color) members.push_back(r), numbers.push_back(number(r));
         int const place = static_cast<int>(std::ranges::find(members, rank_) - members.begin());
-        detail::without_comm_id const own; // else all groups would have that id
+        detail::comm_id_for_now const own; // else all groups would have that id
         ncclUniqueId mine{};
         if (place == 0) mine = new_id(here);
         // no vector: nvcc 13.0 ends with an internal error at one of this struct
@@ -141,10 +139,6 @@ public:
     nccl(nccl const&) = delete;
     nccl& operator=(nccl const&) = delete;
     ~nccl() {
-        if (comm_ && broken_.empty()) static_cast<void>(in_time([this] { return ncclCommFinalize(comm_); }));
-        watching_ = false;
-        if (watchdog_.joinable()) watchdog_.join();
-        if (comm_ && !aborted_) static_cast<void>(ncclCommDestroy(comm_));
         std::lock_guard const lock(joining_->guard); // perhaps nobody has waited for the thread that joins
         if (!comm_ && joining_->comm && !joining_->abandoned) static_cast<void>(ncclCommAbort(joining_->comm));
         joining_->abandoned = true;
@@ -160,7 +154,7 @@ public:
     std::string dead() const { return present_->dead(); }
     std::chrono::milliseconds deadline() const { return deadline_; }
     /// Returns NCCL's handle, or null after an abort.
-    ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
+    ncclComm_t get() const { return comm_ ? comm_->get() : nullptr; }
 
     /// Says that this rank begins a call that all ranks make. Throws if the communicator is broken.
     void begin_call(caller here = caller::here()) {
@@ -174,17 +168,15 @@ public:
     template <class F>
     ncclResult_t outcome(char const* call, F&& f, caller here = caller::here()) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
-        auto const result = in_time(std::forward<F>(f));
-        if (!result) fail(call, "an end within " + std::to_string(deadline_.count()) + " ms", here);
+        auto const result = comm_->in_time(std::forward<F>(f));
+        if (!result) fail_late(call, deadline_, here);
         return *result;
     }
     /// The same; throws `cpx::error` unless the result is success.
     template <class F>
     void call(char const* name, F&& f, caller here = caller::here()) {
         ncclResult_t const result = outcome(name, std::forward<F>(f), here);
-        if (result != ncclSuccess)
-            fail(name, std::string("success, not ") + ncclGetErrorString(result) + " (" + ncclGetLastError(comm_) + ')',
-                 here);
+        if (result != ncclSuccess) fail(name, result, here);
     }
 
     /// Waits until the device has done all it was given; after the deadline the watchdog aborts what waits for others.
@@ -205,23 +197,6 @@ public:
         wait_until([=] { return cudaEventQuery(event); }, deadline_, here);
     }
 
-private:
-    template <class Query>
-    void wait_until(Query&& query, std::chrono::milliseconds deadline, caller here) {
-        require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
-        auto const end = clock::now() + deadline;
-        for (int round = 0;; ++round) {
-            cudaError_t const state = query();
-            if (round % 64 == 0 || state == cudaSuccess) poll(here);
-            if (state == cudaSuccess) return;
-            if (state != cudaErrorNotReady)
-                fail("stream", std::string("success, not ") + cudaGetErrorString(state), here);
-            if (clock::now() > end) fail("stream", "an end within " + std::to_string(deadline.count()) + " ms", here);
-            if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
-        }
-    }
-
-public:
     /// Gathers `bytes` of every rank into `all`, in rank order, both in host memory; for records at set-up. Collective.
     void gather(void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
         begin_call(here);
@@ -234,7 +209,7 @@ public:
             }
         } on_device;
         auto const cuda = [&](cudaError_t result, char const* call) {
-            if (result != cudaSuccess) fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
+            if (result != cudaSuccess) fail(call, result, here);
         };
         std::size_t const total = bytes * static_cast<std::size_t>(ranks_);
         cuda(cudaMalloc(reinterpret_cast<void**>(&on_device.memory), total + bytes), "cudaMalloc");
@@ -250,60 +225,64 @@ public:
         wait(stream, here);
     }
 
-    /// Aborts the communicator and throws; `expected` says what did not happen.
-    ///
-    /// `actual`: what came instead, if the caller knows; else the ranks that the roll call misses.
-    [[noreturn]] void fail(char const* what, std::string const& expected, caller here = caller::here(),
-                           std::string actual = {}) {
-        if (actual.empty()) {
-            auto const names = present_->missing();
-            actual = names.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + names;
-        }
+    /// Aborts the communicator and throws.
+    [[noreturn]] void fail(char const* what, std::string const& expected, std::string const& actual, caller here) {
         give_up(what);
         throw error("nccl", what, expected, actual, here);
+    }
+    /// The same because of a result of CUDA's; also names ranks that are dead.
+    [[noreturn]] void fail(char const* what, cudaError_t result, caller here) {
+        static_cast<void>(cudaGetLastError()); // it is not reported again by the next call
+        fail(what, "success", cudaGetErrorString(result) + missed(present_->dead()), here);
+    }
+    /// The same because of a result of NCCL's; also names ranks that may have been its cause.
+    [[noreturn]] void fail(char const* what, ncclResult_t result, caller here) {
+        bool const of_others = result == ncclRemoteError || result == ncclSystemError;
+        fail(what, "success",
+             std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(get()) + ')' +
+                 missed(of_others ? present_->missing() : present_->dead()),
+             here);
+    }
+    /// The same because the deadline has passed; names the ranks that were not there, and `where` they were looked for.
+    [[noreturn]] void fail_late(char const* what, std::chrono::milliseconds deadline, caller here,
+                                char const* where = "") {
+        auto const names = present_->missing();
+        fail(what, "an end within " + std::to_string(deadline.count()) + " ms",
+             names.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + names + where,
+             here);
     }
 
     /// Aborts the communicator because `what` has failed, perhaps on another one.
     void give_up(char const* what) {
         if (broken_.empty()) broken_ = std::string(what) + " failed before";
         present_->give_up();
-        abort();
+        if (comm_) comm_->abort();
     }
 
     /// Has `stop()` run before an abort, perhaps by another thread: it ends kernels that reach other ranks' memory,
     /// which the abort takes away. `who` takes it back by `forget`.
-    void before_abort(void const* who, std::function<void()> stop) {
-        std::lock_guard const lock(abort_guard_);
-        stops_.emplace_back(who, std::move(stop));
-    }
-    void forget(void const* who) {
-        std::lock_guard const lock(abort_guard_);
-        std::erase_if(stops_, [=](auto const& s) { return s.first == who; });
-    }
+    void before_abort(void const* who, std::function<void()> stop) { comm_->before_abort(who, std::move(stop)); }
+    void forget(void const* who) { comm_->forget(who); }
 
 private:
-    static constexpr clock::rep late = -1;
-    /// Returns what `f()` returns, or nothing if the deadline passed meanwhile: then the watchdog aborts.
-    template <class F>
-    std::optional<ncclResult_t> in_time(F&& f) {
-        busy_until_ = (clock::now() + deadline_).time_since_epoch().count();
-        ncclResult_t const result = f();
-        bool const was_late = busy_until_.exchange(0) == late;
-        busy_until_.notify_all();
-        return was_late ? std::nullopt : std::optional(result);
+    template <class Query>
+    void wait_until(Query&& query, std::chrono::milliseconds deadline, caller here) {
+        require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
+        auto const end = clock::now() + std::min(deadline, longest_deadline);
+        for (int round = 0;; ++round) {
+            cudaError_t const state = query();
+            if (round % 64 == 0 || state == cudaSuccess) poll(here);
+            if (state == cudaSuccess) return;
+            if (state == cudaErrorStreamCaptureUnsupported) { // nothing is broken by that
+                static_cast<void>(cudaGetLastError());
+                throw error("nccl", "stream", "one that does not capture", "a capture", here);
+            }
+            if (state != cudaErrorNotReady) fail("stream", state, here);
+            if (clock::now() > end) fail_late("stream", deadline, here);
+            if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
+        }
     }
-    /// Returns when the communicator has been freed, by whichever thread came first.
-    void abort() {
-        std::lock_guard const lock(abort_guard_);
-        if (!comm_ || aborted_.exchange(true)) return;
-        for (auto const& [who, stop] : stops_) stop();
-        // In a group, NCCL tells all who wait to give up at once, and frees what they use at the group's end only: by
-        // then the call in flight has returned.
-        static_cast<void>(ncclGroupStart());
-        static_cast<void>(ncclCommAbort(comm_));
-        busy_until_.wait(late);
-        static_cast<void>(ncclGroupEnd());
-    }
+    static std::string missed(std::string const& names) { return names.empty() ? "" : ", nothing from ranks" + names; }
     /// Returns the numbers from 0 to `ranks` - 1.
     static std::vector<int> count_to(int ranks, caller here) {
         require(ranks > 0, "nccl", "ranks", "at least 1", ranks, here);
@@ -323,8 +302,9 @@ private:
     /// `numbers`: by which errors call the ranks; `again`: tells communicators of one id from each other.
     nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here,
          int again = 0)
-        : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)), deadline_(deadline),
-          joining_(std::make_shared<joining>()) {
+        : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)),
+          deadline_(std::min(deadline, longest_deadline)), joining_(std::make_shared<joining>()) {
+        require(deadline.count() > 0, "nccl", "deadline, ms", "more than 0", deadline.count(), here);
         require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
         require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
         present_ = std::make_unique<roll_call>(page_name(id, again), rank, numbers_);
@@ -343,33 +323,21 @@ private:
         }).detach();
     }
 
-    void join(caller here) {
+    void join(caller here, std::shared_ptr<detail::ended_together> together = nullptr) {
         std::unique_lock lock(joining_->guard);
         bool const done = joining_->changed.wait_for(lock, deadline_, [&] { return joining_->done; });
         joining_->abandoned = !done;
-        if (!done) fail("ncclCommInitRankConfig", "an end within " + std::to_string(deadline_.count()) + " ms", here);
-        if (joining_->result != ncclSuccess)
-            fail("ncclCommInitRankConfig", std::string("success, not ") + ncclGetErrorString(joining_->result), here);
-        comm_ = joining_->comm;
+        if (!done) fail_late("ncclCommInitRankConfig", deadline_, here, " on this host");
+        if (joining_->result != ncclSuccess) fail("ncclCommInitRankConfig", joining_->result, here);
+        comm_ = std::make_unique<detail::watched_comm>(joining_->comm, device_, deadline_, std::move(together));
         present_->everyone_is_here();
-        watchdog_ = std::thread([this] {
-            static_cast<void>(cudaSetDevice(device_));
-            while (watching_) {
-                std::this_thread::sleep_for(std::chrono::milliseconds(20));
-                auto until = busy_until_.load();
-                if (until == 0 || clock::now().time_since_epoch().count() <= until) continue;
-                // from here on the call counts as failed, however it ends
-                if (busy_until_.compare_exchange_strong(until, late)) abort();
-            }
-        });
     }
 
     /// Throws, after an abort, if NCCL has found an error meanwhile.
     void poll(caller here) {
-        if (aborted_) fail("communicator", "one that has not been aborted", here);
         ncclResult_t result = ncclSuccess;
-        if (ncclCommGetAsyncError(comm_, &result) == ncclSuccess && result != ncclSuccess && result != ncclInProgress)
-            fail("communicator", std::string("success, not ") + ncclGetErrorString(result), here);
+        if (ncclCommGetAsyncError(get(), &result) == ncclSuccess && result != ncclSuccess && result != ncclInProgress)
+            fail("communicator", result, here);
     }
 
     static std::string page_name(ncclUniqueId const& id, int again) {
@@ -380,15 +348,10 @@ private:
     int rank_, ranks_, device_ = 0;
     std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
-    ncclComm_t comm_ = nullptr;
     std::unique_ptr<roll_call> present_;
     std::string broken_;
     std::shared_ptr<joining> joining_;
-    std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended; 0 if there is none, or `late`
-    std::atomic<bool> aborted_ = false, watching_ = true;
-    std::mutex abort_guard_;
-    std::vector<std::pair<void const*, std::function<void()>>> stops_;
-    std::thread watchdog_;
+    std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined
 };
 
 } // namespace cpx

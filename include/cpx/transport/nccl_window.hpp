@@ -64,6 +64,7 @@ public:
     /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
     nccl_window(nccl& comm, index bytes, int blocks = 0, caller here = caller::here())
         : nccl_window(comm) { // which is whole: its destructor runs if what follows throws
+        require(bytes >= 0, "nccl_window", "bytes", "not negative", bytes, here);
         bytes_ = (bytes + 255) / 256 * 256;
         int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
         cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
@@ -109,13 +110,15 @@ public:
             meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(memory + bytes_);
         }
         cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks + 1) * 4), "cudaMemset", here);
-        cuda(cudaHostAlloc(reinterpret_cast<void**>(&meeting_.found), sizeof(kernels::faults), cudaHostAllocPortable),
-             "cudaHostAlloc", here);
-        *meeting_.found = {};
+        cuda(cudaHostAlloc(reinterpret_cast<void**>(&page_), sizeof(host_page), cudaHostAllocPortable), "cudaHostAlloc",
+             here);
+        *page_ = {};
+        meeting_.found = &page_->found;
         meeting_.rank = comm.rank();
         meeting_.ranks = comm.ranks();
         meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
         cuda(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
+        comm.synchronize_device(here); // what was set to 0 is
         comm.before_abort(this, [this] { stop(); });
         char const ready = 1;
         std::vector<char> everyone(static_cast<std::size_t>(comm.ranks()));
@@ -136,7 +139,7 @@ public:
         if (stopper_) static_cast<void>(cudaStreamDestroy(stopper_));
         if (memory_) static_cast<void>(ncclMemFree(memory_));
         static_cast<void>(cudaFree(meeting_.epochs));
-        static_cast<void>(cudaFreeHost(meeting_.found));
+        static_cast<void>(cudaFreeHost(page_));
     }
 
     /// Returns this rank's memory.
@@ -176,7 +179,9 @@ private:
         int before = comm_.device();
         static_cast<void>(cudaGetDevice(&before));
         static_cast<void>(cudaSetDevice(comm_.device()));
-        static_cast<void>(cudaMemsetAsync(meeting_.epochs + blocks_, 1, sizeof *meeting_.epochs, stopper_));
+        // By a copy: kernels that wait their turn are not before it, however few queues the device has been given.
+        static_cast<void>(cudaMemcpyAsync(meeting_.epochs + blocks_, &page_->one, sizeof page_->one,
+                                          cudaMemcpyHostToDevice, stopper_));
         for (int ms = 0; ms < 1000 && cudaStreamQuery(stopper_) == cudaErrorNotReady; ++ms)
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         std::this_thread::sleep_for(std::chrono::milliseconds(1)); // they look every few microseconds
@@ -198,16 +203,22 @@ private:
             comm_.fail(
                 "relayout kernel",
                 "offsets that ascend from 0, with rows that fit the buffers, and the plan's if some rows are sent",
-                here, "others from ranks" + names);
+                "others from ranks" + names, here);
         if (auto const names = found(&kernels::faults::differs); !names.empty())
-            comm_.fail("relayout kernel", "the offsets of this rank", here, "others from ranks" + names);
+            comm_.fail("relayout kernel", "the offsets of this rank", "others from ranks" + names, here);
         if (auto const names = found(&kernels::faults::missing); !names.empty())
-            comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms", here,
-                       "nothing from ranks" + names);
+            comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
+                       "nothing from ranks" + names, here);
     }
     void cuda(cudaError_t result, char const* call, caller here) {
-        if (result != cudaSuccess) comm_.fail(call, std::string("success, not ") + cudaGetErrorString(result), here);
+        if (result != cudaSuccess) comm_.fail(call, result, here);
     }
+
+    /// What kernels and copies of this rank share with the host.
+    struct host_page {
+        kernels::faults found{};
+        std::uint32_t one = 1;
+    };
 
     nccl& comm_;
     index bytes_ = 0;
@@ -216,6 +227,7 @@ private:
     ncclWindow_t window_ = nullptr;
     cudaStream_t stopper_ = nullptr; ///< of its own: the others may be waiting for what is to be stopped
     char* base_[kernels::most_ranks] = {};
+    host_page* page_ = nullptr;
     kernels::meeting meeting_{};
 };
 

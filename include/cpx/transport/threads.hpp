@@ -5,6 +5,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/transport/concept.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -22,7 +23,7 @@ namespace cpx {
 class threads {
 public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
-    /// the others in one exchange.
+    /// the others in one exchange; any longer one is a year.
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
     template <class F>
@@ -93,7 +94,8 @@ private:
 
     struct world {
         world(int ranks, std::chrono::milliseconds longest_wait)
-            : deadline(longest_wait), members(static_cast<std::size_t>(ranks)),
+            : deadline(std::min<std::chrono::milliseconds>(longest_wait, std::chrono::hours(24 * 365))),
+              members(static_cast<std::size_t>(ranks)),
               posts(static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks)) {}
 
         post& at(int from, int to) {

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// A communicator of NCCL whose calls end: by themselves, or by an abort once their deadline has passed.
+#pragma once
+
+#include <nccl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace cpx::detail {
+
+/// Communicators of one process. NCCL ends one when all of them end; so the last that leaves ends them all.
+class ended_together {
+public:
+    explicit ended_together(std::size_t ranks) : ranks_(ranks) {}
+    ended_together(ended_together const&) = delete;
+    ended_together& operator=(ended_together const&) = delete;
+    ~ended_together() {
+        if (left_.size() == ranks_) {
+            each(ncclCommFinalize);
+            each(ncclCommDestroy);
+        } else {
+            each(ncclCommAbort); // of one that has failed the others would wait
+        }
+    }
+    void leave(ncclComm_t comm) {
+        std::lock_guard const lock(guard_);
+        left_.push_back(comm);
+    }
+
+private:
+    void each(ncclResult_t (*call)(ncclComm_t)) const {
+        static_cast<void>(ncclGroupStart());
+        for (ncclComm_t const comm : left_) static_cast<void>(call(comm));
+        static_cast<void>(ncclGroupEnd());
+    }
+    std::size_t ranks_;
+    std::mutex guard_;
+    std::vector<ncclComm_t> left_;
+};
+
+/// A communicator, its calls under a watchdog: a thread that aborts it if one does not end by the deadline.
+class watched_comm {
+public:
+    using clock = std::chrono::steady_clock;
+
+    watched_comm(ncclComm_t comm, int device, std::chrono::milliseconds deadline,
+                 std::shared_ptr<ended_together> together)
+        : comm_(comm), deadline_(deadline), together_(std::move(together)), watchdog_([this, device] {
+              static_cast<void>(cudaSetDevice(device));
+              while (watching_) {
+                  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                  auto until = busy_until_.load();
+                  if (until == 0 || clock::now().time_since_epoch().count() <= until) continue;
+                  // from here on the call counts as failed, however it ends
+                  if (busy_until_.compare_exchange_strong(until, late)) abort();
+              }
+          }) {}
+    watched_comm(watched_comm const&) = delete;
+    watched_comm& operator=(watched_comm const&) = delete;
+    ~watched_comm() {
+        if (!aborted_ && !together_) static_cast<void>(in_time([this] { return ncclCommFinalize(comm_); }));
+        watching_ = false;
+        watchdog_.join();
+        if (aborted_) return;
+        together_ ? together_->leave(comm_) : static_cast<void>(ncclCommDestroy(comm_));
+    }
+
+    /// Returns NCCL's handle, or null after an abort.
+    ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
+    bool aborted() const { return aborted_; }
+
+    /// Returns what `f()`, a call of NCCL's, returns, or nothing if the deadline passed meanwhile: then it is aborted.
+    template <class F>
+    std::optional<ncclResult_t> in_time(F&& f) {
+        struct call { // over even if f throws: an abort waits for that
+            watched_comm& of;
+            bool late = false;
+            explicit call(watched_comm& comm) : of(comm) {
+                of.busy_until_ = (clock::now() + of.deadline_).time_since_epoch().count();
+            }
+            ~call() { end(); }
+            bool end() {
+                late = of.busy_until_.exchange(0) == watched_comm::late || late;
+                of.busy_until_.notify_all();
+                return late;
+            }
+        } now(*this);
+        ncclResult_t const result = f();
+        return now.end() ? std::nullopt : std::optional(result);
+    }
+
+    /// Aborts, once; returns when it has been done, by whichever thread came first.
+    void abort() {
+        std::lock_guard const lock(guard_);
+        if (aborted_.exchange(true)) return;
+        for (auto const& [who, stop] : stops_) stop();
+        // In a group, NCCL tells all who wait to give up at once, and frees what they use at the group's end only: by
+        // then the call in flight has returned.
+        static_cast<void>(ncclGroupStart());
+        static_cast<void>(ncclCommAbort(comm_));
+        busy_until_.wait(late);
+        static_cast<void>(ncclGroupEnd());
+    }
+
+    /// Has `stop()` run before an abort, perhaps by another thread, until `forget(who)`.
+    void before_abort(void const* who, std::function<void()> stop) {
+        std::lock_guard const lock(guard_);
+        stops_.emplace_back(who, std::move(stop));
+    }
+    void forget(void const* who) {
+        std::lock_guard const lock(guard_);
+        std::erase_if(stops_, [=](auto const& s) { return s.first == who; });
+    }
+
+private:
+    static constexpr clock::rep late = -1;
+
+    ncclComm_t comm_;
+    std::chrono::milliseconds deadline_;
+    std::shared_ptr<ended_together> together_; ///< of all communicators of a process, or none
+    std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended; 0 if there is none, or `late`
+    std::atomic<bool> aborted_ = false, watching_ = true;
+    std::mutex guard_;
+    std::vector<std::pair<void const*, std::function<void()>>> stops_;
+    std::thread watchdog_; ///< last: it uses the others
+};
+
+} // namespace cpx::detail
