@@ -261,6 +261,7 @@ std::string dies_unmet(int rank) {
     cpx::cuda::buffer<char> const byte(1);
     cpx::cuda::stream const stream;
     return expect_missing(1, 6, [&] {
+        comm->begin_call();
         comm->call("ncclSend", [&] {
             static_cast<void>(ncclGroupStart());
             static_cast<void>(ncclSend(byte.data(), 1, ncclInt8, 1, comm->get(), stream));

@@ -67,12 +67,13 @@ public:
     }
     /// Notes that what `stream` has been given ends with rows for other groups.
     void sent(cudaStream_t stream, caller here = caller::here()) { sent_.record(stream, here); }
-    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come.
+    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come, once
+    /// a kernel or a message has waited for them for the communicator's deadline.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
         if (!window_) return comm_.wait(stream, here);
         if (near_) {
             comm_.wait(sent_, here); // rows of other groups come before the kernel
-            comm_.wait(stream, window_->limit(), here);
+            comm_.wait(stream, window_->limit(), here, [this] { return window_->faulty(); });
         }
         named([&] { window_->wait(stream, here); }, here);
     }

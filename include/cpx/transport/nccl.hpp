@@ -188,9 +188,10 @@ public:
 
     /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline.
     void wait(cudaStream_t stream, caller here = caller::here()) { wait(stream, deadline_, here); }
-    /// The same with a deadline of its own.
-    void wait(cudaStream_t stream, std::chrono::milliseconds deadline, caller here = caller::here()) {
-        wait_until([=] { return cudaStreamQuery(stream); }, deadline, here);
+    /// The same with a deadline of its own; returns sooner if `over()`.
+    void wait(cudaStream_t stream, std::chrono::milliseconds deadline, caller here = caller::here(),
+              std::function<bool()> const& over = {}) {
+        wait_until([&] { return over && over() ? cudaSuccess : cudaStreamQuery(stream); }, deadline, here);
     }
     /// Waits until `event` has been reached, or at once if it was never recorded; otherwise as above.
     void wait(cudaEvent_t event, caller here = caller::here()) {

@@ -159,7 +159,8 @@ public:
     /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come, had
     /// other offsets, or whose rows did not fit.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
-        comm_.wait(stream, limit(), here);
+        comm_.wait(stream, limit(), here, [this] { return faulty(); });
+        if (faulty()) std::this_thread::sleep_for(std::chrono::milliseconds(10)); // other blocks find the same
         check_faults(here);
     }
 
@@ -167,6 +168,10 @@ public:
     /// communicator aborted.
     std::chrono::milliseconds limit() const { return 2 * comm_.deadline() + std::chrono::seconds(1); }
 
+    /// Returns whether a kernel has found ranks at fault.
+    bool faulty() const {
+        return missed() || !found(&kernels::faults::differs).empty() || !found(&kernels::faults::refused).empty();
+    }
     /// Returns whether a kernel has missed ranks.
     bool missed() const { return !found(&kernels::faults::missing).empty(); }
 

@@ -67,7 +67,7 @@ public:
         std::int64_t const process = entries_[rank].process.load();
         if (process <= 0 || (::kill(static_cast<pid_t>(process), 0) != 0 && errno != EPERM)) return false;
         auto const found = look_at(process);
-        return found.state != 'Z' && found.began == entries_[rank].began.load();
+        return !found.dead && found.began == entries_[rank].began.load();
     }
     /// Says that this rank leaves because of others, whom it has named.
     void give_up() { mine().gave_up.store(true); }
@@ -96,7 +96,7 @@ private:
 
     /// What the system knows of a process.
     struct appearance {
-        char state = '?';        ///< Z: dead, until whoever started it asks
+        bool dead = true;        ///< or dying, which takes seconds where much of a device's memory is given back
         std::uint64_t began = 0; ///< when it was started; a later process of the same number began later
     };
     static appearance look_at(std::int64_t process) {
@@ -106,10 +106,15 @@ private:
         if (name_end == std::string::npos) return {};
         std::istringstream fields(text.substr(name_end + 1)); // from the third on, the state
         appearance a;
-        fields >> a.state;
+        char state = 'Z'; // of one that is dead, until whoever started it asks
         std::string passed;
-        for (int field = 4; field < 22; ++field) fields >> passed;
+        std::uint64_t flags = 0;
+        fields >> state;
+        for (int field = 4; field < 9; ++field) fields >> passed;
+        fields >> flags; // 4: exits, 1024: a signal has ended it; as in Linux's sched.h, where they never changed
+        for (int field = 10; field < 22; ++field) fields >> passed;
         fields >> a.began;
+        a.dead = state == 'Z' || (flags & (4 | 1024)) != 0;
         return a;
     }
 
