@@ -1,178 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Causal depthwise convolution of one rank's rows, and what its backward shares with it.
+// Causal depthwise convolution of one rank's rows.
 #pragma once
 
-#include <cpx/pack.cuh>
+#include <cpx/conv_parts.cuh>
 
 namespace cpx::kernels {
-
-/// The most taps of a convolution.
-inline constexpr int conv_max_taps = 8;
 
 /// Blocks of `causal_conv1d` that a multiprocessor holds at once.
 inline constexpr int conv_resident = 4;
 
-/// Rows of a launch: row i begins `i * stride` bytes after `data`.
-template <class T>
-struct conv_rows {
-    T* data;
-    std::int64_t stride;
-    __device__ __forceinline__ T* at(std::int64_t row, std::int64_t channel) const {
-        return after(data, row) + channel;
-    }
-    /// Returns the place `count` rows after `place`.
-    __device__ __forceinline__ T* after(T* place, std::int64_t count = 1) const {
-        using byte = std::conditional_t<std::is_const_v<T>, char const, char>;
-        return reinterpret_cast<T*>(reinterpret_cast<byte*>(place) + count * stride);
-    }
-};
-
-/// What every kernel of a convolution reads: z_t = bias + sum_j weight_j x_{t-(taps-1)+j}.
-///
-/// A thread computes V neighbouring channels of `strip` rows. `first` holds where each segment begins, and the number
-/// of rows; `before` is (segments, taps - 1): the rows before a segment, from `rows` on those of the halo, -1 for none.
-template <class T>
-struct conv_input {
-    std::int64_t rows, channels;
-    int strip, segments;
-    conv_rows<T const> x, halo;
-    void const* weight; ///< (channels, taps), of float or of T
-    void const* bias;   ///< null for zeros
-    std::int64_t weight_stride;
-    std::int64_t const* first;
-    std::int64_t const* before;
-    int taps;
-    bool float_weight;
-};
-
-namespace conv {
-
-/// Returns the segment of a row: the last that does not begin after it.
-template <class T>
-__device__ __forceinline__ int segment_of(conv_input<T> const& in, std::int64_t row) {
-    int low = 0, high = in.segments;
-    while (high - low > 1) {
-        int const middle = low + (high - low) / 2;
-        (in.first[middle] <= row ? low : high) = middle;
-    }
-    return low;
-}
-
-/// Returns where row `i` of the own rows followed by those of the halo begins, or null for -1.
-template <class T>
-__device__ __forceinline__ T const* row_of(conv_input<T> const& in, std::int64_t i, std::int64_t channel) {
-    if (i < 0) return nullptr;
-    return i < in.rows ? in.x.at(i, channel) : in.halo.at(i - in.rows, channel);
-}
-
-/// A thread's weights, of V channels: `at[age]` is that of the token `age` tokens ago.
-///
-/// Taps: 0 if known at run time only; then the weights of older tokens than there are taps are never used. An array of
-/// `window` rows holds one token in each place; a token's place is its number modulo the window.
-template <int Taps, int V>
-struct conv_weight {
-    static constexpr int window = Taps ? Taps : conv_max_taps;
-    float at[window][V], bias[V];
-    int taps;
-
-    template <class T>
-    __device__ __forceinline__ conv_weight(conv_input<T> const& in, std::int64_t channel) : taps(in.taps) {
-        if (std::is_same_v<T, float> || in.float_weight)
-            read(static_cast<float const*>(in.weight), static_cast<float const*>(in.bias), in.weight_stride, channel);
-        else
-            read(static_cast<T const*>(in.weight), static_cast<T const*>(in.bias), in.weight_stride, channel);
-    }
-
-    __device__ __forceinline__ bool has(int age) const { return Taps || age < taps; }
-
-    /// Computes `to = start + sum weight[age] * token(age)`, the oldest token first, as the host does; all kernels
-    /// use this, so that z and dz have the same bits on whichever rank they are computed.
-    template <class F>
-    __device__ __forceinline__ void weigh(float const* start, F&& token, float (&to)[V]) const {
-#pragma unroll
-        for (int v = 0; v < V; ++v) to[v] = start ? start[v] : 0.0f;
-#pragma unroll
-        for (int age = window - 1; age >= 0; --age)
-            if (has(age)) {
-                float const* const values = token(age);
-#pragma unroll
-                for (int v = 0; v < V; ++v) to[v] = fmaf(at[age][v], values[v], to[v]);
-            }
-    }
-
-private:
-    template <class W>
-    __device__ __forceinline__ void read(W const* weight, W const* from, std::int64_t stride, std::int64_t channel) {
-        if constexpr (V > 1) { // dense and aligned: all of them are side by side
-            constexpr int wide = 16 / sizeof(W);
-            static_assert(Taps * V % wide == 0);
-#pragma unroll
-            for (int first = 0; first < Taps * V; first += wide) {
-                float part[wide];
-                widen<W, wide>(load<W, wide>(weight + channel * Taps + first), part);
-#pragma unroll
-                for (int i = 0; i < wide; ++i) at[Taps - 1 - (first + i) % Taps][(first + i) / Taps] = part[i];
-            }
-        } else {
-#pragma unroll
-            for (int age = 0; age < window; ++age)
-                at[age][0] = has(age) ? widen(weight[channel * stride + taps - 1 - age]) : 0.0f;
-        }
-#pragma unroll
-        for (int v = 0; v < V; ++v) bias[v] = from ? widen(from[channel + v]) : 0.0f;
-    }
-};
-
-/// Fills `x` with the tokens before own row `row` of segment `s`.
-template <class T, int Taps, int V, int Window>
-__device__ __forceinline__ void look_back(conv_input<T> const& in, conv_weight<Taps, V> const& weight, int s,
-                                          std::int64_t row, std::int64_t channel, float (&x)[Window][V]) {
-#pragma unroll
-    for (int age = 1; age <= Window; ++age) {
-        T const* from = nullptr;
-        if (age < Window && weight.has(age)) {
-            std::int64_t const token = row - age - in.first[s];
-            from = row_of(in, token >= 0 ? row - age : in.before[(s + std::int64_t{1}) * (weight.taps - 1) + token],
-                          channel);
-        }
-#pragma unroll
-        for (int v = 0; v < V; ++v) x[Window - age][v] = 0.0f;
-        if (from) widen<T, V>(load<T, V>(from), x[Window - age]);
-    }
-}
-
-/// Makes room for one more token in a window that begins with its oldest one.
-template <int V, int Window>
-__device__ __forceinline__ void shift(float (&values)[Window][V]) {
-#pragma unroll
-    for (int i = 0; i + 1 < Window; ++i)
-#pragma unroll
-        for (int v = 0; v < V; ++v) values[i][v] = values[i + 1][v];
-}
-
-/// Which channels and rows are a thread's: lanes of blocks go along the channels, then the blocks' y along the strips.
-template <class T, int V>
-struct conv_place {
-    std::int64_t channel, row, last;
-    std::int64_t block; ///< of strips
-    __device__ __forceinline__ explicit conv_place(conv_input<T> const& in) {
-        std::int64_t const wide = static_cast<std::int64_t>(blockDim.x) * V;
-        auto const tiles = static_cast<unsigned>((in.channels + wide - 1) / wide);
-        channel = blockIdx.x % tiles * wide + threadIdx.x * V;
-        block = blockIdx.x / tiles;
-        row = (block * blockDim.y + threadIdx.y) * in.strip;
-        last = row + in.strip < in.rows ? row + in.strip : in.rows;
-        if (channel >= in.channels) last = row;
-    }
-};
-
-} // namespace conv
-
 /// Computes y. Vectors of V > 1 need `Taps`, a dense weight, and addresses and strides that are multiples of 16 bytes.
 ///
 /// Reads every row once, but for the taps - 1 before a strip. Loads are a group of tokens ahead of their use.
-template <class T, int Taps, int V, bool Silu>
-__global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T> const in, conv_rows<T> const y) {
+/// Out: `conv_rows`, or `conv_parts`, whose heads are normalised on the way if V > 1.
+template <class T, int Taps, int V, bool Silu, class Out = conv_rows<T>>
+__global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T> const in, Out const out) {
     using namespace conv;
     conv_place<T, V> const place(in);
     std::int64_t row = place.row;
@@ -181,7 +23,15 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
     conv_weight<Taps, V> const weight(in, place.channel);
     constexpr int window = weight.window;
     T const* from = in.x.at(row, place.channel);
-    T* to = y.at(row, place.channel);
+    auto const y = part_of(out, place.channel);
+    T* to = y.at(row);
+    auto const finish = [&](float(&z)[V], T* to) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) z[v] = activate<T, Silu>(z[v]);
+        if constexpr (may_normalise<Out, V>)
+            if (y.lanes) normalise<T>(z, y.lanes, y.epsilon);
+        store<T, V>(z, to);
+    };
     for (int s = segment_of(in, row); rows > 0; ++s) {
         std::int64_t const next = in.first[s + 1] - row;
         int left = next < rows ? static_cast<int>(next) : rows;
@@ -196,26 +46,22 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
         for (; left >= window; left -= window) {
             if (left < 2 * window) from = in.x.after(from, -window); // nothing follows: the same again, for no one
 #pragma unroll
-            for (int k = 0; k < window; ++k, to = y.after(to)) {
+            for (int k = 0; k < window; ++k, to = y.rows.after(to)) {
                 widen<T, V>(ahead[k], x[k]);
                 ahead[k] = load<T, V>(from);
                 from = in.x.after(from);
                 weight.weigh(
                     weight.bias, [&](int age) { return x[(k - age + window) % window]; }, z);
-#pragma unroll
-                for (int v = 0; v < V; ++v) z[v] = activate<T, Silu>(z[v]);
-                store<T, V>(z, to);
+                finish(z, to);
             }
         }
 #pragma unroll 1
-        for (; left > 0; --left, from = in.x.after(from), to = y.after(to)) {
+        for (; left > 0; --left, from = in.x.after(from), to = y.rows.after(to)) {
             shift(x);
             widen<T, V>(load<T, V>(from), x[window - 1]);
             weight.weigh(
                 weight.bias, [&](int age) { return x[window - 1 - age]; }, z);
-#pragma unroll
-            for (int v = 0; v < V; ++v) z[v] = activate<T, Silu>(z[v]);
-            store<T, V>(z, to);
+            finish(z, to);
         }
     }
 }

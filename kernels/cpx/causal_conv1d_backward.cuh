@@ -2,7 +2,7 @@
 // Backward of the causal depthwise convolution of one rank's rows.
 #pragma once
 
-#include <cpx/causal_conv1d.cuh>
+#include <cpx/conv_parts.cuh>
 
 #include <cuda_pipeline_primitives.h>
 
@@ -10,15 +10,17 @@
 
 namespace cpx::kernels {
 
-/// Returns how many blocks of `causal_conv1d_backward` a multiprocessor holds at once.
-__host__ __device__ constexpr int conv_backward_resident(int vector) { return vector == 8 ? 2 : vector == 4 ? 4 : 3; }
+/// Returns how many blocks of `causal_conv1d_backward` a multiprocessor holds: with `parts` registers are short.
+__host__ __device__ constexpr int conv_backward_resident(int vector, bool parts) {
+    return vector == 8 ? 2 : vector == 4 && !parts ? 4 : 3;
+}
 
 /// What the backward reads and writes besides. `after` is (segments, taps - 1): the rows of dz after a segment, those
 /// of `edge` first, from `edges` on those of `dz_halo`, -1 for none. `sums` is null or (blocks of strips, taps + 1,
 /// channels): of each block, the sums for dweight and for dbias.
-template <class T>
+template <class T, class Dy = conv_rows<T const>>
 struct conv_backward {
-    conv_rows<T const> dy;
+    Dy dy;
     conv_rows<T> dx;
     conv_rows<float const> edge, dz_halo;
     std::int64_t edges;
@@ -28,25 +30,51 @@ struct conv_backward {
 
 /// Computes the rows of dz that other segments need, here or elsewhere. `places` is (edges, taps): the rows of x that
 /// each is computed from, as in `conv_input::before`, its own last. One thread a channel and edge.
-template <class T, bool Silu>
-__global__ void __launch_bounds__(128) causal_conv1d_edge(conv_input<T> const in, conv_rows<T const> const dy,
-                                                          std::int64_t const* places, conv_rows<float> const edge) {
+template <class T, bool Silu, class Dy = conv_rows<T const>>
+__global__ void __launch_bounds__(128)
+    causal_conv1d_edge(conv_input<T> const in, Dy const dy, std::int64_t const* places, conv_rows<float> const edge) {
     using namespace conv;
     auto const tiles = static_cast<unsigned>((in.channels + blockDim.x - 1) / blockDim.x);
     std::int64_t const channel = static_cast<std::int64_t>(blockIdx.x % tiles) * blockDim.x + threadIdx.x;
     std::int64_t const i = blockIdx.x / tiles;
     if (channel >= in.channels) return;
-    conv_weight<0, 1> const weight(in, channel);
     std::int64_t const* const own = places + (i + 1) * in.taps - 1;
-    float x[conv_max_taps][1], z[1];
+    auto const z_of = [&](std::int64_t of) {
+        conv_weight<0, 1> const weight(in, of);
+        float x[conv_max_taps][1], z[1];
 #pragma unroll
-    for (int age = 0; age < conv_max_taps; ++age) {
-        T const* const from = weight.has(age) ? row_of(in, own[-age], channel) : nullptr;
-        x[age][0] = from ? widen(*from) : 0.0f;
-    }
-    weight.weigh(
-        weight.bias, [&](int age) { return x[age]; }, z);
-    *edge.at(i, channel) = activate_backward<T, Silu>(z[0], widen(*dy.at(*own, channel)));
+        for (int age = 0; age < conv_max_taps; ++age) {
+            T const* const from = weight.has(age) ? row_of(in, own[-age], of) : nullptr;
+            x[age][0] = from ? widen(*from) : 0.0f;
+        }
+        weight.weigh(
+            weight.bias, [&](int age) { return x[age]; }, z);
+        return z[0];
+    };
+    auto const part = part_of(dy, channel);
+    float const z = z_of(channel);
+    float gradient = widen(*part.at(*own));
+    constexpr int wide = 16 / sizeof(T); // channels of a thread of the other kernels
+    if constexpr (may_normalise<Dy, wide>)
+        if (part.lanes) { // the sums of the head, as a group of threads adds them
+            std::int64_t const first = -(part.channel % (part.lanes * wide)); // of the head, from here
+            float squares[32] = {}, products[32] = {};
+            for (int lane = 0; lane < part.lanes; ++lane)
+                for (int v = 0; v < wide; ++v) {
+                    std::int64_t const there = first + lane * wide + v;
+                    float const y = widen(static_cast<T>(activate<T, Silu>(z_of(channel + there))));
+                    squares[lane] = fmaf(y, y, squares[lane]);
+                    products[lane] = fmaf(y, widen(part.at(*own)[there]), products[lane]);
+                }
+            for (int apart = 1; apart < part.lanes; apart *= 2)
+                for (int lane = 0; lane < part.lanes; lane += 2 * apart) {
+                    squares[lane] += squares[lane + apart];
+                    products[lane] += products[lane + apart];
+                }
+            float const y = widen(static_cast<T>(activate<T, Silu>(z)));
+            gradient = normalise_backward(y, gradient, squares[0], products[0], part.epsilon);
+        }
+    *edge.at(i, channel) = activate_backward<T, Silu>(z, gradient);
 }
 
 /// Computes dx and, of each block, the sums for dweight and dbias; needs what `causal_conv1d` needs.
@@ -54,9 +82,9 @@ __global__ void __launch_bounds__(128) causal_conv1d_edge(conv_input<T> const in
 /// Reads x and dy and writes dx once, but for the taps - 1 rows on both sides of a strip: dz is recomputed, never
 /// written. Loads are a group of tokens ahead of their use: of vectors in shared memory, where each thread reads only
 /// what it asked for, since the registers are full.
-template <class T, int Taps, int V, bool Silu>
-__global__ void __launch_bounds__(128, conv_backward_resident(V))
-    causal_conv1d_backward(conv_input<T> const in, conv_backward<T> const out) {
+template <class T, int Taps, int V, bool Silu, class Dy = conv_rows<T const>>
+__global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_normalise<Dy, V>))
+    causal_conv1d_backward(conv_input<T> const in, conv_backward<T, Dy> const out) {
     using namespace conv;
     conv_place<T, V> const place(in);
     std::int64_t row = place.row;
@@ -72,19 +100,24 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V))
     if (row < place.last) {
         conv_weight<Taps, V> const weight(in, place.channel);
         int const reach = weight.taps - 1;
+        auto const dy = part_of(out.dy, place.channel);
+        auto const normalised_backward = [&](float const(&z)[V], float(&gradient)[V]) {
+            if constexpr (may_normalise<Dy, V>)
+                if (dy.lanes) normalise_backward<T, Silu>(z, gradient, dy.lanes, dy.epsilon);
+        };
         for (int s = segment_of(in, row); row < place.last; ++s) {
             std::int64_t const next = in.first[s + 1];
             int const count = static_cast<int>((next < place.last ? next : place.last) - row);
             int done = 0;
             float x[window][V], dz[window][V] = {}, result[V];
             look_back(in, weight, s, row, place.channel, x);
-            T const *from = in.x.at(row, place.channel), *from_dy = out.dy.at(row, place.channel);
+            T const *from = in.x.at(row, place.channel), *from_dy = dy.at(row);
             T* to = out.dx.at(row - lag, place.channel); // written from the own rows on
             pack<T, V> ahead[window], ahead_dy[window];
             int side = 0;
             auto const request = [&](int at) {
 #pragma unroll
-                for (int k = 0; k < window; ++k, from = in.x.after(from), from_dy = out.dy.after(from_dy))
+                for (int k = 0; k < window; ++k, from = in.x.after(from), from_dy = dy.rows.after(from_dy))
                     if constexpr (by_stages) {
                         __pipeline_memcpy_async(&staged[at][k][0][thread], from, 16);
                         __pipeline_memcpy_async(&staged[at][k][1][thread], from_dy, 16);
@@ -102,7 +135,7 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V))
                     __pipeline_wait_prior(1);
                 } else if (done + 2 * window > count) { // nothing follows: the same again, for no one
                     from = in.x.after(from, -window);
-                    from_dy = out.dy.after(from_dy, -window);
+                    from_dy = dy.rows.after(from_dy, -window);
                 }
 #pragma unroll
                 for (int k = 0; k < window; ++k) {
@@ -116,10 +149,11 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V))
                         ahead[k] = load<T, V>(from);
                         ahead_dy[k] = load<T, V>(from_dy);
                         from = in.x.after(from);
-                        from_dy = out.dy.after(from_dy);
+                        from_dy = dy.rows.after(from_dy);
                     }
                     weight.weigh(
                         weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
+                    normalised_backward(result, dz[k]);
 #pragma unroll
                     for (int v = 0; v < V; ++v) {
                         dz[k][v] = activate_backward<T, Silu>(result[v], dz[k][v]);
@@ -145,9 +179,10 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V))
                 for (int v = 0; v < V; ++v) x[lag][v] = dz[lag][v] = 0.0f;
                 if (row < next && done < count + reach) {
                     widen<T, V>(load<T, V>(in.x.at(row, place.channel)), x[lag]);
-                    widen<T, V>(load<T, V>(out.dy.at(row, place.channel)), dz[lag]);
+                    widen<T, V>(load<T, V>(dy.at(row)), dz[lag]);
                     weight.weigh(
                         weight.bias, [&](int age) { return x[lag - age]; }, result);
+                    normalised_backward(result, dz[lag]);
 #pragma unroll
                     for (int v = 0; v < V; ++v) dz[lag][v] = activate_backward<T, Silu>(result[v], dz[lag][v]);
                 } else if (done < count + reach) {

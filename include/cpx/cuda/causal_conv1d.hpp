@@ -4,9 +4,11 @@
 
 #include <cpx/core/activation.hpp>
 #include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/conv_parts.hpp>
 #include <cpx/cuda/conv_plan.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
+#include <cpx/causal_conv1d.cuh>
 #include <cpx/causal_conv1d_backward.cuh>
 
 #include <concepts>
@@ -53,8 +55,9 @@ inline conv_grid cut_forward(conv_plan const& plan, index channels, int vector) 
     return cut_convolution(plan, channels, vector, kernels::conv_resident, vector == 4 ? 256 : 128);
 }
 
-inline conv_grid cut_backward(conv_plan const& plan, index channels, int vector) {
-    return cut_convolution(plan, channels, vector, kernels::conv_backward_resident(vector), vector > 1 ? 1024 : 512);
+inline conv_grid cut_backward(conv_plan const& plan, index channels, int vector, bool parts) {
+    return cut_convolution(plan, channels, vector, kernels::conv_backward_resident(vector, parts),
+                           vector > 1 ? 1024 : 512);
 }
 
 template <class... P>
@@ -66,17 +69,6 @@ void launch_convolution(void (*kernel)(P...), index blocks, dim3 threads, cudaSt
     config.blockDim = threads;
     config.stream = in;
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx", here);
-}
-
-template <class T>
-kernels::conv_rows<T> conv_view(rows<T> view) {
-    return {view.data(), view.stride() * static_cast<index>(sizeof(T))};
-}
-
-/// Returns whether every row begins at a multiple of 16 bytes.
-template <class T>
-bool every_row_aligned(rows<T> view) {
-    return view.count() == 0 || vector_bytes({address(view.data()), row_bytes(view)}) == 16;
 }
 
 /// Checks what all calls are given and returns it as the kernels want it.
@@ -115,13 +107,59 @@ template <class T, class W>
 bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) {
     index const row = weight.count() * static_cast<index>(sizeof(T));
     return weight.width() == 4 && weight.stride() == 4 && vector_bytes({address(weight.data()), row}) == 16 &&
-           every_row_aligned(x) && every_row_aligned(halo);
+           in_vectors(x) && in_vectors(halo);
 }
 
 /// Calls `f` with std::true_type for silu.
 template <class F>
 void with_activation(activation act, F&& f) {
     act == activation::silu ? f(std::true_type{}) : f(std::false_type{});
+}
+
+/// Computes `y`, which is rows or parts.
+template <class T, class W, class Y>
+void convolve(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight, std::span<W const> bias,
+              activation act, Y const& y, cudaStream_t in, caller here) {
+    char const* const where = "cuda::causal_conv1d";
+    auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
+    auto const out = result_given(where, "y", y, plan.rows(), given.channels, here);
+    bool const vectors = conv_in_vectors<T, W>(x, halo, weight) && in_vectors(y);
+    require(vectors || !normalises(y), where, "taps and alignment for heads to be normalised",
+            "4, and rows at multiples of 16 bytes", "others", here);
+    if (given.rows * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d">();
+    with_activation(act, [&](auto silu) {
+        auto const launch = [&](auto* kernel, int vector) {
+            auto const grid = cut_forward(plan, given.channels, vector);
+            given.strip = grid.strip;
+            launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
+        };
+        using out_type = std::remove_const_t<decltype(out)>;
+        constexpr int vector = 16 / static_cast<int>(sizeof(T));
+        if (vectors)
+            launch(kernels::causal_conv1d<T, 4, vector, silu, out_type>, vector);
+        else
+            launch(kernels::causal_conv1d<T, 0, 1, silu, out_type>, 1);
+    });
+}
+
+/// Computes edge rows of dz from `dy`, which is rows or parts.
+template <class T, class W, class Dy>
+void convolve_backward_edge(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight,
+                            std::span<W const> bias, activation act, Dy const& dy, rows<float> edge, cudaStream_t in,
+                            caller here) {
+    char const* const where = "cuda::causal_conv1d_backward_edge";
+    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
+    auto const given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
+    auto const from = result_given(where, "dy", dy, plan.rows(), given.channels, here);
+    require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
+    if (edge.count() * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
+    with_activation(act, [&](auto silu) {
+        launch_convolution(kernels::causal_conv1d_edge<T, silu, std::remove_const_t<decltype(from)>>,
+                           (given.channels + 127) / 128 * edge.count(), dim3(128), in, here, given, from,
+                           plan.edge_places(), conv_view(edge));
+    });
 }
 
 } // namespace detail
@@ -141,24 +179,17 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
                    std::type_identity_t<std::span<W const>> bias, activation act,
                    std::type_identity_t<rows<std::remove_const_t<A>>> y, cudaStream_t in,
                    caller here = caller::here()) {
-    using T = std::remove_const_t<A>;
-    auto given =
-        detail::conv_given<T, std::remove_const_t<W>>("cuda::causal_conv1d", plan, x, halo, weight, bias, here);
-    detail::require_rows("cuda::causal_conv1d", "y", y, plan.rows(), given.channels, here);
-    if (given.rows * given.channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d">();
-    detail::with_activation(act, [&](auto silu) {
-        auto const launch = [&](auto* kernel, int vector) {
-            auto const grid = detail::cut_forward(plan, given.channels, vector);
-            given.strip = grid.strip;
-            detail::launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, detail::conv_view(y));
-        };
-        constexpr int vector = 16 / static_cast<int>(sizeof(T));
-        if (detail::conv_in_vectors<T, std::remove_const_t<W>>(x, halo, weight) && detail::every_row_aligned(y))
-            launch(kernels::causal_conv1d<T, 4, vector, silu>, vector);
-        else
-            launch(kernels::causal_conv1d<T, 0, 1, silu>, 1);
-    });
+    detail::convolve<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, y, in, here);
+}
+
+/// The same into parts of their own, of which some may be normalised by heads: what a gated delta net does with q, k
+/// and v, in one pass.
+template <class A, class W>
+void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                   std::type_identity_t<std::span<W const>> bias, activation act,
+                   std::type_identity_t<conv_parts<std::remove_const_t<A>>> const& y, cudaStream_t in,
+                   caller here = caller::here()) {
+    detail::convolve<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, y, in, here);
 }
 
 /// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
@@ -173,19 +204,17 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
                                  rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
                                  std::type_identity_t<rows<A const>> dy, rows<float> edge, cudaStream_t in,
                                  caller here = caller::here()) {
-    using T = std::remove_const_t<A>;
-    char const* const where = "cuda::causal_conv1d_backward_edge";
-    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
-    auto const given = detail::conv_given<T, std::remove_const_t<W>>(where, plan, x, halo, weight, bias, here);
-    detail::require_rows(where, "dy", dy, plan.rows(), given.channels, here);
-    detail::require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
-    if (edge.count() * given.channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
-    detail::with_activation(act, [&](auto silu) {
-        detail::launch_convolution(kernels::causal_conv1d_edge<T, silu>, (given.channels + 127) / 128 * edge.count(),
-                                   dim3(128), in, here, given, detail::conv_view<T const>(dy), plan.edge_places(),
-                                   detail::conv_view(edge));
-    });
+    detail::convolve_backward_edge<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
+                                                                                   edge, in, here);
+}
+/// The same of a result in parts.
+template <class A, class W>
+void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
+                                 rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
+                                 std::type_identity_t<conv_parts<A const>> const& dy, rows<float> edge, cudaStream_t in,
+                                 caller here = caller::here()) {
+    detail::convolve_backward_edge<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
+                                                                                   edge, in, here);
 }
 
 /// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
@@ -209,18 +238,18 @@ struct causal_conv1d_gradients<T> {
 inline index causal_conv1d_workspace(conv_plan const& plan, index channels) {
     index blocks = 0;
     for (int const vector : {1, 4, 8})
-        blocks = std::max(blocks, detail::cut_backward(plan, channels, vector).strip_blocks);
+        for (bool const parts : {false, true})
+            blocks = std::max(blocks, detail::cut_backward(plan, channels, vector, parts).strip_blocks);
     return blocks * (plan.taps() + 1) * channels;
 }
 
 namespace detail {
 
-/// Checks the gradients that the backward is given and writes. Returns whether it adds up dweight or dbias.
+/// Checks the gradients that the backward writes. Returns whether it adds up dweight or dbias.
 template <class T>
-bool conv_gradients_given(char const* where, conv_plan const& plan, index channels, rows<T const> dy,
+bool conv_gradients_given(char const* where, conv_plan const& plan, index channels,
                           causal_conv1d_gradients<T> const& to, caller here) {
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
-    require_rows(where, "dy", dy, plan.rows(), channels, here);
     require_rows(where, "dx", to.dx, plan.rows(), channels, here);
     if (to.dweight.data()) require_rows(where, "dweight", to.dweight, channels, plan.taps(), here);
     require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
@@ -233,6 +262,50 @@ bool conv_gradients_given(char const* where, conv_plan const& plan, index channe
             "a multiple of 16 bytes", "another", here);
     if (wanted > 0) require_memory(where, "workspace", to.workspace, here);
     return sums;
+}
+
+/// Computes the gradients from `dy`, which is rows or parts.
+template <class T, class W, class Dy>
+void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight,
+                       std::span<W const> bias, activation act, Dy const& dy, rows<float const> edge,
+                       rows<float const> dz_halo, causal_conv1d_gradients<T> const& to, cudaStream_t in, caller here) {
+    char const* const where = "cuda::causal_conv1d_backward";
+    auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
+    index const channels = given.channels;
+    bool const sums = conv_gradients_given(where, plan, channels, to, here);
+    auto const from = result_given(where, "dy", dy, plan.rows(), channels, here);
+    require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
+    require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
+    bool const vectors = conv_in_vectors<T, W>(x, halo, weight) && in_vectors(dy) && in_vectors(to.dx);
+    require(vectors || !normalises(dy), where, "taps and alignment for heads that were normalised",
+            "4, and rows at multiples of 16 bytes", "others", here);
+    if (given.rows * channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward">();
+    using dy_type = std::remove_const_t<decltype(from)>;
+    kernels::conv_backward<T, dy_type> out{from,
+                                           conv_view(to.dx),
+                                           conv_view(edge),
+                                           conv_view(dz_halo),
+                                           plan.edge_rows(),
+                                           plan.after(),
+                                           sums ? to.workspace.data() : nullptr};
+    with_activation(act, [&](auto silu) {
+        auto const launch = [&](auto* kernel, int vector) {
+            auto const grid = cut_backward(plan, channels, vector, vector > 1 && !std::same_as<Dy, rows<T const>>);
+            given.strip = grid.strip;
+            launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
+            if (!sums) return;
+            index const values = (plan.taps() + 1) * channels;
+            launch_convolution(kernels::causal_conv1d_add_sums<>, (values + 127) / 128, dim3(128), in, here, out.sums,
+                               grid.strip_blocks, given.taps, channels, conv_view(to.dweight),
+                               to.dbias.empty() ? nullptr : to.dbias.data());
+        };
+        constexpr int vector = 16 / static_cast<int>(sizeof(T));
+        if (vectors)
+            launch(kernels::causal_conv1d_backward<T, 4, vector, silu, dy_type>, vector);
+        else
+            launch(kernels::causal_conv1d_backward<T, 0, 1, silu, dy_type>, 1);
+    });
 }
 
 } // namespace detail
@@ -251,37 +324,19 @@ void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity
                             std::type_identity_t<rows<A const>> dy, rows<float const> edge, rows<float const> dz_halo,
                             std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
                             cudaStream_t in, caller here = caller::here()) {
-    using T = std::remove_const_t<A>;
-    char const* const where = "cuda::causal_conv1d_backward";
-    auto given = detail::conv_given<T, std::remove_const_t<W>>(where, plan, x, halo, weight, bias, here);
-    index const channels = given.channels;
-    bool const sums = detail::conv_gradients_given<T>(where, plan, channels, dy, to, here);
-    detail::require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
-    detail::require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
-    if (given.rows * channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d_backward">();
-    kernels::conv_backward<T> out{
-        detail::conv_view<T const>(dy),      detail::conv_view(to.dx), detail::conv_view(edge),
-        detail::conv_view(dz_halo),          plan.edge_rows(),         plan.after(),
-        sums ? to.workspace.data() : nullptr};
-    detail::with_activation(act, [&](auto silu) {
-        auto const launch = [&](auto* kernel, int vector) {
-            auto const grid = detail::cut_backward(plan, channels, vector);
-            given.strip = grid.strip;
-            detail::launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
-            if (!sums) return;
-            index const values = (plan.taps() + 1) * channels;
-            detail::launch_convolution(kernels::causal_conv1d_add_sums<>, (values + 127) / 128, dim3(128), in, here,
-                                       out.sums, grid.strip_blocks, given.taps, channels, detail::conv_view(to.dweight),
-                                       to.dbias.empty() ? nullptr : to.dbias.data());
-        };
-        constexpr int vector = 16 / static_cast<int>(sizeof(T));
-        if (detail::conv_in_vectors<T, std::remove_const_t<W>>(x, halo, weight) &&
-            detail::every_row_aligned<T const>(dy) && detail::every_row_aligned(to.dx))
-            launch(kernels::causal_conv1d_backward<T, 4, vector, silu>, vector);
-        else
-            launch(kernels::causal_conv1d_backward<T, 0, 1, silu>, 1);
-    });
+    detail::convolve_backward<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
+                                                                              edge, dz_halo, to, in, here);
+}
+/// The same of a result in parts: dy holds the gradients of the parts, those of normalised heads included.
+template <class A, class W>
+void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                            std::type_identity_t<std::span<W const>> bias, activation act,
+                            std::type_identity_t<conv_parts<A const>> const& dy, rows<float const> edge,
+                            rows<float const> dz_halo,
+                            std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
+                            cudaStream_t in, caller here = caller::here()) {
+    detail::convolve_backward<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
+                                                                              edge, dz_halo, to, in, here);
 }
 
 } // namespace cpx::cuda

@@ -170,7 +170,8 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, sharded<A, X> const& x, row
     causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
     static_cast<void>(
         detail::conv_given<T, std::remove_const_t<W>>(where, by.plan(), x.data(), by.halo(), weight, bias, here));
-    detail::conv_gradients_given<T>(where, by.plan(), by.channels(), dy.data(), local, here);
+    detail::conv_gradients_given(where, by.plan(), by.channels(), local, here);
+    detail::require_rows(where, "dy", dy.data(), by.plan().rows(), by.channels(), here);
     by.exchange_halo(x.data(), in, here);
     causal_conv1d_backward_edge(by.plan(), x.data(), by.halo(), weight, bias, act, dy.data(), by.edge(), in, here);
     by.exchange_edge(in, here);

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Results of convolutions in parts, such as q, k and v, some of whose heads are divided by their norm on the way.
+#pragma once
+
+#include <cpx/cuda/arguments.hpp>
+
+#include <cpx/conv_parts.cuh>
+
+#include <array>
+#include <bit>
+
+namespace cpx::cuda {
+
+/// Some neighbouring channels of a convolution's result, in rows of their own.
+template <class T>
+struct conv_part {
+    rows<T> data;
+    index head_dim = 0; ///< if not 0: every head of so many channels is divided by its 2-norm (l2norm)
+};
+
+/// A convolution's result, or with `T const` its gradient, in up to four parts that follow each other along the
+/// channels; those that are not needed are left empty.
+///
+/// A part y with heads becomes `y / sqrt(sum y^2 + epsilon)`, the sum over each head, of y as T holds it. That wants 4
+/// taps, rows of everything at multiples of 16 bytes, heads of 16 bytes times a power of two up to 32, and a part that
+/// begins at a multiple of its head_dim.
+template <class T>
+struct conv_parts {
+    std::array<conv_part<T>, kernels::conv_most_parts> part;
+    float epsilon = 1e-6f;
+};
+
+namespace detail {
+
+template <class T>
+kernels::conv_rows<T> conv_view(rows<T> view) {
+    return {view.data(), view.stride() * static_cast<index>(sizeof(T))};
+}
+
+/// Returns whether every row begins at a multiple of 16 bytes.
+template <class T>
+bool in_vectors(rows<T> view) {
+    return view.count() == 0 || vector_bytes({address(view.data()), row_bytes(view)}) == 16;
+}
+template <class T>
+bool in_vectors(conv_parts<T> const& parts) {
+    index end = 0;
+    for (auto const& [data, head_dim] : parts.part) {
+        if (data.width() > 0 && (!in_vectors(data) || end * static_cast<index>(sizeof(T)) % 16 != 0)) return false;
+        end += data.width();
+    }
+    return true;
+}
+
+template <class T>
+bool normalises(rows<T>) {
+    return false;
+}
+template <class T>
+bool normalises(conv_parts<T> const& parts) {
+    return std::ranges::any_of(parts.part, [](auto const& part) { return part.head_dim != 0; });
+}
+
+/// Checks a result, or its gradient, of (count, channels), and returns it as kernels want it.
+template <class T>
+kernels::conv_rows<T> result_given(char const* where, char const* what, rows<T> whole, index count, index channels,
+                                   caller here) {
+    require_rows(where, what, whole, count, channels, here);
+    return conv_view(whole);
+}
+template <class T>
+kernels::conv_parts<T> result_given(char const* where, char const* what, conv_parts<T> const& parts, index count,
+                                    index channels, caller here) {
+    kernels::conv_parts<T> to{};
+    to.epsilon = parts.epsilon;
+    constexpr index vector = 16 / static_cast<index>(sizeof(T));
+    index end = 0;
+    for (std::size_t p = 0; p < parts.part.size(); ++p) {
+        auto const& [data, head_dim] = parts.part[p];
+        to.end[p] = end;
+        if (data.width() == 0 && head_dim == 0) continue;
+        std::string const name = "part " + std::to_string(p) + " of " + what;
+        require_rows(where, name.c_str(), data, count, data.width(), here);
+        require(head_dim >= 0, where, ("head_dim of " + name).c_str(), "not negative", head_dim, here);
+        if (head_dim > 0) {
+            index const lanes = head_dim / vector;
+            require(head_dim % vector == 0 && lanes <= 32 && std::has_single_bit(static_cast<std::size_t>(lanes)),
+                    where, ("head_dim of " + name).c_str(), std::to_string(vector) + " times a power of two up to 32",
+                    head_dim, here);
+            require(data.width() % head_dim == 0 && end % head_dim == 0, where,
+                    ("first channel and width of " + name).c_str(),
+                    "multiples of head_dim, " + std::to_string(head_dim),
+                    std::to_string(end) + ", " + std::to_string(data.width()), here);
+            to.lanes[p] = static_cast<int>(lanes);
+        }
+        to.rows[p] = conv_view(data);
+        to.end[p] = end += data.width();
+    }
+    require(end == channels, where, (std::string("channels of all parts of ") + what).c_str(), channels, end, here);
+    return to;
+}
+
+} // namespace detail
+
+} // namespace cpx::cuda

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The result of a convolution in parts, each with rows of its own, some with heads of norm 1.
+#pragma once
+
+#include <cpx/conv_input.cuh>
+
+namespace cpx::kernels {
+
+/// The most parts of a convolution's result.
+inline constexpr int conv_most_parts = 4;
+
+/// The parts of a result, one after the other along the channels, or of its gradient.
+///
+/// `end[p]`: the channel after part p, that of the last part and of those that are none all channels. `lanes[p]`: how
+/// many threads of V channels share a head that is divided by its norm; 0 if the part stays as it is.
+template <class T>
+struct conv_parts {
+    conv_rows<T> rows[conv_most_parts];
+    std::int64_t end[conv_most_parts];
+    int lanes[conv_most_parts];
+    float epsilon;
+};
+
+namespace conv {
+
+/// A channel's place in its part.
+template <class T>
+struct own_part {
+    conv_rows<T> rows;
+    std::int64_t channel; ///< of the part
+    int lanes;
+    float epsilon;
+
+    __device__ __forceinline__ T* at(std::int64_t row) const { return rows.at(row, channel); }
+};
+
+template <class T>
+__device__ __forceinline__ own_part<T> part_of(conv_rows<T> const& whole, std::int64_t channel) {
+    return {whole, channel, 0, 0.0f};
+}
+template <class T>
+__device__ __forceinline__ own_part<T> part_of(conv_parts<T> const& parts, std::int64_t channel) {
+    own_part<T> own{parts.rows[0], channel, parts.lanes[0], parts.epsilon};
+#pragma unroll
+    for (int p = 1; p < conv_most_parts; ++p)
+        if (channel >= parts.end[p - 1]) {
+            own.rows = parts.rows[p];
+            own.channel = channel - parts.end[p - 1];
+            own.lanes = parts.lanes[p];
+        }
+    return own;
+}
+
+/// Whether heads may have to be normalised: not where a thread has a single channel.
+template <class Out, int V>
+inline constexpr bool may_normalise = false;
+template <class T, int V>
+inline constexpr bool may_normalise<conv_parts<T>, V> = (V > 1);
+
+/// Adds what the threads of a head have, in pairs of neighbours, then of pairs: every thread gets the same bits.
+__device__ __forceinline__ float sum_of_head(float mine, int lanes) {
+    unsigned const lane = threadIdx.x % 32, all = lanes == 32 ? ~0u : (1u << lanes) - 1;
+    unsigned const of_head = all << (lane & ~static_cast<unsigned>(lanes - 1));
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2)
+        if (apart < lanes) mine += __shfl_xor_sync(of_head, mine, apart);
+    return mine;
+}
+
+/// Returns the sum of products that a thread adds to its head's.
+template <int V>
+__device__ __forceinline__ float dot(float const (&a)[V], float const (&b)[V]) {
+    float sum = 0;
+#pragma unroll
+    for (int v = 0; v < V; ++v) sum = fmaf(a[v], b[v], sum);
+    return sum;
+}
+
+/// Divides y, rounded to T, by the norm of its head.
+template <class T, int V>
+__device__ __forceinline__ void normalise(float (&y)[V], int lanes, float epsilon) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) y[v] = widen(static_cast<T>(y[v]));
+    float const scale = rsqrtf(sum_of_head(dot(y, y), lanes) + epsilon);
+#pragma unroll
+    for (int v = 0; v < V; ++v) y[v] *= scale;
+}
+
+/// Returns the gradient of y, given that of its normalised value, and over its head the sums of y y and of y dn.
+__device__ __forceinline__ float normalise_backward(float y, float dn, float squares, float products, float epsilon) {
+    float const scale = rsqrtf(squares + epsilon);
+    float const along = __fmul_rn(__fmul_rn(scale, scale), products);
+    return __fmul_rn(scale, fmaf(-y, along, dn));
+}
+
+/// The same for the V channels of a thread; `dn` becomes the gradient of y.
+template <class T, bool Silu, int V>
+__device__ __forceinline__ void normalise_backward(float const (&z)[V], float (&dn)[V], int lanes, float epsilon) {
+    float y[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) y[v] = widen(static_cast<T>(activate<T, Silu>(z[v])));
+    float const squares = sum_of_head(dot(y, y), lanes), products = sum_of_head(dot(y, dn), lanes);
+#pragma unroll
+    for (int v = 0; v < V; ++v) dn[v] = normalise_backward(y[v], dn[v], squares, products, epsilon);
+}
+
+} // namespace conv
+
+} // namespace cpx::kernels

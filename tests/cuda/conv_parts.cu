@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Results of convolutions in parts, with and without heads that are normalised.
+#include "conv_on_ranks.hpp"
+#include "gpus.hpp"
+
+#include <support/rejects.hpp>
+
+namespace {
+
+using namespace convolution;
+using cpx::index, cpx::rows;
+using cpx::cuda::conv_part, cpx::cuda::conv_parts;
+using support::lengths;
+
+struct width_and_heads {
+    index width, head_dim = 0;
+};
+
+/// Returns what makes parts of whole rows: neighbouring columns of them.
+auto parts(std::vector<width_and_heads> const& list, float epsilon = 1e-6f) {
+    return [=](auto whole) {
+        using element = std::remove_pointer_t<decltype(whole.data())>;
+        conv_parts<element> to{{}, epsilon};
+        element* first = whole.data();
+        for (std::size_t p = 0; p < list.size(); first += list[p++].width)
+            to.part[p] = {rows<element>(first, whole.count(), list[p].width, whole.stride()), list[p].head_dim};
+        return to;
+    };
+}
+
+/// Calls `f(first, head_dim, element of row and channel)` for every head that is normalised.
+template <class F>
+void for_each_head(std::vector<width_and_heads> const& list, index tokens, index channels, F&& f) {
+    index first = 0;
+    for (auto const [width, head_dim] : list) {
+        if (head_dim > 0)
+            for (index row = 0; row < tokens; ++row)
+                for (index head = first; head < first + width; head += head_dim)
+                    f(static_cast<std::size_t>(row * channels + head), static_cast<std::size_t>(head_dim));
+        first += width;
+    }
+}
+
+/// What normalised parts are to give: from the rounded result of the plain convolution on, in double.
+template <class T, class W>
+results normalised(problem<T, W> const& p, std::vector<width_and_heads> const& list, double epsilon) {
+    auto const y = run(p, on_ranks::one_rank(p.batch)).y;
+    auto n = y, dy = convert<double>(p.dy);
+    for_each_head(list, p.batch.tokens(), p.channels, [&](std::size_t first, std::size_t head_dim) {
+        double squares = epsilon, along = 0;
+        for (std::size_t i = first; i < first + head_dim; ++i) squares += y[i] * y[i];
+        for (std::size_t i = first; i < first + head_dim; ++i) {
+            n[i] = y[i] / std::sqrt(squares);
+            along += n[i] * dy[i];
+        }
+        for (std::size_t i = first; i < first + head_dim; ++i) dy[i] = (dy[i] - n[i] * along) / std::sqrt(squares);
+    });
+    auto r = reference(p, dy);
+    r.y = n;
+    return r;
+}
+
+std::vector<index> const packings[] = {{}, {1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}};
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    using cpx::index;
+
+    TEST_CASE_TEMPLATE("parts hold the channels of the whole, to the bit", T, float, __nv_bfloat16, __half) {
+        if (!has_gpus()) return;
+        std::uint64_t seed = 50;
+        for (auto const& list : std::vector<std::vector<width_and_heads>>{
+                 {{16}, {8}, {16}}, {{40}}, {{0}, {24}, {16}}, {{3}, {9}, {1}, {27}}, {{39}, {0}, {0}, {1}}})
+            for (auto const& packing : packings)
+                for (index const taps : {4, 3}) {
+                    problem<T, float> const p(lengths(packing), 40, taps, ++seed % 2, activation::silu, seed);
+                    CAPTURE(p.text());
+                    placement const at{seed % 3 ? 0 : 8, 0};
+                    auto const in_parts = run(p, on_ranks::one_rank(p.batch), at, parts(list)),
+                               alone = run(p, on_ranks::one_rank(p.batch), at);
+                    check_same("y", in_parts.y, alone.y);
+                    check_same("dx", in_parts.dx, alone.dx);
+                    check_close<T>(in_parts, alone); // sums are added otherwise where parts are not in vectors
+                }
+    }
+
+    TEST_CASE_TEMPLATE("heads are divided by their norms, and so are their gradients", T, float, __nv_bfloat16,
+                       __half) {
+        if (!has_gpus()) return;
+        index const vector = 16 / static_cast<index>(sizeof(T));
+        std::uint64_t seed = 70;
+        for (index const head_dim : {vector, 2 * vector, 8 * vector, 16 * vector, 32 * vector})
+            for (auto const& list : std::vector<std::vector<width_and_heads>>{
+                     {{2 * head_dim, head_dim}, {head_dim, head_dim}, {3 * vector}},
+                     {{head_dim}, {5 * head_dim, head_dim}, {vector}},
+                     {{head_dim, head_dim}}})
+                for (auto const& packing : packings) {
+                    index channels = 0;
+                    for (auto const& part : list) channels += part.width;
+                    problem<T, float> const p(lengths(packing), channels, 4, ++seed % 2,
+                                              seed % 3 ? activation::silu : activation::none, seed);
+                    CAPTURE(p.text());
+                    CAPTURE(head_dim);
+                    auto const got = run(p, on_ranks::one_rank(p.batch), {}, parts(list, 1e-5f));
+                    // of few heads nearly all of a gradient may lie along them, and cancel
+                    check_close<T>(got, normalised(p, list, 1e-5), 8);
+                    int const ranks = 2 + static_cast<int>(seed % 3);
+                    on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
+                        CAPTURE(name);
+                        auto const r = run(p, s, {}, parts(list, 1e-5f));
+                        check_same("y", r.y, got.y);
+                        check_same("dx", r.dx, got.dx);
+                    });
+                }
+    }
+
+    TEST_CASE("parts and heads that do not fit are refused, by name") {
+        if (!has_gpus()) return;
+        auto const rejects = [](std::string const& part, index taps, std::vector<width_and_heads> const& list,
+                                placement at = {}) {
+            CAPTURE(part);
+            problem<float, float> const p(lengths({7, 6}), 64, taps, true, activation::silu, 1);
+            support::rejects({part}, [&] { run(p, on_ranks::one_rank(p.batch), at, parts(list)); });
+        };
+        rejects("channels of all parts of y: expected 64, got 60", 4, {{32}, {28}});
+        rejects("head_dim of part 1 of y: expected 4 times a power of two up to 32, got 24", 4, {{16}, {48, 24}});
+        rejects("head_dim of part 0 of y: expected 4 times a power of two up to 32, got 2", 4, {{64, 2}});
+        rejects("first channel and width of part 1 of y: expected multiples of head_dim, 32, got 16, 32", 4,
+                {{16}, {32, 32}, {16}});
+        rejects("first channel and width of part 0 of y: expected multiples of head_dim, 32, got 0, 48", 4,
+                {{48, 32}, {16}});
+        rejects("head_dim of part 0 of y: expected not negative, got -4", 4, {{64, -4}});
+        rejects("taps and alignment for heads to be normalised", 3, {{64, 16}});
+        rejects("taps and alignment for heads to be normalised", 4, {{64, 16}}, {1, 0});
+        rejects("taps and alignment for heads to be normalised", 4, {{64, 16}}, {0, 1});
+    }
+}
