@@ -14,9 +14,6 @@
 
 namespace convolution {
 
-/// What a result, or its gradient, is as a whole.
-inline constexpr auto whole = [](auto rows) { return rows; };
-
 /// Runs forward and backward on all ranks, each a thread with a stream, their halos exchanged on the host.
 /// `form(rows)`: returns the result's rows, or its gradient's, as they are given to the operators.
 template <class T, class W, cpx::any_sharding S, class Form = decltype(whole)>

@@ -104,6 +104,26 @@ private:
     cpx::cuda::buffer<T> memory_;
 };
 
+/// What a result, or its gradient, is as a whole.
+inline constexpr auto whole = [](auto rows) { return rows; };
+
+/// Channels of a part, and of its heads if they are normalised.
+struct width_and_heads {
+    index width, head_dim = 0;
+};
+
+/// Returns what makes parts of whole rows: neighbouring columns of them.
+inline auto parts(std::vector<width_and_heads> const& list, float epsilon = 1e-6f) {
+    return [=](auto whole) {
+        using element = std::remove_pointer_t<decltype(whole.data())>;
+        cpx::cuda::conv_parts<element> to{{}, epsilon};
+        element* first = whole.data();
+        for (std::size_t p = 0; p < list.size(); first += list[p++].width)
+            to.part[p] = {rows<element>(first, whole.count(), list[p].width, whole.stride()), list[p].head_dim};
+        return to;
+    };
+}
+
 /// Writes what `rank` holds of a tensor, its rows side by side, to their places in the whole one.
 template <class T, cpx::any_sharding S>
 void place(std::vector<T> const& part, S const& sharding, int rank, index width, std::vector<double>& whole) {

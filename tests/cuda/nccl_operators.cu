@@ -79,8 +79,8 @@ results empty_results(problem<T, W> const& p) {
 }
 
 /// The convolution and its gradients on all GPUs, rows of all tensors `gap` elements apart.
-template <class T, class W, cpx::any_sharding S>
-results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap) {
+template <class T, class W, cpx::any_sharding S, class Form = decltype(whole)>
+results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, Form const& form = whole) {
     results r = empty_results(p);
     std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(gpus.ranks()));
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
@@ -101,9 +101,16 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap) {
         cuda::conv_exchange<T, S> by(halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, side::after),
                                      width, comm, width + gap);
         meet();
-        cuda::causal_conv1d(by, of(x), weight, bias, p.act, of(y), stream);
+        auto const formed = [&](auto rows) {
+            if constexpr (std::same_as<Form const, decltype(whole)>)
+                return sharded(rows, sharding);
+            else
+                return form(rows);
+        };
+        rows<T const> const in_dy = dy;
+        cuda::causal_conv1d(by, of(x), weight, bias, p.act, formed(y.view()), stream);
         cuda::causal_conv1d(by, of(dy), weight, bias, p.act, of(unwanted), stream); // another layer's halo
-        cuda::causal_conv1d_backward(by, of(x), weight, bias, p.act, of(dy),
+        cuda::causal_conv1d_backward(by, of(x), weight, bias, p.act, formed(in_dy),
                                      {of(dx), dweight, std::span(dbias.data(), p.bias.size())}, stream);
         comm.wait(stream);
         meet();
@@ -119,8 +126,8 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap) {
 }
 
 /// The same on one GPU, without the sums: no halos, no exchange.
-template <class T, class W>
-results alone(problem<T, W> const& p) {
+template <class T, class W, class Form = decltype(whole)>
+results alone(problem<T, W> const& p, Form const& form = whole) {
     results r = empty_results(p);
     auto const sharding = on_ranks::one_rank(p.batch);
     cuda::conv_plan const plan(halo(sharding, 0, p.taps - 1), halo(sharding, 0, p.taps - 1, side::after));
@@ -130,8 +137,9 @@ results alone(problem<T, W> const& p) {
     device_rows<W> const weight(p.weight, p.taps, {});
     cuda::buffer<W> const bias_values{std::span<W const>(p.bias)};
     std::span<W const> const bias(bias_values.data(), p.bias.size());
-    cuda::causal_conv1d(plan, x.view(), {}, weight.view(), bias, p.act, y, stream);
-    cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias, p.act, dy, {}, {}, {dx}, stream);
+    rows<T const> const in_dy = dy;
+    cuda::causal_conv1d(plan, x.view(), {}, weight.view(), bias, p.act, form(y.view()), stream);
+    cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias, p.act, form(in_dy), {}, {}, {dx}, stream);
     place(y.read(), sharding, 0, width, r.y);
     place(dx.read(), sharding, 0, width, r.dx);
     return r;
@@ -265,6 +273,24 @@ TEST_SUITE("cuda") {
                         check_close<T>(r, on_host(p, sharding));
                     });
                 }
+        });
+    }
+
+    TEST_CASE_TEMPLATE("parts with normalised heads have the bits of one GPU", T, float, __nv_bfloat16) {
+        if (!has_gpus(2)) return;
+        on_groups([](group& gpus) {
+            for (auto const& packing : packings) {
+                problem<T, float> const p(lengths(packing), 88, 4, true, activation::silu, 31);
+                CAPTURE(p.text());
+                auto const form = parts({{32, 16}, {32, 32}, {24}});
+                auto const expected = alone(p, form);
+                for_each_sharding(p.batch, gpus.ranks(), [&](char const* name, auto const& sharding) {
+                    CAPTURE(name);
+                    auto const r = run(gpus, p, sharding, 0, form);
+                    check_same("y", r.y, expected.y);
+                    check_same("dx", r.dx, expected.dx);
+                });
+            }
         });
     }
 

@@ -110,6 +110,16 @@ bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) 
            in_vectors(x) && in_vectors(halo);
 }
 
+/// The same of a result, or its gradient, too: `y`, which is rows or parts. Throws `cpx::error` if its heads want it.
+template <class T, class W, class Y>
+bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, rows<W const> weight, Y const& y,
+                     caller here) {
+    bool const vectors = conv_in_vectors<T, W>(x, halo, weight) && in_vectors(y);
+    require(vectors || !normalises(y), where, "taps and alignment for heads to be normalised",
+            "4, and rows at multiples of 16 bytes", "others", here);
+    return vectors;
+}
+
 /// Calls `f` with std::true_type for silu.
 template <class F>
 void with_activation(activation act, F&& f) {
@@ -123,9 +133,7 @@ void convolve(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W
     char const* const where = "cuda::causal_conv1d";
     auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
     auto const out = result_given(where, "y", y, plan.rows(), given.channels, here);
-    bool const vectors = conv_in_vectors<T, W>(x, halo, weight) && in_vectors(y);
-    require(vectors || !normalises(y), where, "taps and alignment for heads to be normalised",
-            "4, and rows at multiples of 16 bytes", "others", here);
+    bool const vectors = conv_in_vectors<T, W>(where, x, halo, weight, y, here);
     if (given.rows * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d">();
     with_activation(act, [&](auto silu) {
@@ -276,9 +284,9 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
     auto const from = result_given(where, "dy", dy, plan.rows(), channels, here);
     require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
     require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
-    bool const vectors = conv_in_vectors<T, W>(x, halo, weight) && in_vectors(dy) && in_vectors(to.dx);
-    require(vectors || !normalises(dy), where, "taps and alignment for heads that were normalised",
-            "4, and rows at multiples of 16 bytes", "others", here);
+    bool const vectors = conv_in_vectors<T, W>(where, x, halo, weight, dy, here) && in_vectors(to.dx);
+    require(vectors || !normalises(dy), where, "alignment of dx", "16 bytes, for heads that were normalised", "another",
+            here);
     if (given.rows * channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward">();
     using dy_type = std::remove_const_t<decltype(from)>;

@@ -96,6 +96,17 @@ private:
     std::optional<exchange<float>> edge_exchange_;
 };
 
+/// What the backward of a convolution on sharding S computes. Each but dx may be left empty.
+///
+/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
+/// hold: the gradient is the sum over all ranks.
+template <conv_element T, any_sharding S>
+struct causal_conv1d_gradients<T, S> {
+    sharded<T, S> dx;
+    rows<float> dweight = {};
+    std::span<float> dbias = {};
+};
+
 namespace detail {
 
 /// Throws `cpx::error` unless a tensor has the sharding and the width of a convolution. Its rows are checked later.
@@ -106,6 +117,38 @@ void require_of(char const* where, char const* what, conv_exchange<T, S> const& 
             "that of the conv_exchange", "another", here);
     require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
             tensor.data().width(), here);
+}
+
+/// Computes this rank's `y`, which is rows or parts.
+template <class T, any_sharding S, class W, class Y>
+void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
+              activation act, Y const& y, cudaStream_t in, caller here) {
+    char const* const where = "cuda::causal_conv1d";
+    static_cast<void>(conv_given<T, std::remove_const_t<W>>(where, by.plan(), x, by.halo(), weight, bias, here));
+    static_cast<void>(result_given(where, "y", y, by.plan().rows(), by.channels(), here));
+    static_cast<void>(conv_in_vectors<T, std::remove_const_t<W>>(where, x, by.halo(), weight, y, here));
+    by.exchange_halo(x, in, here);
+    causal_conv1d(by.plan(), x, by.halo(), weight, bias, act, y, in, here);
+}
+
+/// Computes gradients from this rank's `dy`, which is rows or parts.
+template <class T, any_sharding S, class W, class Dy>
+void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
+                       std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                       causal_conv1d_gradients<T, S> const& to, cudaStream_t in, caller here) {
+    char const* const where = "cuda::causal_conv1d_backward";
+    require_of(where, "dx", by, to.dx, here);
+    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
+    static_cast<void>(conv_given<T, std::remove_const_t<W>>(where, by.plan(), x, by.halo(), weight, bias, here));
+    conv_gradients_given(where, by.plan(), by.channels(), local, here);
+    static_cast<void>(result_given(where, "dy", dy, by.plan().rows(), by.channels(), here));
+    static_cast<void>(conv_in_vectors<T, std::remove_const_t<W>>(where, x, by.halo(), weight, dy, here));
+    require(in_vectors(to.dx.data()) || !normalises(dy), where, "alignment of dx",
+            "16 bytes, for heads that were normalised", "another", here);
+    by.exchange_halo(x, in, here);
+    causal_conv1d_backward_edge(by.plan(), x, by.halo(), weight, bias, act, dy, by.edge(), in, here);
+    by.exchange_edge(in, here);
+    causal_conv1d_backward(by.plan(), x, by.halo(), weight, bias, act, dy, by.edge(), by.dz_halo(), local, in, here);
 }
 
 } // namespace detail
@@ -130,23 +173,19 @@ void causal_conv1d(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weig
     char const* const where = "cuda::causal_conv1d";
     detail::require_of(where, "x", by, x, here);
     detail::require_of(where, "y", by, y, here);
-    static_cast<void>(
-        detail::conv_given<T, std::remove_const_t<W>>(where, by.plan(), x.data(), by.halo(), weight, bias, here));
-    detail::require_rows(where, "y", y.data(), by.plan().rows(), by.channels(), here);
-    by.exchange_halo(x.data(), in, here);
-    causal_conv1d(by.plan(), x.data(), by.halo(), weight, bias, act, y.data(), in, here);
+    detail::convolve(by, rows<T const>(x.data()), weight, bias, act, y.data(), in, here);
 }
 
-/// What the backward of a convolution on sharding S computes. Each but dx may be left empty.
-///
-/// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
-/// hold: the gradient is the sum over all ranks.
-template <conv_element T, any_sharding S>
-struct causal_conv1d_gradients<T, S> {
-    sharded<T, S> dx;
-    rows<float> dweight = {};
-    std::span<float> dbias = {};
-};
+/// The same into parts of this rank's rows, of which some may be normalised by heads; see `conv_parts`.
+template <class T, any_sharding S, any_sharding X, elements_of<T> A, class W>
+void causal_conv1d(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
+                   std::type_identity_t<std::span<W const>> bias, activation act,
+                   std::type_identity_t<conv_parts<T>> const& y, cudaStream_t in, caller here = caller::here()) {
+    static_assert(std::same_as<X, S>, "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; "
+                                      "make that with halo(x.sharding(), ...)");
+    detail::require_of("cuda::causal_conv1d", "x", by, x, here);
+    detail::convolve(by, rows<T const>(x.data()), weight, bias, act, y, in, here);
+}
 
 /// Computes the gradients of `causal_conv1d`. dy: (rows, channels), the gradient of y; the rest as there.
 ///
@@ -166,17 +205,20 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, sharded<A, X> const& x, row
     char const* const where = "cuda::causal_conv1d_backward";
     detail::require_of(where, "x", by, x, here);
     detail::require_of(where, "dy", by, dy, here);
-    detail::require_of(where, "dx", by, to.dx, here);
-    causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    static_cast<void>(
-        detail::conv_given<T, std::remove_const_t<W>>(where, by.plan(), x.data(), by.halo(), weight, bias, here));
-    detail::conv_gradients_given(where, by.plan(), by.channels(), local, here);
-    detail::require_rows(where, "dy", dy.data(), by.plan().rows(), by.channels(), here);
-    by.exchange_halo(x.data(), in, here);
-    causal_conv1d_backward_edge(by.plan(), x.data(), by.halo(), weight, bias, act, dy.data(), by.edge(), in, here);
-    by.exchange_edge(in, here);
-    causal_conv1d_backward(by.plan(), x.data(), by.halo(), weight, bias, act, dy.data(), by.edge(), by.dz_halo(), local,
-                           in, here);
+    detail::convolve_backward(by, rows<T const>(x.data()), weight, bias, act, rows<T const>(dy.data()), to, in, here);
+}
+
+/// The same of a result in parts: dy holds the gradients of the parts, those of normalised heads included.
+template <class T, any_sharding S, any_sharding X, elements_of<T> A, class W>
+void causal_conv1d_backward(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
+                            std::type_identity_t<std::span<W const>> bias, activation act,
+                            std::type_identity_t<conv_parts<T const>> const& dy,
+                            std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, cudaStream_t in,
+                            caller here = caller::here()) {
+    static_assert(std::same_as<X, S>, "cpx: cuda::causal_conv1d_backward of tensors that are not sharded as the "
+                                      "conv_exchange; make that with halo(x.sharding(), ...)");
+    detail::require_of("cuda::causal_conv1d_backward", "x", by, x, here);
+    detail::convolve_backward(by, rows<T const>(x.data()), weight, bias, act, dy, to, in, here);
 }
 
 } // namespace cpx::cuda
