@@ -50,7 +50,7 @@ std::vector<index> const packings[] = {{}, {1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {
 TEST_SUITE("cuda") {
     using cpx::index;
 
-    TEST_CASE_TEMPLATE("parts hold the channels of the whole, to the bit", T, float, __nv_bfloat16, __half) {
+    TEST_CASE_TEMPLATE("parts hold the channels of the whole, to the bit", T, float, __nv_bfloat16) {
         if (!has_gpus()) return;
         std::uint64_t seed = 50;
         for (auto const& list : std::vector<std::vector<width_and_heads>>{
