@@ -83,15 +83,14 @@ results reference(problem<T, W> const& p, std::vector<double> dy = {}) {
     results r{std::vector<double>(x.size()), std::vector<double>(x.size()), std::vector<double>(weight.size()),
               std::vector<double>(bias.size())};
     std::vector<double> dz(x.size());
-    auto const act = p.act == activation::silu ? cpx::activation::silu : cpx::activation::none;
     rows<double const> const w(weight, p.taps);
     double const* const b = bias.empty() ? nullptr : bias.data();
     for (index s = 0; s < p.batch.sequences(); ++s) {
         auto const of = [&](auto& values) {
             return rows(values, p.channels).sub(p.batch.offset(s), p.batch.length(s));
         };
-        cpx::convolve_segment<double>({}, of(x), w, b, act, of(r.y));
-        cpx::convolve_segment_backward_sums<double>({}, of(x), w, b, act, of(dy), of(dz));
+        cpx::convolve_segment<double>({}, of(x), w, b, p.act, of(r.y));
+        cpx::convolve_segment_backward_sums<double>({}, of(x), w, b, p.act, of(dy), of(dz));
         cpx::convolve_segment_backward_input<double>(of(dz), {}, w, of(r.dx));
         cpx::convolve_segment_backward_weight<double>({}, of(x), of(dz), rows<double>(r.dweight, p.taps),
                                                       bias.empty() ? nullptr : r.dbias.data());

@@ -89,7 +89,7 @@ TEST_SUITE("cuda") {
                     CAPTURE(head_dim);
                     auto const got = run(p, on_ranks::one_rank(p.batch), {}, parts(list, 1e-5f));
                     // of few heads nearly all of a gradient may lie along them, and cancel
-                    check_close<T>(got, normalised(p, list, 1e-5), 8);
+                    check_close<T>(got, normalised(p, list, 1e-5), 4);
                     int const ranks = 2 + static_cast<int>(seed % 3);
                     on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
                         CAPTURE(name);
