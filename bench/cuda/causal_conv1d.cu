@@ -17,7 +17,8 @@ namespace {
 using cpx::index, cpx::rows;
 namespace cuda = cpx::cuda;
 
-constexpr index channels = 8192, taps = 4;
+constexpr index channels = 8192, taps = 4, head_dim = 128;
+constexpr float epsilon = 1e-6f;
 
 /// Returns number `i` of a sequence of numbers in [-1, 1), the same on host and device.
 __host__ __device__ float random_number(std::uint64_t seed, index i) {
@@ -35,8 +36,12 @@ __global__ void fill(T* to, index count, std::uint64_t seed) {
 }
 
 template <class T>
+double rounded(double value) {
+    return static_cast<double>(static_cast<float>(static_cast<T>(static_cast<float>(value))));
+}
+template <class T>
 double rounded(std::uint64_t seed, index i) {
-    return static_cast<double>(static_cast<float>(static_cast<T>(random_number(seed, i))));
+    return rounded<T>(static_cast<double>(random_number(seed, i)));
 }
 
 /// Returns the milliseconds of one of 20 replays of what `f` enqueues, the median of 7 rounds.
@@ -55,11 +60,14 @@ struct check {
     double error() const { return std::sqrt(difference / norm); }
 };
 
+/// What a convolution writes: one tensor, or q, k and v, of which q and k are divided by the norms of their heads.
+enum class result_is { whole, parts };
+
 template <class T>
 class benchmark {
 public:
-    benchmark(char const* type, index count, double rate, cuda::stream const& in)
-        : type_(type), count_(count), rate_(rate), stream_(in),
+    benchmark(char const* type, index count, result_is what, double rate, cuda::stream const& in)
+        : type_(type), count_(count), in_parts_(what == result_is::parts), rate_(rate), stream_(in),
           batch_({0, count / 2 + 13, count - count / 8 - 5, count}),
           sharding_(cpx::shard(batch_, cpx::sequential<1>{})),
           plan_(halo(sharding_, 0, taps - 1), halo(sharding_, 0, taps - 1, cpx::side::after)), x_(count * channels),
@@ -85,11 +93,19 @@ public:
             of(dx_), rows<float>(dweight_.data(), channels, taps),
             std::span(dbias_.data(), static_cast<std::size_t>(channels)),
             std::span(workspace_.data(), static_cast<std::size_t>(workspace_.size()))};
+        auto const silu = cuda::activation::silu;
         auto const forward = [&] {
-            cuda::causal_conv1d(plan_, x, {}, weight, bias, cuda::activation::silu, of(y_), stream_);
+            if (in_parts_)
+                cuda::causal_conv1d(plan_, x, {}, weight, bias, silu, parts(y_.data()), stream_);
+            else
+                cuda::causal_conv1d(plan_, x, {}, weight, bias, silu, of(y_), stream_);
         };
         auto const backward = [&] {
-            cuda::causal_conv1d_backward(plan_, x, {}, weight, bias, cuda::activation::silu, dy, {}, {}, to, stream_);
+            if (in_parts_)
+                cuda::causal_conv1d_backward(plan_, x, {}, weight, bias, silu, parts<T const>(dy_.data()), {}, {}, to,
+                                             stream_);
+            else
+                cuda::causal_conv1d_backward(plan_, x, {}, weight, bias, silu, dy, {}, {}, to, stream_);
         };
         poison(y_);
         poison(dx_);
@@ -97,8 +113,9 @@ public:
         zero(dweight_);
         zero(dbias_);
         backward();
-        double const errors[] = {check_rows(y_, [&](index row, index c) { return y_at(row, c); }),
-                                 check_rows(dx_, [&](index row, index c) { return dx_at(row, c); }), check_sums()};
+        double const errors[] = {check_rows(y_, in_parts_, [&](index row, head h) { return y_of(row, h); }),
+                                 check_rows(dx_, false, [&](index row, head h) { return dx_of(row, h); }),
+                                 check_sums()};
         print("forward", forward_ms, 2, errors[0]);
         print("backward", backward_ms, 3, right(errors[1]) ? errors[2] : errors[1]);
         return {share(forward_ms, 2), share(backward_ms, 3), std::ranges::all_of(errors, right)};
@@ -124,6 +141,31 @@ private:
         set(b, 0);
     }
 
+    /// Returns where an element lies in parts that follow each other, each of dense rows.
+    index in_parts(index row, index c) const {
+        index const begin = c < channels / 4 ? 0 : c < channels / 2 ? channels / 4 : channels / 2;
+        index const width = c < channels / 2 ? channels / 4 : channels / 2;
+        return begin * count_ + row * width + c - begin;
+    }
+    template <class U>
+    cuda::conv_parts<U> parts(U* data) const {
+        auto const part = [&](index begin, index width) { return rows<U>(data + begin * count_, count_, width); };
+        return {.part = {{{part(0, channels / 4), head_dim},
+                          {part(channels / 4, channels / 4), head_dim},
+                          {part(channels / 2, channels / 2)}}},
+                .epsilon = epsilon};
+    }
+
+    /// Channels whose results are divided by their norm, or one whose result is not.
+    struct head {
+        index begin, end;
+        std::size_t size() const { return static_cast<std::size_t>(end - begin); }
+    };
+    head head_of(index c) const {
+        if (!in_parts_ || c >= channels / 2) return {c, c + 1};
+        return {c / head_dim * head_dim, (c / head_dim + 1) * head_dim};
+    }
+
     double z_at(index row, index c) const {
         index const begin = batch_.offset(batch_.sequence(row));
         double z = rounded<T>(4, c);
@@ -132,26 +174,55 @@ private:
                 z += rounded<T>(3, c * taps + j) * rounded<T>(1, from * channels + c);
         return z;
     }
-    double y_at(index row, index c) const {
-        double const z = z_at(row, c);
-        return z / (1 + std::exp(-z));
+    /// Returns y of a head, and what it was divided by, the last.
+    std::vector<double> y_and_norm(index row, head h) const {
+        std::vector<double> y;
+        double squares = epsilon;
+        for (index c = h.begin; c < h.end; ++c) {
+            double const z = z_at(row, c), silu = z / (1 + std::exp(-z));
+            y.push_back(h.size() > 1 ? rounded<T>(silu) : silu);
+            squares += y.back() * y.back();
+        }
+        double const norm = h.size() > 1 ? std::sqrt(squares) : 1;
+        for (double& value : y) value /= norm;
+        y.push_back(norm);
+        return y;
     }
-    double dz_at(index row, index c) const {
-        double const z = z_at(row, c), s = 1 / (1 + std::exp(-z));
-        return rounded<T>(2, row * channels + c) * s * (1 + z * (1 - s));
+    std::vector<double> y_of(index row, head h) const {
+        auto y = y_and_norm(row, h);
+        y.pop_back();
+        return y;
     }
-    double dx_at(index row, index c) const {
+    std::vector<double> dz_of(index row, head h) const {
+        auto const y = y_and_norm(row, h);
+        std::vector<double> dz;
+        double along = 0;
+        for (index c = h.begin; c < h.end; ++c) {
+            dz.push_back(rounded<T>(2, in_parts_ ? in_parts(row, c) : row * channels + c));
+            along += y[dz.size() - 1] * dz.back();
+        }
+        for (std::size_t i = 0; i < dz.size(); ++i) {
+            double const z = z_at(row, h.begin + static_cast<index>(i)), s = 1 / (1 + std::exp(-z));
+            if (h.size() > 1) dz[i] = (dz[i] - y[i] * along) / y.back();
+            dz[i] *= s * (1 + z * (1 - s));
+        }
+        return dz;
+    }
+    std::vector<double> dx_of(index row, head h) const {
         index const end = batch_.offset(batch_.sequence(row) + 1);
-        double dx = 0;
-        for (index j = 0; j < taps && row + taps - 1 - j >= 0; ++j)
-            if (index const later = row + taps - 1 - j; later < end)
-                dx += rounded<T>(3, c * taps + j) * dz_at(later, c);
+        std::vector<double> dx(h.size());
+        for (index j = 0; j < taps; ++j)
+            if (index const later = row + taps - 1 - j; later < end) {
+                auto const dz = dz_of(later, h);
+                for (std::size_t i = 0; i < dx.size(); ++i)
+                    dx[i] += rounded<T>(3, (h.begin + static_cast<index>(i)) * taps + j) * dz[i];
+            }
         return dx;
     }
 
     /// Compares rows around the ends of sequences and others; also looks for NaN in every row.
     template <class F>
-    double check_rows(cuda::buffer<T> const& got, F&& expected) const {
+    double check_rows(cuda::buffer<T> const& got, bool parts, F&& expected) const {
         check sum;
         std::vector<index> sample;
         for (index s = 0; s <= batch_.sequences(); ++s)
@@ -163,9 +234,14 @@ private:
         for (T const value : all) nan |= std::isnan(static_cast<float>(value));
         for (index const row : sample)
             if (row >= 0 && row < count_)
-                for (index c = 0; c < channels; ++c)
-                    sum.add(static_cast<double>(static_cast<float>(all[static_cast<std::size_t>(row * channels + c)])),
-                            expected(row, c));
+                for (head h = head_of(0); h.begin < channels; h = head_of(h.end)) {
+                    auto const values = expected(row, h);
+                    for (std::size_t i = 0; i < h.size(); ++i) {
+                        index const c = h.begin + static_cast<index>(i);
+                        index const at = parts ? in_parts(row, c) : row * channels + c;
+                        sum.add(static_cast<double>(static_cast<float>(all[static_cast<std::size_t>(at)])), values[i]);
+                    }
+                }
         return nan ? NAN : sum.error();
     }
     /// Compares dweight and dbias of some channels.
@@ -176,7 +252,8 @@ private:
         for (index c = 0; c < channels; c += 1021) {
             double expected[taps + 1] = {};
             for (index row = 0; row < count_; ++row) {
-                double const dz = dz_at(row, c);
+                head const h = head_of(c);
+                double const dz = dz_of(row, h)[static_cast<std::size_t>(c - h.begin)];
                 index const begin = batch_.offset(batch_.sequence(row));
                 expected[taps] += dz;
                 for (index j = 0; j < taps; ++j)
@@ -197,12 +274,14 @@ private:
     }
     void print(char const* what, double ms, int tensors, double error) const {
         double const of_copy = share(ms, tensors);
-        std::printf("%-9s %6td %-8s %9.4f %8.0f %8.1f%%   %.1e %s\n", type_, static_cast<std::ptrdiff_t>(count_), what,
-                    ms, of_copy / 100 * rate_ * 1e-9, of_copy, error, right(error) ? "ok" : "WRONG");
+        std::printf("%-9s %6td %-8s %-7s %9.4f %8.0f %8.1f%%   %.1e %s\n", type_, static_cast<std::ptrdiff_t>(count_),
+                    what, in_parts_ ? "q, k, v" : "", ms, of_copy / 100 * rate_ * 1e-9, of_copy, error,
+                    right(error) ? "ok" : "WRONG");
     }
 
     char const* type_;
     index count_;
+    bool in_parts_;
     double rate_;
     cuda::stream const& stream_;
     cpx::thd batch_;
@@ -220,14 +299,16 @@ int main(int argc, char** argv) {
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
     std::printf("convolution of %d channels, %d taps, silu, bias, 3 sequences\n", int(channels), int(taps));
-    std::printf("%-9s %6s %-8s %9s %8s %9s   error\n", "elements", "rows", "", "ms", "GB/s", "of copy");
+    std::printf("q, k, v: in tensors of their own, q and k divided by the norms of heads of %d\n", int(head_dim));
+    std::printf("%-9s %6s %-16s %9s %8s %9s   error\n", "elements", "rows", "", "ms", "GB/s", "of copy");
     timing::limits limits;
     bool all_right = true;
     for (cpx::index const count : {32768, 8192, 2048}) {
-        auto const a = benchmark<__nv_bfloat16>("bfloat16", count, rate, stream).run();
-        auto const b = benchmark<__half>("half", count, rate, stream).run();
-        auto const c = benchmark<float>("float", count, rate, stream).run();
-        all_right = all_right && a.right && b.right && c.right;
+        auto const a = benchmark<__nv_bfloat16>("bfloat16", count, result_is::whole, rate, stream).run();
+        auto const b = benchmark<__half>("half", count, result_is::whole, rate, stream).run();
+        auto const c = benchmark<float>("float", count, result_is::whole, rate, stream).run();
+        auto const d = benchmark<__nv_bfloat16>("bfloat16", count, result_is::parts, rate, stream).run();
+        all_right = all_right && a.right && b.right && c.right && d.right;
         if (count != 32768) continue;
         limits.at_least("convolution forward, 32768 x 8192 bf16, of copy", a.forward, 85, "%");
         limits.at_least("convolution backward, 32768 x 8192 bf16, of copy", a.backward, 75, "%");

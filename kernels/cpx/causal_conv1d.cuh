@@ -16,7 +16,8 @@ inline constexpr int conv_resident = 4;
 template <class T, int Taps, int V, bool Silu, class Out = conv_rows<T>>
 __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T> const in, Out const out) {
     using namespace conv;
-    conv_place<T, V> const place(in);
+    constexpr bool normalises = may_normalise<Out, V>;
+    conv_place<T, V, normalises> const place(in);
     std::int64_t row = place.row;
     int rows = static_cast<int>(place.last - row); // of the strip, not done yet
     if (rows <= 0) return;
@@ -25,12 +26,12 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
     T const* from = in.x.at(row, place.channel);
     auto const y = part_of(out, place.channel);
     T* to = y.at(row);
-    auto const finish = [&](float(&z)[V], T* to) {
+    bool const heads = normalises && __any_sync(~0u, y.lanes);
+    auto const finish = [&](auto of_heads, float(&z)[V]) {
 #pragma unroll
         for (int v = 0; v < V; ++v) z[v] = activate<T, Silu>(z[v]);
-        if constexpr (may_normalise<Out, V>)
-            if (y.lanes) normalise<T>(z, y.lanes, y.epsilon);
-        store<T, V>(z, to);
+        if constexpr (of_heads.value) normalise<T>(z, y.lanes, y.epsilon);
+        if (!normalises || !place.beyond) store<T, V>(z, to);
     };
     for (int s = segment_of(in, row); rows > 0; ++s) {
         std::int64_t const next = in.first[s + 1] - row;
@@ -45,15 +46,17 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
             for (int k = 0; k < window; ++k, from = in.x.after(from)) ahead[k] = load<T, V>(from);
         for (; left >= window; left -= window) {
             if (left < 2 * window) from = in.x.after(from, -window); // nothing follows: the same again, for no one
+            with_heads<Out, V>(heads, [&](auto of_heads) {
 #pragma unroll
-            for (int k = 0; k < window; ++k, to = y.rows.after(to)) {
-                widen<T, V>(ahead[k], x[k]);
-                ahead[k] = load<T, V>(from);
-                from = in.x.after(from);
-                weight.weigh(
-                    weight.bias, [&](int age) { return x[(k - age + window) % window]; }, z);
-                finish(z, to);
-            }
+                for (int k = 0; k < window; ++k, to = y.rows.after(to)) {
+                    widen<T, V>(ahead[k], x[k]);
+                    ahead[k] = load<T, V>(from);
+                    from = in.x.after(from);
+                    weight.weigh(
+                        weight.bias, [&](int age) { return x[(k - age + window) % window]; }, z);
+                    finish(of_heads, z);
+                }
+            });
         }
 #pragma unroll 1
         for (; left > 0; --left, from = in.x.after(from), to = y.rows.after(to)) {
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
             widen<T, V>(load<T, V>(from), x[window - 1]);
             weight.weigh(
                 weight.bias, [&](int age) { return x[window - 1 - age]; }, z);
-            finish(z, to);
+            with_heads<Out, V>(heads, [&](auto of_heads) { finish(of_heads, z); });
         }
     }
 }

@@ -86,7 +86,8 @@ template <class T, int Taps, int V, bool Silu, class Dy = conv_rows<T const>>
 __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_normalise<Dy, V>))
     causal_conv1d_backward(conv_input<T> const in, conv_backward<T, Dy> const out) {
     using namespace conv;
-    conv_place<T, V> const place(in);
+    constexpr bool normalises = may_normalise<Dy, V>;
+    conv_place<T, V, normalises> const place(in);
     std::int64_t row = place.row;
     constexpr int window = conv_weight<Taps, V>::window, lag = window - 1;
     constexpr bool by_stages = V > 1;
@@ -101,9 +102,14 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
         conv_weight<Taps, V> const weight(in, place.channel);
         int const reach = weight.taps - 1;
         auto const dy = part_of(out.dy, place.channel);
-        auto const normalised_backward = [&](float const(&z)[V], float(&gradient)[V]) {
-            if constexpr (may_normalise<Dy, V>)
-                if (dy.lanes) normalise_backward<T, Silu>(z, gradient, dy.lanes, dy.epsilon);
+        bool const heads = normalises && __any_sync(~0u, dy.lanes);
+        auto const backward = [&](auto of_heads, float const(&z)[V], float(&gradient)[V]) {
+            if constexpr (of_heads.value) normalise_backward<T, Silu>(z, gradient, dy.lanes, dy.epsilon);
+#pragma unroll
+            for (int v = 0; v < V; ++v) gradient[v] = activate_backward<T, Silu>(z[v], gradient[v]);
+        };
+        auto const write = [&](float const(&values)[V], T* to) {
+            if (!normalises || !place.beyond) store<T, V>(values, to);
         };
         for (int s = segment_of(in, row); row < place.last; ++s) {
             std::int64_t const next = in.first[s + 1];
@@ -137,36 +143,37 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                     from = in.x.after(from, -window);
                     from_dy = dy.rows.after(from_dy, -window);
                 }
+                with_heads<Dy, V>(heads, [&](auto of_heads) {
 #pragma unroll
-                for (int k = 0; k < window; ++k) {
-                    if constexpr (by_stages) {
-                        memcpy(&ahead[k], &staged[side][k][0][thread], 16);
-                        memcpy(&ahead_dy[k], &staged[side][k][1][thread], 16);
-                    }
-                    widen<T, V>(ahead[k], x[k]);
-                    widen<T, V>(ahead_dy[k], dz[k]);
-                    if constexpr (!by_stages) {
-                        ahead[k] = load<T, V>(from);
-                        ahead_dy[k] = load<T, V>(from_dy);
-                        from = in.x.after(from);
-                        from_dy = dy.rows.after(from_dy);
-                    }
-                    weight.weigh(
-                        weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
-                    normalised_backward(result, dz[k]);
+                    for (int k = 0; k < window; ++k) {
+                        if constexpr (by_stages) {
+                            memcpy(&ahead[k], &staged[side][k][0][thread], 16);
+                            memcpy(&ahead_dy[k], &staged[side][k][1][thread], 16);
+                        }
+                        widen<T, V>(ahead[k], x[k]);
+                        widen<T, V>(ahead_dy[k], dz[k]);
+                        if constexpr (!by_stages) {
+                            ahead[k] = load<T, V>(from);
+                            ahead_dy[k] = load<T, V>(from_dy);
+                            from = in.x.after(from);
+                            from_dy = dy.rows.after(from_dy);
+                        }
+                        weight.weigh(
+                            weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
+                        backward(of_heads, result, dz[k]);
 #pragma unroll
-                    for (int v = 0; v < V; ++v) {
-                        dz[k][v] = activate_backward<T, Silu>(result[v], dz[k][v]);
-                        dbias[v] += dz[k][v];
+                        for (int v = 0; v < V; ++v) {
+                            dbias[v] += dz[k][v];
 #pragma unroll
-                        for (int age = 0; age < window; ++age)
-                            dweight[age][v] = fmaf(dz[k][v], x[(k - age + window) % window][v], dweight[age][v]);
+                            for (int age = 0; age < window; ++age)
+                                dweight[age][v] = fmaf(dz[k][v], x[(k - age + window) % window][v], dweight[age][v]);
+                        }
+                        weight.weigh( // dx of the token `lag` tokens ago
+                            nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
+                        if (k == lag || done > 0) write(result, to);
+                        to = out.dx.after(to);
                     }
-                    weight.weigh( // dx of the token `lag` tokens ago
-                        nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
-                    if (k == lag || done > 0) store<T, V>(result, to);
-                    to = out.dx.after(to);
-                }
+                });
                 side ^= 1;
             }
             // The rest, and the tokens after them, of which this segment may hold some.
@@ -182,9 +189,7 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                     widen<T, V>(load<T, V>(dy.at(row)), dz[lag]);
                     weight.weigh(
                         weight.bias, [&](int age) { return x[lag - age]; }, result);
-                    normalised_backward(result, dz[lag]);
-#pragma unroll
-                    for (int v = 0; v < V; ++v) dz[lag][v] = activate_backward<T, Silu>(result[v], dz[lag][v]);
+                    with_heads<Dy, V>(heads, [&](auto of_heads) { backward(of_heads, result, dz[lag]); });
                 } else if (done < count + reach) {
                     std::int64_t const i = out.after[std::int64_t{s} * reach + row - next];
                     if (i >= 0) {
@@ -204,7 +209,7 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                     }
                 weight.weigh(
                     nullptr, [&](int age) { return dz[age]; }, result);
-                if (done >= lag) store<T, V>(result, to);
+                if (done >= lag) write(result, to);
                 to = out.dx.after(to);
             }
             row -= lag;
@@ -222,7 +227,7 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                     float& sum = block_sums[item * V + v][threadIdx.x];
                     sum = strip ? sum + mine : mine;
                 }
-    if (place.channel >= in.channels) return;
+    if (place.beyond) return;
     // The strips of the block share the writing.
     for (int item = static_cast<int>(threadIdx.y); item <= in.taps; item += static_cast<int>(blockDim.y)) {
         int const age = item < in.taps ? in.taps - 1 - item : window;

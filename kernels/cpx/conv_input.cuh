@@ -148,10 +148,14 @@ __device__ __forceinline__ void shift(float (&values)[Window][V]) {
 }
 
 /// Which channels and rows are a thread's: lanes of blocks go along the channels, then the blocks' y along the strips.
-template <class T, int V>
+///
+/// A thread beyond the channels has no rows or, of `WholeWarps`, the last channels: it computes them for the sake of
+/// those that share sums with all of their warp, but is not to write them.
+template <class T, int V, bool WholeWarps = false>
 struct conv_place {
     std::int64_t channel, row, last;
     std::int64_t block; ///< of strips
+    bool beyond;
     __device__ __forceinline__ explicit conv_place(conv_input<T> const& in) {
         std::int64_t const wide = static_cast<std::int64_t>(blockDim.x) * V;
         auto const tiles = static_cast<unsigned>((in.channels + wide - 1) / wide);
@@ -159,7 +163,9 @@ struct conv_place {
         block = blockIdx.x / tiles;
         row = (block * blockDim.y + threadIdx.y) * in.strip;
         last = row + in.strip < in.rows ? row + in.strip : in.rows;
-        if (channel >= in.channels) last = row;
+        beyond = channel >= in.channels;
+        if (beyond && WholeWarps) channel = in.channels - V;
+        if (beyond && !WholeWarps) last = row;
     }
 };
 

@@ -57,14 +57,29 @@ inline constexpr bool may_normalise = false;
 template <class T, int V>
 inline constexpr bool may_normalise<conv_parts<T>, V> = (V > 1);
 
-/// Adds what the threads of a head have, in pairs of neighbours, then of pairs: every thread gets the same bits.
-__device__ __forceinline__ float sum_of_head(float mine, int lanes) {
-    unsigned const lane = threadIdx.x % 32, all = lanes == 32 ? ~0u : (1u << lanes) - 1;
-    unsigned const of_head = all << (lane & ~static_cast<unsigned>(lanes - 1));
+/// Calls `f` with whether channels of this warp are of a head, as std::true_type or std::false_type.
+template <class Out, int V, class F>
+__device__ __forceinline__ void with_heads(bool heads_in_warp, F&& f) {
+    if constexpr (may_normalise<Out, V>) {
+        if (heads_in_warp) {
+            f(std::true_type{});
+            return;
+        }
+    }
+    f(std::false_type{});
+}
+
+/// Adds what the threads of a head have, in pairs of neighbours, then of pairs: every thread gets the same bits. All
+/// threads of a warp call it, those of no head, too: a mask of some costs ten times the sum.
+template <int N>
+__device__ __forceinline__ void add_over_head(float (&sums)[N], int lanes) {
 #pragma unroll
     for (int apart = 1; apart < 32; apart *= 2)
-        if (apart < lanes) mine += __shfl_xor_sync(of_head, mine, apart);
-    return mine;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float const both = sums[n] + __shfl_xor_sync(~0u, sums[n], apart);
+            sums[n] = apart < lanes ? both : sums[n];
+        }
 }
 
 /// Returns the sum of products that a thread adds to its head's.
@@ -76,12 +91,13 @@ __device__ __forceinline__ float dot(float const (&a)[V], float const (&b)[V]) {
     return sum;
 }
 
-/// Divides y, rounded to T, by the norm of its head.
+/// Rounds y to T and, if that is of a head, divides it by the norm. All threads of a warp call it.
 template <class T, int V>
 __device__ __forceinline__ void normalise(float (&y)[V], int lanes, float epsilon) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) y[v] = widen(static_cast<T>(y[v]));
-    float const scale = rsqrtf(sum_of_head(dot(y, y), lanes) + epsilon);
+    widen<T, V>(narrow<T, V>(y), y);
+    float squares[] = {dot(y, y)};
+    add_over_head(squares, lanes);
+    float const scale = lanes ? rsqrtf(squares[0] + epsilon) : 1.0f;
 #pragma unroll
     for (int v = 0; v < V; ++v) y[v] *= scale;
 }
@@ -93,15 +109,21 @@ __device__ __forceinline__ float normalise_backward(float y, float dn, float squ
     return __fmul_rn(scale, fmaf(-y, along, dn));
 }
 
-/// The same for the V channels of a thread; `dn` becomes the gradient of y.
+/// The same for the V channels of a thread, if they are of a head; `dn` becomes the gradient of y. All threads of a warp
+/// call it.
 template <class T, bool Silu, int V>
 __device__ __forceinline__ void normalise_backward(float const (&z)[V], float (&dn)[V], int lanes, float epsilon) {
     float y[V];
 #pragma unroll
-    for (int v = 0; v < V; ++v) y[v] = widen(static_cast<T>(activate<T, Silu>(z[v])));
-    float const squares = sum_of_head(dot(y, y), lanes), products = sum_of_head(dot(y, dn), lanes);
+    for (int v = 0; v < V; ++v) y[v] = activate<T, Silu>(z[v]);
+    widen<T, V>(narrow<T, V>(y), y);
+    float sums[] = {dot(y, y), dot(y, dn)};
+    add_over_head(sums, lanes);
 #pragma unroll
-    for (int v = 0; v < V; ++v) dn[v] = normalise_backward(y[v], dn[v], squares, products, epsilon);
+    for (int v = 0; v < V; ++v) {
+        float const of_head = normalise_backward(y[v], dn[v], sums[0], sums[1], epsilon);
+        dn[v] = lanes ? of_head : dn[v];
+    }
 }
 
 } // namespace conv
