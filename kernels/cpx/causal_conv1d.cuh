@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
     if (rows <= 0) return;
     conv_weight<Taps, V> const weight(in, place.channel);
     constexpr int window = weight.window;
-    T const* from = in.x.at(row, place.channel);
+    using ahead = rows_ahead<T, V, window, 1, normalises>;
+    __shared__ typename ahead::stages staged;
     auto const y = part_of(out, place.channel);
     T* to = y.at(row);
     bool const heads = normalises && __any_sync(~0u, y.lanes);
@@ -39,19 +40,15 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
         rows -= left;
         float x[window][V], z[V];
         look_back(in, weight, s, row, place.channel, x);
+        ahead x_ahead{staged, {in.x}, {in.x.at(row, place.channel)}};
         row += left;
-        pack<T, V> ahead[window];
-        if (left >= window)
-#pragma unroll
-            for (int k = 0; k < window; ++k, from = in.x.after(from)) ahead[k] = load<T, V>(from);
+        if (left >= window) x_ahead.begin();
         for (; left >= window; left -= window) {
-            if (left < 2 * window) from = in.x.after(from, -window); // nothing follows: the same again, for no one
+            x_ahead.group(left >= 2 * window);
             with_heads<Out, V>(heads, [&](auto of_heads) {
 #pragma unroll
                 for (int k = 0; k < window; ++k, to = y.rows.after(to)) {
-                    widen<T, V>(ahead[k], x[k]);
-                    ahead[k] = load<T, V>(from);
-                    from = in.x.after(from);
+                    x_ahead.take(k, 0, x[k]);
                     weight.weigh(
                         weight.bias, [&](int age) { return x[(k - age + window) % window]; }, z);
                     finish(of_heads, z);
@@ -59,7 +56,7 @@ __global__ void __launch_bounds__(128, conv_resident) causal_conv1d(conv_input<T
             });
         }
 #pragma unroll 1
-        for (; left > 0; --left, from = in.x.after(from), to = y.rows.after(to)) {
+        for (T const* from = x_ahead.from[0]; left > 0; --left, from = in.x.after(from), to = y.rows.after(to)) {
             shift(x);
             widen<T, V>(load<T, V>(from), x[window - 1]);
             weight.weigh(

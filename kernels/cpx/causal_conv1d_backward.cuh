@@ -4,8 +4,6 @@
 
 #include <cpx/conv_parts.cuh>
 
-#include <cuda_pipeline_primitives.h>
-
 #include <algorithm>
 
 namespace cpx::kernels {
@@ -90,13 +88,12 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
     conv_place<T, V, normalises> const place(in);
     std::int64_t row = place.row;
     constexpr int window = conv_weight<Taps, V>::window, lag = window - 1;
-    constexpr bool by_stages = V > 1;
-    using stages = uint4[2][window][2][by_stages ? 128 : 1];
+    using ahead = rows_ahead<T, V, window, 2, (V > 1)>;
+    using stages = typename ahead::stages;
     using all_sums = float[(window + 1) * V][128];
     __shared__ __align__(16) unsigned char shared[std::max(sizeof(stages), sizeof(all_sums))];
     auto& staged = reinterpret_cast<stages&>(shared); // until the rows are done
     auto& block_sums = reinterpret_cast<all_sums&>(shared);
-    unsigned const thread = threadIdx.y * blockDim.x + threadIdx.x;
     float dweight[window][V] = {}, dbias[V] = {};
     if (row < place.last) {
         conv_weight<Taps, V> const weight(in, place.channel);
@@ -117,47 +114,16 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
             int done = 0;
             float x[window][V], dz[window][V] = {}, result[V];
             look_back(in, weight, s, row, place.channel, x);
-            T const *from = in.x.at(row, place.channel), *from_dy = dy.at(row);
             T* to = out.dx.at(row - lag, place.channel); // written from the own rows on
-            pack<T, V> ahead[window], ahead_dy[window];
-            int side = 0;
-            auto const request = [&](int at) {
-#pragma unroll
-                for (int k = 0; k < window; ++k, from = in.x.after(from), from_dy = dy.rows.after(from_dy))
-                    if constexpr (by_stages) {
-                        __pipeline_memcpy_async(&staged[at][k][0][thread], from, 16);
-                        __pipeline_memcpy_async(&staged[at][k][1][thread], from_dy, 16);
-                    } else {
-                        ahead[k] = load<T, V>(from);
-                        ahead_dy[k] = load<T, V>(from_dy);
-                    }
-                if constexpr (by_stages) __pipeline_commit();
-            };
-            if (count >= window) request(side);
+            ahead x_and_dy{staged, {in.x, dy.rows}, {in.x.at(row, place.channel), dy.at(row)}};
+            if (count >= window) x_and_dy.begin();
             for (; done + window <= count; done += window) {
-                if constexpr (by_stages) {
-                    bool const more = done + 2 * window <= count;
-                    more ? request(side ^ 1) : __pipeline_commit(); // of nothing, to wait for the one before
-                    __pipeline_wait_prior(1);
-                } else if (done + 2 * window > count) { // nothing follows: the same again, for no one
-                    from = in.x.after(from, -window);
-                    from_dy = dy.rows.after(from_dy, -window);
-                }
+                x_and_dy.group(done + 2 * window <= count);
                 with_heads<Dy, V>(heads, [&](auto of_heads) {
 #pragma unroll
                     for (int k = 0; k < window; ++k) {
-                        if constexpr (by_stages) {
-                            memcpy(&ahead[k], &staged[side][k][0][thread], 16);
-                            memcpy(&ahead_dy[k], &staged[side][k][1][thread], 16);
-                        }
-                        widen<T, V>(ahead[k], x[k]);
-                        widen<T, V>(ahead_dy[k], dz[k]);
-                        if constexpr (!by_stages) {
-                            ahead[k] = load<T, V>(from);
-                            ahead_dy[k] = load<T, V>(from_dy);
-                            from = in.x.after(from);
-                            from_dy = dy.rows.after(from_dy);
-                        }
+                        x_and_dy.take(k, 0, x[k]);
+                        x_and_dy.take(k, 1, dz[k]);
                         weight.weigh(
                             weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
                         backward(of_heads, result, dz[k]);
@@ -174,7 +140,6 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                         to = out.dx.after(to);
                     }
                 });
-                side ^= 1;
             }
             // The rest, and the tokens after them, of which this segment may hold some.
             row += done;

@@ -4,6 +4,8 @@
 
 #include <cpx/pack.cuh>
 
+#include <cuda_pipeline_primitives.h>
+
 namespace cpx::kernels {
 
 /// The most taps of a convolution.
@@ -137,6 +139,60 @@ __device__ __forceinline__ void look_back(conv_input<T> const& in, conv_weight<T
         if (from) widen<T, V>(load<T, V>(from), x[Window - age]);
     }
 }
+
+/// The rows that a thread reads of N tensors, one after the other, in groups of `Window`, each asked for while the one
+/// before is used. They wait in registers or, where those are short, in shared memory, where a thread reads only what it
+/// asked for: that of vectors only.
+template <class T, int V, int Window, int N, bool InShared>
+struct rows_ahead {
+    using stages = uint4[2][Window][N][InShared ? 128 : 1];
+
+    stages& staged; ///< of the block
+    conv_rows<T const> tensors[N];
+    T const* from[N]; ///< the rows to ask for next
+    int side = 0;     ///< the stage of the next group or, after `group`, of this one
+    pack<T, V> kept[Window][N] = {};
+
+    /// Asks for the first group.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int k = 0; k < Window; ++k)
+#pragma unroll
+            for (int n = 0; n < N; ++n) ask(k, n);
+        commit();
+    }
+    /// Begins to use a group; asks for the next one if there are `more`.
+    __device__ __forceinline__ void group(bool more) {
+        if constexpr (InShared) {
+            more ? begin() : commit(); // of nothing, to wait for the one before
+            __pipeline_wait_prior(1);
+        } else if (!more) { // `take` asks for the same again, for no one
+#pragma unroll
+            for (int n = 0; n < N; ++n) from[n] = tensors[n].after(from[n], -Window);
+        }
+    }
+    /// Reads row `k` of this group.
+    __device__ __forceinline__ void take(int k, int n, float (&to)[V]) {
+        pack<T, V> got = kept[k][n];
+        if constexpr (InShared) memcpy(&got, &staged[side][k][n][thread()], 16);
+        widen<T, V>(got, to);
+        if constexpr (!InShared) ask(k, n);
+    }
+
+private:
+    __device__ __forceinline__ static unsigned thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
+    __device__ __forceinline__ void ask(int k, int n) {
+        if constexpr (InShared)
+            __pipeline_memcpy_async(&staged[side][k][n][thread()], from[n], 16);
+        else
+            kept[k][n] = load<T, V>(from[n]);
+        from[n] = tensors[n].after(from[n]);
+    }
+    __device__ __forceinline__ void commit() {
+        if constexpr (InShared) __pipeline_commit();
+        side ^= 1;
+    }
+};
 
 /// Makes room for one more token in a window that begins with its oldest one.
 template <int V, int Window>

@@ -50,7 +50,8 @@ inline int gpus() {
 /// Runs `f(rank)` in `ranks` processes with torchrun's variables and returns their exit codes; `f` returns its problem,
 /// or "" if there is none, which becomes exit code 1 and a line on stderr.
 inline std::vector<int> run(int ranks, std::function<std::string(int)> const& f) {
-    static int port = 20'000 + static_cast<int>(::getpid() % 20'000);
+    // below 32768, where Linux takes ports for connections from, and far from those of a test that runs beside this one
+    static int port = 10'000 + static_cast<int>(::getpid() % 220) * 100;
     port += 2;
     std::fflush(nullptr);
     std::vector<pid_t> started;
