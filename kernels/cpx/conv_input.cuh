@@ -141,8 +141,8 @@ __device__ __forceinline__ void look_back(conv_input<T> const& in, conv_weight<T
 }
 
 /// The rows that a thread reads of N tensors, one after the other, in groups of `Window`, each asked for while the one
-/// before is used. They wait in registers or, where those are short, in shared memory, where a thread reads only what it
-/// asked for: that of vectors only.
+/// before is used. They wait in registers or, where those are short, in shared memory (vectors only), where a thread
+/// reads nothing but what it asked for.
 template <class T, int V, int Window, int N, bool InShared>
 struct rows_ahead {
     using stages = uint4[2][Window][N][InShared ? 128 : 1];

@@ -109,8 +109,8 @@ __device__ __forceinline__ float normalise_backward(float y, float dn, float squ
     return __fmul_rn(scale, fmaf(-y, along, dn));
 }
 
-/// The same for the V channels of a thread, if they are of a head; `dn` becomes the gradient of y. All threads of a warp
-/// call it.
+/// The same for the V channels of a thread, if they are of a head; `dn` becomes the gradient of y. All threads of a
+/// warp call it.
 template <class T, bool Silu, int V>
 __device__ __forceinline__ void normalise_backward(float const (&z)[V], float (&dn)[V], int lanes, float epsilon) {
     float y[V];

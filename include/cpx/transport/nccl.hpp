@@ -109,9 +109,14 @@ public:
     /// Returns the id of a new communicator, for one rank to make and give to the others.
     static ncclUniqueId new_id(caller here = caller::here()) {
         ncclUniqueId id;
-        ncclResult_t const result = ncclGetUniqueId(&id);
-        require(result == ncclSuccess, "nccl", "ncclGetUniqueId", "success", ncclGetErrorString(result), here);
+        check(ncclGetUniqueId(&id), "ncclGetUniqueId", here);
         return id;
+    }
+
+    /// Throws `cpx::error` unless `result` is success. For calls that wait for no other rank; `call` makes those that
+    /// may.
+    static void check(ncclResult_t result, char const* name, caller here = caller::here()) {
+        require(result == ncclSuccess, "nccl", name, "success", ncclGetErrorString(result), here);
     }
 
     /// Joins those ranks of this communicator that give the same `color`, from 0 on, in the order that they have here:
