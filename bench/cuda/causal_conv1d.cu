@@ -57,7 +57,7 @@ struct check {
         difference += (got - expected) * (got - expected);
         norm += expected * expected;
     }
-    double error() const { return std::sqrt(difference / norm); }
+    double error() const { return difference == 0 ? 0 : std::sqrt(difference / norm); }
 };
 
 /// What a convolution writes: one tensor, or q, k and v, of which q and k are divided by the norms of their heads.
@@ -220,10 +220,11 @@ private:
         return dx;
     }
 
-    /// Compares rows around the ends of sequences and others; also looks for NaN in every row.
+    /// Compares rows around the ends of sequences and others, channels of heads and others by themselves, and returns the
+    /// larger error; also looks for NaN in every row.
     template <class F>
     double check_rows(cuda::buffer<T> const& got, bool parts, F&& expected) const {
-        check sum;
+        check of_heads, of_others;
         std::vector<index> sample;
         for (index s = 0; s <= batch_.sequences(); ++s)
             for (index row = batch_.offset(s) - 4; row < batch_.offset(s) + 4; ++row) sample.push_back(row);
@@ -236,13 +237,14 @@ private:
             if (row >= 0 && row < count_)
                 for (head h = head_of(0); h.begin < channels; h = head_of(h.end)) {
                     auto const values = expected(row, h);
+                    check& sum = h.size() > 1 ? of_heads : of_others;
                     for (std::size_t i = 0; i < h.size(); ++i) {
                         index const c = h.begin + static_cast<index>(i);
                         index const at = parts ? in_parts(row, c) : row * channels + c;
                         sum.add(static_cast<double>(static_cast<float>(all[static_cast<std::size_t>(at)])), values[i]);
                     }
                 }
-        return nan ? NAN : sum.error();
+        return nan ? NAN : std::max(of_heads.error(), of_others.error());
     }
     /// Compares dweight and dbias of some channels.
     double check_sums() const {

@@ -4,6 +4,7 @@
 
 #include "cuda/pass.hpp"
 
+#include <chrono>
 #include <exception>
 #include <numeric>
 #include <stdexcept>
@@ -46,7 +47,7 @@ template <class F>
 void on_every_gpu(int ranks, std::barrier<>& everyone, F&& f) {
     std::vector<int> devices(static_cast<std::size_t>(ranks));
     std::iota(devices.begin(), devices.end(), 0);
-    auto group = cpx::nccl::all(devices);
+    auto group = cpx::nccl::all(devices, std::chrono::minutes(1)); // for which others wait if one fails alone
     std::mutex guard;
     std::string failure;
     {

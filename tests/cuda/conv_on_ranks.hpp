@@ -15,9 +15,8 @@
 namespace convolution {
 
 /// Runs forward and backward on all ranks, each a thread with a stream, their halos exchanged on the host.
-/// `form(rows)`: returns the result's rows, or its gradient's, as they are given to the operators.
-template <class T, class W, cpx::any_sharding S, class Form = decltype(whole)>
-results run(problem<T, W> const& p, S const& sharding, placement at = {}, Form const& form = whole) {
+template <class T, class W, cpx::any_sharding S>
+results run(problem<T, W> const& p, S const& sharding, placement at = {}, form const& of = {}) {
     auto const all = static_cast<std::size_t>(p.batch.tokens() * p.channels);
     results r{std::vector<double>(all, NAN), std::vector<double>(all, NAN),
               std::vector<double>(static_cast<std::size_t>(p.channels * p.taps)), std::vector<double>(p.bias.size())};
@@ -43,27 +42,34 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, Form c
         };
         auto const x_host = local(p.x);
         device_rows<T> const x(x_host, p.channels, at), halo_x(moved(before, x_host), p.channels, at),
-            dy(local(p.dy), p.channels, at), y(plan.rows(), p.channels, at), dx(plan.rows(), p.channels, at);
+            dx(plan.rows(), p.channels, at);
+        device_result<T> const dy(local(p.dy), p.channels, at, of), y(plan.rows(), p.channels, at, of);
         device_rows<W> const weight(p.weight, p.taps, at);
         cpx::cuda::buffer<W> const bias{std::span<W const>(p.bias)};
         std::span<W const> const bias_view(bias.data(), p.bias.size());
         rows<T const> const in_x = x;
-        rows<T const> const in_dy = dy;
         rows<W const> const in_weight = weight;
-        cpx::cuda::causal_conv1d(plan, in_x, halo_x, in_weight, bias_view, p.act, form(y.view()), stream);
+        y.template as<T>([&](auto const& out) {
+            cpx::cuda::causal_conv1d(plan, in_x, halo_x, in_weight, bias_view, p.act, out, stream);
+        });
 
         device_rows<float> const edge(plan.edge_rows(), p.channels, at);
-        cpx::cuda::causal_conv1d_backward_edge(plan, in_x, halo_x, in_weight, bias_view, p.act, form(in_dy),
-                                               edge.view(), stream);
+        dy.template as<T const>([&](auto const& given) {
+            cpx::cuda::causal_conv1d_backward_edge(plan, in_x, halo_x, in_weight, bias_view, p.act, given, edge.view(),
+                                                   stream);
+        });
         device_rows<float> const dz(moved(plan.edge_exchange(), edge.read()), p.channels, at);
         device_rows<float> const dweight(std::vector<float>(p.weight.size()), p.taps, at);
         cpx::cuda::buffer<float> const dbias{std::span<float const>(std::vector<float>(p.bias.size()))};
         std::vector<float> const nothing(static_cast<std::size_t>(cpx::cuda::causal_conv1d_workspace(plan, p.channels)),
                                          NAN);
         cpx::cuda::buffer<float> const workspace{std::span<float const>(nothing)};
-        cpx::cuda::causal_conv1d_backward(
-            plan, in_x, halo_x, in_weight, bias_view, p.act, form(in_dy), edge, dz,
-            {dx, dweight, std::span(dbias.data(), p.bias.size()), std::span(workspace.data(), nothing.size())}, stream);
+        dy.template as<T const>([&](auto const& given) {
+            cpx::cuda::causal_conv1d_backward(
+                plan, in_x, halo_x, in_weight, bias_view, p.act, given, edge, dz,
+                {dx, dweight, std::span(dbias.data(), p.bias.size()), std::span(workspace.data(), nothing.size())},
+                stream);
+        });
         place(y.read(), sharding, rank, p.channels, r.y);
         place(dx.read(), sharding, rank, p.channels, r.dx);
         sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};

@@ -61,7 +61,7 @@ TEST_SUITE("cuda") {
                     problem<T, float> const p(lengths(packing), 40, taps, seed % 2 != 0, activation::silu, seed);
                     CAPTURE(p.text());
                     placement const at{seed % 3 ? 0 : 8, 0};
-                    auto const in_parts = run(p, on_ranks::one_rank(p.batch), at, parts(list)),
+                    auto const in_parts = run(p, on_ranks::one_rank(p.batch), at, form{list}),
                                alone = run(p, on_ranks::one_rank(p.batch), at);
                     check_same("y", in_parts.y, alone.y);
                     check_same("dx", in_parts.dx, alone.dx);
@@ -87,15 +87,16 @@ TEST_SUITE("cuda") {
                                               seed % 3 ? activation::silu : activation::none, seed);
                     CAPTURE(p.text());
                     CAPTURE(head_dim);
-                    auto const got = run(p, on_ranks::one_rank(p.batch), {}, parts(list, 1e-5f));
-                    // of few heads nearly all of a gradient may lie along them, and cancel
-                    check_close<T>(got, normalised(p, list, 1e-5), 4);
+                    auto const got = run(p, on_ranks::one_rank(p.batch), {}, form{list, 1e-5f});
+                    auto const expected = normalised(p, list, 1e-5);
+                    check_close<T>(got, expected, 4); // nearly all of a gradient may lie along few heads, and cancel
                     int const ranks = 2 + static_cast<int>(seed % 3);
                     on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
                         CAPTURE(name);
-                        auto const r = run(p, s, {}, parts(list, 1e-5f));
+                        auto const r = run(p, s, {}, form{list, 1e-5f});
                         check_same("y", r.y, got.y);
                         check_same("dx", r.dx, got.dx);
+                        check_close<T>(r, expected, 4);
                     });
                 }
     }
@@ -106,7 +107,7 @@ TEST_SUITE("cuda") {
                                 placement at = {}) {
             CAPTURE(part);
             problem<float, float> const p(lengths({7, 6}), 64, taps, true, activation::silu, 1);
-            support::rejects({part}, [&] { run(p, on_ranks::one_rank(p.batch), at, parts(list)); });
+            support::rejects({part}, [&] { run(p, on_ranks::one_rank(p.batch), at, form{list}); });
         };
         rejects("channels of all parts of y: expected 64, got 60", 4, {{32}, {28}});
         rejects("head_dim of part 1 of y: expected 4 times a power of two up to 32, got 24", 4, {{16}, {48, 24}});
@@ -119,5 +120,40 @@ TEST_SUITE("cuda") {
         rejects("taps and alignment for heads to be normalised", 3, {{64, 16}});
         rejects("taps and alignment for heads to be normalised", 4, {{64, 16}}, {1, 0});
         rejects("taps and alignment for heads to be normalised", 4, {{64, 16}}, {0, 1});
+    }
+
+    TEST_CASE("gradients of parts and heads that do not fit are refused, by name") {
+        if (!has_gpus()) return;
+        auto const sharding = on_ranks::one_rank(lengths({7, 6}));
+        cpx::cuda::stream const stream;
+        auto const rejects = [&](std::string const& part, index taps, std::vector<width_and_heads> const& list,
+                                 placement of_dy = {}, placement of_dx = {}) {
+            CAPTURE(part);
+            cpx::cuda::conv_plan const plan(halo(sharding, 0, taps - 1), halo(sharding, 0, taps - 1, cpx::side::after));
+            std::vector<float> const tensor(13 * 64, 1.0f);
+            device_rows<float> const x(tensor, 64, {}), dx(13, 64, of_dx);
+            device_rows<float> const weight(std::vector<float>(static_cast<std::size_t>(64 * taps)), taps, {});
+            device_result<float> const dy(tensor, 64, of_dy, form{list});
+            auto const rejects_by = [&](std::string const& where, auto&& backward) {
+                support::rejects({where, part}, [&] {
+                    dy.as<float const>(
+                        [&](auto const& given) { backward(rows<float const>(x), rows<float const>(weight), given); });
+                });
+            };
+            if (of_dx.shift == 0)
+                rejects_by("cuda::causal_conv1d_backward_edge", [&](auto x, auto w, auto const& given) {
+                    cpx::cuda::causal_conv1d_backward_edge(plan, x, {}, w, {}, activation::silu, given, {}, stream);
+                });
+            rejects_by("cuda::causal_conv1d_backward", [&](auto x, auto w, auto const& given) {
+                cpx::cuda::causal_conv1d_backward(plan, x, {}, w, {}, activation::silu, given, {}, {}, {dx.view()},
+                                                  stream);
+            });
+            check_same("dx", convert<double>(dx.read()), std::vector<double>(13 * 64, NAN)); // not written
+        };
+        rejects("channels of all parts of dy: expected 64, got 60", 4, {{32}, {28}});
+        rejects("head_dim of part 1 of dy: expected 4 times a power of two up to 32, got 24", 4, {{16}, {48, 24}});
+        rejects("taps and alignment for heads to be normalised", 3, {{64, 16}});
+        rejects("taps and alignment for heads to be normalised", 4, {{64, 16}}, {1, 0});
+        rejects("alignment of dx: expected 16 bytes, for heads that were normalised", 4, {{64, 16}}, {}, {0, 1});
     }
 }

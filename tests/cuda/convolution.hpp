@@ -104,25 +104,71 @@ private:
     cpx::cuda::buffer<T> memory_;
 };
 
-/// What a result, or its gradient, is as a whole.
-inline constexpr auto whole = [](auto rows) { return rows; };
-
 /// Channels of a part, and of its heads if they are normalised.
 struct width_and_heads {
     index width, head_dim = 0;
 };
 
-/// Returns what makes parts of whole rows: neighbouring columns of them.
-inline auto parts(std::vector<width_and_heads> const& list, float epsilon = 1e-6f) {
-    return [=](auto whole) {
-        using element = std::remove_pointer_t<decltype(whole.data())>;
-        cpx::cuda::conv_parts<element> to{{}, epsilon};
-        element* first = whole.data();
-        for (std::size_t p = 0; p < list.size(); first += list[p++].width)
-            to.part[p] = {rows<element>(first, whole.count(), list[p].width, whole.stride()), list[p].head_dim};
-        return to;
-    };
-}
+/// What a convolution writes: one tensor or, if they are listed, parts.
+struct form {
+    std::vector<width_and_heads> parts;
+    float epsilon = 1e-6f;
+};
+
+/// A result, or its gradient, in device memory: every part has memory and a stride of its own.
+template <class T>
+class device_result {
+public:
+    device_result(index count, index channels, placement at, form const& of)
+        : device_result(std::vector<T>(static_cast<std::size_t>(count * channels), static_cast<T>(NAN)), channels, at,
+                        of) {}
+    device_result(std::vector<T> const& values, index channels, placement at, form const& of)
+        : form_(of), channels_(channels), count_(channels > 0 ? std::ssize(values) / channels : 0) {
+        for (auto const& [width, head_dim] : list()) {
+            std::vector<T> part;
+            for (index i = 0; i < count_; ++i) {
+                auto const from = values.begin() + i * channels + first_.back();
+                part.insert(part.end(), from, from + std::min(width, channels - first_.back()));
+            }
+            pieces_.emplace_back(part, std::min(width, channels - first_.back()),
+                                 placement{at.gap + 8 * (std::ssize(first_) - 1), at.shift});
+            first_.push_back(first_.back() + width);
+        }
+    }
+    /// Calls `f` with rows of U, which is T or T const, or with parts of them.
+    template <class U, class F>
+    void as(F&& f) const {
+        auto const view = [&](std::size_t p) {
+            rows<T> const all = pieces_[p].view();
+            return rows<U>(all.data(), all.count(), all.width(), all.stride());
+        };
+        if (form_.parts.empty()) return f(view(0));
+        cpx::cuda::conv_parts<U> to{{}, form_.epsilon};
+        for (std::size_t p = 0; p < pieces_.size(); ++p)
+            to.part[p] = {form_.parts[p].width > 0 ? view(p) : rows<U>(), form_.parts[p].head_dim};
+        f(to);
+    }
+    /// Returns all channels side by side, and checks that nothing but them was written.
+    std::vector<T> read() const {
+        std::vector<T> all(static_cast<std::size_t>(count_ * channels_));
+        for (std::size_t p = 0; p < pieces_.size(); ++p) {
+            auto const part = pieces_[p].read();
+            index const width = list()[p].width;
+            for (index i = 0; i < count_; ++i)
+                std::copy_n(part.begin() + i * width, width, all.begin() + i * channels_ + first_[p]);
+        }
+        return all;
+    }
+
+private:
+    std::vector<width_and_heads> list() const {
+        return form_.parts.empty() ? std::vector<width_and_heads>{{channels_}} : form_.parts;
+    }
+    form form_;
+    index channels_, count_;
+    std::vector<index> first_ = {0}; ///< channel of every part, and of the one after them
+    std::vector<device_rows<T>> pieces_;
+};
 
 /// Writes what `rank` holds of a tensor, its rows side by side, to their places in the whole one.
 template <class T, cpx::any_sharding S>

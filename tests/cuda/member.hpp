@@ -24,7 +24,7 @@ inline bool enough_gpus(int wanted) {
 inline void check_codes(std::vector<int> const& codes, int killed = -1) {
     for (std::size_t r = 0; r < codes.size(); ++r) {
         CAPTURE(r);
-        CHECK(codes[r] == (static_cast<int>(r) == killed ? -1 : 0));
+        CHECK(codes[r] == (static_cast<int>(r) == killed ? processes::was_killed : 0));
     }
 }
 

@@ -253,22 +253,36 @@ std::string dies_in_a_part(int rank) {
     return "";
 }
 
+/// Sends a byte, and waits until it has gone.
+void send_to(cpx::nccl& comm, int rank) {
+    cpx::cuda::buffer<char> const byte(1);
+    cpx::cuda::stream const stream;
+    comm.begin_call();
+    comm.call("ncclSend", [&] {
+        static_cast<void>(ncclGroupStart());
+        static_cast<void>(ncclSend(byte.data(), 1, ncclInt8, rank, comm.get(), stream));
+        return ncclGroupEnd();
+    });
+    comm.wait(stream);
+}
+
 /// Rank 1 dies before it has met any other: what waits for it is a call of NCCL's on the host.
 std::string dies_unmet(int rank) {
     auto const comm = cpx::nccl::from_environment(3s);
     if (rank == 1) ::raise(SIGKILL);
     ::usleep(300'000);
-    cpx::cuda::buffer<char> const byte(1);
-    cpx::cuda::stream const stream;
-    return expect_missing(1, 6, [&] {
-        comm->begin_call();
-        comm->call("ncclSend", [&] {
-            static_cast<void>(ncclGroupStart());
-            static_cast<void>(ncclSend(byte.data(), 1, ncclInt8, 1, comm->get(), stream));
-            return ncclGroupEnd();
-        });
-        comm->wait(stream);
-    });
+    return expect_missing(1, 6, [&] { send_to(*comm, 1); });
+}
+
+/// Rank 1 lives but does not come to a message. Rank 2 gives up first, and leaves: it is not whom rank 0 names.
+std::string stays_away(int rank) {
+    auto const comm = cpx::nccl::from_environment(3s);
+    if (rank == 1) {
+        ::usleep(9'000'000);
+        return "";
+    }
+    if (rank == 0) ::usleep(1'500'000);
+    return expect_missing(1, 6, [&] { send_to(*comm, 1); });
 }
 
 enum class dies_at { rest, work };
@@ -346,6 +360,10 @@ TEST_SUITE("cuda") {
     TEST_CASE("a rank that never joins is named within the deadline") {
         if (!enough_gpus(2)) return;
         check_codes(processes::run(2, never_joins));
+    }
+    TEST_CASE("a rank that lives but does not come is named, and not those that gave up because of it") {
+        if (!enough_gpus(3)) return;
+        check_codes(processes::run(3, stays_away));
     }
     TEST_CASE("a rank that dies is named within the deadline") {
         if (!enough_gpus(2)) return;

@@ -79,8 +79,8 @@ results empty_results(problem<T, W> const& p) {
 }
 
 /// The convolution and its gradients on all GPUs, rows of all tensors `gap` elements apart.
-template <class T, class W, cpx::any_sharding S, class Form = decltype(whole)>
-results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, Form const& form = whole) {
+template <class T, class W, cpx::any_sharding S>
+results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, form const& wanted = {}) {
     results r = empty_results(p);
     std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(gpus.ranks()));
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
@@ -88,8 +88,10 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, F
         index const width = p.channels, count = sharding.rows(rank);
         placement const at{gap, 0};
         cuda::stream const stream;
-        device_rows<T> const x(part(p.x, width, sharding, rank), width, at), y(count, width, at),
-            dy(part(p.dy, width, sharding, rank), width, at), dx(count, width, at), unwanted(count, width, at);
+        auto const local_dy = part(p.dy, width, sharding, rank);
+        device_rows<T> const x(part(p.x, width, sharding, rank), width, at), other_x(local_dy, width, at),
+            dx(count, width, at), unwanted(count, width, at);
+        device_result<T> const y(count, width, at, wanted), dy(local_dy, width, at, wanted);
         device_rows<W> const weight_rows(p.weight, p.taps, {});
         rows<W const> const weight = weight_rows;
         cuda::buffer<W> const bias_values{std::span<W const>(p.bias)};
@@ -101,17 +103,19 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, F
         cuda::conv_exchange<T, S> by(halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, side::after),
                                      width, comm, width + gap);
         meet();
-        auto const formed = [&](auto rows) {
-            if constexpr (std::same_as<Form const, decltype(whole)>)
-                return sharded(rows, sharding);
+        auto const formed = [&]<class R>(R const& result) {
+            if constexpr (requires { result.stride(); })
+                return sharded(result, sharding);
             else
-                return form(rows);
+                return result; // parts
         };
-        rows<T const> const in_dy = dy;
-        cuda::causal_conv1d(by, of(x), weight, bias, p.act, formed(y.view()), stream);
-        cuda::causal_conv1d(by, of(dy), weight, bias, p.act, of(unwanted), stream); // another layer's halo
-        cuda::causal_conv1d_backward(by, of(x), weight, bias, p.act, formed(in_dy),
-                                     {of(dx), dweight, std::span(dbias.data(), p.bias.size())}, stream);
+        y.template as<T>(
+            [&](auto const& out) { cuda::causal_conv1d(by, of(x), weight, bias, p.act, formed(out), stream); });
+        cuda::causal_conv1d(by, of(other_x), weight, bias, p.act, of(unwanted), stream); // another layer's halo
+        dy.template as<T const>([&](auto const& given) {
+            cuda::causal_conv1d_backward(by, of(x), weight, bias, p.act, formed(given),
+                                         {of(dx), dweight, std::span(dbias.data(), p.bias.size())}, stream);
+        });
         comm.wait(stream);
         meet();
         place(y.read(), sharding, rank, width, r.y);
@@ -126,20 +130,23 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, F
 }
 
 /// The same on one GPU, without the sums: no halos, no exchange.
-template <class T, class W, class Form = decltype(whole)>
-results alone(problem<T, W> const& p, Form const& form = whole) {
+template <class T, class W>
+results alone(problem<T, W> const& p, form const& wanted = {}) {
     results r = empty_results(p);
     auto const sharding = on_ranks::one_rank(p.batch);
     cuda::conv_plan const plan(halo(sharding, 0, p.taps - 1), halo(sharding, 0, p.taps - 1, side::after));
     cuda::stream const stream;
     index const width = p.channels;
-    device_rows<T> const x(p.x, width, {}), dy(p.dy, width, {}), y(plan.rows(), width, {}), dx(plan.rows(), width, {});
+    device_rows<T> const x(p.x, width, {}), dx(plan.rows(), width, {});
+    device_result<T> const dy(p.dy, width, {}, wanted), y(plan.rows(), width, {}, wanted);
     device_rows<W> const weight(p.weight, p.taps, {});
     cuda::buffer<W> const bias_values{std::span<W const>(p.bias)};
     std::span<W const> const bias(bias_values.data(), p.bias.size());
-    rows<T const> const in_dy = dy;
-    cuda::causal_conv1d(plan, x.view(), {}, weight.view(), bias, p.act, form(y.view()), stream);
-    cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias, p.act, form(in_dy), {}, {}, {dx}, stream);
+    y.template as<T>(
+        [&](auto const& out) { cuda::causal_conv1d(plan, x.view(), {}, weight.view(), bias, p.act, out, stream); });
+    dy.template as<T const>([&](auto const& given) {
+        cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias, p.act, given, {}, {}, {dx}, stream);
+    });
     place(y.read(), sharding, 0, width, r.y);
     place(dx.read(), sharding, 0, width, r.dx);
     return r;
@@ -282,11 +289,11 @@ TEST_SUITE("cuda") {
             for (auto const& packing : packings) {
                 problem<__nv_bfloat16, float> const p(lengths(packing), 88, 4, true, activation::silu, 31);
                 CAPTURE(p.text());
-                auto const form = parts({{32, 16}, {32, 32}, {24}});
-                auto const expected = alone(p, form);
+                form const wanted{{{32, 16}, {32, 32}, {24}}};
+                auto const expected = alone(p, wanted);
                 for_each_sharding(p.batch, gpus.ranks(), [&](char const* name, auto const& sharding) {
                     CAPTURE(name);
-                    auto const r = run(gpus, p, sharding, 0, form);
+                    auto const r = run(gpus, p, sharding, 0, wanted);
                     check_same("y", r.y, expected.y);
                     check_same("dx", r.dx, expected.dx);
                 });

@@ -17,11 +17,16 @@
 
 namespace processes {
 
-/// Waits for the end of a process and returns its exit code, or -1 if it was killed or never began.
+/// What `wait_for` returns of a process that ended by SIGKILL.
+inline constexpr int was_killed = -1;
+
+/// Waits for the end of a process and returns its exit code; 128 and the number of a signal that ended it, if that was
+/// not SIGKILL; -2 if it never began.
 inline int wait_for(pid_t process) {
     int status = 0;
-    if (process < 0 || ::waitpid(process, &status, 0) != process) return -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    if (process < 0 || ::waitpid(process, &status, 0) != process) return -2;
+    if (WIFEXITED(status)) return WEXITSTATUS(status);
+    return WTERMSIG(status) == SIGKILL ? was_killed : 128 + WTERMSIG(status);
 }
 
 /// Returns how many GPUs can run this build's code, without touching them in this process: what CUDA knows does not

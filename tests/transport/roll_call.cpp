@@ -128,6 +128,37 @@ TEST_SUITE("transport") {
         }
     }
 
+    TEST_CASE("a rank that is behind is named, and not those that gave up because of it") {
+        cpx::roll_call call(page(), 0, numbers(4));
+        others const ranks(page(), 4, 3, [](cpx::roll_call& mine, int rank) {
+            if (rank == 1) return true; // never begins a call
+            mine.begin_call();
+            mine.give_up();
+            return rank == 3; // 2 leaves
+        });
+        call.everyone_is_here();
+        call.begin_call();
+        CHECK(call.missing() == " 11");
+        call.begin_call(); // 13 is behind, too
+        CHECK(call.missing() == " 11");
+        ranks.kill(1);
+        CHECK(call.missing() == " 11");
+    }
+
+    TEST_CASE("a rank that failed by itself is named while it lives, and before those that are behind") {
+        cpx::roll_call call(page(), 0, numbers(4));
+        others const ranks(page(), 4, 3, [](cpx::roll_call& mine, int rank) {
+            if (rank == 2) mine.fail();
+            if (rank > 1) mine.give_up(); // says no more of 2
+            return true;
+        });
+        call.everyone_is_here();
+        CHECK(call.alive(2));
+        CHECK(call.dead() == " 12");
+        call.begin_call();
+        CHECK(call.missing() == " 12");
+    }
+
     TEST_CASE("a rank that alone has given up and left is named") {
         cpx::roll_call call(page(), 0, numbers(2));
         others const ranks(page(), 2, 1, [](cpx::roll_call& mine, int) {
@@ -136,6 +167,7 @@ TEST_SUITE("transport") {
         });
         call.everyone_is_here();
         CHECK(call.dead() == " 11");
+        CHECK(call.missing() == " 11");
     }
 
     TEST_CASE("who has not come is missing until everyone is here; then it is on another host") {
@@ -151,7 +183,10 @@ TEST_SUITE("transport") {
     TEST_CASE("what a group that never was complete leaves behind accuses nobody of a later one") {
         { // nobody of this one lives on
             cpx::roll_call call(page(), 0, numbers(3));
-            others const ranks(page(), 3, 2, [](cpx::roll_call&, int) { return true; });
+            others const ranks(page(), 3, 2, [](cpx::roll_call& mine, int rank) {
+                if (rank == 2) mine.give_up();
+                return true;
+            });
             ranks.kill(1);
             ranks.kill(2);
         }

@@ -63,11 +63,11 @@ public:
             int device = 0;
             ~back() { static_cast<void>(cudaSetDevice(device)); }
         } before;
-        require(cudaGetDevice(&before.device) == cudaSuccess, "nccl", "cudaGetDevice", "success", "a failure", here);
+        require(done(cudaGetDevice(&before.device)), "nccl", "cudaGetDevice", "success", "a failure", here);
         std::vector<std::unique_ptr<nccl>> group;
         for (int rank = 0; rank < ranks; ++rank) {
             int const device = devices[static_cast<std::size_t>(rank)];
-            require(cudaSetDevice(device) == cudaSuccess, "nccl", "device", "one of this machine", device, here);
+            require(done(cudaSetDevice(device)), "nccl", "device", "one of this machine", device, here);
             group.emplace_back(new nccl(rank, count_to(ranks, here), deadline, id, here)); // begins to join
         }
         for (auto& comm : group) comm->join(here, together);
@@ -94,10 +94,9 @@ public:
         int const ranks = detail::variable("WORLD_SIZE", 1, 1 << 20, here),
                   rank = detail::variable("RANK", 0, ranks - 1, here);
         int devices = 0;
-        require(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "nccl", "GPUs", "at least 1", devices,
-                here);
+        require(done(cudaGetDeviceCount(&devices)) && devices > 0, "nccl", "GPUs", "at least 1", devices, here);
         int const local = detail::variable("LOCAL_RANK", 0, devices - 1, here);
-        require(cudaSetDevice(local) == cudaSuccess, "nccl", "cudaSetDevice", "success", local, here);
+        require(done(cudaSetDevice(local)), "nccl", "cudaSetDevice", "success", local, here);
         detail::comm_id_for_now const id(detail::meeting_place(here).c_str());
         static std::atomic<int> before = 0; // of this address, which is the id of all of them
         auto joined =
@@ -239,15 +238,17 @@ public:
     /// The same because of a result of CUDA's; also names ranks that are dead.
     [[noreturn]] void fail(char const* what, cudaError_t result, caller here) {
         static_cast<void>(cudaGetLastError()); // it is not reported again by the next call
-        fail(what, "success", cudaGetErrorString(result) + missed(present_->dead()), here);
+        auto const names = present_->dead();
+        if (names.empty()) present_->fail();
+        fail(what, "success", cudaGetErrorString(result) + missed(names), here);
     }
     /// The same because of a result of NCCL's; also names ranks that may have been its cause.
     [[noreturn]] void fail(char const* what, ncclResult_t result, caller here) {
         bool const of_others = result == ncclRemoteError || result == ncclSystemError;
+        auto const names = of_others ? present_->missing() : present_->dead();
+        if (!of_others && names.empty()) present_->fail();
         fail(what, "success",
-             std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(get()) + ')' +
-                 missed(of_others ? present_->missing() : present_->dead()),
-             here);
+             std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(get()) + ')' + missed(names), here);
     }
     /// The same because the deadline has passed; names the ranks that were not there, and `where` they were looked for.
     [[noreturn]] void fail_late(char const* what, std::chrono::milliseconds deadline, caller here,
@@ -271,11 +272,16 @@ public:
     void forget(void const* who) { comm_->forget(who); }
 
 private:
+    /// Returns whether a call of CUDA's has succeeded; if not, it is not reported again by the next one.
+    static bool done(cudaError_t result) {
+        if (result != cudaSuccess) static_cast<void>(cudaGetLastError());
+        return result == cudaSuccess;
+    }
     template <class Query>
     void wait_until(Query&& query, std::chrono::milliseconds deadline, caller here) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
         auto const end = clock::now() + std::min(deadline, longest_deadline);
-        for (int round = 0;; ++round) {
+        for (std::int64_t round = 0;; ++round) {
             cudaError_t const state = query();
             if (round % 64 == 0 || state == cudaSuccess) poll(here);
             if (state == cudaSuccess) return;
@@ -312,7 +318,7 @@ private:
           deadline_(std::min(deadline, longest_deadline)), joining_(std::make_shared<joining>()) {
         require(deadline.count() > 0, "nccl", "deadline, ms", "more than 0", deadline.count(), here);
         require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
-        require(cudaGetDevice(&device_) == cudaSuccess, "nccl", "cudaGetDevice", "a device", "none", here);
+        require(done(cudaGetDevice(&device_)), "nccl", "cudaGetDevice", "a device", "none", here);
         present_ = std::make_unique<roll_call>(page_name(id, again), rank, numbers_);
         std::thread([state = joining_, id, rank, ranks = ranks_, device = device_] {
             ncclComm_t comm = nullptr;

@@ -42,7 +42,7 @@ public:
         require(page != MAP_FAILED, "roll_call", ("mmap " + name_).c_str(), "success", std::strerror(errno));
         entries_ = static_cast<entry*>(page);
         mine().calls.store(0);
-        mine().gave_up.store(false);
+        mine().fate.store(fate::well);
         mine().began.store(look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
     }
@@ -69,30 +69,47 @@ public:
         auto const found = look_at(process);
         return !found.dead && found.began == entries_[rank].began.load();
     }
-    /// Says that this rank leaves because of others, whom it has named.
-    void give_up() { mine().gave_up.store(true); }
-    /// Returns " 1 3", the ranks of this host that have left or are dead; if there are others, not those that gave up.
+    /// Says that this rank leaves because of others, or because of itself; what is said first counts.
+    void give_up() { settle(fate::gave_up); }
+    void fail() { settle(fate::failed); }
+    /// Returns " 1 3", the ranks of this host that have failed, have left or are dead; if there are others, not those
+    /// that gave up because of others.
     std::string dead() const {
-        std::string const first = list([&](int r) { return !alive(r) && !entries_[r].gave_up.load(); });
+        std::string const first = list([&](int r) { return at_fault(r); });
         return first.empty() ? list([&](int r) { return !alive(r); }) : first;
     }
 
-    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have not come, have left or are
-    /// dead; if there are none, those that have begun fewer calls than this one.
+    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have failed, have not come, have
+    /// left or are dead; if there are none, those that have begun fewer calls than this one. Those that gave up because
+    /// of others are named if nobody else is.
     std::string missing() const {
         std::uint64_t const calls = mine().calls.load();
-        std::string const absent = dead();
-        return absent.empty() ? list([&](int r) { return entries_[r].calls.load() < calls; }) : absent;
+        auto const behind = [&](int r) { return entries_[r].calls.load() < calls; };
+        std::string names = list([&](int r) { return at_fault(r); });
+        if (names.empty()) names = list([&](int r) { return entries_[r].fate.load() == fate::well && behind(r); });
+        if (names.empty()) names = list([&](int r) { return !alive(r) || behind(r); });
+        return names;
     }
 
 private:
     static constexpr std::int64_t gone = -1;
+    enum class fate : std::int64_t { well, gave_up, failed };
     struct entry {
         std::atomic<std::int64_t> process;
         std::atomic<std::uint64_t> began, calls;
-        std::atomic<bool> gave_up;
+        std::atomic<roll_call::fate> fate;
     };
-    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free);
+
+    void settle(fate because) {
+        fate before = fate::well;
+        mine().fate.compare_exchange_strong(before, because);
+    }
+    /// Until everyone is here, what a rank of an earlier group said counts for nothing.
+    bool at_fault(int rank) const {
+        fate const said = entries_[rank].fate.load();
+        return alive(rank) ? said == fate::failed : said != fate::gave_up || here_.empty();
+    }
 
     /// What the system knows of a process.
     struct appearance {
