@@ -220,8 +220,8 @@ private:
         return dx;
     }
 
-    /// Compares rows around the ends of sequences and others, channels of heads and others by themselves, and returns the
-    /// larger error; also looks for NaN in every row.
+    /// Compares rows around the ends of sequences and others; also looks for NaN in every row. Returns the error of
+    /// channels of heads or that of the others, whichever is larger.
     template <class F>
     double check_rows(cuda::buffer<T> const& got, bool parts, F&& expected) const {
         check of_heads, of_others;
