@@ -103,6 +103,17 @@ TEST_SUITE("transport") {
         CHECK(call.missing() == " 12");
     }
 
+    TEST_CASE("a rank that was killed when it had met all others is named, though they had not met it yet") {
+        cpx::roll_call call(page(), 0, numbers(3));
+        others const ranks(page(), 3, 2, [](cpx::roll_call& mine, int rank) {
+            if (rank == 1) mine.everyone_is_here();
+            return true;
+        });
+        ranks.kill(1);
+        call.everyone_is_here();
+        CHECK(call.missing() == " 11");
+    }
+
     TEST_CASE("a rank that is on its way out is named, though it is not dead yet") {
         cpx::roll_call call(page(), 0, numbers(2));
         others const ranks(page(), 2, 1, [](cpx::roll_call&, int) { return true; });

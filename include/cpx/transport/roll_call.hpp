@@ -43,6 +43,7 @@ public:
         entries_ = static_cast<entry*>(page);
         mine().calls.store(0);
         mine().fate.store(fate::well);
+        mine().met_all.store(false);
         mine().began.store(look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
     }
@@ -57,8 +58,10 @@ public:
     /// Says that every rank has come: who is not in the page, or there from an earlier group, is on another host, and a
     /// later group of the same name has a page of its own.
     void everyone_is_here() {
-        for (int r = 0; r < ranks(); ++r) here_.push_back(entries_[r].process.load() == gone || alive(r));
         ::shm_unlink(name_.c_str());
+        mine().met_all.store(true); // so of this group, though it may be dead by the time that others look
+        for (int r = 0; r < ranks(); ++r)
+            here_.push_back(entries_[r].met_all.load() || entries_[r].process.load() == gone || alive(r));
     }
     void begin_call() { mine().calls.fetch_add(1); }
 
@@ -98,8 +101,10 @@ private:
         std::atomic<std::int64_t> process;
         std::atomic<std::uint64_t> began, calls;
         std::atomic<roll_call::fate> fate;
+        std::atomic<bool> met_all;
     };
-    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free);
+    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free &&
+                  std::atomic<bool>::is_always_lock_free);
 
     void settle(fate because) {
         fate before = fate::well;
