@@ -73,7 +73,11 @@ public:
           memory_(std::span<T const>(host_)) {}
     device_rows(std::vector<T> const& values, index width, placement at)
         : device_rows(width > 0 ? std::ssize(values) / width : 0, width, at) {
-        for (index i = 0; i < count_; ++i) std::copy_n(values.data() + i * width, width, host_.data() + offset(i));
+        write(values);
+    }
+    /// Writes all rows, which lie side by side in `values`.
+    void write(std::vector<T> const& values) {
+        for (index i = 0; i < count_; ++i) std::copy_n(values.data() + i * width_, width_, host_.data() + offset(i));
         memory_.write(host_);
     }
     rows<T> view() const { return {memory_.data() + at_.shift, count_, width_, width_ + at_.gap}; }
@@ -120,19 +124,24 @@ template <class T>
 class device_result {
 public:
     device_result(index count, index channels, placement at, form const& of)
-        : device_result(std::vector<T>(static_cast<std::size_t>(count * channels), static_cast<T>(NAN)), channels, at,
-                        of) {}
+        : form_(of), count_(count), channels_(channels) {
+        std::vector<width_and_heads> const list =
+            of.parts.empty() ? std::vector<width_and_heads>{{channels}} : of.parts;
+        for (auto const& part : list)
+            pieces_.emplace_back(count, part.width, placement{at.gap + 8 * std::ssize(pieces_), at.shift});
+    }
     device_result(std::vector<T> const& values, index channels, placement at, form const& of)
-        : form_(of), channels_(channels), count_(channels > 0 ? std::ssize(values) / channels : 0) {
-        for (auto const& [width, head_dim] : list()) {
+        : device_result(channels > 0 ? std::ssize(values) / channels : 0, channels, at, of) {
+        index first = 0;
+        for (auto& piece : pieces_) {
+            index const width = piece.view().width();
             std::vector<T> part;
-            for (index i = 0; i < count_; ++i) {
-                auto const from = values.begin() + i * channels + first_.back();
-                part.insert(part.end(), from, from + std::min(width, channels - first_.back()));
+            for (index i = 0; i < count_ && first + width <= channels; ++i) {
+                auto const from = values.begin() + i * channels + first;
+                part.insert(part.end(), from, from + width);
             }
-            pieces_.emplace_back(part, std::min(width, channels - first_.back()),
-                                 placement{at.gap + 8 * (std::ssize(first_) - 1), at.shift});
-            first_.push_back(first_.back() + width);
+            if (!part.empty()) piece.write(part);
+            first += width;
         }
     }
     /// Calls `f` with rows of U, which is T or T const, or with parts of them.
@@ -150,23 +159,22 @@ public:
     }
     /// Returns all channels side by side, and checks that nothing but them was written.
     std::vector<T> read() const {
-        std::vector<T> all(static_cast<std::size_t>(count_ * channels_));
-        for (std::size_t p = 0; p < pieces_.size(); ++p) {
-            auto const part = pieces_[p].read();
-            index const width = list()[p].width;
+        std::vector<T> all(static_cast<std::size_t>(count_ * channels_), static_cast<T>(NAN));
+        index first = 0;
+        for (auto const& piece : pieces_) {
+            auto const part = piece.read();
+            index const width = piece.view().width();
+            REQUIRE(first + width <= channels_);
             for (index i = 0; i < count_; ++i)
-                std::copy_n(part.begin() + i * width, width, all.begin() + i * channels_ + first_[p]);
+                std::copy_n(part.begin() + i * width, width, all.begin() + i * channels_ + first);
+            first += width;
         }
         return all;
     }
 
 private:
-    std::vector<width_and_heads> list() const {
-        return form_.parts.empty() ? std::vector<width_and_heads>{{channels_}} : form_.parts;
-    }
     form form_;
-    index channels_, count_;
-    std::vector<index> first_ = {0}; ///< channel of every part, and of the one after them
+    index count_, channels_;
     std::vector<device_rows<T>> pieces_;
 };
 

@@ -161,7 +161,7 @@ void convolve_backward_edge(conv_plan const& plan, rows<T const> x, rows<T const
     auto const given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
     auto const from = result_given(where, "dy", dy, plan.rows(), given.channels, here);
     require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
-    static_cast<void>(conv_in_vectors<T, W>(where, x, halo, weight, dy, here)); // throws what the second half would
+    static_cast<void>(conv_in_vectors<T, W>(where, x, halo, weight, dy, here)); // refused here, not after an exchange
     if (edge.count() * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward_edge">();
     with_activation(act, [&](auto silu) {

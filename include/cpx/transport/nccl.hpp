@@ -136,6 +136,8 @@ public:
         gather(&mine, all.get(), sizeof mine, here);
         ncclUniqueId const& id = all[static_cast<std::size_t>(members.front())];
         std::unique_ptr<nccl> joined(new nccl(place, std::move(numbers), deadline_, id, here));
+        joined->above_ = above_;
+        joined->above_.push_back(present_);
         joined->join(here);
         return joined;
     }
@@ -154,7 +156,7 @@ public:
     /// Returns the number by which errors call `rank`.
     int number(int rank) const { return numbers_[static_cast<std::size_t>(rank)]; }
     bool on_this_host(int rank) const { return present_->alive(rank); }
-    /// Returns " 1 3", the ranks of this host that are dead or have left; "" if none is.
+    /// Returns " 1 3", the ranks of this host that are dead, have failed or have left; "" if none is.
     std::string dead() const { return present_->dead(); }
     std::chrono::milliseconds deadline() const { return deadline_; }
     /// Returns NCCL's handle, or null after an abort.
@@ -235,18 +237,19 @@ public:
         give_up(what);
         throw error("nccl", what, expected, actual, here);
     }
-    /// The same because of a result of CUDA's; also names ranks that are dead.
+    /// The same because of a result of CUDA's; also names ranks that are dead or have failed.
     [[noreturn]] void fail(char const* what, cudaError_t result, caller here) {
         static_cast<void>(cudaGetLastError()); // it is not reported again by the next call
         auto const names = present_->dead();
-        if (names.empty()) present_->fail();
+        if (names.empty()) leave(&roll_call::fail);
         fail(what, "success", cudaGetErrorString(result) + missed(names), here);
     }
     /// The same because of a result of NCCL's; also names ranks that may have been its cause.
     [[noreturn]] void fail(char const* what, ncclResult_t result, caller here) {
         bool const of_others = result == ncclRemoteError || result == ncclSystemError;
-        auto const names = of_others ? present_->missing() : present_->dead();
-        if (!of_others && names.empty()) present_->fail();
+        // who has not come yet is not the cause of another kind of error
+        auto const names = of_others ? present_->missing() : comm_ ? present_->dead() : std::string();
+        if (names.empty() && (!of_others || (comm_ && present_->all_on_this_host()))) leave(&roll_call::fail);
         fail(what, "success",
              std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(get()) + ')' + missed(names), here);
     }
@@ -262,7 +265,7 @@ public:
     /// Aborts the communicator because `what` has failed, perhaps on another one.
     void give_up(char const* what) {
         if (broken_.empty()) broken_ = std::string(what) + " failed before";
-        present_->give_up();
+        leave(&roll_call::give_up);
         if (comm_) comm_->abort();
     }
 
@@ -319,7 +322,7 @@ private:
         require(deadline.count() > 0, "nccl", "deadline, ms", "more than 0", deadline.count(), here);
         require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
         require(done(cudaGetDevice(&device_)), "nccl", "cudaGetDevice", "a device", "none", here);
-        present_ = std::make_unique<roll_call>(page_name(id, again), rank, numbers_);
+        present_ = std::make_shared<roll_call>(page_name(id, again), rank, numbers_);
         std::thread([state = joining_, id, rank, ranks = ranks_, device = device_] {
             ncclComm_t comm = nullptr;
             ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -352,6 +355,12 @@ private:
             fail("communicator", result, here);
     }
 
+    /// Says in this communicator's page, and in those of the ones that it is a part of, why this rank leaves.
+    void leave(void (roll_call::*why)()) {
+        ((*present_).*why)();
+        for (auto const& page : above_) ((*page).*why)();
+    }
+
     static std::string page_name(ncclUniqueId const& id, int again) {
         std::uint64_t hash = 14695981039346656037ull;
         for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
@@ -360,7 +369,8 @@ private:
     int rank_, ranks_, device_ = 0;
     std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
-    std::unique_ptr<roll_call> present_;
+    std::shared_ptr<roll_call> present_;
+    std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this is a part of
     std::string broken_;
     std::shared_ptr<joining> joining_;
     std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined

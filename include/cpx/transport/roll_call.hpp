@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -25,9 +26,9 @@ namespace cpx {
 
 /// A page that the ranks of one host share, in which each says that it has come and how many calls it has begun.
 ///
-/// NCCL tells that an operation does not end, not whose fault it is. Here every rank of the host writes its process and
-/// a count of its calls, so that the others can name those that are dead or have not come. Ranks of other hosts are not
-/// seen. Nothing waits here, and no data moves.
+/// NCCL tells that an operation does not end, not whose fault it is. Here every rank of the host writes its process, a
+/// count of its calls, and whether it leaves because of others or of itself, so that the others can name those that are
+/// dead, have failed or have not come. Ranks of other hosts are not seen. Nothing waits here, and no data moves.
 class roll_call {
 public:
     /// Opens the page `name` (letters, digits, dots), the same on every rank of the group. `numbers`: by which errors
@@ -41,17 +42,20 @@ public:
         ::close(file);
         require(page != MAP_FAILED, "roll_call", ("mmap " + name_).c_str(), "success", std::strerror(errno));
         entries_ = static_cast<entry*>(page);
+        for (int r = 0; r < ranks(); ++r)
+            before_.push_back(alive(r) ? person{} : person{entries_[r].process.load(), entries_[r].began.load()});
         mine().calls.store(0);
         mine().fate.store(fate::well);
-        mine().met_all.store(false);
         mine().began.store(look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
     }
     roll_call(roll_call const&) = delete;
     roll_call& operator=(roll_call const&) = delete;
     ~roll_call() {
-        mine().process.store(gone);
-        if (here_.empty()) ::shm_unlink(name_.c_str()); // the next group of this name begins anew
+        if (owned()) {
+            mine().process.store(gone);
+            if (here_.empty()) ::shm_unlink(name_.c_str()); // the next group of this name begins anew
+        }
         ::munmap(entries_, bytes());
     }
 
@@ -59,10 +63,10 @@ public:
     /// later group of the same name has a page of its own.
     void everyone_is_here() {
         ::shm_unlink(name_.c_str());
-        mine().met_all.store(true); // so of this group, though it may be dead by the time that others look
-        for (int r = 0; r < ranks(); ++r)
-            here_.push_back(entries_[r].met_all.load() || entries_[r].process.load() == gone || alive(r));
+        for (int r = 0; r < ranks(); ++r) here_.push_back(!earlier(r)); // though it may be dead by now
     }
+    /// Returns whether all ranks are on this host, once everyone has come.
+    bool all_on_this_host() const { return std::ranges::find(here_, false) == here_.end(); }
     void begin_call() { mine().calls.fetch_add(1); }
 
     /// Returns whether `rank` is alive on this host, once everyone has come.
@@ -72,9 +76,13 @@ public:
         auto const found = look_at(process);
         return !found.dead && found.began == entries_[rank].began.load();
     }
-    /// Says that this rank leaves because of others, or because of itself; what is said first counts.
+    /// Says that this rank leaves because of others; what is said first counts.
     void give_up() { settle(fate::gave_up); }
-    void fail() { settle(fate::failed); }
+    /// Says that this rank leaves because of itself, unless others have left before: then that may be the cause.
+    void fail() {
+        auto const has_left = [&](int r) { return r != rank_ && !earlier(r) && entries_[r].fate.load() != fate::well; };
+        settle(list(has_left).empty() ? fate::failed : fate::gave_up);
+    }
     /// Returns " 1 3", the ranks of this host that have failed, have left or are dead; if there are others, not those
     /// that gave up because of others.
     std::string dead() const {
@@ -88,9 +96,11 @@ public:
     std::string missing() const {
         std::uint64_t const calls = mine().calls.load();
         auto const behind = [&](int r) { return entries_[r].calls.load() < calls; };
-        std::string names = list([&](int r) { return at_fault(r); });
-        if (names.empty()) names = list([&](int r) { return entries_[r].fate.load() == fate::well && behind(r); });
-        if (names.empty()) names = list([&](int r) { return !alive(r) || behind(r); });
+        auto const has_done_all = [&](int r) { return entries_[r].process.load() == gone && !behind(r); };
+        auto const gave_up = [&](int r) { return entries_[r].fate.load() == fate::gave_up; };
+        std::string names = list([&](int r) { return at_fault(r) && !has_done_all(r); });
+        if (names.empty()) names = list([&](int r) { return !gave_up(r) && behind(r); });
+        if (names.empty()) names = list([&](int r) { return r != rank_ && (!alive(r) || behind(r) || gave_up(r)); });
         return names;
     }
 
@@ -101,19 +111,31 @@ private:
         std::atomic<std::int64_t> process;
         std::atomic<std::uint64_t> began, calls;
         std::atomic<roll_call::fate> fate;
-        std::atomic<bool> met_all;
     };
-    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free &&
-                  std::atomic<bool>::is_always_lock_free);
+    static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free);
 
+    struct person {
+        std::int64_t process = -2; ///< of none
+        std::uint64_t began = 0;
+        bool operator==(person const&) const = default;
+    };
+
+    /// Returns whether a later group of this name has not taken this rank's entry.
+    bool owned() const { return mine().process.load() == static_cast<std::int64_t>(::getpid()); }
     void settle(fate because) {
         fate before = fate::well;
-        mine().fate.compare_exchange_strong(before, because);
+        if (owned()) mine().fate.compare_exchange_strong(before, because);
     }
-    /// Until everyone is here, what a rank of an earlier group said counts for nothing.
+    /// Returns whether a rank's entry is what an earlier group left, or nothing: it was dead when this rank came.
+    bool earlier(int rank) const {
+        return person{entries_[rank].process.load(), entries_[rank].began.load()} ==
+               before_[static_cast<std::size_t>(rank)];
+    }
     bool at_fault(int rank) const {
+        if (earlier(rank)) return true; // has not come
+        bool const lives = alive(rank); // looked at first: who leaves has said why before
         fate const said = entries_[rank].fate.load();
-        return alive(rank) ? said == fate::failed : said != fate::gave_up || here_.empty();
+        return lives ? said == fate::failed : said != fate::gave_up;
     }
 
     /// What the system knows of a process.
@@ -157,7 +179,8 @@ private:
     std::string name_;
     int rank_;
     std::vector<int> numbers_;
-    std::vector<bool> here_; ///< which ranks are on this host, once everyone has come
+    std::vector<person> before_; ///< who was in the page, and dead, when this rank came
+    std::vector<bool> here_;     ///< which ranks are on this host, once everyone has come
     entry* entries_ = nullptr;
 };
 
