@@ -256,10 +256,10 @@ private:
         auto const dweight = dweight_.read(), dbias = dbias_.read();
         check of_heads, of_others;
         for (index c = 0; c < channels; c += 1021) {
-            check& sum = head_of(c).size() > 1 ? of_heads : of_others;
+            head const h = head_of(c);
+            check& sum = h.size() > 1 ? of_heads : of_others;
             double expected[taps + 1] = {};
             for (index row = 0; row < count_; ++row) {
-                head const h = head_of(c);
                 double const dz = dz_of(row, h)[static_cast<std::size_t>(c - h.begin)];
                 index const begin = batch_.offset(batch_.sequence(row));
                 expected[taps] += dz;

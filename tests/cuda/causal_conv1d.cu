@@ -4,6 +4,7 @@
 
 #include <support/rejects.hpp>
 
+#include <array>
 #include <functional>
 
 namespace {

@@ -9,7 +9,6 @@
 
 #include "convolution.hpp"
 
-#include <array>
 #include <mutex>
 
 namespace convolution {
@@ -21,7 +20,7 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
     results r{std::vector<double>(all, NAN), std::vector<double>(all, NAN),
               std::vector<double>(static_cast<std::size_t>(p.channels * p.taps)), std::vector<double>(p.bias.size())};
     std::vector<cpx::section> const channels{{p.channels, 1}};
-    std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(sharding.ranks()));
+    std::vector<rank_sums> sums(static_cast<std::size_t>(sharding.ranks()));
     std::mutex device; // ranks take turns: racecheck loses track of kernels that several threads launch at a time
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         std::unique_lock turn(device);
@@ -74,10 +73,7 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
         place(dx.read(), sharding, rank, p.channels, r.dx);
         sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};
     });
-    for (auto const& [dweight, dbias] : sums) {
-        add_to(r.dweight, dweight);
-        add_to(r.dbias, dbias);
-    }
+    add_sums(r, sums);
     return r;
 }
 

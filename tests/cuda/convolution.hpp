@@ -192,8 +192,19 @@ void place(std::vector<T> const& part, S const& sharding, int rank, index width,
     });
 }
 
-inline void add_to(std::vector<double>& sums, std::vector<float> const& values) {
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += static_cast<double>(values[i]);
+/// What a rank adds to dweight and dbias.
+struct rank_sums {
+    std::vector<float> dweight, dbias;
+};
+
+inline void add_sums(results& to, std::vector<rank_sums> const& of_ranks) {
+    auto const add = [](std::vector<double>& sums, std::vector<float> const& values) {
+        for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += static_cast<double>(values[i]);
+    };
+    for (auto const& [dweight, dbias] : of_ranks) {
+        add(to.dweight, dweight);
+        add(to.dbias, dbias);
+    }
 }
 
 /// Checks results against the reference: to a rounding of T, sums to some of float, gradients to `times` as much.

@@ -13,7 +13,6 @@
 
 #include <support/rejects.hpp>
 
-#include <array>
 #include <barrier>
 #include <thread>
 
@@ -82,7 +81,7 @@ results empty_results(problem<T, W> const& p) {
 template <class T, class W, cpx::any_sharding S>
 results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, form const& wanted = {}) {
     results r = empty_results(p);
-    std::vector<std::array<std::vector<float>, 2>> sums(static_cast<std::size_t>(gpus.ranks()));
+    std::vector<rank_sums> sums(static_cast<std::size_t>(gpus.ranks()));
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         int const rank = comm.rank();
         index const width = p.channels, count = sharding.rows(rank);
@@ -122,10 +121,7 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, f
         place(dx.read(), sharding, rank, width, r.dx);
         sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};
     });
-    for (auto const& [dweight, dbias] : sums) {
-        add_to(r.dweight, dweight);
-        add_to(r.dbias, dbias);
-    }
+    add_sums(r, sums);
     return r;
 }
 

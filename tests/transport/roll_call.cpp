@@ -208,7 +208,7 @@ TEST_SUITE("transport") {
 
     TEST_CASE("who gave up before all had come is not named with whom it waited for") {
         cpx::roll_call call(page(), 0, numbers(3));
-        others const ranks(page(), 2 + 1, 1, [](cpx::roll_call& mine, int) {
+        others const ranks(page(), 3, 1, [](cpx::roll_call& mine, int) {
             mine.give_up();
             return false;
         });
