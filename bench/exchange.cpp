@@ -15,16 +15,16 @@ namespace {
 using steady = std::chrono::steady_clock;
 using element = std::uint16_t; // as wide as bfloat16
 
-constexpr cpx::index tensor_bytes = cpx::index{64} << 20;
-constexpr cpx::index width = 4096; // rows of 8 KiB
-constexpr cpx::index tokens = tensor_bytes / (width * cpx::index{sizeof(element)});
+constexpr cpx::index_t tensor_bytes = cpx::index_t{64} << 20;
+constexpr cpx::index_t width = 4096; // rows of 8 KiB
+constexpr cpx::index_t tokens = tensor_bytes / (width * cpx::index_t{sizeof(element)});
 constexpr double required_ratio = 0.4;
 constexpr double no_limit = 0; // for information
 
 /// 16 sequences of 32 to 992 tokens, multiples of 16.
 cpx::thd packed() {
-    std::vector<cpx::index> lengths;
-    for (cpx::index i = 0; i < 8; ++i) lengths.insert(lengths.end(), {32 + 64 * i, 992 - 64 * i});
+    std::vector<cpx::index_t> lengths;
+    for (cpx::index_t i = 0; i < 8; ++i) lengths.insert(lengths.end(), {32 + 64 * i, 992 - 64 * i});
     cpx::thd batch = cpx::thd::from_lengths(lengths);
     cpx::require(batch.tokens() == tokens, "bench", "tokens", tokens, batch.tokens());
     return batch;
@@ -62,7 +62,7 @@ double median(std::vector<double> values) {
 
 /// Bytes that come to the plan's rank from other ranks.
 std::size_t received_bytes(cpx::plan const& plan) {
-    cpx::index elements = 0;
+    cpx::index_t elements = 0;
     for (cpx::message const& m : plan.receives)
         if (m.peer != plan.rank) elements += cpx::total(m.rows) * (m.columns.empty() ? width : cpx::total(m.columns));
     return static_cast<std::size_t>(elements) * sizeof(element);

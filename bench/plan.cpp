@@ -20,8 +20,8 @@ constexpr double no_limit = 0; // for information
 /// Lengths from 0 to `most` tokens; the same on every machine.
 cpx::thd unequal(unsigned most) {
     std::mt19937 random(2026);
-    std::vector<cpx::index> lengths(sequences);
-    for (cpx::index& length : lengths) length = random() % (most + 1);
+    std::vector<cpx::index_t> lengths(sequences);
+    for (cpx::index_t& length : lengths) length = random() % (most + 1);
     return cpx::thd::from_lengths(lengths);
 }
 

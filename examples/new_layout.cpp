@@ -31,12 +31,12 @@ using results = std::vector<std::vector<double>>;
 
 /// Returns this rank's part of a tensor whose values follow from the global row and the column.
 template <cpx::any_sharding S>
-auto numbers(S const& sharding, int rank, cpx::index width, double frequency) {
+auto numbers(S const& sharding, int rank, cpx::index_t width, double frequency) {
     auto x = cpx::make_tensor<double>(sharding, rank, width);
-    cpx::index row = 0;
+    cpx::index_t row = 0;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (cpx::index global = piece.first; global < piece.last; ++global, ++row)
-            for (cpx::index j = 0; j < width; ++j)
+        for (cpx::index_t global = piece.first; global < piece.last; ++global, ++row)
+            for (cpx::index_t j = 0; j < width; ++j)
                 x.data()(row, j) = std::sin(frequency * static_cast<double>(global * width + j));
     });
     return x;
@@ -55,7 +55,7 @@ results run_operators(How how, S const& sharding) {
             auto const gathered = exchange(relayout(sharding, whole, rank), x, comm);
             mine.emplace_back(gathered.data().data(), gathered.data().row(gathered.data().count()));
         };
-        auto const tensor = [&](cpx::index width) { return cpx::make_tensor<double>(sharding, rank, width); };
+        auto const tensor = [&](cpx::index_t width) { return cpx::make_tensor<double>(sharding, rank, width); };
 
         auto const x = numbers(sharding, rank, 6, 0.7);
         auto y = tensor(6);
@@ -68,8 +68,8 @@ results run_operators(How how, S const& sharding) {
         auto const q = numbers(sharding, rank, 3, 0.3), k = numbers(sharding, rank, 3, 1.1);
         auto const v = numbers(sharding, rank, 6, 0.9);
         auto g = numbers(sharding, rank, 2, 0.2), beta = numbers(sharding, rank, 2, 0.05), o = tensor(6);
-        for (cpx::index row = 0; row < g.data().count(); ++row)
-            for (cpx::index h = 0; h < 2; ++h) {
+        for (cpx::index_t row = 0; row < g.data().count(); ++row)
+            for (cpx::index_t h = 0; h < 2; ++h) {
                 g.data()(row, h) = -0.01 - 0.01 * std::abs(g.data()(row, h)); // slow decay: a lost state would show
                 beta.data()(row, h) = std::abs(beta.data()(row, h));
             }
@@ -104,7 +104,7 @@ void compare(results const& expected, results const& got, double tolerance) {
 
 template <cpx::any_sharding From, cpx::any_sharding To>
 void print_traffic(char const* title, From const& from, To const& to) {
-    std::vector<cpx::index> const moved = cpx::traffic(from, to);
+    std::vector<cpx::index_t> const moved = cpx::traffic(from, to);
     std::printf("%s: rows from rank (down) to rank (across)\n", title);
     for (std::size_t i = 0; i < moved.size(); ++i)
         std::printf("%6lld%s", static_cast<long long>(moved[i]), (i + 1) % ranks ? "" : "\n");

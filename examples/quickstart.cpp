@@ -12,7 +12,7 @@ int main() {
 
     cpx::threads::run(4, [&](cpx::threads& comm) { // the ranks are threads of this process
         auto x = cpx::make_tensor<float>(zigzag, comm.rank(), 2);
-        for (cpx::index row = 0; row < x.data().count(); ++row) x.data()(row, 0) = float(comm.rank());
+        for (cpx::index_t row = 0; row < x.data().count(); ++row) x.data()(row, 0) = float(comm.rank());
 
         auto const plan = cpx::relayout(zigzag, sequential, comm.rank()); // who sends which rows to whom
         auto const y = cpx::exchange(plan, x, comm);                      // moves those, and only those

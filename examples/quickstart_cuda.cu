@@ -18,7 +18,7 @@ int main() try {
     cpx::cuda::shared_memory memory(*comm, 1 << 20);                         // bytes on every rank, for all relayouts
     auto move = cpx::cuda::make_shared_relayout<float>(plan, width, memory); // made once a batch, used by every layer
     cpx::cuda::buffer<float> const x(std::vector<float>(plan.source_rows * width, float(comm->rank())));
-    cpx::cuda::buffer<cpx::index> const cu_seqlens(batch.offsets());
+    cpx::cuda::buffer<cpx::index_t> const cu_seqlens(batch.offsets());
     cpx::cuda::stream const stream;
     move({x.data(), plan.source_rows, width}, {cu_seqlens.data(), int(batch.sequences())}, stream); // only enqueued
     memory.wait(stream); // throws if a rank has died or does not come, and says which
@@ -27,7 +27,7 @@ int main() try {
     cpx::cuda::check(cudaMemcpy(y.data(), move.target().data(), y.size() * sizeof(float), cudaMemcpyDeviceToHost),
                      "cudaMemcpy");
     std::string origins;
-    for (cpx::index row = 0; row < plan.target_rows; ++row) origins += ' ' + std::to_string(int(y[row * width]));
+    for (cpx::index_t row = 0; row < plan.target_rows; ++row) origins += ' ' + std::to_string(int(y[row * width]));
     std::printf("rank %d sent %d of its %d rows, and holds rows that were on ranks%s\n", comm->rank(),
                 int(plan.sent_rows()), int(plan.source_rows), origins.c_str());
 } catch (std::exception const& error) {

@@ -9,8 +9,8 @@
 
 namespace law {
 
-using cpx::index;
-using matrix = std::vector<std::vector<index>>;
+using cpx::index_t;
+using matrix = std::vector<std::vector<index_t>>;
 
 /// A sharding: as cpx sees it, and what each rank holds according to the definitions.
 struct subject {
@@ -32,13 +32,13 @@ inline subject tokens(cpx::thd const& batch, support::spec const& s) {
               s.ranks,
               matrix(static_cast<std::size_t>(s.ranks))};
     for (std::size_t row = 0; row < a.owners.size(); ++row)
-        a.rows[static_cast<std::size_t>(a.owners[row])].push_back(static_cast<index>(row));
+        a.rows[static_cast<std::size_t>(a.owners[row])].push_back(static_cast<index_t>(row));
     return a;
 }
 
 inline matrix every_row(cpx::thd const& batch, int ranks) {
-    std::vector<index> all;
-    for (index row = 0; row < batch.tokens(); ++row) all.push_back(row);
+    std::vector<index_t> all;
+    for (index_t row = 0; row < batch.tokens(); ++row) all.push_back(row);
     return matrix(static_cast<std::size_t>(ranks), all);
 }
 
@@ -55,21 +55,21 @@ inline subject heads(cpx::thd const& batch, int ranks, std::vector<cpx::section>
 }
 
 /// Returns whether `rank` of `ranks` holds head `h` of a section, where the largest section has `groups` heads.
-inline bool holds_head(int rank, int ranks, index h, index heads, index groups) {
-    index const first = groups * rank / ranks, end = groups * (rank + 1) / ranks;
-    for (index g = first; g < std::max(end, first + 1); ++g)
+inline bool holds_head(int rank, int ranks, index_t h, index_t heads, index_t groups) {
+    index_t const first = groups * rank / ranks, end = groups * (rank + 1) / ranks;
+    for (index_t g = first; g < std::max(end, first + 1); ++g)
         if (g / (groups / heads) == h) return true;
     return false;
 }
 
 /// Returns the columns of whole rows that `rank` holds, in local order, of rows made of `sections`.
-inline std::vector<index> columns(subject const& a, int rank, std::vector<cpx::section> const& sections) {
-    std::vector<index> held;
-    index column = 0, groups = 1;
+inline std::vector<index_t> columns(subject const& a, int rank, std::vector<cpx::section> const& sections) {
+    std::vector<index_t> held;
+    index_t column = 0, groups = 1;
     for (cpx::section const& s : sections) groups = std::max(groups, s.heads);
     for (cpx::section const& s : sections)
-        for (index h = 0; h < s.heads; ++h)
-            for (index k = 0; k < s.width; ++k, ++column)
+        for (index_t h = 0; h < s.heads; ++h)
+            for (index_t k = 0; k < s.width; ++k, ++column)
                 if (a.sections.empty() || holds_head(rank, a.ranks, h, s.heads, groups)) held.push_back(column);
     return held;
 }
@@ -80,8 +80,8 @@ inline matrix tagged(subject const& a, std::vector<cpx::section> const& sections
     for (int r = 0; r < a.ranks; ++r) {
         auto const held = columns(a, r, sections);
         buffers.emplace_back();
-        for (index const row : a.rows[static_cast<std::size_t>(r)])
-            for (index const column : held) buffers.back().push_back(row * 1000 + column);
+        for (index_t const row : a.rows[static_cast<std::size_t>(r)])
+            for (index_t const column : held) buffers.back().push_back(row * 1000 + column);
     }
     return buffers;
 }
@@ -106,8 +106,8 @@ inline std::vector<cpx::section> sections_of(subject const& a, subject const& b)
 inline std::string agreement(subject const& a, subject const& b, std::vector<cpx::plan> const& plans) {
     for (cpx::plan const& p : plans) {
         std::size_t const r = static_cast<std::size_t>(p.rank);
-        if (p.source_rows != static_cast<index>(a.rows[r].size())) return "wrong number of source rows";
-        if (p.target_rows != static_cast<index>(b.rows[r].size())) return "wrong number of target rows";
+        if (p.source_rows != static_cast<index_t>(a.rows[r].size())) return "wrong number of source rows";
+        if (p.target_rows != static_cast<index_t>(b.rows[r].size())) return "wrong number of target rows";
         if (p.fingerprint() != plans[0].fingerprint()) return "fingerprints differ between ranks";
     }
     return support::disagreement(plans);
@@ -116,9 +116,9 @@ inline std::string agreement(subject const& a, subject const& b, std::vector<cpx
 /// Partition, conservation and correctness in one: every place of every target holds the element that belongs there.
 inline std::string arrival(subject const& a, subject const& b, std::vector<cpx::plan> const& plans) {
     auto const sections = sections_of(a, b);
-    index width = 0;
+    index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
-    auto const got = support::execute(plans, tagged(a, sections), width, index{-1});
+    auto const got = support::execute(plans, tagged(a, sections), width, index_t{-1});
     auto const want = tagged(b, sections);
     for (std::size_t r = 0; r < want.size(); ++r) {
         if (got[r].size() != want[r].size()) return "rank " + std::to_string(r) + " has a target of another size";
@@ -134,7 +134,7 @@ inline std::string arrival(subject const& a, subject const& b, std::vector<cpx::
 /// What leaves ranks is what its new holders do not have, counted cell by cell, and for rows by `cpx::lower_bound`.
 inline std::string least_traffic(subject const& a, subject const& b, std::vector<cpx::plan> const& plans) {
     auto const sections = sections_of(a, b);
-    index sent_rows = 0, sent_cells = 0, missing = 0, width = 0;
+    index_t sent_rows = 0, sent_cells = 0, missing = 0, width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     for (cpx::plan const& p : plans) {
         sent_rows += p.sent_rows();
@@ -142,12 +142,12 @@ inline std::string least_traffic(subject const& a, subject const& b, std::vector
     }
     for (int r = 0; r < b.ranks; ++r) {
         auto const needed = columns(b, r, sections), held = columns(a, r, sections);
-        index lacking = 0;
-        for (index const column : needed) lacking += !std::ranges::binary_search(held, column);
-        for (index const row : b.rows[static_cast<std::size_t>(r)])
+        index_t lacking = 0;
+        for (index_t const column : needed) lacking += !std::ranges::binary_search(held, column);
+        for (index_t const row : b.rows[static_cast<std::size_t>(r)])
             missing += a.every_row() || a.owners[static_cast<std::size_t>(row)] == r
                            ? lacking
-                           : static_cast<index>(needed.size());
+                           : static_cast<index_t>(needed.size());
     }
     if (sent_cells != missing)
         return "sent " + std::to_string(sent_cells) + " elements where " + std::to_string(missing) + " are missing";

@@ -14,14 +14,14 @@
 
 namespace {
 
-using cpx::index, cpx::rows;
+using cpx::index_t, cpx::rows;
 namespace cuda = cpx::cuda;
 
-constexpr index channels = 8192, taps = 4, head_dim = 128;
+constexpr index_t channels = 8192, taps = 4, head_dim = 128;
 constexpr float epsilon = 1e-6f;
 
 /// Returns number `i` of a sequence of numbers in [-1, 1), the same on host and device.
-__host__ __device__ float random_number(std::uint64_t seed, index i) {
+__host__ __device__ float random_number(std::uint64_t seed, index_t i) {
     std::uint64_t z = seed * 0x9e3779b97f4a7c15ull + static_cast<std::uint64_t>(i) * 0xd1342543de82ef95ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
@@ -29,9 +29,9 @@ __host__ __device__ float random_number(std::uint64_t seed, index i) {
 }
 
 template <class T>
-__global__ void fill(T* to, index count, std::uint64_t seed) {
-    for (index i = static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-         i += index{gridDim.x} * blockDim.x)
+__global__ void fill(T* to, index_t count, std::uint64_t seed) {
+    for (index_t i = static_cast<index_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+         i += index_t{gridDim.x} * blockDim.x)
         to[i] = static_cast<T>(random_number(seed, i));
 }
 
@@ -40,7 +40,7 @@ double rounded(double value) {
     return static_cast<double>(static_cast<float>(static_cast<T>(static_cast<float>(value))));
 }
 template <class T>
-double rounded(std::uint64_t seed, index i) {
+double rounded(std::uint64_t seed, index_t i) {
     return rounded<T>(static_cast<double>(random_number(seed, i)));
 }
 
@@ -70,7 +70,7 @@ enum class result_is { whole, parts };
 template <class T>
 class benchmark {
 public:
-    benchmark(char const* type, index count, result_is what, double rate, cuda::stream const& in)
+    benchmark(char const* type, index_t count, result_is what, double rate, cuda::stream const& in)
         : type_(type), count_(count), in_parts_(what == result_is::parts), rate_(rate), stream_(in),
           batch_({0, count / 2 + 13, count - count / 8 - 5, count}),
           sharding_(cpx::shard(batch_, cpx::sequential<1>{})),
@@ -117,8 +117,8 @@ public:
         zero(dweight_);
         zero(dbias_);
         backward();
-        double const errors[] = {check_rows(y_, in_parts_, [&](index row, head h) { return y_of(row, h); }),
-                                 check_rows(dx_, false, [&](index row, head h) { return dx_of(row, h); }),
+        double const errors[] = {check_rows(y_, in_parts_, [&](index_t row, head h) { return y_of(row, h); }),
+                                 check_rows(dx_, false, [&](index_t row, head h) { return dx_of(row, h); }),
                                  check_sums()};
         print("forward", forward_ms, 2, errors[0]);
         print("backward", backward_ms, 3, right(errors[1]) ? errors[2] : errors[1]);
@@ -146,14 +146,14 @@ private:
     }
 
     /// Returns where an element lies in parts that follow each other, each of dense rows.
-    index in_parts(index row, index c) const {
-        index const begin = c < channels / 4 ? 0 : c < channels / 2 ? channels / 4 : channels / 2;
-        index const width = c < channels / 2 ? channels / 4 : channels / 2;
+    index_t in_parts(index_t row, index_t c) const {
+        index_t const begin = c < channels / 4 ? 0 : c < channels / 2 ? channels / 4 : channels / 2;
+        index_t const width = c < channels / 2 ? channels / 4 : channels / 2;
         return begin * count_ + row * width + c - begin;
     }
     template <class U>
     cuda::conv_parts<U> parts(U* data) const {
-        auto const part = [&](index begin, index width) { return rows<U>(data + begin * count_, count_, width); };
+        auto const part = [&](index_t begin, index_t width) { return rows<U>(data + begin * count_, count_, width); };
         return {.part = {{{part(0, channels / 4), head_dim},
                           {part(channels / 4, channels / 4), head_dim},
                           {part(channels / 2, channels / 2)}}},
@@ -162,27 +162,27 @@ private:
 
     /// Channels whose results are divided by their norm, or one whose result is not.
     struct head {
-        index begin, end;
+        index_t begin, end;
         std::size_t size() const { return static_cast<std::size_t>(end - begin); }
     };
-    head head_of(index c) const {
+    head head_of(index_t c) const {
         if (!in_parts_ || c >= channels / 2) return {c, c + 1};
         return {c / head_dim * head_dim, (c / head_dim + 1) * head_dim};
     }
 
-    double z_at(index row, index c) const {
-        index const begin = batch_.offset(batch_.sequence(row));
+    double z_at(index_t row, index_t c) const {
+        index_t const begin = batch_.offset(batch_.sequence(row));
         double z = rounded<T>(4, c);
-        for (index j = 0; j < taps; ++j)
-            if (index const from = row - taps + 1 + j; from >= begin)
+        for (index_t j = 0; j < taps; ++j)
+            if (index_t const from = row - taps + 1 + j; from >= begin)
                 z += rounded<T>(3, c * taps + j) * rounded<T>(1, from * channels + c);
         return z;
     }
     /// Returns y of a head, and what it was divided by, the last.
-    std::vector<double> y_and_norm(index row, head h) const {
+    std::vector<double> y_and_norm(index_t row, head h) const {
         std::vector<double> y;
         double squares = epsilon;
-        for (index c = h.begin; c < h.end; ++c) {
+        for (index_t c = h.begin; c < h.end; ++c) {
             double const z = z_at(row, c), silu = z / (1 + std::exp(-z));
             y.push_back(h.size() > 1 ? rounded<T>(silu) : silu);
             squares += y.back() * y.back();
@@ -192,34 +192,34 @@ private:
         y.push_back(norm);
         return y;
     }
-    std::vector<double> y_of(index row, head h) const {
+    std::vector<double> y_of(index_t row, head h) const {
         auto y = y_and_norm(row, h);
         y.pop_back();
         return y;
     }
-    std::vector<double> dz_of(index row, head h) const {
+    std::vector<double> dz_of(index_t row, head h) const {
         auto const y = y_and_norm(row, h);
         std::vector<double> dz;
         double along = 0;
-        for (index c = h.begin; c < h.end; ++c) {
+        for (index_t c = h.begin; c < h.end; ++c) {
             dz.push_back(rounded<T>(2, in_parts_ ? in_parts(row, c) : row * channels + c));
             along += y[dz.size() - 1] * dz.back();
         }
         for (std::size_t i = 0; i < dz.size(); ++i) {
-            double const z = z_at(row, h.begin + static_cast<index>(i)), s = 1 / (1 + std::exp(-z));
+            double const z = z_at(row, h.begin + static_cast<index_t>(i)), s = 1 / (1 + std::exp(-z));
             if (h.size() > 1) dz[i] = (dz[i] - y[i] * along) / y.back();
             dz[i] *= s * (1 + z * (1 - s));
         }
         return dz;
     }
-    std::vector<double> dx_of(index row, head h) const {
-        index const end = batch_.offset(batch_.sequence(row) + 1);
+    std::vector<double> dx_of(index_t row, head h) const {
+        index_t const end = batch_.offset(batch_.sequence(row) + 1);
         std::vector<double> dx(h.size());
-        for (index j = 0; j < taps; ++j)
-            if (index const later = row + taps - 1 - j; later < end) {
+        for (index_t j = 0; j < taps; ++j)
+            if (index_t const later = row + taps - 1 - j; later < end) {
                 auto const dz = dz_of(later, h);
                 for (std::size_t i = 0; i < dx.size(); ++i)
-                    dx[i] += rounded<T>(3, (h.begin + static_cast<index>(i)) * taps + j) * dz[i];
+                    dx[i] += rounded<T>(3, (h.begin + static_cast<index_t>(i)) * taps + j) * dz[i];
             }
         return dx;
     }
@@ -229,22 +229,22 @@ private:
     template <class F>
     double check_rows(cuda::buffer<T> const& got, bool parts, F&& expected) const {
         check of_heads, of_others;
-        std::vector<index> sample;
-        for (index s = 0; s <= batch_.sequences(); ++s)
-            for (index row = batch_.offset(s) - 4; row < batch_.offset(s) + 4; ++row) sample.push_back(row);
-        for (index row = 60; row < count_; row += count_ / 24 + 1) sample.push_back(row);
+        std::vector<index_t> sample;
+        for (index_t s = 0; s <= batch_.sequences(); ++s)
+            for (index_t row = batch_.offset(s) - 4; row < batch_.offset(s) + 4; ++row) sample.push_back(row);
+        for (index_t row = 60; row < count_; row += count_ / 24 + 1) sample.push_back(row);
         stream_.synchronize();
         auto const all = got.read();
         bool nan = false;
         for (T const value : all) nan |= std::isnan(static_cast<float>(value));
-        for (index const row : sample)
+        for (index_t const row : sample)
             if (row >= 0 && row < count_)
                 for (head h = head_of(0); h.begin < channels; h = head_of(h.end)) {
                     auto const values = expected(row, h);
                     check& sum = h.size() > 1 ? of_heads : of_others;
                     for (std::size_t i = 0; i < h.size(); ++i) {
-                        index const c = h.begin + static_cast<index>(i);
-                        index const at = parts ? in_parts(row, c) : row * channels + c;
+                        index_t const c = h.begin + static_cast<index_t>(i);
+                        index_t const at = parts ? in_parts(row, c) : row * channels + c;
                         sum.add(static_cast<double>(static_cast<float>(all[static_cast<std::size_t>(at)])), values[i]);
                     }
                 }
@@ -255,19 +255,19 @@ private:
         stream_.synchronize();
         auto const dweight = dweight_.read(), dbias = dbias_.read();
         check of_heads, of_others;
-        for (index c = 0; c < channels; c += 1021) {
+        for (index_t c = 0; c < channels; c += 1021) {
             head const h = head_of(c);
             check& sum = h.size() > 1 ? of_heads : of_others;
             double expected[taps + 1] = {};
-            for (index row = 0; row < count_; ++row) {
+            for (index_t row = 0; row < count_; ++row) {
                 double const dz = dz_of(row, h)[static_cast<std::size_t>(c - h.begin)];
-                index const begin = batch_.offset(batch_.sequence(row));
+                index_t const begin = batch_.offset(batch_.sequence(row));
                 expected[taps] += dz;
-                for (index j = 0; j < taps; ++j)
-                    if (index const from = row - taps + 1 + j; from >= begin)
+                for (index_t j = 0; j < taps; ++j)
+                    if (index_t const from = row - taps + 1 + j; from >= begin)
                         expected[j] += dz * rounded<T>(1, from * channels + c);
             }
-            for (index j = 0; j < taps; ++j)
+            for (index_t j = 0; j < taps; ++j)
                 sum.add(static_cast<double>(dweight[static_cast<std::size_t>(c * taps + j)]), expected[j]);
             sum.add(static_cast<double>(dbias[static_cast<std::size_t>(c)]), expected[taps]);
         }
@@ -287,7 +287,7 @@ private:
     }
 
     char const* type_;
-    index count_;
+    index_t count_;
     bool in_parts_;
     double rate_;
     cuda::stream const& stream_;
@@ -310,7 +310,7 @@ int main(int argc, char** argv) {
     std::printf("%-9s %6s %-16s %9s %8s %9s   error\n", "elements", "rows", "", "ms", "GB/s", "of copy");
     timing::limits limits;
     bool all_right = true;
-    for (cpx::index const count : {32768, 8192, 2048}) {
+    for (cpx::index_t const count : {32768, 8192, 2048}) {
         auto const a = benchmark<__nv_bfloat16>("bfloat16", count, result_is::whole, rate, stream).run();
         auto const b = benchmark<__half>("half", count, result_is::whole, rate, stream).run();
         auto const c = benchmark<float>("float", count, result_is::whole, rate, stream).run();

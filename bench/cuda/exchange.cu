@@ -18,14 +18,14 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 namespace cuda = cpx::cuda;
 using element = std::uint16_t; // bf16, as far as movement is concerned
 
 /// One way to move a tensor.
 struct way {
     float ms = NAN;    ///< of the slowest rank; NaN if it was not run
-    index bytes = 0;   ///< that leave the busiest rank
+    index_t bytes = 0; ///< that leave the busiest rank
     bool right = true; ///< on this rank
     double us() const { return static_cast<double>(ms) * 1e3; }
     double gb() const { return static_cast<double>(bytes) / static_cast<double>(ms) * 1e-6; }
@@ -47,12 +47,12 @@ public:
     row run(std::string const& name, From const& from, To const& to, std::vector<cpx::section> const& sections,
             bool gathers) {
         int const rank = comm_.rank(), ranks = comm_.ranks();
-        index width = 0;
+        index_t width = 0;
         for (cpx::section const& s : sections) width += s.heads * s.width;
         auto const plan = cpx::relayout(from, to, rank);
-        index const in = std::ssize(whole::columns(from, rank, sections)),
-                    out = std::ssize(whole::columns(to, rank, sections));
-        index most = 0, sent = 0; // rows of a rank; bytes to others
+        index_t const in = std::ssize(whole::columns(from, rank, sections)),
+                      out = std::ssize(whole::columns(to, rank, sections));
+        index_t most = 0, sent = 0; // rows of a rank; bytes to others
         for (int r = 0; r < ranks; ++r) most = std::max(most, from.rows(r));
         for (cpx::message const& m : plan.sends)
             if (m.peer != rank) sent += cpx::total(m.rows) * (m.columns.empty() ? width : cpx::total(m.columns)) * 2;
@@ -78,7 +78,7 @@ public:
         ways.send_receive = time(sent, y.data(), target, [&] { move(from_rows, to_rows, stream_); });
 
         // a shard in equal parts, of whole 16 bytes as NCCL likes them
-        index const part = from.batch().tokens() * width / ranks / ranks / 8 * 8;
+        index_t const part = from.batch().tokens() * width / ranks / ranks / 8 * 8;
         cuda::buffer<element> const a(part * ranks), b(part * ranks);
         ways.all_to_all = time(part * 2 * (ranks - 1), nullptr, {}, [&] {
             comm_.call("ncclAlltoAll", [&] {
@@ -139,7 +139,7 @@ private:
 
     /// Times `f`; then, unless there is no target, poisons it, runs `f` once more and compares what came.
     template <class F>
-    way time(index bytes, element* target, std::vector<element> const& expected, F&& f) {
+    way time(index_t bytes, element* target, std::vector<element> const& expected, F&& f) {
         way w;
         w.bytes = bytes;
         w.ms = std::ranges::max(everyones(timing::median_ms(stream_, f, [&] { everyones('\0'); })));
@@ -158,11 +158,11 @@ private:
 
     /// Returns which rows of all ranks' parts of `from`, `most` rows apart, are this rank's part of `to`.
     template <class From, class To>
-    std::vector<std::int32_t> gathered_places(From const& from, To const& to, index most) const {
+    std::vector<std::int32_t> gathered_places(From const& from, To const& to, index_t most) const {
         std::vector<std::int32_t> place(static_cast<std::size_t>(from.batch().tokens())), mine;
         for (int r = 0; r < comm_.ranks(); ++r)
             from.for_each_piece(r, [&, at = r * most](cpx::range piece) mutable {
-                for (index g = piece.first; g < piece.last; ++g)
+                for (index_t g = piece.first; g < piece.last; ++g)
                     place[static_cast<std::size_t>(g)] = static_cast<std::int32_t>(at++);
             });
         to.for_each_piece(comm_.rank(), [&](cpx::range piece) {
@@ -214,7 +214,7 @@ std::string run(int rank, int blocks) {
     auto const comm = cpx::nccl::from_environment();
     int const ranks = comm->ranks();
     // the largest target, half of 32768 x 12352 on two ranks, takes 386 MiB
-    cuda::shared_memory memory(*comm, index{420} << 20, cpx::kernels::most_ranks, blocks);
+    cuda::shared_memory memory(*comm, index_t{420} << 20, cpx::kernels::most_ranks, blocks);
     rank_bench bench(*comm, memory);
     if (rank == 0) {
         int version = 0;
@@ -233,8 +233,8 @@ std::string run(int rank, int blocks) {
           std::tuple("131072 x 2048, 1 sequence", 131072, 1, 0, 0),
           std::tuple("32768 x 2048, 8 sequences", 32768, 8, 110, 0),
           std::tuple("1 MiB a rank, 8 sequences", 256 * ranks, 8, 25, 0)}) {
-        index const mean = tokens / sequences, apart = sequences > 1 && mean >= 100 ? 37 : 0;
-        std::vector<index> lengths;
+        index_t const mean = tokens / sequences, apart = sequences > 1 && mean >= 100 ? 37 : 0;
+        std::vector<index_t> lengths;
         for (int s = 0; s < sequences; ++s) lengths.push_back(mean + (s % 2 ? apart : -apart));
         auto const batch = cpx::thd::from_lengths(lengths);
         std::string const name = std::string("zigzag -> sequential:batch, ") + what;
@@ -243,7 +243,7 @@ std::string run(int rank, int blocks) {
         if (ranks == 4 && most_kernel) limits.at_most(name + ": one kernel", ways.one_kernel.us(), most_kernel, "us");
         if (ranks == 4 && most_send) limits.at_most(name + ": send/receive", ways.send_receive.us(), most_send, "us");
     }
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{12000, 9000, 11768});
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{12000, 9000, 11768});
     std::vector<cpx::section> const sections{{16, 128}, {16, 128}, {32, 128}, {32, 128}, {32, 1}, {32, 1}};
     cpx::head_sharded<> const heads(ranks, batch, sections);
     auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));

@@ -10,22 +10,22 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using cpx::rows;
 using cpx::cuda::buffer;
 namespace cuda = cpx::cuda;
 
 /// Returns a number that looks random, from -4 to 4.
-__host__ __device__ float value_at(index i) {
+__host__ __device__ float value_at(index_t i) {
     auto z = static_cast<std::uint64_t>(i + 1) * 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
     return static_cast<float>(static_cast<std::int32_t>(z >> 32)) * 0x1p-29f;
 }
 
 template <class T>
-__global__ void fill_values(T* to, index count) {
-    index const step = static_cast<index>(gridDim.x) * blockDim.x;
-    for (index i = static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
+__global__ void fill_values(T* to, index_t count) {
+    index_t const step = static_cast<index_t>(gridDim.x) * blockDim.x;
+    for (index_t i = static_cast<index_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
         to[i] = static_cast<T>(value_at(i));
 }
 template <class T>
@@ -39,7 +39,7 @@ void poison(buffer<T> const& to) {
     cuda::check(cudaDeviceSynchronize(), "cudaMemset");
 }
 template <class T>
-std::vector<float> part(buffer<T> const& from, index first, index count) {
+std::vector<float> part(buffer<T> const& from, index_t first, index_t count) {
     std::vector<T> values(static_cast<std::size_t>(count));
     cuda::check(cudaMemcpy(values.data(), from.data() + first, values.size() * sizeof(T), cudaMemcpyDeviceToHost),
                 "cudaMemcpy");
@@ -79,25 +79,25 @@ enum class from { list, three_axes, segments };
 /// q and k of `tokens` rows, two sets of them in turn, so that no cache holds what comes next. Returns the percentage
 /// of a copy's speed.
 template <class T>
-double rotate(cuda::stream const& stream, char const* name, index tokens, index q_heads, index k_heads, index head_dim,
-              index half, bool in_place, from kind = from::list, bool backward = false) {
+double rotate(cuda::stream const& stream, char const* name, index_t tokens, index_t q_heads, index_t k_heads,
+              index_t head_dim, index_t half, bool in_place, from kind = from::list, bool backward = false) {
     std::vector<double> frequencies;
-    for (index i = 0; i < half; ++i)
+    for (index_t i = 0; i < half; ++i)
         frequencies.push_back(std::pow(1e7, -static_cast<double>(i) / static_cast<double>(half)));
     auto const axes = kind == from::three_axes ? cuda::rotary_axes({half - 2 * (half / 3), half / 3, half / 3},
                                                                    cuda::axis_order::interleaved)
                                                : std::vector<int>();
     cuda::rotary_pairs const pairs(frequencies, axes);
     std::vector<std::int64_t> host(static_cast<std::size_t>(3 * tokens));
-    for (index axis = 0; axis < 3; ++axis)
-        for (index row = 0; row < tokens; ++row)
+    for (index_t axis = 0; axis < 3; ++axis)
+        for (index_t row = 0; row < tokens; ++row)
             host[static_cast<std::size_t>(axis * tokens + row)] = (row * 31 + axis * 1009) % 1000000;
     std::vector<cpx::segment> segments;
     if (kind == from::segments)
-        for (index row = 0, count = 0; row < tokens; row += count) {
+        for (index_t row = 0, count = 0; row < tokens; row += count) {
             count = std::min(tokens - row, tokens / 11 + 1);
             segments.push_back({0, row * 7, row, count});
-            for (index i = 0; i < count; ++i) host[static_cast<std::size_t>(row + i)] = row * 7 + i;
+            for (index_t i = 0; i < count; ++i) host[static_cast<std::size_t>(row + i)] = row * 7 + i;
         }
     buffer<std::int64_t> const list{std::span<std::int64_t const>(host)};
     cuda::segment_table const table(segments);
@@ -107,11 +107,11 @@ double rotate(cuda::stream const& stream, char const* name, index tokens, index 
             ? cuda::rotary_positions(std::span<std::int64_t const>(list.data(), static_cast<std::size_t>(tokens)))
             : cuda::rotary_positions(rows<std::int64_t const>(list.data(), 3, tokens));
 
-    index const widths[] = {q_heads * head_dim, k_heads * head_dim};
+    index_t const widths[] = {q_heads * head_dim, k_heads * head_dim};
     std::vector<buffer<T>> x, y;
     std::vector<cuda::rotated<T>> sets[2];
     for (auto& set : sets)
-        for (index const width : widths) {
+        for (index_t const width : widths) {
             x.emplace_back(tokens * width), fill(x.back());
             if (!in_place) y.emplace_back(tokens * width), poison(y.back());
             set.push_back({rows<T const>(x.back().data(), tokens, width),
@@ -127,17 +127,17 @@ double rotate(cuda::stream const& stream, char const* name, index tokens, index 
     call(sets[0]);
     stream.synchronize();
     double error = 0; // in units of what T and 2e-6 of the inputs allow
-    for (index sample = 0; sample < 64; ++sample)
+    for (index_t sample = 0; sample < 64; ++sample)
         for (std::size_t t = 0; t < 2; ++t) {
-            index const row = sample * 7919 % tokens;
+            index_t const row = sample * 7919 % tokens;
             auto const found = part((in_place ? x : y)[t], row * widths[t], widths[t]);
-            for (index c = 0; c < widths[t]; ++c) {
-                index const channel = c % head_dim, pair = channel % std::max<index>(half, 1);
+            for (index_t c = 0; c < widths[t]; ++c) {
+                index_t const channel = c % head_dim, pair = channel % std::max<index_t>(half, 1);
                 double const self = rounded<T>(value_at(row * widths[t] + c));
                 double exact = self, other = 0;
                 if (channel < 2 * half) {
                     other = rounded<T>(value_at(row * widths[t] + (channel < half ? c + half : c - half)));
-                    index const axis = axes.empty() ? 0 : axes[static_cast<std::size_t>(pair)];
+                    index_t const axis = axes.empty() ? 0 : axes[static_cast<std::size_t>(pair)];
                     double const angle = static_cast<double>(host[static_cast<std::size_t>(axis * tokens + row)]) *
                                          frequencies[static_cast<std::size_t>(pair)] * (backward ? -1 : 1);
                     exact = self * std::cos(angle) + (channel < half ? -other : other) * std::sin(angle);
@@ -159,8 +159,8 @@ double rotate(cuda::stream const& stream, char const* name, index tokens, index 
 }
 
 /// Loads and stores `wide` of every `apart` 16-byte words and computes nothing: what the pattern of accesses allows.
-__global__ void touch(uint4* words, index count, int wide, int apart) {
-    index const i = static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x;
+__global__ void touch(uint4* words, index_t count, int wide, int apart) {
+    index_t const i = static_cast<index_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= count) return;
     uint4* const word = words + i / wide * apart + i % wide;
     uint4 value = *word;
@@ -168,10 +168,10 @@ __global__ void touch(uint4* words, index count, int wide, int apart) {
     *word = value;
 }
 
-void touch_sectors(cuda::stream const& stream, index tokens, index heads, int bytes, int head_bytes) {
+void touch_sectors(cuda::stream const& stream, index_t tokens, index_t heads, int bytes, int head_bytes) {
     buffer<char> const x[2] = {buffer<char>(tokens * heads * head_bytes), buffer<char>(tokens * heads * head_bytes)};
     int const wide = bytes / 16, apart = head_bytes / 16;
-    index const count = tokens * heads * wide;
+    index_t const count = tokens * heads * wide;
     float const ms = milliseconds(stream, 2, [&] {
         for (auto const& b : x)
             touch<<<static_cast<unsigned>((count + 127) / 128), 128, 0, stream>>>(reinterpret_cast<uint4*>(b.data()),
@@ -181,9 +181,9 @@ void touch_sectors(cuda::stream const& stream, index tokens, index heads, int by
 }
 
 template <class T>
-void move(cuda::stream const& stream, index count, index width) {
+void move(cuda::stream const& stream, index_t count, index_t width) {
     std::vector<std::int32_t> shuffled(static_cast<std::size_t>(count));
-    for (index i = 0; i < count; ++i)
+    for (index_t i = 0; i < count; ++i)
         shuffled[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i * 7919 % count); // coprime: a permutation
     buffer<std::int32_t> const list{std::span<std::int32_t const>(shuffled)};
     std::span<std::int32_t const> const numbers(list.data(), shuffled.size());
@@ -191,10 +191,10 @@ void move(cuda::stream const& stream, index count, index width) {
     rows<T> const a(x.data(), count, width), b(y.data(), count, width);
     auto const check = [&](bool scatters, bool adds) {
         double error = 0;
-        for (index sample = 0; sample < 64; ++sample) {
-            index const i = sample * 6151 % count, row = shuffled[static_cast<std::size_t>(i)];
+        for (index_t sample = 0; sample < 64; ++sample) {
+            index_t const i = sample * 6151 % count, row = shuffled[static_cast<std::size_t>(i)];
             auto const found = part(y, (scatters ? row : i) * width, width);
-            for (index c = 0; c < width; ++c) {
+            for (index_t c = 0; c < width; ++c) {
                 float expected = rounded<T>(value_at((scatters ? i : row) * width + c));
                 if (adds) expected = rounded<T>(expected + rounded<T>(value_at(row * width + c)));
                 double const difference = std::abs(found[static_cast<std::size_t>(c)] - expected);

@@ -14,7 +14,7 @@
 
 namespace three_steps {
 
-using cpx::index;
+using cpx::index_t;
 
 /// Where a vector of the whole row stands in the ranks' parts, which follow one another: of row i at first + i * pitch.
 struct alignas(8) place {
@@ -38,8 +38,8 @@ __device__ __forceinline__ void move_unit(columns<Vector> const& a, std::uint32_
     std::uint32_t const row = unit / a.vectors * rows_at_once, v = unit % a.vectors;
     if (row >= a.rows) return;
     place const p = a.places[v];
-    index const whole = index{row} * a.vectors + v, part = p.first + index{row} * p.pitch;
-    index const from_pitch = ToParts ? a.vectors : p.pitch, to_pitch = ToParts ? p.pitch : a.vectors;
+    index_t const whole = index_t{row} * a.vectors + v, part = p.first + index_t{row} * p.pitch;
+    index_t const from_pitch = ToParts ? a.vectors : p.pitch, to_pitch = ToParts ? p.pitch : a.vectors;
     Vector const* const from = a.from + (ToParts ? whole : part);
     Vector* const to = a.to + (ToParts ? part : whole);
     Vector held[rows_at_once];
@@ -66,10 +66,10 @@ struct wire {
 
 /// What one rank does, on the host.
 struct tables {
-    index tokens = 0, rows = 0; ///< of all ranks, of this one
-    index width = 0, share = 0; ///< elements of a whole row, of a rank's part of it
-    bool equal = false;         ///< all ranks have as many rows, so that all wires are equal
-    int vector_bytes = 0;       ///< that are copied at once; they divide every section's share
+    index_t tokens = 0, rows = 0; ///< of all ranks, of this one
+    index_t width = 0, share = 0; ///< elements of a whole row, of a rank's part of it
+    bool equal = false;           ///< all ranks have as many rows, so that all wires are equal
+    int vector_bytes = 0;         ///< that are copied at once; they divide every section's share
     std::vector<place> places;
     std::vector<std::int32_t> list; ///< of the step by rows: row i of its target is row list[i] of its source
     std::vector<wire> sends, receives;
@@ -84,13 +84,13 @@ bool possible(Heads const& heads) {
 /// Returns what `rank` does for elements of `element` bytes, between a sharding of tokens and one of heads that is
 /// `possible`.
 template <class Tokens, class Heads>
-tables make_tables(Tokens const& tokens, Heads const& heads, int rank, bool to_heads, index element) {
+tables make_tables(Tokens const& tokens, Heads const& heads, int rank, bool to_heads, index_t element) {
     std::vector<cpx::section> const sections(heads.sections().begin(), heads.sections().end());
-    index const ranks = heads.ranks();
+    index_t const ranks = heads.ranks();
     tables t;
     t.tokens = heads.batch().tokens();
     t.rows = tokens.rows(rank);
-    index bytes = 16;
+    index_t bytes = 16;
     for (cpx::section const& s : sections) {
         t.width += s.heads * s.width;
         bytes = std::gcd(bytes, s.heads / ranks * s.width * element);
@@ -98,11 +98,11 @@ tables make_tables(Tokens const& tokens, Heads const& heads, int rank, bool to_h
     t.share = t.width / ranks;
     t.vector_bytes = static_cast<int>(bytes);
 
-    index const at_once = bytes / element;
+    index_t const at_once = bytes / element;
     t.places.resize(static_cast<std::size_t>(t.width / at_once));
     for (int r = 0; r < ranks; ++r) {
         auto const held = whole::columns(heads, r, sections);
-        for (index c = 0; c < t.share; c += at_once)
+        for (index_t c = 0; c < t.share; c += at_once)
             t.places[static_cast<std::size_t>(held[static_cast<std::size_t>(c)] / at_once)] = {
                 static_cast<std::int32_t>((r * t.rows * t.share + c) / at_once),
                 static_cast<std::int32_t>(t.share / at_once)};
@@ -110,15 +110,15 @@ tables make_tables(Tokens const& tokens, Heads const& heads, int rank, bool to_h
 
     t.list.resize(static_cast<std::size_t>(t.tokens));
     t.equal = true;
-    index all = 0; // rows of the ranks before this one
+    index_t all = 0; // rows of the ranks before this one
     for (int r = 0; r < ranks; ++r) {
-        index const first = all, rows = tokens.rows(r);
+        index_t const first = all, rows = tokens.rows(r);
         tokens.for_each_piece(r, [&](cpx::range piece) {
-            for (index token = piece.first; token < piece.last; ++token, ++all)
+            for (index_t token = piece.first; token < piece.last; ++token, ++all)
                 t.list[static_cast<std::size_t>(to_heads ? token : all)] =
                     static_cast<std::int32_t>(to_heads ? all : token);
         });
-        auto const size = [&](index n) { return static_cast<std::size_t>(n * t.share * element); };
+        auto const size = [&](index_t n) { return static_cast<std::size_t>(n * t.share * element); };
         wire const columns_of_rank{size(r * t.rows), size(t.rows)}, rows_of_rank{size(first), size(rows)};
         t.sends.push_back(to_heads ? columns_of_rank : rows_of_rank);
         t.receives.push_back(to_heads ? rows_of_rank : columns_of_rank);

@@ -32,7 +32,7 @@ float median_ms(cudaStream_t stream, F&& f, B&& before, int calls = 20, int roun
 
 /// Returns the bytes a second, read and written, of a copy on the device that is much larger than its caches.
 inline double copy_bandwidth(cudaStream_t stream) {
-    cpx::index const bytes = cpx::index{1} << 30;
+    cpx::index_t const bytes = cpx::index_t{1} << 30;
     cpx::cuda::buffer<char> from(bytes), to(bytes);
     float const ms = median_ms(
         stream,

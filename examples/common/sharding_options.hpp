@@ -13,12 +13,12 @@
 namespace examples {
 
 inline constexpr int most_ranks = 4096;
-inline constexpr cpx::index most_tokens = 1'000'000'000'000;
+inline constexpr cpx::index_t most_tokens = 1'000'000'000'000;
 
 /// Returns the number that `text` spells, from `least` to `most`. `where` and `what` name it in the error.
-inline cpx::index parse_number(std::string_view text, cpx::index least, cpx::index most, char const* where,
-                               std::string const& what) {
-    cpx::index number = 0;
+inline cpx::index_t parse_number(std::string_view text, cpx::index_t least, cpx::index_t most, char const* where,
+                                 std::string const& what) {
+    cpx::index_t number = 0;
     auto const [end, failure] = std::from_chars(text.data(), text.data() + text.size(), number);
     bool const whole = failure == std::errc{} && end == text.data() + text.size();
     cpx::require(whole && least <= number && number <= most, where, what.c_str(),
@@ -28,9 +28,9 @@ inline cpx::index parse_number(std::string_view text, cpx::index least, cpx::ind
 }
 
 /// Returns the numbers of "0,8,20".
-inline std::vector<cpx::index> parse_numbers(std::string_view text, cpx::index least, cpx::index most,
-                                             char const* where, char const* what) {
-    std::vector<cpx::index> numbers;
+inline std::vector<cpx::index_t> parse_numbers(std::string_view text, cpx::index_t least, cpx::index_t most,
+                                               char const* where, char const* what) {
+    std::vector<cpx::index_t> numbers;
     for (std::size_t first = 0; first <= text.size();) {
         std::size_t const comma = std::min(text.find(',', first), text.size());
         std::string const name = what + (' ' + std::to_string(numbers.size()));
@@ -83,7 +83,7 @@ inline sharding_spec parse_sharding(std::string_view text, char const* where = "
     std::string_view name = text.substr(0, colon);
     sharding_spec spec;
     if (name.substr(0, 6) == "table=") {
-        for (cpx::index const owner : parse_numbers(name.substr(6), 0, most_ranks - 1, where, "owner of chunk"))
+        for (cpx::index_t const owner : parse_numbers(name.substr(6), 0, most_ranks - 1, where, "owner of chunk"))
             spec.owners.push_back(static_cast<int>(owner));
         name = "table";
     } else if (name != "sequential" && name != "zigzag" && name != "striped" && name != "head_sharded" &&

@@ -8,7 +8,7 @@
 
 namespace inspect {
 
-using cpx::index;
+using cpx::index_t;
 using cpx::range;
 
 /// Stands for a source rank where a row is put together from the heads of several ranks.
@@ -23,9 +23,9 @@ struct part {
 /// What one rank holds, in local order. Parts are maximal: neighbours differ in source or leave a gap.
 struct lane {
     std::vector<part> parts;
-    std::vector<index> cu_seqlens; ///< where the segments begin in local rows, and the number of rows
+    std::vector<index_t> cu_seqlens; ///< where the segments begin in local rows, and the number of rows
 
-    index rows() const { return cu_seqlens.back(); }
+    index_t rows() const { return cu_seqlens.back(); }
     void add(part next) {
         bool const extends =
             !parts.empty() && parts.back().rows.last == next.rows.first && parts.back().source == next.source;
@@ -38,10 +38,10 @@ struct lane {
 
 /// Who sends how many rows to whom.
 struct movement {
-    std::vector<lane> after;                  ///< one a rank
-    std::vector<std::vector<index>> rows;     ///< rows[i][j]: held by rank i, needed by rank j
-    index needed = 0, sent = 0, messages = 0; ///< needed: all of `rows`; sent: without the rows that stay
-    index bound = 0;                          ///< the rows that no exchange can do without
+    std::vector<lane> after;                    ///< one a rank
+    std::vector<std::vector<index_t>> rows;     ///< rows[i][j]: held by rank i, needed by rank j
+    index_t needed = 0, sent = 0, messages = 0; ///< needed: all of `rows`; sent: without the rows that stay
+    index_t bound = 0;                          ///< the rows that no exchange can do without
 };
 
 struct report {
@@ -69,7 +69,7 @@ std::vector<lane> lanes_after(From const& from, To const& to) {
     std::vector<lane> lanes;
     for (int rank = 0; rank < to.ranks(); ++rank) {
         lane held{{}, cpx::offsets(cpx::segments(to, rank))};
-        index hint = 0;
+        index_t hint = 0;
         to.for_each_piece(rank, [&](range rows) {
             if constexpr (From::every_row)
                 held.add({rows, joins_heads ? several : rank});
@@ -84,7 +84,7 @@ std::vector<lane> lanes_after(From const& from, To const& to) {
 template <cpx::any_sharding From, cpx::any_sharding To>
 movement make_movement(From const& from, To const& to) {
     movement m{lanes_after(from, to), {}, 0, 0, 0, cpx::lower_bound(from, to).rows};
-    std::vector<index> const counts = cpx::traffic(from, to);
+    std::vector<index_t> const counts = cpx::traffic(from, to);
     for (auto row = counts.begin(); row != counts.end(); row += from.ranks())
         m.rows.emplace_back(row, row + from.ranks());
     for (std::size_t i = 0; i < m.rows.size(); ++i)
@@ -110,7 +110,7 @@ inline report make_report(cpx::thd const& batch, int ranks, examples::cut_spec c
 }
 
 /// Returns "3 rows", "1 row".
-inline std::string count(index n, std::string const& noun) {
+inline std::string count(index_t n, std::string const& noun) {
     return std::to_string(n) + ' ' + noun + (n == 1 ? "" : "s");
 }
 

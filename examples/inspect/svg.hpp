@@ -103,13 +103,13 @@ private:
     static constexpr double margin = 24, left = 92, right = 150, most_width = 880, widest_row = 44;
     static constexpr int most_matrix_ranks = 16;
 
-    double x_of(index row) const { return left + static_cast<double>(row) * row_width_; }
+    double x_of(index_t row) const { return left + static_cast<double>(row) * row_width_; }
     static double width_of(std::string const& text, int size) { return 0.6 * size * static_cast<double>(text.size()); }
 
     void batch() {
         canvas_.text(left - 14, y_ + 11, "end", 12, black, "batch");
         double free = 0; // where the next offset can stand without touching the one before
-        for (index s = 0; s < report_.batch.sequences(); ++s) {
+        for (index_t s = 0; s < report_.batch.sequences(); ++s) {
             double const x = x_of(report_.batch.offset(s)), width = x_of(report_.batch.offset(s + 1)) - x;
             if (width <= 0) continue;
             canvas_.box(x, y_, width, 22, s % 2 ? silver.lighter(0.3) : silver, white);
@@ -124,7 +124,7 @@ private:
         y_ += 38;
     }
 
-    double offset(index row, double free) {
+    double offset(index_t row, double free) {
         std::string const number = std::to_string(row);
         double const half = width_of(number, 10) / 2;
         if (x_of(row) - half < free) return free;
@@ -142,7 +142,7 @@ private:
             lane const& held = lanes[static_cast<std::size_t>(rank)];
             double const middle = y_ + lane_height_ / 2;
             canvas_.box(left, y_, x_of(report_.batch.tokens()) - left, lane_height_, paper, paper);
-            index received = 0;
+            index_t received = 0;
             for (part const& p : held.parts) {
                 received += p.source != rank ? p.rows.size() : 0;
                 for (range rows = p.rows; !rows.empty();) {
@@ -171,7 +171,7 @@ private:
         double const x = x_of(rows.first), width = x_of(rows.last) - x, middle = y_ + lane_height_ / 2;
         bool const room = lane_height_ >= 14;
         if (room && row_width_ >= 15) { // every row is a box of its own
-            for (index row = rows.first; row < rows.last; ++row) {
+            for (index_t row = rows.first; row < rows.last; ++row) {
                 canvas_.box(x_of(row) + 1, y_ + 0.5, row_width_ - 2, lane_height_ - 1, fill, solid);
                 canvas_.text(x_of(row) + row_width_ / 2, middle, "middle", 10, ink, std::to_string(row));
             }
@@ -190,7 +190,7 @@ private:
     /// Draws a line through the lanes where a sequence begins.
     void separators(double top, double bottom) {
         if (report_.batch.sequences() > 64) return;
-        for (index s = 1; s < report_.batch.sequences(); ++s)
+        for (index_t s = 1; s < report_.batch.sequences(); ++s)
             canvas_.line(x_of(report_.batch.offset(s)), top, bottom, grey);
     }
 
@@ -207,9 +207,9 @@ private:
 
     void matrix() {
         if (report_.ranks > most_matrix_ranks) return;
-        index largest = 0;
+        index_t largest = 0;
         for (auto const& row : report_.plan->rows)
-            for (index const rows : row) largest = std::max(largest, rows);
+            for (index_t const rows : row) largest = std::max(largest, rows);
         double const width = std::max(26.0, width_of(std::to_string(largest), 11) + 10), height = 22;
         canvas_.text(left, y_ + 4, "start", 13, black, "rows from rank (down) to rank (across)", " font-weight='600'");
         y_ += 26;
@@ -219,7 +219,7 @@ private:
         for (int i = 0; i < report_.ranks; ++i, y_ += height) {
             canvas_.text(left - 14, y_ + height / 2, "end", 11, grey, std::to_string(i));
             for (int j = 0; j < report_.ranks; ++j) {
-                index const rows = report_.plan->rows[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)];
+                index_t const rows = report_.plan->rows[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)];
                 colour const solid = rows > 0 ? colour_of(i) : paper;
                 colour const fill = rows > 0 && i == j ? solid.lighter(0.8) : solid;
                 canvas_.box(left + j * width + 1, y_ + 1, width - 2, height - 2, fill, solid);

@@ -14,7 +14,7 @@ namespace inspect {
 class text_picture {
 public:
     text_picture(report const& r, bool colour)
-        : report_(r), colour_(colour), columns_(std::min<index>(r.batch.tokens(), 100)) {}
+        : report_(r), colour_(colour), columns_(std::min<index_t>(r.batch.tokens(), 100)) {}
 
     std::string draw() {
         out_ << title(report_, "->") << '\n' << summary(report_) << "\n\n";
@@ -36,11 +36,11 @@ public:
     }
 
 private:
-    static constexpr index most_matrix_ranks = 16, most_offsets = 10;
+    static constexpr index_t most_matrix_ranks = 16, most_offsets = 10;
 
     /// Returns the first row that column `c` stands for.
-    index row_at(index c) const {
-        return static_cast<index>(static_cast<long double>(c) * report_.batch.tokens() / columns_);
+    index_t row_at(index_t c) const {
+        return static_cast<index_t>(static_cast<long double>(c) * report_.batch.tokens() / columns_);
     }
 
     static char symbol(int rank) {
@@ -62,8 +62,8 @@ private:
 
     void ruler() {
         label("sequence");
-        for (index c = 0, last = -1; c < columns_; ++c) {
-            index const s = report_.batch.sequence(row_at(c));
+        for (index_t c = 0, last = -1; c < columns_; ++c) {
+            index_t const s = report_.batch.sequence(row_at(c));
             out_ << (s == last ? '-' : '|');
             last = s;
         }
@@ -75,7 +75,7 @@ private:
             lane const& held = lanes[static_cast<std::size_t>(rank)];
             label("rank " + std::to_string(rank));
             auto next = held.parts.begin();
-            for (index c = 0; c < columns_; ++c) {
+            for (index_t c = 0; c < columns_; ++c) {
                 while (next != held.parts.end() && next->rows.last <= row_at(c)) ++next;
                 bool const here = next != held.parts.end() && next->rows.first <= row_at(c);
                 bool const stays = here && &lanes != &report_.before && next->source == rank;
@@ -96,21 +96,21 @@ private:
         }
         std::size_t width = 4;
         for (auto const& row : report_.plan->rows)
-            for (index const rows : row) width = std::max(width, std::to_string(rows).size() + 2);
+            for (index_t const rows : row) width = std::max(width, std::to_string(rows).size() + 2);
         auto const cell = [&](std::string const& text) { out_ << std::string(width - text.size(), ' ') << text; };
         cell("");
         for (int j = 0; j < report_.ranks; ++j) cell(std::to_string(j));
         for (int i = 0; i < report_.ranks; ++i) {
             out_ << '\n';
             cell(std::to_string(i));
-            for (index const rows : report_.plan->rows[static_cast<std::size_t>(i)]) cell(std::to_string(rows));
+            for (index_t const rows : report_.plan->rows[static_cast<std::size_t>(i)]) cell(std::to_string(rows));
         }
         out_ << '\n';
     }
 
     report const& report_;
     bool colour_;
-    index columns_;
+    index_t columns_;
     std::ostringstream out_;
 };
 

@@ -23,11 +23,11 @@ public:
     explicit checkpoint(std::string const& directory) : config(cpx::qwen3_5_config::read(directory + "/config.json")) {
         cpx::safetensors const file(directory + "/model.safetensors");
         auto const& c = config;
-        cpx::index const hidden = c.hidden_size, vocab = c.vocab_size;
+        cpx::index_t const hidden = c.hidden_size, vocab = c.vocab_size;
         load(file, "model.embed_tokens.weight", vocab, hidden);
         load(file, "model.norm.weight", 1, hidden);
         if (!c.tie_word_embeddings) load(file, "lm_head.weight", vocab, hidden);
-        for (cpx::index i = 0; i < c.num_hidden_layers; ++i) {
+        for (cpx::index_t i = 0; i < c.num_hidden_layers; ++i) {
             std::string const layer = "model.layers." + std::to_string(i) + '.';
             load(file, layer + "input_layernorm.weight", 1, hidden);
             load(file, layer + "post_attention_layernorm.weight", 1, hidden);
@@ -40,8 +40,8 @@ public:
                 load_mlp(file, layer + "mlp.", c.intermediate_size);
             }
             if (c.layer_types[static_cast<std::size_t>(i)] == cpx::layer_type::linear_attention) {
-                cpx::index const k = c.linear_num_key_heads * c.linear_key_head_dim;
-                cpx::index const heads = c.linear_num_value_heads, v = heads * c.linear_value_head_dim;
+                cpx::index_t const k = c.linear_num_key_heads * c.linear_key_head_dim;
+                cpx::index_t const heads = c.linear_num_value_heads, v = heads * c.linear_value_head_dim;
                 load(file, layer + "linear_attn.in_proj_qkv.weight", 2 * k + v, hidden);
                 load(file, layer + "linear_attn.in_proj_z.weight", v, hidden);
                 load(file, layer + "linear_attn.in_proj_b.weight", heads, hidden);
@@ -52,7 +52,7 @@ public:
                 load(file, layer + "linear_attn.norm.weight", 1, c.linear_value_head_dim);
                 load(file, layer + "linear_attn.out_proj.weight", hidden, v);
             } else {
-                cpx::index const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
+                cpx::index_t const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
                 load(file, layer + "self_attn.q_proj.weight", 2 * q, hidden); // each head: query, then output gate
                 load(file, layer + "self_attn.k_proj.weight", kv, hidden);
                 load(file, layer + "self_attn.v_proj.weight", kv, hidden);
@@ -72,7 +72,7 @@ public:
     /// Returns the weight of a norm.
     std::span<T const> gain(std::string const& name) const { return weights_.at(name).values; }
     /// Returns the weights of the gated delta net in layer `i`.
-    cpx::gated_delta_net_weights<T> delta_net(cpx::index i) const {
+    cpx::gated_delta_net_weights<T> delta_net(cpx::index_t i) const {
         auto const w = [&](char const* name) {
             return weight("model.layers." + std::to_string(i) + ".linear_attn." + name);
         };
@@ -87,7 +87,7 @@ public:
                 w("out_proj.weight")};
     }
     /// Returns the weights of the mixture of experts in layer `i`.
-    cpx::moe_weights<T> moe(cpx::index i) const {
+    cpx::moe_weights<T> moe(cpx::index_t i) const {
         auto const w = [&](char const* name) { return weight("model.layers." + std::to_string(i) + ".mlp." + name); };
         return {w("gate.weight"),
                 w("experts.gate_up_proj"),
@@ -107,15 +107,15 @@ public:
 
 private:
     struct stored {
-        cpx::index rows = 0, columns = 0;
+        cpx::index_t rows = 0, columns = 0;
         std::vector<T> values;
     };
 
-    void load(cpx::safetensors const& file, std::string const& name, cpx::index rows, cpx::index columns) {
+    void load(cpx::safetensors const& file, std::string const& name, cpx::index_t rows, cpx::index_t columns) {
         weights_[name] = {rows, columns, read(file, name, {rows, columns})};
     }
 
-    void load_mlp(cpx::safetensors const& file, std::string const& mlp, cpx::index inner) {
+    void load_mlp(cpx::safetensors const& file, std::string const& mlp, cpx::index_t inner) {
         load(file, mlp + "gate_proj.weight", inner, config.hidden_size);
         load(file, mlp + "up_proj.weight", inner, config.hidden_size);
         load(file, mlp + "down_proj.weight", config.hidden_size, inner);
@@ -123,7 +123,8 @@ private:
 
     /// Stacks the weights of the experts, whether the file has them expert by expert or stacked.
     void load_experts(cpx::safetensors const& file, std::string const& experts) {
-        cpx::index const count = config.num_experts, hidden = config.hidden_size, inner = config.moe_intermediate_size;
+        cpx::index_t const count = config.num_experts, hidden = config.hidden_size,
+                           inner = config.moe_intermediate_size;
         stored gate_up{count * 2 * inner, hidden, {}}, down{count * hidden, inner, {}};
         if (file.contains(experts + "gate_up_proj") || file.contains(experts + "down_proj")) {
             gate_up.values = read(file, experts + "gate_up_proj", {count, 2 * inner, hidden});
@@ -132,7 +133,7 @@ private:
             auto const append = [](std::vector<T>& to, std::vector<T> const& values) {
                 to.insert(to.end(), values.begin(), values.end());
             };
-            for (cpx::index e = 0; e < count; ++e) {
+            for (cpx::index_t e = 0; e < count; ++e) {
                 std::string const expert = experts + std::to_string(e) + '.';
                 append(gate_up.values, read(file, expert + "gate_proj.weight", {inner, hidden}));
                 append(gate_up.values, read(file, expert + "up_proj.weight", {inner, hidden}));
@@ -144,13 +145,14 @@ private:
     }
 
     /// Returns the elements of a weight; the file may shape it with axes of size 1.
-    static std::vector<T> read(cpx::safetensors const& file, std::string const& name, std::vector<cpx::index> wanted) {
-        std::vector<cpx::index> shape = file.tensor(name).shape;
+    static std::vector<T> read(cpx::safetensors const& file, std::string const& name,
+                               std::vector<cpx::index_t> wanted) {
+        std::vector<cpx::index_t> shape = file.tensor(name).shape;
         std::erase(shape, 1);
         std::erase(wanted, 1);
-        auto const show = [](std::vector<cpx::index> const& sizes) {
+        auto const show = [](std::vector<cpx::index_t> const& sizes) {
             std::string text;
-            for (cpx::index const n : sizes) text += (text.empty() ? "" : " x ") + std::to_string(n);
+            for (cpx::index_t const n : sizes) text += (text.empty() ? "" : " x ") + std::to_string(n);
             return text;
         };
         cpx::require(shape == wanted, file.where().c_str(), ("shape of " + name).c_str(), show(wanted), show(shape));

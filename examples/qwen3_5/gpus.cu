@@ -15,8 +15,8 @@ namespace qwen3_5 {
 namespace {
 
 /// Returns what `rank` holds of numbers of the whole batch, on its GPU.
-cpx::cuda::buffer<cpx::index> part(gpu::entry_sharding const& entry, int rank, std::vector<cpx::index> const& all) {
-    std::vector<cpx::index> own;
+cpx::cuda::buffer<cpx::index_t> part(gpu::entry_sharding const& entry, int rank, std::vector<cpx::index_t> const& all) {
+    std::vector<cpx::index_t> own;
     entry.for_each_piece(
         rank, [&](cpx::range rows) { own.insert(own.end(), all.begin() + rows.first, all.begin() + rows.last); });
     return gpu::upload(own);

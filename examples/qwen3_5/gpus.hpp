@@ -18,7 +18,7 @@ struct gpu_input {
     cpx::qwen3_5_config config;
     std::map<std::string, cpx::rows<float const>> weights; ///< by their names in the file
     cpx::thd batch;
-    std::vector<cpx::index> ids, labels; ///< by global row
+    std::vector<cpx::index_t> ids, labels; ///< by global row
     attention_by attention = attention_by::gather;
 };
 

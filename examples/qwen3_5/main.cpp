@@ -90,9 +90,9 @@ void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one
 
 /// Returns the packed batch of a reference file and checks it against the model.
 qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
-    auto const ids = file.read<cpx::index>("input_ids", {-1});
-    auto const offsets = file.read<cpx::index>("cu_seqlens", {-1});
-    auto const batch = cpx::thd::from_offsets<cpx::index>(offsets, std::ssize(ids));
+    auto const ids = file.read<cpx::index_t>("input_ids", {-1});
+    auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
+    auto const batch = cpx::thd::from_offsets<cpx::index_t>(offsets, std::ssize(ids));
     cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
                  "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -141,7 +141,7 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
 template <class T>
 std::vector<report> run(options const& o) {
     int const ranks = examples::parse_ranks(o.ranks);
-    cpx::index const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
+    cpx::index_t const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
     auto const strategies = choose(o);
     qwen3_5::checkpoint<T> const model(o.model);
     cpx::safetensors const file(o.reference);
@@ -182,7 +182,7 @@ std::vector<report> run(options const& o) {
     return reports;
 }
 
-void print_json(std::vector<report> const& reports, int ranks, options const& o, cpx::index element) {
+void print_json(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
     auto list = nlohmann::json::array();
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
@@ -216,7 +216,7 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
     std::printf("%s\n", nlohmann::json{{"strategies", list}}.dump(2).c_str());
 }
 
-void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index element) {
+void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
     std::printf(
         "Qwen3.5 over %d %s in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
         o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str());
@@ -226,7 +226,7 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
     std::printf(header, "attention", "linear", "carry", "cut", "delta", "one rank", "loss", "delta", "sent", "bound",
                 "gather", "sent", "gather", "KiB");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "error", "rank");
-    auto const kib = [](cpx::index bytes) { return static_cast<double>(bytes) / 1024; };
+    auto const kib = [](cpx::index_t bytes) { return static_cast<double>(bytes) / 1024; };
     for (auto const& r : reports) {
         auto const& [least, all_gather] = r.outcome.counted;
         char to_one[16];
@@ -272,7 +272,7 @@ int main(int argc, char** argv) {
         bool const wide = o.dtype == "float64";
         auto const reports = wide ? run<double>(o) : run<float>(o);
         int const ranks = examples::parse_ranks(o.ranks);
-        cpx::index const element = wide ? 8 : 4;
+        cpx::index_t const element = wide ? 8 : 4;
         if (o.json)
             print_json(reports, ranks, o, element);
         else

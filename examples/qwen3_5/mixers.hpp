@@ -10,7 +10,7 @@ namespace qwen3_5 {
 
 /// h += linear_attention(norm(h)), by `net`, which knows on which sharding its recurrence runs.
 template <class Site, class Net>
-typename Site::backward linear_attention(Site& at, Net const& net, cpx::index layer, typename Site::tensor& h) {
+typename Site::backward linear_attention(Site& at, Net const& net, cpx::index_t layer, typename Site::tensor& h) {
     using T = typename Site::element;
     auto const norm = layer_name(layer, "input_layernorm.weight");
     auto const before = h;
@@ -42,7 +42,7 @@ class full_attention {
     using by_heads = cpx::head_sharded<>;
 
 public:
-    full_attention(Site& at, attention_by how, cpx::index layer)
+    full_attention(Site& at, attention_by how, cpx::index_t layer)
         : at_(at), how_(how), layer_(layer),
           heads_{at.model.config.num_attention_heads, at.model.config.num_key_value_heads, at.model.config.head_dim},
           dim_(heads_.dim), q_(heads_.query_heads * dim_), kv_(heads_.key_heads * dim_),
@@ -58,7 +58,7 @@ public:
         at_.linear(name("self_attn.q_proj.weight"), s.x.view(), s.q_and_gate.view());
         at_.linear(name("self_attn.k_proj.weight"), s.x.view(), s.raw.view().columns(q_, kv_));
         at_.linear(name("self_attn.v_proj.weight"), s.x.view(), s.raw.view().columns(q_ + kv_, kv_));
-        for (cpx::index head = 0; head < heads_.query_heads; ++head) // q_proj gives each head's query, then its gate
+        for (cpx::index_t head = 0; head < heads_.query_heads; ++head) // q_proj gives each head's query, then its gate
             cpx::map(s.raw.data().columns(head * dim_, dim_)) =
                 cpx::map(s.q_and_gate.data().columns(2 * head * dim_, dim_));
         s.qkv = s.raw;
@@ -89,7 +89,7 @@ private:
     };
     struct normed_part {
         std::string weight;
-        cpx::index first, width;
+        cpx::index_t first, width;
     };
 
     std::string name(char const* part) const { return layer_name(layer_, part); }
@@ -100,12 +100,12 @@ private:
     /// Calls `f(o, gate)` for every element of `o`.
     template <class F>
     void each_gate(saved const& s, F&& f, tensor& o) const {
-        for (cpx::index row = 0; row < o.data().count(); ++row)
-            for (cpx::index j = 0; j < q_; ++j)
+        for (cpx::index_t row = 0; row < o.data().count(); ++row)
+            for (cpx::index_t j = 0; j < q_; ++j)
                 f(o.data()(row, j), s.q_and_gate.data()(row, (j / dim_ * 2 + 1) * dim_ + j % dim_));
     }
     template <class Q>
-    cpx::rows<T> lse(std::vector<T>& values, cpx::tensor<T, Q> const& of, cpx::index query_heads) const {
+    cpx::rows<T> lse(std::vector<T>& values, cpx::tensor<T, Q> const& of, cpx::index_t query_heads) const {
         values.resize(static_cast<std::size_t>(of.data().count() * query_heads));
         return {values.data(), of.data().count(), query_heads};
     }
@@ -130,7 +130,7 @@ private:
         exchange(relayout(split_o_, at_.sharding, rank), s.part_o->view(), s.o.view(), at_.comm);
     }
     /// Returns the columns of q, and of k, that this rank holds by heads.
-    std::pair<cpx::index, cpx::index> widths() const {
+    std::pair<cpx::index_t, cpx::index_t> widths() const {
         return {split_.heads(at_.rank(), heads_.query_heads).size() * dim_,
                 split_.heads(at_.rank(), heads_.key_heads).size() * dim_};
     }
@@ -140,8 +140,8 @@ private:
              dx = at_.make(dh.width());
         at_.linear_backward(name("self_attn.o_proj.weight"), at_.whole(gated.view()), dh.view(), d_o.view());
         auto dgate = d_o;
-        for (cpx::index row = 0; row < s.o.data().count(); ++row)
-            for (cpx::index j = 0; j < q_; ++j) dgate.data()(row, j) *= s.o.data()(row, j);
+        for (cpx::index_t row = 0; row < s.o.data().count(); ++row)
+            for (cpx::index_t j = 0; j < q_; ++j) dgate.data()(row, j) *= s.o.data()(row, j);
         each_gate(
             s, [&](T& d, T gate) { d = cpx::sigmoid_backward(gate, d); }, dgate);
         each_gate(
@@ -156,7 +156,7 @@ private:
             cpx::rotary_backward(at_.rank(), typename Site::const_view(part), dim_, rotation(), part);
             at_.norm_backward(weight, s.raw.view().columns(first, width), part, part);
         }
-        for (cpx::index head = 0; head < heads_.query_heads; ++head) {
+        for (cpx::index_t head = 0; head < heads_.query_heads; ++head) {
             auto const both = dq_and_gate.data().columns(2 * head * dim_, 2 * dim_);
             cpx::map(both.columns(0, dim_)) = cpx::map(dqkv.data().columns(head * dim_, dim_));
             cpx::map(both.columns(dim_, dim_)) = cpx::map(dgate.data().columns(head * dim_, dim_));
@@ -173,7 +173,7 @@ private:
     /// the batch; else from this rank's queries for all keys, and the transposed gather adds the ranks.
     void attend_gathered_backward(saved const& s, tensor const& d_o, tensor& dqkv) const {
         int const rank = at_.rank();
-        cpx::index const n = heads_.query_heads;
+        cpx::index_t const n = heads_.query_heads;
         cpx::replicated<> const everywhere(at_.sharding.ranks(), at_.sharding.batch());
         auto of_queries = at_.make(2 * q_ + 2 * n); // q, dout, lse, delta
         auto const all = of_queries.view();
@@ -206,7 +206,7 @@ private:
     void attend_by_heads_backward(saved const& s, tensor const& d_o, tensor& dqkv) const {
         int const rank = at_.rank();
         auto const [q, k] = widths();
-        cpx::index const n = q / dim_;
+        cpx::index_t const n = q / dim_;
         auto const d_part = exchange(relayout(at_.sharding, split_o_, rank), d_o, at_.comm);
         cpx::tensor<T, by_heads> numbers(split_, rank, n), dpart(split_, rank, q + 2 * k);
         cpx::sharded<T const, by_heads> const dout(d_part.data(), split_), o(s.part_o->data(), split_),
@@ -223,9 +223,9 @@ private:
 
     Site& at_;
     attention_by how_;
-    cpx::index layer_;
+    cpx::index_t layer_;
     cpx::attention_heads heads_;
-    cpx::index dim_, q_, kv_;
+    cpx::index_t dim_, q_, kv_;
     double scale_;
     by_heads split_, split_o_;
 };

@@ -8,7 +8,7 @@ namespace qwen3_5 {
 
 /// h += down(silu(gate(x)) up(x)), x = norm(h).
 template <class Site>
-typename Site::backward dense_mlp(Site& at, cpx::index layer, typename Site::tensor& h) {
+typename Site::backward dense_mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
     using T = typename Site::element;
     auto const norm = layer_name(layer, "post_attention_layernorm.weight");
     auto const gate_proj = layer_name(layer, "mlp.gate_proj.weight"), up_proj = layer_name(layer, "mlp.up_proj.weight"),
@@ -37,7 +37,7 @@ typename Site::backward dense_mlp(Site& at, cpx::index layer, typename Site::ten
 
 /// h += experts(x), x = norm(h).
 template <class Site>
-typename Site::backward expert_mlp(Site& at, cpx::index layer, typename Site::tensor& h) {
+typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
     using T = typename Site::element;
     auto const norm = layer_name(layer, "post_attention_layernorm.weight");
     auto const& config = at.model.config;
@@ -58,16 +58,16 @@ typename Site::backward expert_mlp(Site& at, cpx::index layer, typename Site::te
         };
         auto const whole = at.whole(x.view());
         auto const gate_up = on_site(d.dshared_gate_up);
-        cpx::index const shared = config.shared_expert_intermediate_size;
+        cpx::index_t const shared = config.shared_expert_intermediate_size;
         linear("gate.weight", whole, on_site(d.dlogits));
         linear("shared_expert.gate_proj.weight", whole, gate_up.columns(0, shared));
         linear("shared_expert.up_proj.weight", whole, gate_up.columns(shared, shared));
         linear("shared_expert.down_proj.weight", at.whole(on_site(saved.shared_activation)), on_site(d.dshared_output));
         linear("shared_expert_gate.weight", whole, on_site(d.dshared_gate));
 
-        auto const chosen = at.sums.template whole<cpx::index>(on_site(saved.chosen), at.comm);
+        auto const chosen = at.sums.template whole<cpx::index_t>(on_site(saved.chosen), at.comm);
         auto const experts = [&](char const* weight, cpx::summed_rows<T> const& input, auto const& dy,
-                                 cpx::index outputs) {
+                                 cpx::index_t outputs) {
             auto const part = at.sums.template share<T>(dy, outputs, at.comm);
             if (!part.share.empty())
                 cpx::expert_linear_backward_weight<T>(chosen.data, config.num_experts, part.data, input.data,

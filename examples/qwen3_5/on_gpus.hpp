@@ -12,7 +12,7 @@ inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, atte
     using whole_batch = cpx::replicated<>;
     whole_batch const whole(1, in.batch);
     auto const count = static_cast<std::size_t>(in.batch.tokens());
-    cpx::tensor<cpx::index, whole_batch> ids(whole, 0, 1), labels(whole, 0, 1);
+    cpx::tensor<cpx::index_t, whole_batch> ids(whole, 0, 1), labels(whole, 0, 1);
     cpx::tensor<float, whole_batch> logp(whole, 0, 1);
     std::ranges::copy(in.ids, ids.data().data());
 

@@ -17,7 +17,7 @@ class pass {
 public:
     using delta_net = cpx::gated_delta_net<How, Linear, Mix>;
     using hidden = cpx::tensor<T, Entry>;
-    using numbers = cpx::tensor<cpx::index, Entry>;
+    using numbers = cpx::tensor<cpx::index_t, Entry>;
 
     pass(checkpoint<T> const& model, Entry const& entry, Linear const& linear, delta_net const& net,
          attention_by attention, cpx::sum_order order, Comm& comm)
@@ -30,7 +30,7 @@ public:
     hidden forward(numbers const& ids, numbers const& labels) {
         auto h = embed(ids);
         auto const& c = model_.config;
-        for (cpx::index i = 0; i < c.num_hidden_layers;) {
+        for (cpx::index_t i = 0; i < c.num_hidden_layers;) {
             if (type(i) == cpx::layer_type::full_attention) {
                 record(full_attention(at_entry_, attention_, i)(h), dh_);
                 record(mlp(at_entry_, i, h), dh_);
@@ -55,7 +55,9 @@ public:
     }
 
 private:
-    cpx::layer_type type(cpx::index layer) const { return model_.config.layer_types[static_cast<std::size_t>(layer)]; }
+    cpx::layer_type type(cpx::index_t layer) const {
+        return model_.config.layer_types[static_cast<std::size_t>(layer)];
+    }
 
     template <class Backward, class Gradient>
     void record(Backward step, Gradient& dh) {
@@ -63,7 +65,7 @@ private:
     }
 
     template <class Site>
-    typename Site::backward mlp(Site& at, cpx::index layer, typename Site::tensor& h) {
+    typename Site::backward mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
         return model_.config.moe() ? expert_mlp(at, layer, h) : dense_mlp(at, layer, h);
     }
 
@@ -83,13 +85,13 @@ private:
         char const* const name = "model.embed_tokens.weight";
         auto const weight = model_.weight(name);
         auto h = at_entry_.make(weight.width());
-        for (cpx::index row = 0; row < h.data().count(); ++row)
+        for (cpx::index_t row = 0; row < h.data().count(); ++row)
             std::copy_n(weight.row(ids.data()(row, 0)), weight.width(), h.data().row(row));
         tape_.push_back([this, ids, dweight = grads_.of(name)] {
-            auto const whole = at_entry_.sums.template whole<cpx::index>(ids.view(), comm_);
+            auto const whole = at_entry_.sums.template whole<cpx::index_t>(ids.view(), comm_);
             auto const dh = at_entry_.sums.template share<T>(dh_.view(), dweight.width(), comm_);
-            for (cpx::index row = 0; row < dh.data.count(); ++row)
-                for (cpx::index j = dh.share.first; j < dh.share.last; ++j)
+            for (cpx::index_t row = 0; row < dh.data.count(); ++row)
+                for (cpx::index_t j = dh.share.first; j < dh.share.last; ++j)
                     dweight(whole.data(row, 0), j) += dh.data(row, j - dh.share.first);
         });
         return h;

@@ -19,7 +19,7 @@ template <class T>
 class gradients {
 public:
     explicit gradients(checkpoint<T> const& model) : tied_(model.config.tie_word_embeddings) {
-        cpx::index first = 0;
+        cpx::index_t first = 0;
         auto const add = [&](std::string const& name, cpx::rows<T const> weight) {
             places_[name] = {first, weight.count(), weight.width()};
             first += weight.count() * weight.width();
@@ -57,7 +57,7 @@ public:
 private:
     static constexpr char const* head = "lm_head.weight";
     struct place {
-        cpx::index first, count, width;
+        cpx::index_t first, count, width;
     };
     bool tied_;
     std::map<std::string, place> places_;
@@ -81,7 +81,7 @@ public:
         : model(weights), grads(of_weights), sharding(where), sums(where, transport.rank(), order), comm(transport) {}
 
     int rank() const { return comm.rank(); }
-    tensor make(cpx::index width) const { return {sharding, rank(), width}; }
+    tensor make(cpx::index_t width) const { return {sharding, rank(), width}; }
 
     void norm(std::string const& weight, const_view x, view y) const {
         cpx::rms_norm<T>(x.data(), model.gain(weight), eps(), T(1), y.data());
@@ -91,7 +91,7 @@ public:
         auto const gain = model.gain(weight);
         sums.terms(
             grads.gain(weight),
-            [&](cpx::index row, std::span<T> dgain) {
+            [&](cpx::index_t row, std::span<T> dgain) {
                 cpx::rms_norm_backward<T>(x.data().sub(row, 1), gain, eps(), T(1), dy.data().sub(row, 1),
                                           dx.data().sub(row, 1), dgain);
             },

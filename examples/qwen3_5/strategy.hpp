@@ -24,7 +24,7 @@ struct strategy {
 /// The packed batch and its token ids.
 struct input {
     cpx::thd batch;
-    std::vector<cpx::index> ids;
+    std::vector<cpx::index_t> ids;
 };
 
 /// What one forward pass must move, counted from who owns which rows, and what gathering whole tensors would move.
@@ -36,14 +36,14 @@ struct outcome {
     std::vector<double> log_probabilities; ///< by global row
     cpx::token_loss loss;
     std::map<std::string, std::vector<double>> gradients; ///< of the loss, by weight; none unless asked for
-    std::map<std::string, cpx::index> columns;            ///< of a gradient
+    std::map<std::string, cpx::index_t> columns;          ///< of a gradient
     bool exact = false;                                   ///< bitwise those of one rank, by construction
     cpx::tally rows, states; ///< what all ranks sent: rows (relayouts and halos) and recurrent states
     needs counted;
 };
 
 /// Returns the sizes of the model's gated delta nets.
-inline cpx::gated_delta_net_config delta_net_config(cpx::qwen3_5_config const& c, cpx::index chunk) {
+inline cpx::gated_delta_net_config delta_net_config(cpx::qwen3_5_config const& c, cpx::index_t chunk) {
     return {c.hidden_size,
             {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim},
             c.linear_conv_kernel_dim,
@@ -55,9 +55,9 @@ namespace detail {
 
 /// Adds what moving one tensor of `width` between two shardings takes.
 template <class From, class To>
-void count(From const& from, To const& to, cpx::index width, needs& n) {
+void count(From const& from, To const& to, cpx::index_t width, needs& n) {
     cpx::volume const least = lower_bound(from, to, width);
-    cpx::index const everywhere = (from.ranks() - 1) * from.batch().tokens();
+    cpx::index_t const everywhere = (from.ranks() - 1) * from.batch().tokens();
     n.least.rows += least.rows;
     n.least.elements += least.elements;
     if (least.rows == 0) return;
@@ -70,10 +70,10 @@ template <class Entry, class Linear, class Mix>
 needs count_forward(cpx::qwen3_5_config const& c, attention_by attention, Entry const& entry, Linear const& linear,
                     Mix const& mix, cpx::gated_delta_net_config const& net) {
     needs n;
-    cpx::index const v = net.heads.value_heads * net.heads.value_dim;
-    cpx::index const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
-    cpx::index const conv = 2 * net.heads.key_heads * net.heads.key_dim + v;
-    cpx::index const ranks = entry.ranks(), before = net.kernel - 1;
+    cpx::index_t const v = net.heads.value_heads * net.heads.value_dim;
+    cpx::index_t const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
+    cpx::index_t const conv = 2 * net.heads.key_heads * net.heads.key_dim + v;
+    cpx::index_t const ranks = entry.ranks(), before = net.kernel - 1;
     cpx::head_sharded<> const o(static_cast<int>(ranks), entry.batch(), {{c.num_attention_heads, c.head_dim}});
     cpx::head_sharded<> const o_linear(static_cast<int>(ranks), entry.batch(), net.output_sections());
     cpx::section const query{c.num_attention_heads, c.head_dim}, key{c.num_key_value_heads, c.head_dim};
@@ -94,10 +94,10 @@ needs count_forward(cpx::qwen3_5_config const& c, attention_by attention, Entry 
             count(linear, mix, conv + 2 * net.heads.value_heads, n);
             count(o_linear, linear, v, n);
         } else {
-            cpx::index const halo = halo_lower_bound(mix, before);
+            cpx::index_t const halo = halo_lower_bound(mix, before);
             n.least.rows += halo;
             n.least.elements += halo * conv;
-            cpx::index tails = 0; // the last rows of every segment, which would be gathered on every rank
+            cpx::index_t tails = 0; // the last rows of every segment, which would be gathered on every rank
             for (int rank = 0; rank < ranks; ++rank)
                 for (auto const& segment : segments(mix, rank)) tails += std::min(before, segment.count);
             n.all_gather.rows += halo ? (ranks - 1) * tails : 0;
@@ -122,8 +122,8 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
         cpx::counted comm(threads);
         int const rank = comm.rank();
         using Entry = token_sharding<cpx::scope::sequence>;
-        cpx::tensor<cpx::index, Entry> ids(entry, rank, 1), labels = ids;
-        cpx::index row = 0;
+        cpx::tensor<cpx::index_t, Entry> ids(entry, rank, 1), labels = ids;
+        cpx::index_t row = 0;
         entry.for_each_piece(rank, [&](cpx::range rows) {
             std::copy(in.ids.begin() + rows.first, in.ids.begin() + rows.last, ids.data().row(row));
             row += rows.size();
@@ -166,7 +166,7 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
 
 /// Runs the model over `ranks` threads, forward and, if asked for, backward. Throws `cpx::error` on bad input.
 template <class T>
-outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index chunk,
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
             bool backward) {
     auto const net = delta_net_config(model.config, chunk);
     if (how.by_heads()) {

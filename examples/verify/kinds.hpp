@@ -25,14 +25,14 @@ struct job {
     examples::sharding_spec layout;
     examples::cut_spec cut;
     int ranks = 1;
-    cpx::index chunk = 64;
+    cpx::index_t chunk = 64;
 
-    cpx::index tokens() const { return batch.tokens(); }
+    cpx::index_t tokens() const { return batch.tokens(); }
 };
 
 /// Returns this rank's part of a whole tensor, as a data loader takes it: nothing moves.
 template <class T, class S>
-cpx::tensor<T, S> take(std::vector<T> const& whole, cpx::index width, S const& sharding, cpx::threads& comm) {
+cpx::tensor<T, S> take(std::vector<T> const& whole, cpx::index_t width, S const& sharding, cpx::threads& comm) {
     cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
     auto const plan = relayout(everywhere, sharding, comm.rank());
     cpx::tensor<T, S> part(sharding, comm.rank(), plan.target_width ? plan.target_width : width);
@@ -42,7 +42,7 @@ cpx::tensor<T, S> take(std::vector<T> const& whole, cpx::index width, S const& s
 
 /// Returns the whole of a tensor of which every rank has a part.
 template <class T, class S>
-std::vector<T> gather(cpx::rows<T const> part, cpx::index width, S const& sharding, cpx::threads& comm) {
+std::vector<T> gather(cpx::rows<T const> part, cpx::index_t width, S const& sharding, cpx::threads& comm) {
     cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
     std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * width));
     exchange(relayout(sharding, everywhere, comm.rank()), cpx::sharded(part, sharding),
@@ -83,26 +83,26 @@ outputs<T> gated_delta_rule(job const& j) {
         cpx::require(j.file.metadata("scale") == std::to_string(heads.key_dim) + "**-0.5", j.file.where().c_str(),
                      "scale in the metadata", std::to_string(heads.key_dim) + "**-0.5", j.file.metadata("scale"));
 
-    cpx::index width = 0; // one row holds q, k, v, g and beta of a token, so that they are sharded together
+    cpx::index_t width = 0; // one row holds q, k, v, g and beta of a token, so that they are sharded together
     for (cpx::section const& s : in) width += s.heads * s.width;
     std::vector<T> whole(static_cast<std::size_t>(j.tokens() * width));
-    cpx::index first = 0;
+    cpx::index_t first = 0;
     for (std::size_t i = 0; i < in.size(); ++i) {
-        auto shape = std::vector<cpx::index>{j.tokens(), in[i].heads};
+        auto shape = std::vector<cpx::index_t>{j.tokens(), in[i].heads};
         if (i < 3) shape.push_back(in[i].width);
         auto const values = j.file.read<T>(names[i], shape);
-        cpx::index const columns = in[i].heads * in[i].width;
+        cpx::index_t const columns = in[i].heads * in[i].width;
         cpx::map(cpx::rows<T>(whole, width).columns(first, columns)) = cpx::map(cpx::rows<T const>(values, columns));
         first += columns;
     }
 
-    cpx::index const out_width = heads.value_heads * heads.value_dim;
+    cpx::index_t const out_width = heads.value_heads * heads.value_dim;
     bool const backward = j.file.contains("do");
     auto const dout =
         backward ? j.file.read<T>("do", {j.tokens(), heads.value_heads, heads.value_dim}) : std::vector<T>();
 
     outputs<T> result;
-    cpx::index const state = heads.key_dim * heads.value_dim;
+    cpx::index_t const state = heads.key_dim * heads.value_dim;
     auto& final_state = result["final_state"];
     final_state.resize(static_cast<std::size_t>(j.batch.sequences() * heads.value_heads * state));
     std::mutex guard;
@@ -112,12 +112,12 @@ outputs<T> gated_delta_rule(job const& j) {
             int const rank = comm.rank();
             auto const part = take(whole, width, sharding, comm);
             cpx::range const values = sharding.heads(rank, heads.value_heads);
-            cpx::index const k = sharding.heads(rank, heads.key_heads).size() * heads.key_dim, n = values.size();
+            cpx::index_t const k = sharding.heads(rank, heads.key_heads).size() * heads.key_dim, n = values.size();
             cpx::tensor<T, S> o(sharding, rank, n * heads.value_dim);
-            cpx::index const local_state = n * state;
+            cpx::index_t const local_state = n * state;
             std::vector<T> finals(static_cast<std::size_t>(j.batch.sequences() * local_state));
             auto const x = part.view();
-            cpx::index const v_end = 2 * k + n * heads.value_dim;
+            cpx::index_t const v_end = 2 * k + n * heads.value_dim;
             auto const plan = carry(sharding, rank);
             cpx::delta_rule_saved<T> saved;
             cpx::delta_rule_tensors<T, S> const tensors{x.columns(0, k),
@@ -150,15 +150,15 @@ outputs<T> gated_delta_rule(job const& j) {
             std::lock_guard const lock(guard);
             for (std::size_t i = 0; i < plan.segments.size(); ++i) { // a final state is where its sequence ends
                 if (plan.links[i].has_successor) continue;
-                cpx::index const s = plan.segments[i].sequence;
+                cpx::index_t const s = plan.segments[i].sequence;
                 std::copy_n(finals.data() + s * local_state, local_state,
                             final_state.data() + (s * heads.value_heads + values.first) * state);
             }
             if (rank != 0) return;
             result["o"] = std::move(all);
-            cpx::index column = 0;
+            cpx::index_t column = 0;
             for (std::size_t i = 0; backward && i < in.size(); ++i) {
-                cpx::index const columns = in[i].heads * in[i].width;
+                cpx::index_t const columns = in[i].heads * in[i].width;
                 auto& gradient = result[std::string("d") + names[i]];
                 gradient.resize(static_cast<std::size_t>(j.tokens() * columns));
                 cpx::map(cpx::rows<T>(gradient, columns)) =
@@ -174,7 +174,7 @@ template <class T>
 outputs<T> causal_conv1d(job const& j) {
     auto const& shape = j.file.tensor("weight").shape;
     cpx::require(shape.size() == 2, j.file.where().c_str(), "axes of weight", 2, shape.size());
-    cpx::index const channels = shape[0], taps = shape[1];
+    cpx::index_t const channels = shape[0], taps = shape[1];
     auto const x = j.file.read<T>("x", {j.tokens(), channels}), weight = j.file.read<T>("weight");
     auto const bias = j.file.contains("bias") ? j.file.read<T>("bias", {channels}) : std::vector<T>();
     auto const act = j.file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
@@ -208,7 +208,7 @@ outputs<T> causal_conv1d(job const& j) {
                 comm);
             auto dx_all = gather<T>(dx.data(), channels, sharding, comm);
             auto const sum = [&](std::vector<T> const& local,
-                                 cpx::index columns) { // over this rank's channels, then ranks
+                                 cpx::index_t columns) { // over this rank's channels, then ranks
                 std::vector<T> total(static_cast<std::size_t>(channels * columns));
                 add_local_rows(sharding, rank, sections, cpx::rows(local, columns), cpx::rows(total, columns));
                 sum_over_ranks(std::span(total), comm);
@@ -228,7 +228,7 @@ outputs<T> causal_conv1d(job const& j) {
 template <class T, class How>
 outputs<T> gdn_layer(job const& j) {
     auto const config = cpx::json_value::parse(j.file.metadata("config"), j.file.where() + ", metadata config");
-    auto const get = [&](char const* key) { return config.template get<cpx::index>(key); };
+    auto const get = [&](char const* key) { return config.template get<cpx::index_t>(key); };
     cpx::gated_delta_net_config const net{get("hidden_size"),
                                           {get("linear_num_key_heads"), get("linear_num_value_heads"),
                                            get("linear_key_head_dim"), get("linear_value_head_dim")},
@@ -241,7 +241,7 @@ outputs<T> gdn_layer(job const& j) {
     auto const dy = backward ? j.file.read<T>("d_output", {j.tokens(), net.hidden}) : std::vector<T>();
     std::map<std::string, std::vector<T>> values;
     cpx::gated_delta_net_weights<T> w;
-    for_each_parameter(w, net, [&](std::string const& name, auto& weight, cpx::index count, cpx::index width) {
+    for_each_parameter(w, net, [&](std::string const& name, auto& weight, cpx::index_t count, cpx::index_t width) {
         auto const& read = values[name] = j.file.read<T>("weight." + name);
         cpx::require(std::ssize(read) == count * width, j.file.where().c_str(), ("elements of " + name).c_str(),
                      count * width, read.size());
@@ -263,11 +263,12 @@ outputs<T> gdn_layer(job const& j) {
 
             std::map<std::string, std::vector<T>> gradients;
             cpx::gated_delta_net_gradients<T, S> to{dx.view(), {}, order};
-            for_each_parameter(to.weights, net, [&](std::string const& name, auto& g, cpx::index n, cpx::index width) {
-                auto& sum = gradients["grad." + name];
-                sum.resize(static_cast<std::size_t>(n * width));
-                g = {sum.data(), n, width};
-            });
+            for_each_parameter(to.weights, net,
+                               [&](std::string const& name, auto& g, cpx::index_t n, cpx::index_t width) {
+                                   auto& sum = gradients["grad." + name];
+                                   sum.resize(static_cast<std::size_t>(n * width));
+                                   g = {sum.data(), n, width};
+                               });
             auto const d_output = take(dy, net.hidden, sharding, comm);
             gated_delta_net_backward(layer, w, part.view(), saved, d_output.view(), to, comm);
             for (auto& [name, sum] : gradients) sum_over_ranks(std::span(sum), comm);

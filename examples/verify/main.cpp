@@ -76,7 +76,7 @@ int main(int argc, char** argv) {
                      '"' + dtype + '"');
         cpx::require(carry == "scan" || carry == "serial", "--carry", "carry", "scan or serial", '"' + carry + '"');
         cpx::safetensors const golden(file);
-        auto const offsets = golden.read<cpx::index>("cu_seqlens", {-1});
+        auto const offsets = golden.read<cpx::index_t>("cu_seqlens", {-1});
         verify::job const j{golden,
                             cpx::thd(offsets),
                             examples::parse_sharding(layout),

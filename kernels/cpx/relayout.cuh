@@ -84,14 +84,14 @@ struct batch_cut {
     Cut cut;
     sequences all;
 
-    __device__ index begin(int c, int chunks, index n) const {
-        index const at = cut.begin(c, chunks, n);
+    __device__ index_t begin(int c, int chunks, index_t n) const {
+        index_t const at = cut.begin(c, chunks, n);
         if (at >= n) return n;
         int const s = all.holding(static_cast<std::int32_t>(at));
-        index const first = all.offsets[s];
+        index_t const first = all.offsets[s];
         return first + cut.snap(at - first, all.offsets[s + 1] - first);
     }
-    __device__ index snap(index t, index) const { return t; }
+    __device__ index_t snap(index_t t, index_t) const { return t; }
 };
 
 /// Where rows stand under one sharding. By sequence, `bases` holds for `tables` ranks, from `lowest` on, the rows

@@ -12,7 +12,7 @@ namespace cpx::kernels {
 
 /// A segment as rows see it: row `row` is token `token`, and the rows after it go on, until the next segment begins.
 struct segment_begin {
-    index row, token;
+    index_t row, token;
 };
 
 /// Positions of rows: of three kinds, the first that is not null counts.
@@ -20,7 +20,7 @@ struct row_positions {
     std::int64_t const* wide; ///< (1 or 3, rows)
     std::int32_t const* narrow;
     segment_begin const* segments; ///< ascending by row
-    index axis_stride;             ///< numbers from axis to axis, 0: one position a row
+    index_t axis_stride;           ///< numbers from axis to axis, 0: one position a row
     int segment_count;
 };
 
@@ -28,8 +28,8 @@ struct row_positions {
 struct rotated_rows {
     char const* x;
     char* y;
-    index x_stride, y_stride; ///< bytes from row to row
-    int first_head;           ///< heads of the tensors before this one
+    index_t x_stride, y_stride; ///< bytes from row to row
+    int first_head;             ///< heads of the tensors before this one
 };
 
 inline constexpr int most_rotated = 4;
@@ -39,7 +39,7 @@ struct rotary_call {
     row_positions positions;
     std::uint64_t const* turns; ///< (half): turns from one position to the next, times 2^64
     std::uint8_t const* axes;   ///< (half): whose position turns a pair; null: the first
-    index rows;
+    index_t rows;
     int heads;                     ///< of all tensors
     int lanes;                     ///< threads of a block beside each other in a head
     int head_bytes, half, rotated; ///< rotated: channels of a head that are turned, 2 * half
@@ -54,9 +54,9 @@ inline constexpr int rotary_heads = 3, rotary_threads = 128, rotary_resident = 8
 inline constexpr int most_angles = 8 * rotary_threads;
 
 /// Returns the position of a row on an axis.
-__device__ __forceinline__ std::uint64_t position(row_positions const& p, index row, int axis) {
+__device__ __forceinline__ std::uint64_t position(row_positions const& p, index_t row, int axis) {
     if (p.wide) return static_cast<std::uint64_t>(p.wide[axis * p.axis_stride + row]);
-    if (p.narrow) return static_cast<std::uint64_t>(static_cast<index>(p.narrow[axis * p.axis_stride + row]));
+    if (p.narrow) return static_cast<std::uint64_t>(static_cast<index_t>(p.narrow[axis * p.axis_stride + row]));
     int low = 0;
     for (int high = p.segment_count; high - low > 1;) {
         int const middle = (low + high) / 2;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void turn(Words& low, Words& high, float const (&cosi
 }
 
 /// Computes the cosine and the sine of the angle of a pair of a row.
-__device__ __forceinline__ void find_angle(rotary_call const& a, index row, int pair, float& cosine, float& sine) {
+__device__ __forceinline__ void find_angle(rotary_call const& a, index_t row, int pair, float& cosine, float& sine) {
     std::uint64_t const here = position(a.positions, row, a.axes ? a.axes[pair] : 0);
     auto const part = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
     sincospif(static_cast<float>(part) * 0x1p-31f, &sine, &cosine);
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
     __shared__ alignas(16) float cosines[most_angles], sines[most_angles];
     int const across = static_cast<int>(blockDim.x), groups = across / a.lanes;
     int const group = static_cast<int>(threadIdx.x) / a.lanes, lane = static_cast<int>(threadIdx.x) - group * a.lanes;
-    index const first_row = static_cast<index>(blockIdx.x) * blockDim.y, row = first_row + threadIdx.y;
+    index_t const first_row = static_cast<index_t>(blockIdx.x) * blockDim.y, row = first_row + threadIdx.y;
     int const first = static_cast<int>(blockIdx.y) * groups * rotary_heads,
               last = min(first + groups * rotary_heads, a.heads);
     int const first_pair = static_cast<int>(blockIdx.z) * a.lanes * N, pairs = min(a.lanes * N, a.half - first_pair);
@@ -197,10 +197,10 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
     };
     auto const source = [&](rotated_rows const& t, int head) {
         return reinterpret_cast<T const*>(t.x + row * t.x_stride +
-                                          static_cast<index>(head - t.first_head) * a.head_bytes);
+                                          static_cast<index_t>(head - t.first_head) * a.head_bytes);
     };
     auto const target = [&](rotated_rows const& t, int head) {
-        return reinterpret_cast<T*>(t.y + row * t.y_stride + static_cast<index>(head - t.first_head) * a.head_bytes);
+        return reinterpret_cast<T*>(t.y + row * t.y_stride + static_cast<index_t>(head - t.first_head) * a.head_bytes);
     };
 
     bool const turns = row < a.rows && lane * N < pairs;
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
             high[u] = read_once<WholeLines, vector>(x + a.half);
         }
 
-    int const rows = static_cast<int>(min(static_cast<index>(blockDim.y), a.rows - first_row));
+    int const rows = static_cast<int>(min(static_cast<index_t>(blockDim.y), a.rows - first_row));
     for (int i = static_cast<int>(threadIdx.y) * across + static_cast<int>(threadIdx.x); i < rows * pairs;
          i += across * static_cast<int>(blockDim.y)) {
         int const r = i / pairs, pair = first_pair + i - r * pairs;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(32 * line_warps, line_resident) rotary_lines(_
     using vector = typename words<T, N>::type;
     __shared__ alignas(16) float angles[line_warps][2][pairs]; // cosines, sines
     auto& of_warp = angles[threadIdx.z * blockDim.y + threadIdx.y];
-    index const row = static_cast<index>(blockIdx.x) * blockDim.z + threadIdx.z;
+    index_t const row = static_cast<index_t>(blockIdx.x) * blockDim.z + threadIdx.z;
     int const lane = static_cast<int>(threadIdx.x % 8), first_pair = lane % 4 * N;
     auto const warp = static_cast<int>(blockIdx.y * blockDim.y + threadIdx.y);
     auto const warps = static_cast<int>(gridDim.y * blockDim.y); // they take 4 heads each in turn
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(32 * line_warps, line_resident) rotary_lines(_
         for (int k = 1; k < most_rotated; ++k) t += h >= a.tensor[k].first_head;
         place[u] = nullptr;
         if (h >= a.heads) continue;
-        place[u] = t->y + row * t->y_stride + static_cast<index>(h - t->first_head) * a.head_bytes + 16 * lane;
+        place[u] = t->y + row * t->y_stride + static_cast<index_t>(h - t->first_head) * a.head_bytes + 16 * lane;
         own[u] = read_once<true, vector>(place[u]);
     }
     int const pair = static_cast<int>(threadIdx.x);

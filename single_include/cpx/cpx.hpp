@@ -163,28 +163,28 @@ namespace cpx {
 
 /// Counts and offsets of tokens, rows, elements and bytes: 64 bits everywhere, because a shard of 2^19 tokens
 /// by 4096 channels already has 2^31 elements.
-using index = std::int64_t;
+using index_t = std::int64_t;
 
 /// Where a token lives: the rank that holds it and its row in that rank's local buffer.
 struct slot {
     int rank = 0;
-    index row = 0;
+    index_t row = 0;
     friend constexpr bool operator==(slot, slot) = default;
 };
 
 /// Numbers `first, first + 1, ..., last - 1`.
 struct range {
-    index first = 0;
-    index last = 0;
-    CPX_HOST_DEVICE constexpr index size() const { return last - first; }
+    index_t first = 0;
+    index_t last = 0;
+    CPX_HOST_DEVICE constexpr index_t size() const { return last - first; }
     CPX_HOST_DEVICE constexpr bool empty() const { return last <= first; }
     friend constexpr bool operator==(range, range) = default;
 };
 
 /// Returns the numbers that lie in both ranges; empty if none does.
 CPX_HOST_DEVICE constexpr range intersect(range a, range b) {
-    index const first = a.first > b.first ? a.first : b.first;
-    index const last = a.last < b.last ? a.last : b.last;
+    index_t const first = a.first > b.first ? a.first : b.first;
+    index_t const last = a.last < b.last ? a.last : b.last;
     return {first, last > first ? last : first};
 }
 
@@ -202,50 +202,50 @@ template <class T>
 class rows {
 public:
     constexpr rows() = default;
-    CPX_HOST_DEVICE constexpr rows(T* data, index count, index width) : rows(data, count, width, width) {}
-    CPX_HOST_DEVICE constexpr rows(T* data, index count, index width, index stride)
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width) : rows(data, count, width, width) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride)
         : data_(data), count_(count), width_(width), stride_(stride) {}
 
     /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V>& values, index width)
-        : rows(values.data(), width > 0 ? static_cast<index>(values.size()) / width : 0, width) {
-        require(count_ * width == static_cast<index>(values.size()), "rows", "size of the vector",
+    rows(std::vector<V>& values, index_t width)
+        : rows(values.data(), width > 0 ? static_cast<index_t>(values.size()) / width : 0, width) {
+        require(count_ * width == static_cast<index_t>(values.size()), "rows", "size of the vector",
                 "a multiple of the width " + std::to_string(width), values.size());
     }
     template <class V>
         requires std::is_same_v<T, V const>
-    rows(std::vector<V> const& values, index width) : rows(const_cast<std::vector<V>&>(values), width) {}
+    rows(std::vector<V> const& values, index_t width) : rows(const_cast<std::vector<V>&>(values), width) {}
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
     CPX_HOST_DEVICE constexpr T* data() const { return data_; }
-    CPX_HOST_DEVICE constexpr index count() const { return count_; }
-    CPX_HOST_DEVICE constexpr index width() const { return width_; }
+    CPX_HOST_DEVICE constexpr index_t count() const { return count_; }
+    CPX_HOST_DEVICE constexpr index_t width() const { return width_; }
     /// Returns the elements from the beginning of one row to the beginning of the next.
-    CPX_HOST_DEVICE constexpr index stride() const { return stride_; }
-    CPX_HOST_DEVICE constexpr T* row(index i) const { return data_ + i * stride_; }
-    CPX_HOST_DEVICE constexpr T& operator()(index i, index column) const { return data_[i * stride_ + column]; }
+    CPX_HOST_DEVICE constexpr index_t stride() const { return stride_; }
+    CPX_HOST_DEVICE constexpr T* row(index_t i) const { return data_ + i * stride_; }
+    CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
 
     /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index first, index count) const {
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
         return {data_ + first * stride_, count, width_, stride_};
     }
     /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index first, index width) const {
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
         return {data_ + first, count_, width, stride_};
     }
 
 private:
     T* data_ = nullptr;
-    index count_ = 0, width_ = 0, stride_ = 0;
+    index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
 template <class T>
-rows(std::vector<T>&, index) -> rows<T>;
+rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
-rows(std::vector<T> const&, index) -> rows<T const>;
+rows(std::vector<T> const&, index_t) -> rows<T const>;
 
 } // namespace cpx
 
@@ -264,13 +264,13 @@ namespace cpx {
 class thd {
 public:
     /// An empty batch.
-    thd() : thd(std::vector<index>{0}) {}
+    thd() : thd(std::vector<index_t>{0}) {}
 
     /// Takes offsets and, if there is padding, the valid length of every sequence.
     ///
     /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0 or decrease,
     /// valid lengths that are not one a sequence or exceed its physical length.
-    explicit thd(std::vector<index> offsets, std::vector<index> valid = {}) {
+    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}) {
         require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
         require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
         for (std::size_t s = 1; s < offsets.size(); ++s)
@@ -292,46 +292,49 @@ public:
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
     template <class Integer>
         requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
-    static thd from_offsets(std::span<Integer const> offsets, index buffer_rows = -1,
+    static thd from_offsets(std::span<Integer const> offsets, index_t buffer_rows = -1,
                             std::span<Integer const> valid = {}) {
-        thd batch(std::vector<index>(offsets.begin(), offsets.end()), std::vector<index>(valid.begin(), valid.end()));
+        thd batch(std::vector<index_t>(offsets.begin(), offsets.end()),
+                  std::vector<index_t>(valid.begin(), valid.end()));
         require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
         return batch;
     }
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
-    static thd uniform(index count, index length) {
+    static thd uniform(index_t count, index_t length) {
         require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
                 count < 0 ? count : length);
-        require(length == 0 || count < (index{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
+        require(length == 0 || count < (index_t{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
                 std::to_string(count) + " times " + std::to_string(length));
-        std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
-        for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
+        std::vector<index_t> offsets(static_cast<std::size_t>(count) + 1);
+        for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets));
     }
 
     /// Returns the batch of sequences with these lengths.
-    static thd from_lengths(std::span<index const> lengths) {
-        std::vector<index> offsets(1, 0);
-        for (index const length : lengths) offsets.push_back(offsets.back() + length);
+    static thd from_lengths(std::span<index_t const> lengths) {
+        std::vector<index_t> offsets(1, 0);
+        for (index_t const length : lengths) offsets.push_back(offsets.back() + length);
         return thd(std::move(offsets));
     }
 
-    index sequences() const { return static_cast<index>(data_->offsets.size()) - 1; }
+    index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
     /// Returns all tokens, padding included: the global rows of the batch.
-    index tokens() const { return data_->offsets.back(); }
-    index offset(index s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
-    index length(index s) const { return offset(s + 1) - offset(s); }
+    index_t tokens() const { return data_->offsets.back(); }
+    index_t offset(index_t s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
+    index_t length(index_t s) const { return offset(s + 1) - offset(s); }
     /// Returns the tokens of sequence `s` that are not padding.
-    index valid(index s) const { return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)]; }
-    std::span<index const> offsets() const { return data_->offsets; }
-    std::span<index const> valid_lengths() const { return data_->valid; }
+    index_t valid(index_t s) const {
+        return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)];
+    }
+    std::span<index_t const> offsets() const { return data_->offsets; }
+    std::span<index_t const> valid_lengths() const { return data_->valid; }
 
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
-    index sequence(index row) const {
+    index_t sequence(index_t row) const {
         auto const& offsets = data_->offsets;
-        return static_cast<index>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+        return static_cast<index_t>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
     }
 
     friend bool operator==(thd const& a, thd const& b) {
@@ -340,7 +343,7 @@ public:
 
 private:
     struct lengths {
-        std::vector<index> offsets, valid;
+        std::vector<index_t> offsets, valid;
     };
     std::shared_ptr<lengths const> data_;
 };
@@ -367,8 +370,8 @@ enum class padding { left, right, any };
 
 /// What else must hold of padded offsets: where they end (-1: not known), what divides every padded length.
 struct padded_buffer {
-    index rows = -1;
-    index multiple = 1;
+    index_t rows = -1;
+    index_t multiple = 1;
 };
 
 /// Where the rows of a batch without padding lie in a padded buffer: sequence `s` in rows `start(s)` and after.
@@ -377,14 +380,14 @@ struct padded_buffer {
 class packing {
 public:
     /// Throws `cpx::error` that names the first sequence that overlaps the one before it or leaves the buffer.
-    packing(thd batch, std::vector<index> starts, index buffer_rows, caller here = caller::here())
+    packing(thd batch, std::vector<index_t> starts, index_t buffer_rows, caller here = caller::here())
         : batch_(std::move(batch)), starts_(std::move(starts)), buffer_rows_(buffer_rows) {
         require(std::ssize(starts_) == batch_.sequences(), "packing", "number of starts", batch_.sequences(),
                 starts_.size(), here);
         require(buffer_rows_ >= 0, "packing", "rows of the buffer", "not negative", buffer_rows_, here);
-        index end = 0;
-        for (index s = 0; s < batch_.sequences(); ++s) {
-            index const last = buffer_rows_ - batch_.length(s);
+        index_t end = 0;
+        for (index_t s = 0; s < batch_.sequences(); ++s) {
+            index_t const last = buffer_rows_ - batch_.length(s);
             if (start(s) < end || start(s) > last)
                 throw error("packing", "start of sequence " + std::to_string(s),
                             std::to_string(end) + " to " + std::to_string(last), std::to_string(start(s)), here);
@@ -393,20 +396,20 @@ public:
     }
 
     thd const& batch() const { return batch_; }
-    index start(index s) const { return starts_[static_cast<std::size_t>(s)]; }
-    index buffer_rows() const { return buffer_rows_; }
+    index_t start(index_t s) const { return starts_[static_cast<std::size_t>(s)]; }
+    index_t buffer_rows() const { return buffer_rows_; }
 
     /// Returns the buffer's row of every row of the batch, ascending, as gathers by index want them.
-    std::vector<index> rows() const {
-        std::vector<index> list(static_cast<std::size_t>(batch_.tokens()));
-        for (index s = 0; s < batch_.sequences(); ++s)
+    std::vector<index_t> rows() const {
+        std::vector<index_t> list(static_cast<std::size_t>(batch_.tokens()));
+        for (index_t s = 0; s < batch_.sequences(); ++s)
             std::iota(list.begin() + batch_.offset(s), list.begin() + batch_.offset(s + 1), start(s));
         return list;
     }
     /// Returns for every row of the buffer 1 if it is a row of the batch, 0 if it is padding.
     std::vector<std::uint8_t> mask() const {
         std::vector<std::uint8_t> valid(static_cast<std::size_t>(buffer_rows_), 0);
-        for (index s = 0; s < batch_.sequences(); ++s)
+        for (index_t s = 0; s < batch_.sequences(); ++s)
             std::fill_n(valid.begin() + start(s), batch_.length(s), std::uint8_t{1});
         return valid;
     }
@@ -415,20 +418,20 @@ public:
 
 private:
     thd batch_;
-    std::vector<index> starts_;
-    index buffer_rows_ = 0;
+    std::vector<index_t> starts_;
+    index_t buffer_rows_ = 0;
 };
 
 namespace detail {
 
 /// Makes a batch whose valid lengths are left out where there is no padding: equal batches then compare equal.
-inline thd padded_thd(std::vector<index> const& lengths, std::vector<index> valid) {
+inline thd padded_thd(std::vector<index_t> const& lengths, std::vector<index_t> valid) {
     thd const batch = thd::from_lengths(lengths);
     if (valid == lengths) return batch;
-    return thd(std::vector<index>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
+    return thd(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
 }
 
-inline void require_columns(char const* where, index count, index columns, caller here) {
+inline void require_columns(char const* where, index_t count, index_t columns, caller here) {
     require(columns > 0 || (columns == 0 && count == 0), where, "columns", "at least 1", columns, here);
     require(columns == 0 || count % columns == 0, where, "size of the list",
             "a multiple of the columns, " + std::to_string(columns), count, here);
@@ -439,7 +442,7 @@ void copy_rows(rows<T const> from, rows<T> to) {
     if (from.stride() == from.width() && to.stride() == to.width())
         std::copy_n(from.data(), from.count() * from.width(), to.data());
     else
-        for (index i = 0; i < from.count(); ++i) std::copy_n(from.row(i), from.width(), to.row(i));
+        for (index_t i = 0; i < from.count(); ++i) std::copy_n(from.row(i), from.width(), to.row(i));
 }
 
 template <class T>
@@ -461,14 +464,14 @@ void require_fits(char const* where, packing const& p, rows<T const> packed, row
 /// would count its positions from 0. So does padding that comes first where it joins the last sequence.
 /// Source: twinkle's sequence parallelism, whose revisions differ in `pad`: the later one joins.
 template <list_of<std::int32_t, std::int64_t> R>
-thd thd_from_positions(R const& positions, pad pads, index columns = -1, caller here = caller::here()) {
-    index const count = std::ssize(positions);
+thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, caller here = caller::here()) {
+    index_t const count = std::ssize(positions);
     if (columns == -1) columns = count;
     detail::require_columns("thd_from_positions", count, columns, here);
-    std::vector<index> lengths, valid;
-    index previous = -1;
-    for (index row = 0; row < count; ++row) {
-        index const position = std::data(positions)[row];
+    std::vector<index_t> lengths, valid;
+    index_t previous = -1;
+    for (index_t row = 0; row < count; ++row) {
+        index_t const position = std::data(positions)[row];
         bool const first = row % columns == 0, joins = pads == pad::joins_last_sequence;
         if (first) previous = -1;
         if (position == 0 || (position == -1 && !joins)) {
@@ -494,15 +497,15 @@ thd thd_from_positions(R const& positions, pad pads, index columns = -1, caller 
 /// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that makes the ones of
 /// its row two runs, or that is padding on the other side.
 template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> R>
-packing packing_from_mask(R const& mask, index columns, padding side, caller here = caller::here()) {
-    index const count = std::ssize(mask);
+packing packing_from_mask(R const& mask, index_t columns, padding side, caller here = caller::here()) {
+    index_t const count = std::ssize(mask);
     detail::require_columns("packing_from_mask", count, columns, here);
-    std::vector<index> lengths, starts;
-    for (index row = 0; row < count; row += columns) {
-        index start = row, length = 0;
-        for (index column = 0; column < columns; ++column) {
-            index const value = static_cast<index>(std::data(mask)[row + column]);
-            index const end = start - row + length;
+    std::vector<index_t> lengths, starts;
+    for (index_t row = 0; row < count; row += columns) {
+        index_t start = row, length = 0;
+        for (index_t column = 0; column < columns; ++column) {
+            index_t const value = static_cast<index_t>(std::data(mask)[row + column]);
+            index_t const end = start - row + length;
             char const* expected = nullptr;
             if (value != 0 && value != 1)
                 expected = "0 or 1";
@@ -540,7 +543,7 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
             "none (make them a sequence without valid tokens)", std::size(padded) == 0 ? 0 : *std::data(padded), here);
     auto const read = [&](char const* list, auto const& offsets) {
         try {
-            return thd(std::vector<index>(std::begin(offsets), std::end(offsets)));
+            return thd(std::vector<index_t>(std::begin(offsets), std::end(offsets)));
         } catch (error const& e) {
             throw error(where, std::string(list) + " offsets: " + e.problem(), e.expected(), e.got(), here);
         }
@@ -548,8 +551,8 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
     thd const tokens = read("valid", valid), physical = read("padded", padded);
     require(buffer.rows < 0 || physical.tokens() == buffer.rows, where, "last padded offset",
             "the rows of the buffer, " + std::to_string(buffer.rows), physical.tokens(), here);
-    std::vector<index> lengths, counts;
-    for (index s = 0; s < physical.sequences(); ++s) {
+    std::vector<index_t> lengths, counts;
+    for (index_t s = 0; s < physical.sequences(); ++s) {
         lengths.push_back(physical.length(s));
         counts.push_back(tokens.length(s));
         if (counts.back() > lengths.back())
@@ -567,12 +570,12 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
 ///
 /// cpx needs no padding. Peers do: zigzag wants 2 W, with sequence parallelism over TP ranks lcm(2 W, W TP).
 /// Throws `cpx::error` if `multiple` is below 1, or so large that there would be 2^62 rows.
-inline thd pad_to_multiple(thd const& batch, index multiple, caller here = caller::here()) {
-    index const most = ((index{1} << 62) - 1 - batch.tokens()) / std::max<index>(batch.sequences(), 1);
+inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = caller::here()) {
+    index_t const most = ((index_t{1} << 62) - 1 - batch.tokens()) / std::max<index_t>(batch.sequences(), 1);
     require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
             here);
-    std::vector<index> lengths, valid;
-    for (index s = 0; s < batch.sequences(); ++s) {
+    std::vector<index_t> lengths, valid;
+    for (index_t s = 0; s < batch.sequences(); ++s) {
         valid.push_back(batch.valid(s));
         lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
     }
@@ -581,7 +584,7 @@ inline thd pad_to_multiple(thd const& batch, index multiple, caller here = calle
 
 /// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
 inline packing unpadded(thd const& padded) {
-    std::vector<index> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
+    std::vector<index_t> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
     return packing(pad_to_multiple(padded, 1), offsets, padded.tokens());
 }
 
@@ -592,7 +595,7 @@ inline packing unpadded(thd const& padded) {
 template <class T>
 void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> packed, caller here = caller::here()) {
     detail::require_fits<T>("pack", p, packed, buffer, here);
-    for (index s = 0; s < p.batch().sequences(); ++s)
+    for (index_t s = 0; s < p.batch().sequences(); ++s)
         detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
 }
@@ -605,12 +608,12 @@ template <class T>
 void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T> buffer,
             caller here = caller::here()) {
     detail::require_fits<T>("unpack", p, packed, buffer, here);
-    index row = 0;
-    auto const zero_until = [&](index end) {
+    index_t row = 0;
+    auto const zero_until = [&](index_t end) {
         for (; row < end; ++row) std::fill_n(buffer.row(row), buffer.width(), T{});
     };
-    for (index s = 0; s < p.batch().sequences(); ++s) {
-        index const count = p.batch().length(s);
+    for (index_t s = 0; s < p.batch().sequences(); ++s) {
+        index_t const count = p.batch().length(s);
         zero_until(p.start(s));
         detail::copy_rows<T>(packed.sub(p.batch().offset(s), count), buffer.sub(row, count));
         row += count;
@@ -640,7 +643,7 @@ concept layout = std::copyable<L> && requires(L const l, int chunk) {
 ///
 /// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.
 template <class R>
-concept length_rule = std::copy_constructible<R> && requires(R const r, index n) {
+concept length_rule = std::copy_constructible<R> && requires(R const r, index_t n) {
     { r.ranks() } -> std::same_as<int>;
     { r.at(n) } -> layout;
 };
@@ -656,7 +659,7 @@ concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initiali
 
 /// Returns the layout with which `policy` cuts a run of `n` tokens.
 template <layout_policy P>
-CPX_HOST_DEVICE constexpr auto layout_at(P const& policy, [[maybe_unused]] index n) {
+CPX_HOST_DEVICE constexpr auto layout_at(P const& policy, [[maybe_unused]] index_t n) {
     if constexpr (layout<P>)
         return policy;
     else
@@ -687,15 +690,15 @@ namespace cpx {
 /// sequence that holds token `t`. Two steps, because a run may be the whole batch: the first looks at the run only, the
 /// second at the sequence that is cut.
 template <class C>
-concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index n) {
-    { k.begin(c, c, n) } -> std::same_as<index>;
-    { k.snap(n, n) } -> std::same_as<index>;
+concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index_t n) {
+    { k.begin(c, c, n) } -> std::same_as<index_t>;
+    { k.snap(n, n) } -> std::same_as<index_t>;
 };
 
 /// floor(n c / C): equal parts when C divides n, otherwise parts that differ by one token.
 struct balanced {
-    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return n * c / chunks; }
-    CPX_HOST_DEVICE constexpr index snap(index t, index) const { return t; }
+    CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
+    CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
     friend constexpr bool operator==(balanced, balanced) = default;
 };
 
@@ -712,9 +715,11 @@ struct aligned : private extent<Unit> {
         : extent<Unit>(unit) {}
 
     CPX_HOST_DEVICE constexpr int unit() const { return this->get(); }
-    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return balanced{}.begin(c, chunks, n); }
-    CPX_HOST_DEVICE constexpr index snap(index t, index n) const {
-        index const nearest = (t + unit() / 2) / unit() * unit();
+    CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const {
+        return balanced{}.begin(c, chunks, n);
+    }
+    CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t n) const {
+        index_t const nearest = (t + unit() / 2) / unit() * unit();
         return nearest < n ? nearest : n;
     }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
@@ -731,7 +736,7 @@ namespace cpx {
 /// where to look first. Cost: O(1) if the guess is right, else O(log count).
 CPX_CALLS_BACK
 template <class Begins>
-CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, Begins const& begins) {
+CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess, Begins const& begins) {
     int low = 0, high = count;
     if (begins(guess) <= at) {
         low = guess;
@@ -748,7 +753,7 @@ CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, 
 
 /// Returns the chunk that holds token `t` of a run of `n`, `0 <= t < n`.
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index t, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index_t t, index_t n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
     return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n),
                              [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
@@ -756,7 +761,7 @@ CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index t, index n, C cons
 
 /// Returns the tokens of chunk `c` in a run of `n`.
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index_t n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
     auto const begin = [&](int chunk) { return chunk == chunks ? n : cut.snap(cut.begin(chunk, chunks, n), n); };
     return {begin(c), begin(c + 1)};
@@ -764,7 +769,7 @@ CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index n, C con
 
 /// Returns where token `t` of a run of `n` lives. Law: `token(p, locate(p, t, n), n) == t`. Cost: O(chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr slot locate(P const& policy, index t, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr slot locate(P const& policy, index_t t, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
     int const chunk = chunk_of(policy, t, n, cut);
     slot place{l.owner(chunk), t - tokens_of(policy, chunk, n, cut).first};
@@ -775,9 +780,9 @@ CPX_HOST_DEVICE constexpr slot locate(P const& policy, index t, index n, C const
 
 /// Returns how many of `n` tokens `rank` holds. Cost: O(chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr index rows_of(P const& policy, int rank, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr index_t rows_of(P const& policy, int rank, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
-    index rows = 0;
+    index_t rows = 0;
     for (int c = 0; c < l.chunks(); ++c)
         if (l.owner(c) == rank) rows += tokens_of(policy, c, n, cut).size();
     return rows;
@@ -785,7 +790,7 @@ CPX_HOST_DEVICE constexpr index rows_of(P const& policy, int rank, index n, C co
 
 /// Returns the token that lives at `place` in a run of `n`, or -1 if that rank has no such row. Cost: O(chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr index token(P const& policy, slot place, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr index_t token(P const& policy, slot place, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
     for (int c = 0; c < l.chunks(); ++c) {
         if (l.owner(c) != place.rank) continue;
@@ -801,10 +806,10 @@ CPX_HOST_DEVICE constexpr index token(P const& policy, slot place, index n, C co
 /// A constant expression, so that a layout can prove it where it is defined:
 /// `static_assert(cpx::is_partition(my_layout{}, 64));`. Cost: O(n chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr bool is_partition(P const& policy, index n, C const& cut = {}) {
-    index rows = 0;
+CPX_HOST_DEVICE constexpr bool is_partition(P const& policy, index_t n, C const& cut = {}) {
+    index_t rows = 0;
     for (int rank = 0; rank < policy.ranks(); ++rank) rows += rows_of(policy, rank, n, cut);
-    for (index t = 0; t < n; ++t) {
+    for (index_t t = 0; t < n; ++t) {
         slot const place = locate(policy, t, n, cut);
         if (place.rank < 0 || place.rank >= policy.ranks() || token(policy, place, n, cut) != t) return false;
     }
@@ -836,17 +841,17 @@ struct either {
 ///
 /// miles' rule, "zigzag where 2W divides the length, else sequential":
 ///
-///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index n) { return n % 8 == 0; }};
+///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index_t n) { return n % 8 == 0; }};
 ///
 /// `Rule` must be copyable and give the same answer on every rank.
-template <layout A, layout B, std::predicate<index> Rule>
+template <layout A, layout B, std::predicate<index_t> Rule>
 struct by_length {
     A first;
     B second;
     Rule rule;
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
-    CPX_HOST_DEVICE constexpr either<A, B> at(index n) const { return {first, second, rule(n)}; }
+    CPX_HOST_DEVICE constexpr either<A, B> at(index_t n) const { return {first, second, rule(n)}; }
 };
 
 template <class A, class B, class Rule>
@@ -864,8 +869,8 @@ enum class scope { sequence, batch };
 
 /// A group of `heads` equal heads of `width` elements in the feature axis, e.g. q = {16, 128}.
 struct section {
-    index heads = 1;
-    index width = 1;
+    index_t heads = 1;
+    index_t width = 1;
     friend constexpr bool operator==(section, section) = default;
 };
 
@@ -889,10 +894,10 @@ struct takes_holder {
 ///   is a hint, where to look first, and is left at the run of the last row; begin with 0.
 /// - `sections()`, `heads(rank, h)`: which of the `h` heads of a section a rank holds; no sections: whole rows.
 template <class S>
-concept any_sharding = std::copy_constructible<S> && requires(S const s, int rank, index& run) {
+concept any_sharding = std::copy_constructible<S> && requires(S const s, int rank, index_t& run) {
     { s.ranks() } -> std::same_as<int>;
     { s.batch() } -> std::same_as<thd const&>;
-    { s.rows(rank) } -> std::same_as<index>;
+    { s.rows(rank) } -> std::same_as<index_t>;
     { s.sections() } -> std::convertible_to<std::span<section const>>;
     { s.heads(rank, run) } -> std::same_as<range>;
     { S::every_row } -> std::convertible_to<bool>;
@@ -926,12 +931,12 @@ public:
     P const& policy() const { return policy_; }
     Cut const& cut() const { return cut_; }
     std::span<section const> sections() const { return {}; }
-    range heads(int, index heads) const { return {0, heads}; }
+    range heads(int, index_t heads) const { return {0, heads}; }
 
     /// Returns the runs that are cut: the sequences, or 1.
-    index runs() const { return Scope == scope::sequence ? batch_.sequences() : 1; }
+    index_t runs() const { return Scope == scope::sequence ? batch_.sequences() : 1; }
     /// Returns the global rows of run `i`.
-    range run(index i) const {
+    range run(index_t i) const {
         if constexpr (Scope == scope::sequence)
             return {batch_.offset(i), batch_.offset(i + 1)};
         else
@@ -939,8 +944,8 @@ public:
     }
 
     /// Returns how many rows `rank` holds. Cost: O(runs * chunks of the rank).
-    index rows(int rank) const {
-        index count = 0;
+    index_t rows(int rank) const {
+        index_t count = 0;
         for_each_piece(rank, [&](range piece) { count += piece.size(); });
         return count;
     }
@@ -948,7 +953,7 @@ public:
     template <class F>
     void for_each_piece(int rank, F&& f) const {
         std::vector<int> owned; // a rank owns few of the chunks, and most layouts are asked for them once
-        for (index i = 0; i < runs(); ++i) {
+        for (index_t i = 0; i < runs(); ++i) {
             range const rows = run(i);
             auto const l = layout_at(policy_, rows.size());
             int const chunks = l.chunks();
@@ -970,7 +975,7 @@ public:
     }
 
     template <class F>
-    void for_each_holder(range rows, index& i, F&& f) const {
+    void for_each_holder(range rows, index_t& i, F&& f) const {
         while (!rows.empty()) {
             while (run(i).first > rows.first) --i;
             while (run(i).last <= rows.first) ++i;
@@ -981,8 +986,8 @@ public:
             int const chunks = l.chunks();
             int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
             int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
-            for (index first = part.first; first < part.last; ++c) {
-                index const last = std::min(begin(whole, c + 1, chunks), part.last);
+            for (index_t first = part.first; first < part.last; ++c) {
+                index_t const last = std::min(begin(whole, c + 1, chunks), part.last);
                 if (first < last) f(l.owner(c), range{first, last});
                 first = last;
             }
@@ -1012,7 +1017,7 @@ private:
     template <layout L>
     void check(L const& l) const {
         require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
-        require(batch_.tokens() < (index{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
+        require(batch_.tokens() < (index_t{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
                 batch_.tokens());
         for (int c = 0; c < l.chunks(); ++c)
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): a length rule's layouts may have others
@@ -1020,14 +1025,14 @@ private:
                             "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
     }
 
-    index begin(range rows, int c, int chunks) const {
+    index_t begin(range rows, int c, int chunks) const {
         if (c == chunks) return rows.last;
-        index const at = cut_.begin(c, chunks, rows.size());
+        index_t const at = cut_.begin(c, chunks, rows.size());
         if constexpr (Scope == scope::sequence) {
             return rows.first + cut_.snap(at, rows.size());
         } else {
             if (at >= rows.last) return rows.last;
-            index const s = batch_.sequence(at);
+            index_t const s = batch_.sequence(at);
             return batch_.offset(s) + cut_.snap(at - batch_.offset(s), batch_.length(s));
         }
     }
@@ -1064,14 +1069,14 @@ public:
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
-    index rows(int) const { return batch_.tokens(); }
+    index_t rows(int) const { return batch_.tokens(); }
 
     template <class F>
     void for_each_piece(int, F&& f) const {
         if (batch_.tokens() > 0) f(range{0, batch_.tokens()});
     }
     template <class F>
-    void for_each_holder(range rows, index&, F&& f) const {
+    void for_each_holder(range rows, index_t&, F&& f) const {
         for (int rank = 0; rank < ranks(); ++rank) f(rank, rows);
     }
     friend bool operator==(every_row_sharding const& a, every_row_sharding const& b) {
@@ -1107,9 +1112,9 @@ public:
     std::span<section const> sections() const { return *sections_; }
 
     /// Returns the heads that `rank` holds of a section of `heads` heads.
-    range heads(int rank, index heads) const {
-        index const first = groups_ * rank / this->ranks();
-        index const last = std::max(first + 1, groups_ * (rank + 1) / this->ranks());
+    range heads(int rank, index_t heads) const {
+        index_t const first = groups_ * rank / this->ranks();
+        index_t const last = std::max(first + 1, groups_ * (rank + 1) / this->ranks());
         return {first * heads / groups_, (last * heads + groups_ - 1) / groups_};
     }
 
@@ -1134,7 +1139,7 @@ private:
         sections_ = std::make_shared<std::vector<section> const>(std::move(sections));
     }
 
-    index groups_ = 1;
+    index_t groups_ = 1;
     std::shared_ptr<std::vector<section> const> sections_;
 };
 
@@ -1150,7 +1155,7 @@ public:
         : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch)) {}
 
     std::span<section const> sections() const { return {}; }
-    range heads(int, index heads) const { return {0, heads}; }
+    range heads(int, index_t heads) const { return {0, heads}; }
 };
 
 } // namespace cpx
@@ -1197,7 +1202,7 @@ public:
     S const& sharding() const { return sharding_; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
-    sharded columns(index first, index width) const { return {data_.columns(first, width), sharding_}; }
+    sharded columns(index_t first, index_t width) const { return {data_.columns(first, width), sharding_}; }
 
 private:
     rows<T> data_;
@@ -1294,7 +1299,7 @@ namespace cpx {
 template <class T, any_sharding S>
 class tensor {
 public:
-    tensor(S const& sharding, int rank, index width)
+    tensor(S const& sharding, int rank, index_t width)
         : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
           values_(static_cast<std::size_t>(count_ * width)) {}
 
@@ -1303,17 +1308,17 @@ public:
     sharded<T, S> view() { return {data(), sharding_}; }
     sharded<T const, S> view() const { return {data(), sharding_}; }
     S const& sharding() const { return sharding_; }
-    index width() const { return width_; }
+    index_t width() const { return width_; }
 
 private:
     S sharding_;
-    index width_, count_;
+    index_t width_, count_;
     std::vector<T> values_;
 };
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
 template <class T, any_sharding S>
-tensor<T, S> make_tensor(S const& sharding, int rank, index width) {
+tensor<T, S> make_tensor(S const& sharding, int rank, index_t width) {
     return {sharding, rank, width};
 }
 
@@ -1490,19 +1495,19 @@ std::uint64_t sharding_hash(S const& s) {
     if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
         for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
     } else {
-        index const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
-        for (index i = 0; i < runs; ++i) {
+        index_t const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
+        for (index_t i = 0; i < runs; ++i) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
             for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
         }
-        for (index t = 1; t < index{1} << 32; t *= 2) // a cut is known by its answers
+        for (index_t t = 1; t < index_t{1} << 32; t *= 2) // a cut is known by its answers
             hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
     return hash;
 }
 
 template <any_sharding A, any_sharding B>
-identity identify(std::string_view operation, A const& from, B const& to, index parameter = 0) {
+identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
     identity id;
     identity::set(id.operation, operation);
     identity::set(id.source, sharding_name<A>());
@@ -1531,13 +1536,13 @@ namespace cpx {
 
 /// `count` consecutive rows or columns of one rank's buffer.
 struct run {
-    index first = 0;
-    index count = 0;
+    index_t first = 0;
+    index_t count = 0;
     friend constexpr bool operator==(run, run) = default;
 };
 
-inline index total(std::vector<run> const& runs) {
-    index count = 0;
+inline index_t total(std::vector<run> const& runs) {
+    index_t count = 0;
     for (run const r : runs) count += r.count;
     return count;
 }
@@ -1564,8 +1569,8 @@ enum class flow { moves, copies, sums, selects };
 /// Made by `relayout`, `halo`, `carry`, or `transposed` from another plan.
 struct plan {
     int rank = 0;
-    index source_rows = 0, target_rows = 0;
-    index source_width = 0, target_width = 0;
+    index_t source_rows = 0, target_rows = 0;
+    index_t source_width = 0, target_width = 0;
     std::vector<message> sends, receives;
     flow kind = flow::moves;
     identity id;
@@ -1576,27 +1581,27 @@ struct plan {
     std::uint64_t fingerprint() const { return id.fingerprint(); }
 
     /// Returns the messages to other ranks.
-    index messages() const {
-        index count = 0;
+    index_t messages() const {
+        index_t count = 0;
         for (message const& m : sends) count += m.peer != rank;
         return count;
     }
     /// Returns the rows, whole or in part, that leave this rank.
-    index sent_rows() const {
-        index count = 0;
+    index_t sent_rows() const {
+        index_t count = 0;
         for (message const& m : sends) count += m.peer != rank ? total(m.rows) : 0;
         return count;
     }
     /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
-    index sent_elements(index width) const {
-        index count = 0;
+    index_t sent_elements(index_t width) const {
+        index_t count = 0;
         for (message const& m : sends)
             if (m.peer != rank) count += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
         return count;
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
     bool covers_target() const {
-        index cells = 0;
+        index_t cells = 0;
         for (message const& m : receives) cells += total(m.rows) * (m.columns.empty() ? 1 : total(m.columns));
         return cells == target_rows * (target_width ? target_width : 1);
     }
@@ -1632,7 +1637,7 @@ public:
     explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
 
     /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
-    void add(int peer, index first, range rows) {
+    void add(int peer, index_t first, range rows) {
         entry& e = entries_[static_cast<std::size_t>(peer)];
         if (e.end == rows.first && !e.rows.empty())
             e.rows.back().count += rows.size();
@@ -1642,7 +1647,7 @@ public:
     }
 
     /// Returns one past the last global row added for `peer`.
-    index end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
+    index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
 
     /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
     template <class Columns>
@@ -1663,7 +1668,7 @@ public:
 private:
     struct entry {
         std::vector<run> rows;
-        index end = 0;
+        index_t end = 0;
     };
     std::vector<entry> entries_;
 };
@@ -1677,10 +1682,10 @@ namespace cpx {
 
 /// Tokens `token .. token + count` of `sequence`, in local rows `row .. row + count`.
 struct segment {
-    index sequence = 0;
-    index token = 0;
-    index row = 0;
-    index count = 0;
+    index_t sequence = 0;
+    index_t token = 0;
+    index_t row = 0;
+    index_t count = 0;
     friend constexpr bool operator==(segment, segment) = default;
 };
 
@@ -1689,12 +1694,12 @@ template <any_sharding S>
 std::vector<segment> segments(S const& s, int rank) {
     std::vector<segment> list;
     thd const& batch = s.batch();
-    index row = 0, sequence = 0;
+    index_t row = 0, sequence = 0;
     s.for_each_piece(rank, [&](range piece) {
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const part = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
-            index const token = part.first - batch.offset(sequence);
+            index_t const token = part.first - batch.offset(sequence);
             if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
                 list.back().count += part.size();
             else
@@ -1707,17 +1712,17 @@ std::vector<segment> segments(S const& s, int rank) {
 }
 
 /// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
-inline std::vector<index> offsets(std::vector<segment> const& segments) {
-    std::vector<index> list{0};
+inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
+    std::vector<index_t> list{0};
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }
 
 /// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
-inline std::vector<index> positions(std::vector<segment> const& segments) {
-    std::vector<index> list;
+inline std::vector<index_t> positions(std::vector<segment> const& segments) {
+    std::vector<index_t> list;
     for (segment const& s : segments)
-        for (index i = 0; i < s.count; ++i) list.push_back(s.token + i);
+        for (index_t i = 0; i < s.count; ++i) list.push_back(s.token + i);
     return list;
 }
 
@@ -1746,7 +1751,7 @@ concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 /// one rank and where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only,
 /// with `scan` on several ranks never.
 template <carry_kind How, any_sharding S>
-constexpr bool is_exact(S const& sharding, index chunk) {
+constexpr bool is_exact(S const& sharding, index_t chunk) {
     if constexpr (S::every_row)
         return true;
     else if constexpr (std::same_as<How, serial> && requires { sharding.cut().unit(); })
@@ -1756,26 +1761,26 @@ constexpr bool is_exact(S const& sharding, index chunk) {
 }
 
 /// The place of one segment in the chain of its sequence's segments.
-struct link {
-    index level = 0;            ///< how many segments come before it
+struct carry_link {
+    index_t level = 0;          ///< how many segments come before it
     bool has_successor = false; ///< whether a segment comes after it
-    index map_row = -1;         ///< its row among the rank's maps M; -1: its M is not needed
-    index ends = 0, maps = 0;   ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
+    index_t map_row = -1;       ///< its row among the rank's maps M; -1: its M is not needed
+    index_t ends = 0, maps = 0; ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
 };
 
 /// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
 ///
 /// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end
 /// states to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M
-/// (source rows: `link::map_row`) that come before a rank's last segment of a sequence, in level order from
-/// `link::ends` and `link::maps` on.
+/// (source rows: `carry_link::map_row`) that come before a rank's last segment of a sequence, in level order from
+/// `carry_link::ends` and `carry_link::maps` on.
 template <any_sharding S>
 struct carry_plan {
     S sharding;
     int rank = 0;
     std::vector<segment> segments;
-    std::vector<link> links;
-    std::vector<std::vector<index>> levels;
+    std::vector<carry_link> links;
+    std::vector<std::vector<index_t>> levels;
     std::vector<plan> steps;
     plan ends, maps;
 };
@@ -1787,10 +1792,10 @@ class state_plan {
 public:
     explicit state_plan(int ranks) : sends_(ranks), receives_(ranks) {}
 
-    void send(int peer, index row) { sends_.add(peer, row, apart()); }
+    void send(int peer, index_t row) { sends_.add(peer, row, apart()); }
     void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
-    index target_rows() const { return target_rows_; }
-    plan finish(int rank, index source_rows, identity const& id, bool local) {
+    index_t target_rows() const { return target_rows_; }
+    plan finish(int rank, index_t source_rows, identity const& id, bool local) {
         return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id, local};
     }
 
@@ -1800,12 +1805,12 @@ private:
         return {count_, count_ + 1};
     }
     message_list sends_, receives_;
-    index target_rows_ = 0, count_ = 0;
+    index_t target_rows_ = 0, count_ = 0;
 };
 
 /// Returns the ranks that hold the segments of `sequence`, in token order.
 template <any_sharding S>
-void find_chain(S const& sharding, int rank, index sequence, index& hint, std::vector<int>& chain) {
+void find_chain(S const& sharding, int rank, index_t sequence, index_t& hint, std::vector<int>& chain) {
     chain.clear();
     range const tokens{sharding.batch().offset(sequence), sharding.batch().offset(sequence + 1)};
     if (tokens.empty()) return;
@@ -1834,17 +1839,17 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     std::vector<detail::state_plan> steps;
     detail::state_plan ends(ranks), maps(ranks);
     std::vector<int> chain, last_level(static_cast<std::size_t>(ranks), -1);
-    index own_maps = 0, hint = 0;
+    index_t own_maps = 0, hint = 0;
     auto const at = [](auto& list, auto i) -> auto& { return list[static_cast<std::size_t>(i)]; };
 
-    for (index s = 0; s < sharding.batch().sequences(); ++s) {
+    for (index_t s = 0; s < sharding.batch().sequences(); ++s) {
         detail::find_chain(sharding, rank, s, hint, chain);
         int const length = static_cast<int>(chain.size());
         while (static_cast<int>(steps.size()) + 1 < length) steps.emplace_back(ranks);
         while (static_cast<int>(c.levels.size()) < length) c.levels.emplace_back();
         for (int l = 0; l < length; ++l) at(last_level, at(chain, l)) = l;
 
-        index const first_end = ends.target_rows(), first_map = maps.target_rows();
+        index_t const first_end = ends.target_rows(), first_map = maps.target_rows();
         for (int l = 0; l < length; ++l) {
             int const holder = at(chain, l);
             bool const has_successor = l + 1 < length, needs_map = l > 0 && has_successor;
@@ -1853,8 +1858,8 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
                 if (l > 0) maps.receive(holder);
             }
             if (holder != rank) continue;
-            index const mine = static_cast<index>(c.links.size());
-            if (has_successor) at(steps, l).send(at(chain, l + 1), static_cast<index>(at(c.levels, l).size()));
+            index_t const mine = static_cast<index_t>(c.links.size());
+            if (has_successor) at(steps, l).send(at(chain, l + 1), static_cast<index_t>(at(c.levels, l).size()));
             if (l > 0) at(steps, l - 1).receive(at(chain, l - 1));
             for (int r = 0; r < ranks; ++r) {
                 if (at(last_level, r) <= l) continue;
@@ -1869,10 +1874,10 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id, S::every_row));
+        c.steps.push_back(steps[l].finish(rank, static_cast<index_t>(c.levels[l].size()), id, S::every_row));
     identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
     identity::set(scanned.operation, "carry, scan");
-    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), scanned, S::every_row);
+    c.ends = ends.finish(rank, static_cast<index_t>(c.segments.size()), scanned, S::every_row);
     c.maps = maps.finish(rank, own_maps, scanned, S::every_row);
     return c;
 }
@@ -1887,8 +1892,8 @@ namespace cpx {
 /// Rows beside a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
 struct halo_part {
     bool halo = false;
-    index first = 0;
-    index count = 0;
+    index_t first = 0;
+    index_t count = 0;
     friend constexpr bool operator==(halo_part, halo_part) = default;
 };
 
@@ -1904,7 +1909,7 @@ enum class side { before, after };
 template <any_sharding S>
 struct halo_plan : plan {
     S sharding;
-    index reach = 0;
+    index_t reach = 0;
     side where = side::before;
     std::vector<segment> segments;
     std::vector<halo_part> parts;
@@ -1916,13 +1921,13 @@ namespace detail {
 /// Global rows, and the local row at which the first of them stands.
 struct placed_range {
     range rows;
-    index local = 0;
+    index_t local = 0;
 };
 
 /// Returns the range that holds global row `row`, among ranges that ascend.
-inline placed_range const& find(std::vector<placed_range> const& ranges, index row) {
+inline placed_range const& find(std::vector<placed_range> const& ranges, index_t row) {
     auto const after = std::upper_bound(ranges.begin(), ranges.end(), row,
-                                        [](index value, placed_range const& r) { return value < r.rows.first; });
+                                        [](index_t value, placed_range const& r) { return value < r.rows.first; });
     return *(after - 1);
 }
 
@@ -1935,7 +1940,7 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index r
 ///
 /// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative.
 template <any_sharding S>
-halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::before, caller here = caller::here()) {
+halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side::before, caller here = caller::here()) {
     require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
             here);
     require(reach >= 0, "halo", "rows beside a segment", "not negative", reach, here);
@@ -1948,16 +1953,16 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
 
     std::vector<detail::placed_range> own, foreign;
     for (segment const& s : p.segments) {
-        index const first = batch.offset(s.sequence) + s.token;
+        index_t const first = batch.offset(s.sequence) + s.token;
         own.push_back({{first, first + s.count}, s.row});
         p.source_rows += s.count;
     }
     // The rows of the sequence within reach of `rows`, on one side of them.
-    auto const beside = [&](range rows, index sequence, side which) -> range {
+    auto const beside = [&](range rows, index_t sequence, side which) -> range {
         if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
         return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
     };
-    index hint = 0;
+    index_t hint = 0;
 
     // What this rank needs. Windows ascend, so the last foreign row tells what is on its way already.
     detail::message_list receives(sharding.ranks());
@@ -1967,7 +1972,8 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
             sharding.for_each_holder(window, hint, [&](int holder, range part) {
                 auto const& places = holder == rank ? own : foreign;
                 if (holder != rank) {
-                    index const covered = foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
+                    index_t const covered =
+                        foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
                     range const fresh{covered, std::max(covered, part.last)};
                     if (!fresh.empty()) {
                         receives.add(holder, p.target_rows, fresh);
@@ -1990,7 +1996,7 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
     detail::message_list sends(sharding.ranks());
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const mine = own[i].rows;
-        index const sequence = p.segments[i].sequence;
+        index_t const sequence = p.segments[i].sequence;
         range const near = beside(mine, sequence, where == side::before ? side::after : side::before);
         if (near.empty() || S::every_row) continue;
         int peer = rank;
@@ -1998,7 +2004,7 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
         auto const give = [&] {
             if (peer == rank || theirs.empty()) return;
             range const needed = intersect(mine, beside(theirs, sequence, where));
-            index const from = std::max(needed.first, sends.end(peer));
+            index_t const from = std::max(needed.first, sends.end(peer));
             if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
         };
         sharding.for_each_holder(near, hint, [&](int holder, range part) {
@@ -2037,11 +2043,11 @@ namespace detail {
 /// Columns of one section that rank `i` ships to rank `j`: what `j` needs and `i` holds, unless `j` has it or another
 /// rank is to send it. Where ranks hold the same head, the lowest of them sends it (shares ascend with ranks).
 template <any_sharding From, any_sharding To>
-range shipped_heads(From const& from, To const& to, int i, int j, index heads) {
+range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
     range const held = from.heads(i, heads);
     range const needed = intersect(held, to.heads(j, heads));
     if (i == j || !From::every_row) return needed;
-    index const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
+    index_t const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
     range const own = from.heads(j, heads);
     range shipped{std::max(needed.first, lower), needed.last};
     if (j < i)
@@ -2056,7 +2062,7 @@ template <any_sharding From, any_sharding To, any_sharding Holder>
 std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
                                  Holder const& holder, int rank) {
     std::vector<run> columns;
-    index first = 0;
+    index_t first = 0;
     for (section const& s : sections) {
         range const share = holder.heads(rank, s.heads);
         range const heads = shipped_heads(from, to, i, j, s.heads);
@@ -2071,10 +2077,10 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
 
 /// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
 template <any_sharding Mine, any_sharding Other>
-index overlap(Mine const& mine, int rank, Other const& other, message_list& messages) {
-    index row = 0, hint = 0;
+index_t overlap(Mine const& mine, int rank, Other const& other, message_list& messages) {
+    index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
-        index next = piece.first;
+        index_t next = piece.first;
         other.for_each_holder(piece, hint, [&](int peer, range part) {
             if (!Other::every_row && part.first != next)
                 throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
@@ -2089,20 +2095,20 @@ index overlap(Mine const& mine, int rank, Other const& other, message_list& mess
 
 /// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
 template <any_sharding S>
-index local_width(S const& s, int rank, std::span<section const> sections) {
-    index width = 0;
+index_t local_width(S const& s, int rank, std::span<section const> sections) {
+    index_t width = 0;
     for (section const& part : sections) width += s.heads(rank, part.heads).size() * part.width;
     return width;
 }
 
-inline index brought(std::vector<message> const& messages) {
-    index rows = 0;
+inline index_t brought(std::vector<message> const& messages) {
+    index_t rows = 0;
     for (message const& m : messages) rows += total(m.rows);
     return rows;
 }
 
 /// Returns the rows of the message of `rank` to itself.
-inline index kept(std::vector<message> const& messages, int rank) {
+inline index_t kept(std::vector<message> const& messages, int rank) {
     for (message const& m : messages)
         if (m.peer == rank) return total(m.rows);
     return 0;
@@ -2113,7 +2119,7 @@ template <any_sharding S>
 bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
     if constexpr (S::every_row)
         for (section const& part : sections) {
-            index everywhere = 0;
+            index_t everywhere = 0;
             for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
             if (everywhere > part.heads) return true;
         }
@@ -2265,9 +2271,9 @@ namespace cpx {
 ///
 /// Counts rows of which at least one column goes from i to j. Cost: O(runs of the batch).
 template <any_sharding From, any_sharding To>
-std::vector<index> traffic(From const& from, To const& to) {
+std::vector<index_t> traffic(From const& from, To const& to) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
-    std::vector<index> rows(ranks * ranks);
+    std::vector<index_t> rows(ranks * ranks);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i);
         for (message const& m : p.sends)
@@ -2278,8 +2284,8 @@ std::vector<index> traffic(From const& from, To const& to) {
 
 /// Rows that move, whole or in part, and their elements.
 struct volume {
-    index rows = 0;
-    index elements = 0;
+    index_t rows = 0;
+    index_t elements = 0;
     friend constexpr bool operator==(volume, volume) = default;
 };
 
@@ -2289,32 +2295,32 @@ struct volume {
 /// them: the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
-volume lower_bound(From const& from, To const& to, index width = 1) {
+volume lower_bound(From const& from, To const& to, index_t width = 1) {
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
-    auto const holds = [](auto const& s, int rank, section const& part, index head) {
+    auto const holds = [](auto const& s, int rank, section const& part, index_t head) {
         range const heads = s.heads(rank, part.heads);
         return heads.first <= head && head < heads.last;
     };
     volume bound;
     for (int j = 0; j < to.ranks(); ++j) {
-        index needed_rows = to.rows(j);
+        index_t needed_rows = to.rows(j);
         if constexpr (From::every_row) {
-            std::vector<index> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
+            std::vector<index_t> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
             for (section const& s : sections)
-                for (index head = 0; head < s.heads; ++head) {
+                for (index_t head = 0; head < s.heads; ++head) {
                     int supplier = 0;
                     while (!holds(from, supplier, s, head)) ++supplier;
                     if (holds(to, j, s, head) && !holds(from, j, s, head))
                         supplied[static_cast<std::size_t>(supplier)] += s.width;
                 }
-            for (index const elements : supplied) {
+            for (index_t const elements : supplied) {
                 bound.rows += elements > 0 ? needed_rows : 0;
                 bound.elements += elements * needed_rows;
             }
         } else {
-            index hint = 0;
+            index_t hint = 0;
             from.for_each_piece(j, [&](range own) { // what j has already
                 to.for_each_holder(own, hint,
                                    [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
@@ -2329,19 +2335,19 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
 /// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
 /// each once. Cost: O(W tokens); for reports and tests.
 template <any_sharding S>
-index halo_lower_bound(S const& sharding, index reach, side where = side::before) {
-    index bound = 0;
+index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::before) {
+    index_t bound = 0;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
         for (segment const& s : segments(sharding, rank)) {
-            index const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
-            index row = where == side::before ? std::max(first, start - reach) : end;
-            index const last =
+            index_t const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
+            index_t row = where == side::before ? std::max(first, start - reach) : end;
+            index_t const last =
                 where == side::before ? start : std::min(first + sharding.batch().length(s.sequence), end + reach);
             for (; row < last; ++row) needed[static_cast<std::size_t>(row)] = true;
         }
         sharding.for_each_piece(rank, [&](range own) {
-            for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
+            for (index_t row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
         });
         bound += std::ranges::count(needed, true);
     }
@@ -2363,12 +2369,12 @@ template <class Byte>
 struct parcel {
     int peer = 0;
     Byte* base = nullptr;
-    index stride = 0;
-    index unit = 0;
+    index_t stride = 0;
+    index_t unit = 0;
     std::span<run const> rows, columns;
 
-    index bytes() const {
-        index row_count = 0, column_count = 0;
+    index_t bytes() const {
+        index_t row_count = 0, column_count = 0;
         for (run const r : rows) row_count += r.count;
         for (run const c : columns) column_count += c.count;
         return row_count * column_count * unit;
@@ -2389,7 +2395,7 @@ inline void copy(outgoing const& from, incoming const& to) {
             std::memcpy(target, source, static_cast<std::size_t>(from.rows[i].count * from.stride));
             continue;
         }
-        for (index row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
+        for (index_t row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
             for (std::size_t k = 0; k < from.columns.size(); ++k)
                 std::memcpy(target + to.columns[k].first * to.unit, source + from.columns[k].first * from.unit,
                             static_cast<std::size_t>(from.columns[k].count * from.unit));
@@ -2420,9 +2426,9 @@ namespace cpx {
 
 /// What one rank has sent to other ranks.
 struct tally {
-    index messages = 0;
-    index rows = 0;
-    index bytes = 0;
+    index_t messages = 0;
+    index_t rows = 0;
+    index_t bytes = 0;
 
     tally& operator+=(tally const& other) {
         messages += other.messages;
@@ -2446,7 +2452,7 @@ public:
     void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         tally& sent = sent_[id.operation.data()];
         for (outgoing const& parcel : sends) {
-            index rows = 0;
+            index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
             sent += {1, rows, parcel.bytes()};
         }
@@ -2489,7 +2495,7 @@ template <class Byte, class T>
 std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
     std::vector<parcel<Byte>> list;
     list.reserve(messages.size());
-    index const element = static_cast<index>(sizeof(T));
+    index_t const element = static_cast<index_t>(sizeof(T));
     for (message const& m : messages) {
         bool const whole = m.columns.empty();
         list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
@@ -2530,7 +2536,7 @@ inline std::string disagreement(std::vector<identity> const& all, int field) {
 }
 
 template <class T>
-void check_buffer(char const* which, rows<T> const& buffer, index count, index width, caller here) {
+void check_buffer(char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
     std::string const where = std::string("exchange, ") + which;
     require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
     require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
@@ -2554,7 +2560,7 @@ void exchange_messages(plan const& p, identity const& id, rows<A> const& from, s
 
 /// Returns runs of the same counts, side by side from 0 on.
 inline std::vector<run> side_by_side(std::vector<run> runs) {
-    index first = 0;
+    index_t first = 0;
     for (run& r : runs) {
         r.first = first;
         first += r.count;
@@ -2570,7 +2576,7 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     std::vector<incoming> receives;
     compact.reserve(p.receives.size()); // parcels point into it
     for (message const& m : p.receives) {
-        index const width = m.columns.empty() ? to.width() : total(m.columns);
+        index_t const width = m.columns.empty() ? to.width() : total(m.columns);
         compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
         staged.emplace_back(static_cast<std::size_t>(total(m.rows) * width));
         rows<B> const buffer(staged.back(), width);
@@ -2582,9 +2588,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
         run const whole{0, to.width()};
         auto const& columns = p.receives[i].columns;
         for (run const r : p.receives[i].rows)
-            for (index row = r.first; row < r.first + r.count; ++row)
+            for (index_t row = r.first; row < r.first + r.count; ++row)
                 for (run const c : columns.empty() ? std::span(&whole, 1) : std::span(columns))
-                    for (index column = c.first; column < c.first + c.count; ++column) to(row, column) += *value++;
+                    for (index_t column = c.first; column < c.first + c.count; ++column) to(row, column) += *value++;
     }
 }
 
@@ -2606,7 +2612,7 @@ void agree(Comm& comm, identity const& mine) {
     std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
     std::vector<outgoing> sends;
     std::vector<incoming> receives;
-    index const bytes = static_cast<index>(sizeof(identity));
+    index_t const bytes = static_cast<index_t>(sizeof(identity));
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         auto& slot = all[static_cast<std::size_t>(peer)];
         if (peer == comm.rank()) {
@@ -2654,7 +2660,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     if (!p.local) agree(comm, id);
 
     if (p.kind == flow::sums || !p.covers_target())
-        for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
     if constexpr (addable) {
         if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm);
     }
@@ -2699,7 +2705,7 @@ namespace cpx {
 /// 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <class T, transport Comm>
 void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
-    index const count = std::ssize(values);
+    index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);

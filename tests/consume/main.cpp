@@ -16,11 +16,12 @@ bool there_and_back() {
     bool home[3] = {};
     cpx::threads::run(3, [&](cpx::threads& comm) {
         auto x = cpx::make_tensor<float>(zigzag, comm.rank(), 1);
-        for (cpx::index row = 0; row < x.data().count(); ++row) x.data()(row, 0) = static_cast<float>(row + 1);
+        for (cpx::index_t row = 0; row < x.data().count(); ++row) x.data()(row, 0) = static_cast<float>(row + 1);
         auto const plan = cpx::relayout(zigzag, sequential, comm.rank());
         auto const back = cpx::exchange(plan.transposed(), cpx::exchange(plan, x, comm), comm);
         bool same = cpx::halo(zigzag, comm.rank(), 3).source_rows == x.data().count();
-        for (cpx::index row = 0; row < x.data().count(); ++row) same = same && back.data()(row, 0) == x.data()(row, 0);
+        for (cpx::index_t row = 0; row < x.data().count(); ++row)
+            same = same && back.data()(row, 0) == x.data()(row, 0);
         home[comm.rank()] = same;
     });
     return home[0] && home[1] && home[2];

@@ -17,24 +17,24 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using cpx::pad;
 using cpx::padding;
 using cpx::thd;
 using support::rejects;
 
-using list = std::vector<index>;
-list copy(std::span<index const> values) { return {values.begin(), values.end()}; }
+using list = std::vector<index_t>;
+list copy(std::span<index_t const> values) { return {values.begin(), values.end()}; }
 
 /// Calls `f(thd)` with every batch of `tokens` tokens in `sequences` of length 0 and more with every valid length.
 template <class F>
-void for_each_padded(index tokens, F&& f) {
+void for_each_padded(index_t tokens, F&& f) {
     support::for_each_packing(tokens, [&](thd const& batch) {
         list valid(static_cast<std::size_t>(batch.sequences()), 0);
         for (;;) {
             f(thd(copy(batch.offsets()), valid));
             std::size_t s = 0;
-            while (s < valid.size() && valid[s] == batch.length(static_cast<index>(s))) valid[s++] = 0;
+            while (s < valid.size() && valid[s] == batch.length(static_cast<index_t>(s))) valid[s++] = 0;
             if (s == valid.size()) return;
             ++valid[s];
         }
@@ -47,8 +47,8 @@ std::vector<thd> large_batches() {
     std::vector<thd> batches;
     for (int i = 0; i < 60; ++i) {
         list offsets{0}, valid;
-        for (index s = numbers.between(0, 9); s > 0; --s) {
-            index const length = numbers.between(0, s % 2 ? 3 : 700);
+        for (index_t s = numbers.between(0, 9); s > 0; --s) {
+            index_t const length = numbers.between(0, s % 2 ? 3 : 700);
             offsets.push_back(offsets.back() + length);
             valid.push_back(numbers.between(0, length));
         }
@@ -59,7 +59,7 @@ std::vector<thd> large_batches() {
 
 /// The same as `batch`, with valid lengths only where there is padding.
 thd without_needless_lengths(thd const& batch) {
-    for (index s = 0; s < batch.sequences(); ++s)
+    for (index_t s = 0; s < batch.sequences(); ++s)
         if (batch.valid(s) != batch.length(s)) return batch;
     return thd(copy(batch.offsets()));
 }
@@ -67,8 +67,8 @@ thd without_needless_lengths(thd const& batch) {
 /// What the definition says of every row: whether it is valid.
 std::vector<std::uint8_t> validity(thd const& batch) {
     std::vector<std::uint8_t> mask;
-    for (index row = 0; row < batch.tokens(); ++row) {
-        index const s = batch.sequence(row);
+    for (index_t row = 0; row < batch.tokens(); ++row) {
+        index_t const s = batch.sequence(row);
         mask.push_back(row - batch.offset(s) < batch.valid(s));
     }
     return mask;
@@ -77,7 +77,7 @@ std::vector<std::uint8_t> validity(thd const& batch) {
 list ones(std::vector<std::uint8_t> const& mask) {
     list rows;
     for (std::size_t i = 0; i < mask.size(); ++i)
-        if (mask[i]) rows.push_back(static_cast<index>(i));
+        if (mask[i]) rows.push_back(static_cast<index_t>(i));
     return rows;
 }
 
@@ -87,41 +87,41 @@ std::string round_trip(thd const& b) {
     if (p.mask() != validity(b)) return "mask";
     if (p.rows() != ones(validity(b))) return "rows";
     if (p.buffer_rows() != b.tokens() || p.batch().sequences() != b.sequences()) return "shape";
-    for (index s = 0; s < b.sequences(); ++s)
+    for (index_t s = 0; s < b.sequences(); ++s)
         if (p.batch().length(s) != b.valid(s) || p.batch().valid(s) != b.valid(s)) return "lengths";
 
-    index const width = 3, stride = 5;
+    index_t const width = 3, stride = 5;
     list packed(static_cast<std::size_t>(p.batch().tokens() * width)), again(packed.size(), -7);
     std::iota(packed.begin(), packed.end(), 1);
     for (bool const wide : {false, true}) { // rows of their own, and columns of wider rows that must not change
-        index const pitch = wide ? stride : width, first = wide ? 1 : 0;
+        index_t const pitch = wide ? stride : width, first = wide ? 1 : 0;
         list buffer(static_cast<std::size_t>(b.tokens() * pitch), -1);
-        cpx::rows<index> const view(buffer.data() + first, b.tokens(), width, pitch);
-        cpx::unpack(p, cpx::rows<index>(packed, width), view);
+        cpx::rows<index_t> const view(buffer.data() + first, b.tokens(), width, pitch);
+        cpx::unpack(p, cpx::rows<index_t>(packed, width), view);
         auto const rows = p.rows();
         std::size_t next = 0;
-        for (index row = 0; row < b.tokens(); ++row) {
+        for (index_t row = 0; row < b.tokens(); ++row) {
             bool const valid = next < rows.size() && rows[next] == row;
-            for (index c = 0; c < width; ++c)
-                if (view(row, c) != (valid ? static_cast<index>(next) * width + c + 1 : 0)) return "unpack";
+            for (index_t c = 0; c < width; ++c)
+                if (view(row, c) != (valid ? static_cast<index_t>(next) * width + c + 1 : 0)) return "unpack";
             next += valid;
-            for (index c = 0; wide && c < stride; ++c)
+            for (index_t c = 0; wide && c < stride; ++c)
                 if ((c < first || c >= first + width) && buffer[static_cast<std::size_t>(row * stride + c)] != -1)
                     return "unpack writes outside its columns";
             if (!valid) std::fill_n(view.row(row), width, -1);
         }
         std::ranges::fill(again, -7);
-        cpx::pack(p, view, cpx::rows<index>(again, width));
+        cpx::pack(p, view, cpx::rows<index_t>(again, width));
         if (again != packed) return "pack";
     }
     return "";
 }
 
 /// Padding to a multiple keeps what is valid and adds as little as can be; the two offsets give the batch again.
-std::string padded_again(thd const& b, index multiple) {
+std::string padded_again(thd const& b, index_t multiple) {
     thd const p = cpx::pad_to_multiple(b, multiple);
     if (p.sequences() != b.sequences()) return "sequences";
-    for (index s = 0; s < b.sequences(); ++s)
+    for (index_t s = 0; s < b.sequences(); ++s)
         if (p.valid(s) != b.valid(s) || p.length(s) % multiple != 0 || p.length(s) < b.valid(s) ||
             p.length(s) - b.valid(s) >= multiple)
             return "length of sequence " + std::to_string(s);
@@ -129,7 +129,7 @@ std::string padded_again(thd const& b, index multiple) {
     if (cpx::pad_to_multiple(p, multiple) != p) return "padding twice";
     thd const valid = cpx::unpadded(p).batch();
     std::vector<std::int32_t> narrow;
-    for (index const offset : p.offsets()) narrow.push_back(static_cast<std::int32_t>(offset));
+    for (index_t const offset : p.offsets()) narrow.push_back(static_cast<std::int32_t>(offset));
     if (cpx::thd_from_cu_seqlens(valid.offsets(), p.offsets()) != p) return "two offsets";
     if (cpx::thd_from_cu_seqlens(valid.offsets(), narrow, {p.tokens(), multiple}) != p) return "two offsets, in int32";
     return round_trip(p);
@@ -138,16 +138,16 @@ std::string padded_again(thd const& b, index multiple) {
 /// Returns the position ids of a batch, -1 in the padding.
 list positions(thd const& batch) {
     list ids;
-    for (index row = 0; row < batch.tokens(); ++row) {
-        index const s = batch.sequence(row), token = row - batch.offset(s);
+    for (index_t row = 0; row < batch.tokens(); ++row) {
+        index_t const s = batch.sequence(row), token = row - batch.offset(s);
         ids.push_back(token < batch.valid(s) ? token : -1);
     }
     return ids;
 }
 
 /// Whether position ids can mean this batch of rows of `columns` tokens.
-bool expressible(thd const& b, pad pads, index columns) {
-    for (index s = 0; s < b.sequences(); ++s) {
+bool expressible(thd const& b, pad pads, index_t columns) {
+    for (index_t s = 0; s < b.sequences(); ++s) {
         bool const is_pad = pads == pad::own_sequence && b.length(s) == 1 && b.valid(s) == 0;
         bool const is_whole = b.valid(s) == b.length(s) || pads == pad::joins_last_sequence;
         if (b.length(s) == 0 || !(is_pad || (is_whole && b.valid(s) > 0))) return false;
@@ -158,7 +158,7 @@ bool expressible(thd const& b, pad pads, index columns) {
 
 TEST_SUITE("core") {
     TEST_CASE("what is packed without padding comes back, all batches of few tokens and large ones") {
-        for (index tokens = 0; tokens <= 6; ++tokens)
+        for (index_t tokens = 0; tokens <= 6; ++tokens)
             for_each_padded(tokens, [](thd const& b) {
                 std::string const problem = round_trip(b);
                 REQUIRE_MESSAGE(problem.empty(), problem << ": " << support::text(b));
@@ -167,9 +167,9 @@ TEST_SUITE("core") {
     }
 
     TEST_CASE("padding to a multiple keeps valid lengths, all batches of few tokens and large ones") {
-        for (index const multiple : {1, 2, 3, 4, 7, 128}) {
+        for (index_t const multiple : {1, 2, 3, 4, 7, 128}) {
             CAPTURE(multiple);
-            for (index tokens = 0; tokens <= 5; ++tokens)
+            for (index_t tokens = 0; tokens <= 5; ++tokens)
                 for_each_padded(tokens, [&](thd const& b) {
                     std::string const problem = padded_again(b, multiple);
                     REQUIRE_MESSAGE(problem.empty(), problem << ": " << support::text(b));
@@ -180,8 +180,8 @@ TEST_SUITE("core") {
 
     TEST_CASE("position ids mean the batch that has them, and only those of a batch are taken") {
         for (pad const pads : {pad::joins_last_sequence, pad::own_sequence})
-            for (index tokens = 1; tokens <= 5; ++tokens)
-                for (index columns = 1; columns <= tokens; ++columns) {
+            for (index_t tokens = 1; tokens <= 5; ++tokens)
+                for (index_t columns = 1; columns <= tokens; ++columns) {
                     if (tokens % columns != 0) continue;
                     std::map<list, thd> meanings;
                     for_each_padded(tokens, [&](thd const& b) {
@@ -207,7 +207,7 @@ TEST_SUITE("core") {
     TEST_CASE("both meanings of position -1 agree where there is none") {
         for (thd const& padded : large_batches()) {
             list lengths;
-            for (index s = 0; s < padded.sequences(); ++s)
+            for (index_t s = 0; s < padded.sequences(); ++s)
                 if (padded.valid(s) > 0) lengths.push_back(padded.valid(s));
             thd const b = thd::from_lengths(lengths);
             list const ids = positions(b);
@@ -230,7 +230,7 @@ TEST_SUITE("core") {
     }
 
     TEST_CASE("position ids that no batch has are rejected, naming the row and what may stand there") {
-        auto const rejected = [](list const& ids, pad pads, index columns, std::string const& message) {
+        auto const rejected = [](list const& ids, pad pads, index_t columns, std::string const& message) {
             rejects({"packing.cpp", "thd_from_positions: " + message},
                     [&] { cpx::thd_from_positions(ids, pads, columns); });
         };
@@ -244,17 +244,17 @@ TEST_SUITE("core") {
         rejected({0, 1, 1}, own, -1, "position of row 2: expected 0, -1 or 2, got 1");
         rejected({0, 1, -1, 2}, joins, -1, "position of row 3: expected 0 or -1, got 2");
         rejected({0, 1, -2}, own, -1, "position of row 2: expected 0, -1 or 2, got -2");
-        rejected({0, index{1} << 32}, own, -1, "position of row 1: expected 0, -1 or 1, got 4294967296");
+        rejected({0, index_t{1} << 32}, own, -1, "position of row 1: expected 0, -1 or 1, got 4294967296");
         rejected({0, 1, 2}, joins, 2, "size of the list: expected a multiple of the columns, 2, got 3");
         rejected({0, 1, 2}, joins, 0, "columns: expected at least 1, got 0");
         rejected({0, 1, 2}, joins, -3, "columns: expected at least 1, got -3");
     }
 
     TEST_CASE("masks of one run of ones a row are taken if the padding is on their side, and no others") {
-        for (index columns = 1; columns <= 5; ++columns)
+        for (index_t columns = 1; columns <= 5; ++columns)
             for (unsigned bits = 0; bits < 1u << (2 * columns); ++bits) {
                 std::vector<std::uint8_t> mask;
-                for (index i = 0; i < 2 * columns; ++i) mask.push_back(bits >> i & 1u);
+                for (index_t i = 0; i < 2 * columns; ++i) mask.push_back(bits >> i & 1u);
                 list lengths;
                 bool runs = true, left = true, right = true; // whether the rows' ones are one run, at either end
                 for (auto row = mask.begin(); row != mask.end(); row += columns) {
@@ -316,13 +316,13 @@ TEST_SUITE("core") {
                  "row 1, column 3: expected 1, the padding being on the left, got 0");
         rejected({1, 1, 2, 0}, padding::any, "row 0, column 2: expected 0 or 1, got 2");
         rejected({-1, 1, 1, 1}, padding::any, "row 0, column 0: expected 0 or 1, got -1");
-        rejected({index{1} << 32, 1, 1, 1}, padding::any, "row 0, column 0: expected 0 or 1, got 4294967296");
+        rejected({index_t{1} << 32, 1, 1, 1}, padding::any, "row 0, column 0: expected 0 or 1, got 4294967296");
         rejected({1, 1, 1}, padding::any, "size of the list: expected a multiple of the columns, 4, got 3");
         rejects({"columns: expected at least 1, got -4"}, [] { cpx::packing_from_mask(list(4, 1), -4, padding::any); });
     }
 
     TEST_CASE("padded offsets are those of TransformerEngine") {
-        auto const padded = [](list const& offsets, index multiple) {
+        auto const padded = [](list const& offsets, index_t multiple) {
             return copy(cpx::pad_to_multiple(thd(offsets), multiple).offsets());
         };
         CHECK(padded({0, 3, 5, 9}, 8) == list{0, 8, 16, 24});
@@ -336,7 +336,7 @@ TEST_SUITE("core") {
         cpx::unpack(cpx::unpadded(b), cpx::rows(tokens, 1), cpx::rows(buffer, 1));
         CHECK(buffer == std::vector<int>{1, 1, 0, 0, 2, 2, 2, 0});
         cpx::shard(b, cpx::zigzag<2>{}).for_each_piece(0, [&](cpx::range piece) {
-            for (index row = piece.first; row < piece.last; ++row)
+            for (index_t row = piece.first; row < piece.last; ++row)
                 slice.push_back(buffer[static_cast<std::size_t>(row)]);
         });
         CHECK(slice == std::vector<int>{1, 0, 2, 0});
@@ -396,8 +396,8 @@ TEST_SUITE("core") {
         rejects({"packing.cpp", "pad_to_multiple: multiple: expected 1 to ", "got 0"},
                 [&] { cpx::pad_to_multiple(b, 0); });
         rejects({"multiple: expected 1 to", "got -4"}, [] { cpx::pad_to_multiple(thd(), -4); });
-        rejects({"multiple: expected 1 to"}, [&] { cpx::pad_to_multiple(b, std::numeric_limits<index>::max()); });
-        CHECK(cpx::pad_to_multiple(b, index{1} << 40).tokens() == index{2} << 40);
+        rejects({"multiple: expected 1 to"}, [&] { cpx::pad_to_multiple(b, std::numeric_limits<index_t>::max()); });
+        CHECK(cpx::pad_to_multiple(b, index_t{1} << 40).tokens() == index_t{2} << 40);
         CHECK(cpx::pad_to_multiple(thd(list{0, 0, 1}), 6) == thd(list{0, 0, 6}, list{0, 1}));
     }
 

@@ -14,9 +14,9 @@ using cpx::rows;
 static_assert(std::is_trivially_copyable_v<rows<float>>);
 static_assert(std::is_convertible_v<rows<float>, rows<float const>>);
 static_assert(!std::is_convertible_v<rows<float const>, rows<float>>);
-static_assert(!std::is_constructible_v<rows<float>, std::vector<float> const&, cpx::index>);
-static_assert(std::is_constructible_v<rows<float const>, std::vector<float> const&, cpx::index>);
-static_assert(!std::is_constructible_v<rows<float>, std::vector<double>&, cpx::index>);
+static_assert(!std::is_constructible_v<rows<float>, std::vector<float> const&, cpx::index_t>);
+static_assert(std::is_constructible_v<rows<float const>, std::vector<float> const&, cpx::index_t>);
+static_assert(!std::is_constructible_v<rows<float>, std::vector<double>&, cpx::index_t>);
 
 std::vector<int> counted(int count) {
     std::vector<int> values(static_cast<std::size_t>(count));
@@ -89,8 +89,8 @@ TEST_SUITE("core") {
     }
 
     TEST_CASE("rows beyond 2^31 elements have 64-bit addresses") {
-        rows<char> const view(nullptr, cpx::index{1} << 20, 1, cpx::index{1} << 13);
-        CHECK(view.row(cpx::index{1} << 19) - view.row(0) == cpx::index{1} << 32);
+        rows<char> const view(nullptr, cpx::index_t{1} << 20, 1, cpx::index_t{1} << 13);
+        CHECK(view.row(cpx::index_t{1} << 19) - view.row(0) == cpx::index_t{1} << 32);
     }
 }
 

@@ -9,12 +9,12 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using cpx::thd;
 using support::rejects;
 
-using list = std::vector<index>;
-list copy(std::span<index const> values) { return {values.begin(), values.end()}; }
+using list = std::vector<index_t>;
+list copy(std::span<index_t const> values) { return {values.begin(), values.end()}; }
 
 TEST_SUITE("core") {
     TEST_CASE("a batch is described by its offsets") {
@@ -80,7 +80,7 @@ TEST_SUITE("core") {
     TEST_CASE("the sequence of a row is found, also among sequences without tokens") {
         thd const batch(list{0, 0, 3, 3, 3, 7, 7});
         list found;
-        for (index row = 0; row < batch.tokens(); ++row) found.push_back(batch.sequence(row));
+        for (index_t row = 0; row < batch.tokens(); ++row) found.push_back(batch.sequence(row));
         CHECK(found == list{1, 1, 1, 4, 4, 4, 4});
     }
 
@@ -93,7 +93,7 @@ TEST_SUITE("core") {
     }
 
     TEST_CASE("a batch of more than 2^33 tokens keeps its numbers") {
-        index const big = index{1} << 40;
+        index_t const big = index_t{1} << 40;
         CHECK(thd(list{0, big, big + 3}).length(1) == 3);
         CHECK(thd::uniform(4, big).tokens() == 4 * big);
         CHECK(thd(list{0, big, big + 3}).sequence(big) == 1);

@@ -10,19 +10,19 @@
 namespace {
 
 using namespace convolution;
-using cpx::index, cpx::rows;
+using cpx::index_t, cpx::rows;
 using cpx::cuda::activation, cpx::cuda::conv_plan;
 using support::lengths;
 
-std::vector<index> const packings[] = {
-    {}, {0, 0}, {1}, {2, 1, 1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}, std::vector<index>(50, 1)};
-index const tap_counts[] = {4, 1, 2, 3, 5, 8};
+std::vector<index_t> const packings[] = {
+    {}, {0, 0}, {1}, {2, 1, 1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}, std::vector<index_t>(50, 1)};
+index_t const tap_counts[] = {4, 1, 2, 3, 5, 8};
 
 /// Rows in device memory that may be gigabytes apart: what lies between them is left alone, and has no copy.
 template <class T>
 class spread_rows {
 public:
-    spread_rows(index count, index width, index stride)
+    spread_rows(index_t count, index_t width, index_t stride)
         : memory_((count - 1) * stride + width), view_(memory_.data(), count, width, stride) {}
     rows<T> view() const { return view_; }
     void write(std::vector<T> const& values) const { copy(view_, rows<T const>(values, view_.width())); }
@@ -34,7 +34,7 @@ public:
 
 private:
     static void copy(rows<T> to, rows<T const> from) {
-        auto const bytes = [](index elements) { return static_cast<std::size_t>(elements) * sizeof(T); };
+        auto const bytes = [](index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); };
         cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); // streams do not wait for the default one
         cpx::cuda::check(cudaMemcpy2D(to.data(), bytes(to.stride()), from.data(), bytes(from.stride()),
                                       bytes(to.width()), static_cast<std::size_t>(to.count()), cudaMemcpyDefault),
@@ -69,7 +69,7 @@ struct kind {
 } // namespace
 
 TEST_SUITE("cuda") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("the convolution and its gradients are the host's, whatever the shape and the strides", K,
                        kind<float, float>, kind<__nv_bfloat16, __nv_bfloat16>, kind<__nv_bfloat16, float>,
@@ -77,9 +77,9 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using T = typename K::element;
         std::uint64_t seed = 0;
-        for (index const taps : tap_counts)
+        for (index_t const taps : tap_counts)
             for (auto const& packing : packings)
-                for (index const channels : {1, 3, 8, 40, 264, 1032}) {
+                for (index_t const channels : {1, 3, 8, 40, 264, 1032}) {
                     ++seed;
                     if (channels > 40 && seed % 4) continue;
                     problem<T, typename K::weight> const p(lengths(packing), channels, taps, seed % 3 != 0,
@@ -103,7 +103,7 @@ TEST_SUITE("cuda") {
                        kind<__half, float>) {
         if (!has_gpus()) return;
         using T = typename K::element;
-        for (index const taps : {4, 3}) {
+        for (index_t const taps : {4, 3}) {
             problem<T, typename K::weight> const p(lengths({20011, 2, 13000, 0, 7001}), 72, taps, true,
                                                    activation::silu, 99);
             CAPTURE(p.text());
@@ -120,7 +120,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using T = typename K::element;
         std::uint64_t seed = 1000;
-        for (index const taps : {4, 8, 3, 1})
+        for (index_t const taps : {4, 8, 3, 1})
             for (auto const& packing : packings) {
                 ++seed;
                 problem<T, typename K::weight> const p(lengths(packing), seed % 2 ? 8 : 5, taps, seed % 3 != 0,
@@ -141,19 +141,19 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("a NaN stays in its sequence, and in the tokens that it reaches") {
         if (!has_gpus()) return;
-        for (index const channels : {8, 3})
-            for (index const taps : {4, 8}) {
+        for (index_t const channels : {8, 3})
+            for (index_t const taps : {4, 8}) {
                 problem<float, float> const p(lengths({9, 40, 1, 14}), channels, taps, true, activation::silu, 5);
                 CAPTURE(p.text());
-                for (index const row : {0, 8, 9, 20, 48, 49, 50}) {
+                for (index_t const row : {0, 8, 9, 20, 48, 49, 50}) {
                     CAPTURE(row);
                     auto other = p;
-                    index const d = row % channels;
+                    index_t const d = row % channels;
                     other.x[static_cast<std::size_t>(row * channels + d)] = NAN;
                     auto const r = run(other, cpx::shard(p.batch, cpx::zigzag<2>{}));
-                    index const s = p.batch.sequence(row), end = std::min(row + taps, p.batch.offset(s + 1));
-                    for (index t = 0; t < p.batch.tokens(); ++t)
-                        for (index c = 0; c < channels; ++c) {
+                    index_t const s = p.batch.sequence(row), end = std::min(row + taps, p.batch.offset(s + 1));
+                    for (index_t t = 0; t < p.batch.tokens(); ++t)
+                        for (index_t c = 0; c < channels; ++c) {
                             auto const i = static_cast<std::size_t>(t * channels + c);
                             CHECK(std::isnan(r.y[i]) == (c == d && t >= row && t < end));
                             CHECK(std::isnan(r.dx[i]) ==
@@ -174,7 +174,7 @@ TEST_SUITE("cuda") {
         cpx::cuda::buffer<float> const bias{std::span<float const>(p.bias)};
         std::span<float const> const bias_view(bias.data(), p.bias.size());
         std::vector<float> const halves(48, 0.5f);
-        index const needed = cpx::cuda::causal_conv1d_workspace(plan, 12);
+        index_t const needed = cpx::cuda::causal_conv1d_workspace(plan, 12);
         cpx::cuda::buffer<float> const workspace(needed);
         std::span<float> const space(workspace.data(), static_cast<std::size_t>(needed));
         cpx::cuda::stream const stream;
@@ -214,11 +214,11 @@ TEST_SUITE("cuda") {
         REQUIRE(plan.edge_rows() > 0);
         cpx::cuda::buffer<float> const memory(1000 + cpx::cuda::causal_conv1d_workspace(plan, 1));
         cpx::cuda::stream const stream;
-        auto const count_kernels = [&](float* data, index channels) {
-            index const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
+        auto const count_kernels = [&](float* data, index_t channels) {
+            index_t const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
             CHECK((needed == 0) == (channels == 0));
-            auto const of = [&](index n, index width) { return rows<float>(data, n, width); };
-            auto const numbers = [&](index n) { return std::span<float>(data, static_cast<std::size_t>(n)); };
+            auto const of = [&](index_t n, index_t width) { return rows<float>(data, n, width); };
+            auto const numbers = [&](index_t n) { return std::span<float>(data, static_cast<std::size_t>(n)); };
             rows<float> const x = of(plan.rows(), channels), halo_x = of(plan.halo_rows(), channels),
                               weight = of(channels, 4), edge = of(plan.edge_rows(), channels);
             return enqueued(stream, [&] {
@@ -238,22 +238,22 @@ TEST_SUITE("cuda") {
     TEST_CASE("rows lie where 32 bits do not reach") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
-        index const count = 11, channels = 8, stride = (index{1} << 28) + 8; // rows 8 to 10: beyond 2^32 bytes
-        if (!has_free_memory(4 * count * stride * static_cast<index>(sizeof(T)))) return;
+        index_t const count = 11, channels = 8, stride = (index_t{1} << 28) + 8; // rows 8 to 10: beyond 2^32 bytes
+        if (!has_free_memory(4 * count * stride * static_cast<index_t>(sizeof(T)))) return;
         auto const sharding = cpx::shard(lengths({18, 15}), cpx::sequential<3>{});
         support::splitmix numbers(32);
-        auto const uniform = [&](index n) { return on_ranks::uniform<float>(numbers, n); };
+        auto const uniform = [&](index_t n) { return on_ranks::uniform<float>(numbers, n); };
         auto const x = convert<T>(uniform(count * channels)), dy = convert<T>(uniform(count * channels));
         std::vector<T> const nothing(x.size(), static_cast<T>(NAN));
         cpx::cuda::buffer<T> const bias{std::span<T const>(convert<T>(uniform(channels)))};
         std::span<T const> const bias_view(bias.data(), static_cast<std::size_t>(channels));
         cpx::cuda::stream const stream;
         using tensors = std::array<spread_rows<T>, 4>;
-        auto const apart = [&](index by) -> tensors {
+        auto const apart = [&](index_t by) -> tensors {
             return {{{count, channels, by}, {count, channels, by}, {count, channels, by}, {count, channels, by}}};
         };
         tensors const near = apart(channels), far = apart(stride);
-        for (index const taps : {4, 3}) { // by 16 bytes, by elements
+        for (index_t const taps : {4, 3}) { // by 16 bytes, by elements
             CAPTURE(taps);
             conv_plan const plan(halo(sharding, 1, taps - 1), halo(sharding, 1, taps - 1, cpx::side::after));
             REQUIRE(plan.rows() == count); // of sequences of 6 and 5, with rows of other ranks on both sides
@@ -263,7 +263,7 @@ TEST_SUITE("cuda") {
             device_rows<T> const halo_x(convert<T>(uniform(plan.halo_rows() * channels)), channels, {}),
                 weight(convert<T>(uniform(channels * taps)), taps, {});
             device_rows<float> const dz(uniform(plan.dz_halo_rows() * channels), channels, {});
-            index const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
+            index_t const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
             cpx::cuda::buffer<float> const workspace(needed);
             auto const run_on = [&](tensors const& on) {
                 auto const& [in_x, in_dy, y, dx] = on;
@@ -294,7 +294,7 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("what does not fit is refused, by name") {
         auto const s = cpx::shard(lengths({7, 6}), cpx::zigzag<2>{});
-        auto const after = [&](index reach, int rank = 0) { return halo(s, rank, reach, cpx::side::after); };
+        auto const after = [&](index_t reach, int rank = 0) { return halo(s, rank, reach, cpx::side::after); };
         support::rejects({"conv_plan", "side of the halo: expected before, got after"}, [&] { conv_plan(after(3)); });
         support::rejects({"conv_plan", "taps: expected at most 8, got 9"}, [&] { conv_plan(halo(s, 0, 8)); });
         if (!has_gpus()) return;
@@ -306,7 +306,7 @@ TEST_SUITE("cuda") {
                          [&] { conv_plan(halo(s, 0, 3), after(3, 1)); });
 
         conv_plan const forward(halo(s, 0, 3)), plan(halo(s, 0, 3), after(3));
-        index const count = plan.rows(), needed = cpx::cuda::causal_conv1d_workspace(plan, 5);
+        index_t const count = plan.rows(), needed = cpx::cuda::causal_conv1d_workspace(plan, 5);
         CHECK(forward.rows() == 6);
         CHECK(forward.halo_rows() > 0);
         CHECK(forward.taps() == 4);
@@ -315,8 +315,8 @@ TEST_SUITE("cuda") {
         REQUIRE(plan.dz_halo_rows() > 0);
         cpx::cuda::stream const stream;
         cpx::cuda::buffer<float> const memory(1000 + needed);
-        auto const of = [&](index n, index width) { return rows<float>(memory.data(), n, width); };
-        auto const numbers = [&](index n) { return std::span<float>(memory.data(), static_cast<std::size_t>(n)); };
+        auto const of = [&](index_t n, index_t width) { return rows<float>(memory.data(), n, width); };
+        auto const numbers = [&](index_t n) { return std::span<float>(memory.data(), static_cast<std::size_t>(n)); };
 
         struct call { // all fits, but for what a test changes
             rows<float> x, halo, weight, y, dy, edge, dz_halo;

@@ -87,7 +87,7 @@ results reference(problem<T, W> const& p, std::vector<double> dy = {}) {
     std::vector<double> dz(x.size());
     rows<double const> const w(weight, p.taps);
     double const* const b = bias.empty() ? nullptr : bias.data();
-    for (index s = 0; s < p.batch.sequences(); ++s) {
+    for (index_t s = 0; s < p.batch.sequences(); ++s) {
         auto const of = [&](auto& values) {
             return rows(values, p.channels).sub(p.batch.offset(s), p.batch.length(s));
         };

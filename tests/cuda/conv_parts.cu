@@ -8,17 +8,17 @@
 namespace {
 
 using namespace convolution;
-using cpx::index, cpx::rows;
+using cpx::index_t, cpx::rows;
 using support::lengths;
 
 /// Calls `f(first element, head_dim)` for every head of every row that is normalised.
 template <class F>
-void for_each_head(std::vector<width_and_heads> const& list, index tokens, index channels, F&& f) {
-    index first = 0;
+void for_each_head(std::vector<width_and_heads> const& list, index_t tokens, index_t channels, F&& f) {
+    index_t first = 0;
     for (auto const [width, head_dim] : list) {
         if (head_dim > 0)
-            for (index row = 0; row < tokens; ++row)
-                for (index head = first; head < first + width; head += head_dim)
+            for (index_t row = 0; row < tokens; ++row)
+                for (index_t head = first; head < first + width; head += head_dim)
                     f(static_cast<std::size_t>(row * channels + head), static_cast<std::size_t>(head_dim));
         first += width;
     }
@@ -43,12 +43,12 @@ results normalised(problem<T, W> const& p, std::vector<width_and_heads> const& l
     return r;
 }
 
-std::vector<index> const packings[] = {{}, {1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}};
+std::vector<index_t> const packings[] = {{}, {1}, {5, 1, 0, 12, 3}, {37, 8, 21}, {100, 3, 257}};
 
 } // namespace
 
 TEST_SUITE("cuda") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("parts hold the channels of the whole, to the bit", T, float, __nv_bfloat16) {
         if (!has_gpus()) return;
@@ -56,7 +56,7 @@ TEST_SUITE("cuda") {
         for (auto const& list : std::vector<std::vector<width_and_heads>>{
                  {{16}, {8}, {16}}, {{40}}, {{0}, {24}, {16}}, {{3}, {9}, {1}, {27}}, {{39}, {0}, {0}, {1}}})
             for (auto const& packing : packings)
-                for (index const taps : {4, 3}) {
+                for (index_t const taps : {4, 3}) {
                     ++seed;
                     problem<T, float> const p(lengths(packing), 40, taps, seed % 2 != 0, activation::silu, seed);
                     CAPTURE(p.text());
@@ -72,15 +72,15 @@ TEST_SUITE("cuda") {
     TEST_CASE_TEMPLATE("heads are divided by their norms, and so are their gradients", T, float, __nv_bfloat16,
                        __half) {
         if (!has_gpus()) return;
-        index const vector = 16 / static_cast<index>(sizeof(T));
+        index_t const vector = 16 / static_cast<index_t>(sizeof(T));
         std::uint64_t seed = 70;
-        for (index const head_dim : {vector, 2 * vector, 8 * vector, 16 * vector, 32 * vector})
+        for (index_t const head_dim : {vector, 2 * vector, 8 * vector, 16 * vector, 32 * vector})
             for (auto const& list : std::vector<std::vector<width_and_heads>>{
                      {{2 * head_dim, head_dim}, {head_dim, head_dim}, {3 * vector}},
                      {{head_dim}, {5 * head_dim, head_dim}, {vector}},
                      {{head_dim, head_dim}}})
                 for (auto const& packing : packings) {
-                    index channels = 0;
+                    index_t channels = 0;
                     for (auto const& part : list) channels += part.width;
                     ++seed;
                     problem<T, float> const p(lengths(packing), channels, 4, seed % 2 != 0,
@@ -103,7 +103,7 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("parts and heads that do not fit are refused, by name") {
         if (!has_gpus()) return;
-        auto const rejects = [](std::string const& part, index taps, std::vector<width_and_heads> const& list,
+        auto const rejects = [](std::string const& part, index_t taps, std::vector<width_and_heads> const& list,
                                 placement at = {}) {
             CAPTURE(part);
             problem<float, float> const p(lengths({7, 6}), 64, taps, true, activation::silu, 1);
@@ -126,7 +126,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         auto const sharding = on_ranks::one_rank(lengths({7, 6}));
         cpx::cuda::stream const stream;
-        auto const rejects = [&](std::string const& part, index taps, std::vector<width_and_heads> const& list,
+        auto const rejects = [&](std::string const& part, index_t taps, std::vector<width_and_heads> const& list,
                                  placement of_dy = {}, placement of_dx = {}) {
             CAPTURE(part);
             cpx::cuda::conv_plan const plan(halo(sharding, 0, taps - 1), halo(sharding, 0, taps - 1, cpx::side::after));

@@ -14,7 +14,7 @@
 
 namespace convolution {
 
-using cpx::index, cpx::rows;
+using cpx::index_t, cpx::rows;
 using cpx::cuda::activation;
 using on_ranks::relative_error, on_ranks::same_bits;
 
@@ -34,12 +34,12 @@ std::vector<To> convert(std::vector<From> const& values) {
 template <class T, class W>
 struct problem {
     cpx::thd batch;
-    index channels = 1, taps = 4;
+    index_t channels = 1, taps = 4;
     activation act = activation::silu;
     std::vector<T> x, dy;
     std::vector<W> weight, bias;
 
-    problem(cpx::thd const& of, index width, index k, bool with_bias, activation a, std::uint64_t seed)
+    problem(cpx::thd const& of, index_t width, index_t k, bool with_bias, activation a, std::uint64_t seed)
         : batch(of), channels(width), taps(k), act(a) {
         support::splitmix numbers(seed);
         x = convert<T>(on_ranks::uniform<float>(numbers, batch.tokens() * width, 2));
@@ -61,23 +61,23 @@ struct results {
 
 /// Where the rows of a tensor lie in memory: after `shift` elements, with `gap` elements between them.
 struct placement {
-    index gap = 0, shift = 0;
+    index_t gap = 0, shift = 0;
 };
 
 /// Rows in device memory; everything else in it is poison.
 template <class T>
 class device_rows {
 public:
-    device_rows(index count, index width, placement at)
+    device_rows(index_t count, index_t width, placement at)
         : count_(count), width_(width), at_(at), host_(size(), static_cast<T>(NAN)),
           memory_(std::span<T const>(host_)) {}
-    device_rows(std::vector<T> const& values, index width, placement at)
+    device_rows(std::vector<T> const& values, index_t width, placement at)
         : device_rows(width > 0 ? std::ssize(values) / width : 0, width, at) {
         write(values);
     }
     /// Writes all rows, which lie side by side in `values`.
     void write(std::vector<T> const& values) {
-        for (index i = 0; i < count_; ++i) std::copy_n(values.data() + i * width_, width_, host_.data() + offset(i));
+        for (index_t i = 0; i < count_; ++i) std::copy_n(values.data() + i * width_, width_, host_.data() + offset(i));
         memory_.write(host_);
     }
     rows<T> view() const { return {memory_.data() + at_.shift, count_, width_, width_ + at_.gap}; }
@@ -88,8 +88,8 @@ public:
         auto const all = memory_.read();
         std::vector<T> values;
         std::vector<bool> mine(all.size());
-        for (index i = 0; i < count_; ++i)
-            for (index k = offset(i); k < offset(i) + width_; ++k) {
+        for (index_t i = 0; i < count_; ++i)
+            for (index_t k = offset(i); k < offset(i) + width_; ++k) {
                 values.push_back(all[static_cast<std::size_t>(k)]);
                 mine[static_cast<std::size_t>(k)] = true;
             }
@@ -100,9 +100,9 @@ public:
 
 private:
     std::size_t size() const { return static_cast<std::size_t>(at_.shift + count_ * (width_ + at_.gap) + 3); }
-    index offset(index row) const { return at_.shift + row * (width_ + at_.gap); }
+    index_t offset(index_t row) const { return at_.shift + row * (width_ + at_.gap); }
 
-    index count_, width_;
+    index_t count_, width_;
     placement at_;
     std::vector<T> host_;
     cpx::cuda::buffer<T> memory_;
@@ -110,7 +110,7 @@ private:
 
 /// Channels of a part, and of its heads if they are normalised.
 struct width_and_heads {
-    index width, head_dim = 0;
+    index_t width, head_dim = 0;
 };
 
 /// What a convolution writes: one tensor or, if they are listed, parts.
@@ -123,20 +123,20 @@ struct form {
 template <class T>
 class device_result {
 public:
-    device_result(index count, index channels, placement at, form const& of)
+    device_result(index_t count, index_t channels, placement at, form const& of)
         : form_(of), count_(count), channels_(channels) {
         std::vector<width_and_heads> const list =
             of.parts.empty() ? std::vector<width_and_heads>{{channels}} : of.parts;
         for (auto const& part : list)
             pieces_.emplace_back(count, part.width, placement{at.gap + 8 * std::ssize(pieces_), at.shift});
     }
-    device_result(std::vector<T> const& values, index channels, placement at, form const& of)
+    device_result(std::vector<T> const& values, index_t channels, placement at, form const& of)
         : device_result(channels > 0 ? std::ssize(values) / channels : 0, channels, at, of) {
-        index first = 0;
+        index_t first = 0;
         for (auto& piece : pieces_) {
-            index const width = piece.view().width();
+            index_t const width = piece.view().width();
             std::vector<T> part;
-            for (index i = 0; i < count_ && first + width <= channels; ++i) {
+            for (index_t i = 0; i < count_ && first + width <= channels; ++i) {
                 auto const from = values.begin() + i * channels + first;
                 part.insert(part.end(), from, from + width);
             }
@@ -160,12 +160,12 @@ public:
     /// Returns all channels side by side, and checks that nothing but them was written.
     std::vector<T> read() const {
         std::vector<T> all(static_cast<std::size_t>(count_ * channels_), static_cast<T>(NAN));
-        index first = 0;
+        index_t first = 0;
         for (auto const& piece : pieces_) {
             auto const part = piece.read();
-            index const width = piece.view().width();
+            index_t const width = piece.view().width();
             REQUIRE(first + width <= channels_);
-            for (index i = 0; i < count_; ++i)
+            for (index_t i = 0; i < count_; ++i)
                 std::copy_n(part.begin() + i * width, width, all.begin() + i * channels_ + first);
             first += width;
         }
@@ -174,16 +174,16 @@ public:
 
 private:
     form form_;
-    index count_, channels_;
+    index_t count_, channels_;
     std::vector<device_rows<T>> pieces_;
 };
 
 /// Writes what `rank` holds of a tensor, its rows side by side, to their places in the whole one.
 template <class T, cpx::any_sharding S>
-void place(std::vector<T> const& part, S const& sharding, int rank, index width, std::vector<double>& whole) {
+void place(std::vector<T> const& part, S const& sharding, int rank, index_t width, std::vector<double>& whole) {
     auto next = part.begin();
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (index i = piece.first * width; i < piece.last * width; ++i) {
+        for (index_t i = piece.first * width; i < piece.last * width; ++i) {
             if constexpr (std::is_same_v<T, double>)
                 whole[static_cast<std::size_t>(i)] = *next++;
             else

@@ -10,6 +10,8 @@
 
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <ops/on_ranks.hpp>
 
 #include "gpus.hpp"
@@ -22,13 +24,13 @@
 namespace {
 
 namespace cuda = cpx::cuda;
-using cpx::index;
+using cpx::index_t;
 using on_ranks::part;
 
 /// Returns the paths of all golden files, sorted.
 std::vector<std::filesystem::path> golden_files() {
     std::vector<std::filesystem::path> list;
-    for (auto const& entry : std::filesystem::directory_iterator(CPX_GOLDEN_DIR))
+    for (auto const& entry : std::filesystem::directory_iterator(support::golden_dir))
         if (entry.path().extension() == ".safetensors") list.push_back(entry.path());
     std::ranges::sort(list);
     return list;
@@ -43,31 +45,31 @@ struct golden_tensor {
 
 /// Returns (rows, columns) of values as (columns, rows).
 template <class T>
-std::vector<T> turned(std::vector<T> const& values, index rows) {
+std::vector<T> turned(std::vector<T> const& values, index_t rows) {
     std::vector<T> result;
-    index const columns = rows > 0 ? std::ssize(values) / rows : 0;
-    for (index c = 0; c < columns; ++c)
-        for (index r = 0; r < rows; ++r) result.push_back(values[static_cast<std::size_t>(r * columns + c)]);
+    index_t const columns = rows > 0 ? std::ssize(values) / rows : 0;
+    for (index_t c = 0; c < columns; ++c)
+        for (index_t r = 0; r < rows; ++r) result.push_back(values[static_cast<std::size_t>(r * columns + c)]);
     return result;
 }
 
 /// Lists the tensors of a file whose first axis is tokens, or whose second is, turned, and q, k and v in one; in
 /// (T, D), channels are heads.
-std::vector<golden_tensor> tensors_of(cpx::safetensors const& file, index tokens) {
+std::vector<golden_tensor> tensors_of(cpx::safetensors const& file, index_t tokens) {
     std::vector<golden_tensor> list;
     for (std::string const& name : file.names()) {
         auto const& shape = file.tensor(name).shape;
         bool const of_weights = name.starts_with("weight.") || name.starts_with("grad."); // may have as many rows
         if (shape.empty() || of_weights) continue;
         if (shape[0] == tokens) {
-            index const heads = shape.size() > 1 ? shape[1] : 1;
+            index_t const heads = shape.size() > 1 ? shape[1] : 1;
             list.push_back({name, {{heads, shape.size() > 2 ? shape[2] : 1}}, file.read<double>(name)});
         } else if (shape.size() == 2 && shape[1] == tokens) {
             list.push_back({name, {{shape[0], 1}}, turned(file.read<double>(name), shape[0])});
         }
     }
     golden_tensor side_by_side{"q, k and v side by side", {}, {}};
-    for (index row = 0; row < tokens; ++row)
+    for (index_t row = 0; row < tokens; ++row)
         for (auto const& x : list) {
             if (x.name != "q" && x.name != "k" && x.name != "v") continue;
             if (row == 0) side_by_side.sections.push_back(x.sections[0]);
@@ -96,7 +98,7 @@ void poison(cpx::tensor<T, S>& local) {
 
 /// Bytes that a rank's memory should hold: what nobody writes stays poison.
 template <class T, class S>
-void put(cpx::tensor<T, S> const& local, index offset, std::vector<char>& bytes) {
+void put(cpx::tensor<T, S> const& local, index_t offset, std::vector<char>& bytes) {
     std::size_t const size = static_cast<std::size_t>(local.data().count() * local.width()) * sizeof(T);
     bytes.resize(std::max(bytes.size(), static_cast<std::size_t>(offset) + size), '\xff');
     if (size > 0) std::memcpy(bytes.data() + offset, local.data().data(), size);
@@ -110,7 +112,7 @@ struct place {
 
 /// Moves all ranks' rows, `source(rank)`, to `offset` of their memory, in one launch.
 template <class T, class From, class To, class F>
-void move(From const& from, To const& to, index width, place const& at, index offset, F&& source) {
+void move(From const& from, To const& to, index_t width, place const& at, index_t offset, F&& source) {
     std::vector<cuda::relayout<T, From, To>> moves;
     std::vector<cpx::kernels::relayout_rows> arguments;
     for (int r = 0; r < from.ranks(); ++r) {
@@ -125,20 +127,20 @@ void move(From const& from, To const& to, index width, place const& at, index of
 template <class T, class From, class To>
 std::string round_trip(golden_tensor const& x, From const& from, To const& to, place const& at) {
     int const ranks = from.ranks();
-    index const width = on_ranks::width(x.sections);
+    index_t const width = on_ranks::width(x.sections);
     std::vector<T> whole;
     for (double const value : x.values) whole.push_back(as<T>(value));
     std::vector<cpx::tensor<T, From>> source, back;
     std::vector<cpx::tensor<T, To>> there;
     std::vector<cuda::buffer<T>> device;
-    index bytes = 0;
+    index_t bytes = 0;
     for (int r = 0; r < ranks; ++r) {
         source.push_back(part(whole, x.sections, from, r));
         there.emplace_back(to, r, std::ssize(on_ranks::columns(to, r, x.sections)));
         back.emplace_back(from, r, source.back().width());
         auto const data = source.back().data();
         device.emplace_back(std::span<T const>(data.data(), static_cast<std::size_t>(data.count() * data.width())));
-        bytes = std::max(bytes, there.back().data().count() * there.back().width() * index{sizeof(T)});
+        bytes = std::max(bytes, there.back().data().count() * there.back().width() * index_t{sizeof(T)});
         poison(there.back());
         poison(back.back());
     }
@@ -148,7 +150,7 @@ std::string round_trip(golden_tensor const& x, From const& from, To const& to, p
         cpx::exchange(cpx::relayout(to, from, comm.rank()), there[r].view(), back[r].view(), comm);
     });
 
-    index const home = (bytes + 255) / 256 * 256; // where the rows come back to
+    index_t const home = (bytes + 255) / 256 * 256; // where the rows come back to
     std::vector<std::vector<char>> expected(static_cast<std::size_t>(ranks));
     for (std::size_t r = 0; r < expected.size(); ++r) {
         put(there[r], 0, expected[r]);
@@ -172,7 +174,7 @@ std::string round_trip(golden_tensor const& x, From const& from, To const& to, p
         cuda::check(cudaMemcpy(got.data(), at.gpu.memory[r].data(), got.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
         std::string const rank = " on rank " + std::to_string(r);
         if (got != expected[r]) return "other bytes than the threads'" + rank;
-        auto const places = [&](auto const& local, index offset) { // the GPU's, as elements
+        auto const places = [&](auto const& local, index_t offset) { // the GPU's, as elements
             std::vector<T> values(static_cast<std::size_t>(local.data().count() * local.width()));
             if (!values.empty())
                 std::memcpy(static_cast<void*>(values.data()), got.data() + offset, values.size() * sizeof(T));
@@ -207,7 +209,7 @@ void for_each_pair(cpx::thd const& batch, int ranks, std::vector<cpx::section> c
 
 /// Moves every tensor of a file over every number of ranks.
 void check_moves(cpx::safetensors const& file) {
-    auto const offsets = file.read<index>("cu_seqlens");
+    auto const offsets = file.read<index_t>("cu_seqlens");
     std::vector<std::int32_t> const narrow(offsets.begin(), offsets.end());
     cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
     cuda::buffer<std::int32_t> const device_narrow{std::span<std::int32_t const>(narrow)};
@@ -215,7 +217,7 @@ void check_moves(cpx::safetensors const& file) {
     int const sequences = static_cast<int>(batch.sequences());
     auto const tensors = tensors_of(file, batch.tokens());
     REQUIRE(tensors.size() >= 4);
-    index widest = 0;
+    index_t widest = 0;
     for (auto const& x : tensors) {
         REQUIRE(std::ranges::none_of(x.values, is_nan<double>));
         widest = std::max(widest, on_ranks::width(x.sections));
@@ -241,10 +243,10 @@ void check_moves(cpx::safetensors const& file) {
 }
 
 /// What turns the pairs of a file's heads. Its frequencies are those of transformers, in float.
-cuda::rotary_pairs pairs_of(cpx::safetensors const& file, index head_dim) {
+cuda::rotary_pairs pairs_of(cpx::safetensors const& file, index_t head_dim) {
     auto const rope = cpx::json_value::parse(file.metadata("rope"), "rope");
-    std::array<index, 3> section{24, 20, 20}; // of Qwen3-VL, whose settings here do not say
-    if (rope.has("mrope_section")) std::ranges::copy(rope.get<std::vector<index>>("mrope_section"), section.begin());
+    std::array<index_t, 3> section{24, 20, 20}; // of Qwen3-VL, whose settings here do not say
+    if (rope.has("mrope_section")) std::ranges::copy(rope.get<std::vector<index_t>>("mrope_section"), section.begin());
     auto const frequencies =
         cpx::rotary_frequencies<float>({.theta = rope.get<double>("rope_theta"), .rotary_dim = head_dim});
     auto const order =
@@ -254,10 +256,10 @@ cuda::rotary_pairs pairs_of(cpx::safetensors const& file, index head_dim) {
 }
 
 /// Returns `values`, rows of heads at `positions`, (3, rows), rotated on the GPU, or back, into poison.
-std::vector<float> rotated(std::vector<float> const& values, std::vector<index> const& positions, index head_dim,
+std::vector<float> rotated(std::vector<float> const& values, std::vector<index_t> const& positions, index_t head_dim,
                            cuda::rotary_pairs const& pairs, bool back) {
-    index const count = std::ssize(positions) / 3, width = count ? std::ssize(values) / count : head_dim;
-    cuda::buffer<std::int64_t> const device_positions{std::span<index const>(positions)};
+    index_t const count = std::ssize(positions) / 3, width = count ? std::ssize(values) / count : head_dim;
+    cuda::buffer<std::int64_t> const device_positions{std::span<index_t const>(positions)};
     cuda::buffer<float> const x{std::span<float const>(values)}, y(x.size());
     if (y.size() > 0) cuda::check(cudaMemset(y.data(), 0xff, values.size() * sizeof(float)), "cudaMemset");
     cuda::rotated<float> const tensor{{x.data(), count, width}, {y.data(), count, width}};
@@ -276,17 +278,17 @@ std::vector<T> values_of(cpx::tensor<T, S> const& local) {
 /// Rotates tensor `x` of a file, or rotates it back, and compares it with tensor `y`.
 void check_rotary(cpx::safetensors const& file, std::string const& x, std::string const& y, bool back) {
     CAPTURE(x);
-    cpx::thd const batch(file.read<index>("cu_seqlens"));
-    index const head_dim = file.tensor(x).shape[2], half = head_dim / 2, width = file.tensor(x).shape[1] * head_dim;
+    cpx::thd const batch(file.read<index_t>("cu_seqlens"));
+    index_t const head_dim = file.tensor(x).shape[2], half = head_dim / 2, width = file.tensor(x).shape[1] * head_dim;
     auto const pairs = pairs_of(file, head_dim);
-    auto const positions = file.read<index>("position_ids", {3, batch.tokens()});
+    auto const positions = file.read<index_t>("position_ids", {3, batch.tokens()});
     auto const from = file.read<float>(x), expected = file.read<float>(y);
     auto const got = rotated(from, positions, head_dim, pairs, back);
     CHECK(on_ranks::relative_error(got, expected) <= 1e-6);
     CHECK(on_ranks::relative_error(rotated(got, positions, head_dim, pairs, !back), from) <= 1e-6);
     // transformers rounds angles of up to 63 to float: 2e-6, as much for their frequency, and the kernel's own 2e-6
     bool close = true;
-    for (index i = 0; i < std::ssize(got); ++i) {
+    for (index_t i = 0; i < std::ssize(got); ++i) {
         auto const a = static_cast<std::size_t>(i);
         auto const b = static_cast<std::size_t>(i % head_dim < half ? i + half : i - half);
         close = close && std::abs(got[a] - expected[a]) <= 1e-5f * (std::abs(from[a]) + std::abs(from[b]));
@@ -319,7 +321,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         for (std::string const name : {"mrope_qwen2_5_vl", "mrope_qwen3_vl"}) {
             CAPTURE(name);
-            cpx::safetensors const file(std::filesystem::path(CPX_GOLDEN_DIR) / (name + ".safetensors"));
+            cpx::safetensors const file(std::filesystem::path(support::golden_dir) / (name + ".safetensors"));
             check_rotary(file, "q", "q_rot", false);
             check_rotary(file, "k", "k_rot", false);
             check_rotary(file, "dq_rot", "dq", true);

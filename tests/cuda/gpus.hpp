@@ -33,7 +33,7 @@ inline int usable_gpus(int most) {
 
 /// Returns whether the current device has `bytes` of free memory, rounded up to GiB; if not, the test's program counts
 /// as skipped.
-inline bool has_free_memory(cpx::index bytes) {
+inline bool has_free_memory(cpx::index_t bytes) {
     std::size_t free = 0, all = 0;
     cpx::cuda::check(cudaMemGetInfo(&free, &all), "cudaMemGetInfo");
     return support::enough(static_cast<int>((bytes >> 30) + 1), static_cast<int>(free >> 30),

@@ -35,9 +35,9 @@ struct member {
     cpx::cuda::stream stream;
     std::string problem;
 
-    explicit member(std::chrono::milliseconds deadline = std::chrono::minutes(1), cpx::index bytes = 1 << 24)
+    explicit member(std::chrono::milliseconds deadline = std::chrono::minutes(1), cpx::index_t bytes = 1 << 24)
         : member(cpx::nccl::from_environment(deadline), bytes) {}
-    explicit member(std::unique_ptr<cpx::nccl> joined, cpx::index bytes = 1 << 24)
+    explicit member(std::unique_ptr<cpx::nccl> joined, cpx::index_t bytes = 1 << 24)
         : comm(std::move(joined)), window(std::make_unique<cpx::cuda::shared_memory>(*comm, bytes)) {}
 
     template <class T>

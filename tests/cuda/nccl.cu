@@ -10,7 +10,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using namespace std::chrono_literals;
 
 /// Moves a whole tensor both ways by both paths and compares every byte.
@@ -18,12 +18,12 @@ template <class T, class From, class To>
 void move_whole(member& me, From const& from, To const& to, std::vector<cpx::section> const& sections,
                 std::string const& what) {
     int const rank = me.comm->rank();
-    index width = 0;
+    index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     auto const plan = cpx::relayout(from, to, rank);
     auto const source = whole::part<T>(from, rank, sections), target = whole::part<T>(to, rank, sections);
-    index const in = std::ssize(whole::columns(from, rank, sections)),
-                out = std::ssize(whole::columns(to, rank, sections));
+    index_t const in = std::ssize(whole::columns(from, rank, sections)),
+                  out = std::ssize(whole::columns(to, rank, sections));
     cpx::cuda::buffer<T> const x{std::span<T const>(source)};
     cpx::cuda::buffer<T> y(std::ssize(target)), z(std::ssize(source));
     auto const poison = [&](void* memory, std::size_t size) {
@@ -61,10 +61,10 @@ std::string movements(int) {
     member me;
     int const ranks = me.comm->ranks();
     support::splitmix numbers(11);
-    std::vector<std::vector<index>> packings = {{}, {1}, {2, 0, 1}, {700, 1, 123}, {5000}};
+    std::vector<std::vector<index_t>> packings = {{}, {1}, {2, 0, 1}, {700, 1, 123}, {5000}};
     for (int i = 0; i < 6; ++i) {
-        std::vector<index> lengths;
-        for (index k = numbers.between(1, 9); k > 0; --k) lengths.push_back(numbers.between(0, 300));
+        std::vector<index_t> lengths;
+        for (index_t k = numbers.between(1, 9); k > 0; --k) lengths.push_back(numbers.between(0, 300));
         packings.push_back(lengths);
     }
     for (auto const& lengths : packings) {
@@ -73,7 +73,7 @@ std::string movements(int) {
         auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
         auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
         auto const striped = cpx::shard<cpx::scope::batch>(batch, cpx::striped<>(ranks), cpx::aligned<16>{});
-        index const width = numbers.between(1, 100);
+        index_t const width = numbers.between(1, 100);
         std::vector<cpx::section> const plain{{1, width}}, sections{{8, 16}, {4, 16}, {8, 1}, {8, 2}};
         move_whole<float>(me, zigzag, sequential, plain, text + " zigzag to sequential");
         move_whole<std::uint16_t>(me, sequential, striped, plain, text + " sequential to striped");
@@ -92,7 +92,7 @@ void move_in_groups(member& me, cpx::cuda::shared_memory& memory, From const& fr
                     std::vector<cpx::section> const& sections, std::string const& what) {
     int const rank = me.comm->rank();
     using element = std::uint16_t;
-    index width = 0;
+    index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     auto const source = whole::part<element>(from, rank, sections), target = whole::part<element>(to, rank, sections);
     cpx::cuda::buffer<element> const x{std::span<element const>(source)};
@@ -121,11 +121,12 @@ std::string in_groups(int) {
     std::vector<cpx::section> const sections{{8, 16}, {2, 8}, {8, 1}}, plain{{1, 24}};
     for (int const most : {8, 3, 2, 1}) {
         cpx::cuda::shared_memory memory(*me.comm, (1 << 20) + 7, most);
-        index const first = rank / most * most, last = std::min<index>(ranks, first + most);
+        index_t const first = rank / most * most, last = std::min<index_t>(ranks, first + most);
         if (memory.group() != cpx::range{first, last}) return "other groups than wished for";
         if (memory.one_kernel() != (most >= ranks) || memory.any_kernel() != (last - first > 1))
             return "one kernel, or not, against the wish";
-        for (auto const& lengths : {std::vector<index>{123, 1, 0, 400}, std::vector<index>{7}, std::vector<index>{}}) {
+        for (auto const& lengths :
+             {std::vector<index_t>{123, 1, 0, 400}, std::vector<index_t>{7}, std::vector<index_t>{}}) {
             auto const batch = cpx::thd::from_lengths(lengths);
             auto const what = support::text(batch) + " in groups of " + std::to_string(most);
             auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
@@ -139,7 +140,7 @@ std::string in_groups(int) {
             // whose addresses no device computes
             auto const owners = cpx::shard(batch, cpx::table(ranks, {ranks - 1, 0, 0, ranks / 2, 0}));
             auto const either = cpx::shard(batch, cpx::by_length{cpx::zigzag<>(ranks), cpx::sequential<>(ranks),
-                                                                 [](index n) { return n % 2 == 0; }});
+                                                                 [](index_t n) { return n % 2 == 0; }});
             move_in_groups(me, memory, zigzag, owners, plain, what + ", zigzag to a table");
             move_in_groups(me, memory, owners, heads, sections, what + ", a table to heads");
             move_in_groups(me, memory, either, sequential, plain, what + ", zigzag by length to sequential");
@@ -154,7 +155,7 @@ std::string in_one_process(int) {
     for (int d = 0; d < cpx::cuda::devices() && d < 4; ++d) devices.push_back(d);
     auto comms = cpx::nccl::all(devices);
     int const ranks = static_cast<int>(devices.size());
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{300, 41, 7});
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{300, 41, 7});
     auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
     std::vector<cpx::section> const plain{{1, 33}};
@@ -199,12 +200,13 @@ std::string in_parts(int rank) {
     int const ranks = me.comm->ranks();
     if (ranks != (world.comm->ranks() + 1 - rank % 2) / 2) return "a part of another size";
     if (me.comm->number(me.comm->rank()) != rank) return "another number than the world's";
-    auto const batch = cpx::thd::from_lengths(rank % 2 ? std::vector<index>{41, 300, 8} : std::vector<index>{77, 5});
+    auto const batch =
+        cpx::thd::from_lengths(rank % 2 ? std::vector<index_t>{41, 300, 8} : std::vector<index_t>{77, 5});
     auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
     move_whole<float>(me, zigzag, sequential, {{1, 9}}, "a part of the world");
     move_in_groups(me, *me.window, sequential, zigzag, {{1, 10}}, "a part of the world");
-    auto const all = cpx::thd::from_lengths(std::vector<index>{19, 90});
+    auto const all = cpx::thd::from_lengths(std::vector<index_t>{19, 90});
     int const everyone = world.comm->ranks();
     move_whole<float>(world, cpx::shard(all, cpx::zigzag<>(everyone)), cpx::shard(all, cpx::sequential<>(everyone)),
                       {{1, 3}}, "the world");
@@ -215,13 +217,13 @@ std::string in_parts(int rank) {
 std::string captured(int) {
     member me;
     int const ranks = me.comm->ranks(), rank = me.comm->rank();
-    index const width = 24;
+    index_t const width = 24;
     std::vector<cpx::section> const plain{{1, width}};
-    cpx::thd const batches[] = {cpx::thd::from_lengths(std::vector<index>{300, 41, 7}),
-                                cpx::thd::from_lengths(std::vector<index>{1, 247, 102})};
+    cpx::thd const batches[] = {cpx::thd::from_lengths(std::vector<index_t>{300, 41, 7}),
+                                cpx::thd::from_lengths(std::vector<index_t>{1, 247, 102})};
     auto const zigzag = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(ranks)); };
     auto const sequential = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::sequential<>(ranks)); };
-    index in = 0, out = 0; // rows that each of the batches has at most
+    index_t in = 0, out = 0; // rows that each of the batches has at most
     for (cpx::thd const& batch : batches)
         for (int r = 0; r < ranks; ++r) {
             in = std::max(in, zigzag(batch).rows(r));
@@ -266,18 +268,19 @@ std::string captured(int) {
 
 /// More elements than 2^31 on every rank.
 std::string large(int rank) {
-    member me(60s, index{9} << 28);
+    member me(60s, index_t{9} << 28);
     int const ranks = me.comm->ranks();
-    index const width = 4099, tokens = ranks * ((index{1} << 31) / width + 3); // on each rank more than 2^31 elements
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{tokens / 2 - 5, tokens / 2 + 5});
+    index_t const width = 4099,
+                  tokens = ranks * ((index_t{1} << 31) / width + 3); // on each rank more than 2^31 elements
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{tokens / 2 - 5, tokens / 2 + 5});
     auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
     auto const plan = cpx::relayout(from, to, rank);
     std::vector<unsigned char> source(static_cast<std::size_t>(plan.source_rows * width));
-    index row = 0;
+    index_t row = 0;
     from.for_each_piece(rank, [&](cpx::range piece) {
-        for (index g = piece.first; g < piece.last; ++g, ++row)
-            for (index c = 0; c < width; ++c)
+        for (index_t g = piece.first; g < piece.last; ++g, ++row)
+            for (index_t c = 0; c < width; ++c)
                 source[static_cast<std::size_t>(row * width + c)] =
                     static_cast<unsigned char>(g * 7 + c * 3 + (g >> 8));
     });
@@ -299,8 +302,8 @@ std::string large(int rank) {
                          "cudaMemcpy");
         row = 0;
         to.for_each_piece(rank, [&](cpx::range piece) {
-            for (index g = piece.first; g < piece.last; ++g, ++row)
-                for (index c = 0; c < width; ++c)
+            for (index_t g = piece.first; g < piece.last; ++g, ++row)
+                for (index_t c = 0; c < width; ++c)
                     if (me.problem.empty() && got[static_cast<std::size_t>(row * width + c)] !=
                                                   static_cast<unsigned char>(g * 7 + c * 3 + (g >> 8)))
                         me.problem = "row " + std::to_string(g) + " has another byte " + std::to_string(c);
@@ -313,19 +316,20 @@ std::string large(int rank) {
 std::string sums(int) {
     member me;
     int const ranks = me.comm->ranks(), rank = me.comm->rank();
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{37, 5, 90});
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{37, 5, 90});
     auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const plan = cpx::relayout(zigzag, cpx::replicated<>(ranks, batch), rank).transposed();
-    index const width = 7;
-    auto const share = [&](int r, index row, index column) {
+    index_t const width = 7;
+    auto const share = [&](int r, index_t row, index_t column) {
         return std::sin(static_cast<float>(r * 77 + row * 13 + column)) * std::pow(10.f, static_cast<float>(r % 5));
     };
     std::vector<float> mine(static_cast<std::size_t>(batch.tokens() * width));
-    for (index i = 0; i < std::ssize(mine); ++i) mine[static_cast<std::size_t>(i)] = share(rank, i / width, i % width);
+    for (index_t i = 0; i < std::ssize(mine); ++i)
+        mine[static_cast<std::size_t>(i)] = share(rank, i / width, i % width);
     std::vector<float> expected;
     zigzag.for_each_piece(rank, [&](cpx::range piece) {
-        for (index g = piece.first; g < piece.last; ++g)
-            for (index c = 0; c < width; ++c) {
+        for (index_t g = piece.first; g < piece.last; ++g)
+            for (index_t c = 0; c < width; ++c) {
                 float sum = 0;
                 for (int r = 0; r < ranks; ++r) sum += share(r, g, c);
                 expected.push_back(sum);
@@ -345,7 +349,7 @@ std::string sums(int) {
 std::string delays(int) {
     member me;
     int const ranks = me.comm->ranks(), rank = me.comm->rank();
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{64, 31, 200});
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{64, 31, 200});
     auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
     std::vector<cpx::section> const plain{{1, 64}};
@@ -356,7 +360,7 @@ std::string delays(int) {
     std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
     cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
     support::splitmix numbers(static_cast<std::uint64_t>(rank) + 1);
-    index const half = me.window->bytes() / 2;
+    index_t const half = me.window->bytes() / 2;
     for (int i = 0; i < 5000; ++i) {
         if (numbers.between(0, 9) == 0) ::usleep(static_cast<unsigned>(numbers.between(0, 300)));
         there(cpx::rows<float const>(x.data(), from.rows(rank), 64), me.window->peers(), 0, {offsets.data(), 3},

@@ -4,7 +4,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using namespace std::chrono_literals;
 
 /// Expects an error that names one rank as missing and no other, within some seconds.
@@ -42,7 +42,7 @@ std::string expect_error(std::vector<std::string> const& parts, double seconds, 
 
 std::string other_offsets(int rank, bool by_kernel) {
     member me;
-    auto const batch = cpx::thd::from_lengths(rank == 1 ? std::vector<index>{10, 21} : std::vector<index>{11, 20});
+    auto const batch = cpx::thd::from_lengths(rank == 1 ? std::vector<index_t>{10, 21} : std::vector<index_t>{11, 20});
     auto const from = cpx::shard(batch, cpx::zigzag<>(me.comm->ranks()));
     auto const to = cpx::shard(batch, cpx::sequential<>(me.comm->ranks()));
     auto const plan = cpx::relayout(from, to, rank);
@@ -60,7 +60,7 @@ using sequential_rows = cpx::sharding<cpx::sequential<>, cpx::scope::batch>;
 
 /// A small relayout into shared memory, whose offsets can be changed behind its back.
 struct small_move {
-    cpx::thd batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    cpx::thd batch = cpx::thd::from_lengths(std::vector<index_t>{11, 20});
     zigzag_rows from;
     sequential_rows to;
     cpx::cuda::shared_memory memory;
@@ -68,7 +68,7 @@ struct small_move {
     cpx::cuda::buffer<float> x;
     cpx::cuda::buffer<std::int32_t> offsets{3};
 
-    small_move(cpx::nccl& comm, int most, index offset = 0)
+    small_move(cpx::nccl& comm, int most, index_t offset = 0)
         : from(batch, cpx::zigzag<>(comm.ranks())), to(batch, cpx::sequential<>(comm.ranks())),
           memory(comm, 16 * 16 * 4 + 64, most),
           move(cpx::relayout(from, to, comm.rank()), 16, memory, offset, 16 * 16 * 4), x(from.rows(comm.rank()) * 16) {
@@ -120,8 +120,8 @@ std::string bad_arguments(int) {
     small_move small(*me.comm, 8);
     std::vector<float> host(16 * 16);
     std::vector<std::int32_t> const host_offsets{0, 11, 31};
-    index const rows = small.rows().count();
-    auto const rejects = [&](std::string const& part, float const* x, std::int32_t const* offsets, index width) {
+    index_t const rows = small.rows().count();
+    auto const rejects = [&](std::string const& part, float const* x, std::int32_t const* offsets, index_t width) {
         if (me.problem.empty())
             me.problem = expect_error({part}, 5, [&] { small.move({x, rows, width}, {offsets, 2}, me.stream); });
     };
@@ -140,7 +140,7 @@ std::string bad_arguments(int) {
 
 std::string bad_buffers(int rank) {
     member me;
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{11, 20});
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{11, 20});
     auto const plan = cpx::relayout(cpx::shard(batch, cpx::zigzag<>(me.comm->ranks())),
                                     cpx::shard(batch, cpx::sequential<>(me.comm->ranks())), rank);
     cpx::cuda::exchange<float> move(plan, 4, *me.comm);
@@ -289,10 +289,10 @@ enum class dies_at { rest, work };
 
 /// Rank 1 dies before an exchange or in the middle of many: by send and receive, or by the kernel.
 std::string dies(int rank, bool by_kernel, dies_at when) {
-    member me(3s, index{1} << 26);
+    member me(3s, index_t{1} << 26);
     int const ranks = me.comm->ranks();
-    index const width = 8192;
-    auto const batch = cpx::thd::from_lengths(std::vector<index>{1400, 600});
+    index_t const width = 8192;
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{1400, 600});
     auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
     auto const plan = cpx::relayout(from, to, rank);

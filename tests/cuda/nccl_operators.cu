@@ -19,7 +19,7 @@
 namespace {
 
 using namespace convolution;
-using cpx::index, cpx::rows;
+using cpx::index_t, cpx::rows;
 using namespace std::chrono_literals;
 using cpx::sharded, cpx::side;
 using support::lengths;
@@ -63,7 +63,7 @@ private:
 
 /// Returns the rows of a whole tensor that `rank` holds, side by side.
 template <class T, cpx::any_sharding S>
-std::vector<T> part(std::vector<T> const& whole, index width, S const& sharding, int rank) {
+std::vector<T> part(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
     std::vector<T> local;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
         local.insert(local.end(), whole.begin() + piece.first * width, whole.begin() + piece.last * width);
@@ -79,12 +79,12 @@ results empty_results(problem<T, W> const& p) {
 
 /// The convolution and its gradients on all GPUs, rows of all tensors `gap` elements apart.
 template <class T, class W, cpx::any_sharding S>
-results run(group& gpus, problem<T, W> const& p, S const& sharding, index gap, form const& wanted = {}) {
+results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap, form const& wanted = {}) {
     results r = empty_results(p);
     std::vector<rank_sums> sums(static_cast<std::size_t>(gpus.ranks()));
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         int const rank = comm.rank();
-        index const width = p.channels, count = sharding.rows(rank);
+        index_t const width = p.channels, count = sharding.rows(rank);
         placement const at{gap, 0};
         cuda::stream const stream;
         auto const local_dy = part(p.dy, width, sharding, rank);
@@ -132,7 +132,7 @@ results alone(problem<T, W> const& p, form const& wanted = {}) {
     auto const sharding = on_ranks::one_rank(p.batch);
     cuda::conv_plan const plan(halo(sharding, 0, p.taps - 1), halo(sharding, 0, p.taps - 1, side::after));
     cuda::stream const stream;
-    index const width = p.channels;
+    index_t const width = p.channels;
     device_rows<T> const x(p.x, width, {}), dx(plan.rows(), width, {});
     device_result<T> const dy(p.dy, width, {}, wanted), y(plan.rows(), width, {}, wanted);
     device_rows<W> const weight(p.weight, p.taps, {});
@@ -157,7 +157,7 @@ results on_host(problem<T, W> const& p, S const& sharding) {
     std::vector<results> sums(static_cast<std::size_t>(sharding.ranks()), {{}, {}, r.dweight, r.dbias});
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        index const width = p.channels, count = sharding.rows(rank);
+        index_t const width = p.channels, count = sharding.rows(rank);
         auto const before = halo(sharding, rank, p.taps - 1), after = halo(sharding, rank, p.taps - 1, side::after);
         auto const x = part(x_all, width, sharding, rank), dy = part(dy_all, width, sharding, rank);
         std::vector<double> y(x.size(), NAN), dx(x.size(), NAN);
@@ -178,7 +178,7 @@ results on_host(problem<T, W> const& p, S const& sharding) {
 }
 
 /// Heads to rotate, and the gradient of the result: x and dy of a problem of `heads * head_dim` channels.
-constexpr index head_dim = 12, heads = 3;
+constexpr index_t head_dim = 12, heads = 3;
 constexpr cpx::rotary_options rotary_options{1e4, 8};
 
 /// Rotates x on all GPUs, and dy back.
@@ -242,7 +242,7 @@ void on_groups(F&& f) {
         }
 }
 
-std::vector<index> const packings[] = {{37, 0, 8, 21}, {100, 3, 257}, {5, 1, 0, 12, 3}, {1}, {0, 0}, {}};
+std::vector<index_t> const packings[] = {{37, 0, 8, 21}, {100, 3, 257}, {5, 1, 0, 12, 3}, {1}, {0, 0}, {}};
 
 template <class T, class W>
 struct kind {
@@ -253,7 +253,7 @@ struct kind {
 } // namespace
 
 TEST_SUITE("cuda") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("the convolution between GPUs is the host's, with the bits of one GPU", K, kind<float, float>,
                        kind<__nv_bfloat16, float>) {
@@ -261,7 +261,7 @@ TEST_SUITE("cuda") {
         using T = typename K::element;
         on_groups([](group& gpus) {
             std::uint64_t seed = 0;
-            for (index const taps : {4, 8, 1})
+            for (index_t const taps : {4, 8, 1})
                 for (auto const& packing : packings) {
                     ++seed;
                     problem<T, typename K::weight> const p(lengths(packing), seed % 2 ? 8 : 5, taps, seed % 3 != 0,
@@ -326,7 +326,7 @@ TEST_SUITE("cuda") {
         gpus.run([&](cpx::nccl& comm, auto const& meet) {
             int const rank = comm.rank(), neighbour = 1 - rank;
             auto const before = halo(sharding, rank, 3), after = halo(sharding, rank, 3, side::after);
-            index const count = sharding.rows(rank);
+            index_t const count = sharding.rows(rank);
             cuda::stream const stream;
             cuda::buffer<float> const memory{std::span<float const>(std::vector<float>(1000))};
             cuda::use_device(neighbour);

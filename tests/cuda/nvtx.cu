@@ -83,12 +83,12 @@ TEST_SUITE("cuda") {
     TEST_CASE("an operator is a range") {
         if (!has_gpus()) return;
         cpx::cuda::buffer<float> const from(std::vector<float>(6, 1.0f)), to(6);
-        std::vector<cpx::index> const order{2, 0, 1};
-        cpx::cuda::buffer<cpx::index> const list(order);
+        std::vector<cpx::index_t> const order{2, 0, 1};
+        cpx::cuda::buffer<cpx::index_t> const list(order);
         cpx::cuda::stream const stream;
         tool().events.clear();
         cpx::cuda::gather_rows(cpx::rows<float const>(from.data(), 3, 2),
-                               std::span<cpx::index const>(list.data(), order.size()),
+                               std::span<cpx::index_t const>(list.data(), order.size()),
                                cpx::rows<float>(to.data(), 3, 2), stream);
         stream.synchronize();
         CHECK(tool().events == std::vector<std::string>{"cpx: cpx gather_rows", "cpx: end"});

@@ -13,11 +13,11 @@
 
 namespace one_gpu {
 
-using cpx::index;
+using cpx::index_t;
 
 /// Each rank has a stream and memory that the others reach; it begins with bytes of 0x7f.
 struct ranks {
-    ranks(int how_many, index bytes, int blocks, std::uint64_t patience = 20'000'000'000) : count(how_many) {
+    ranks(int how_many, index_t bytes, int blocks, std::uint64_t patience = 20'000'000'000) : count(how_many) {
         auto const words = static_cast<std::size_t>(cpx::kernels::meeting::count(blocks, count));
         for (int r = 0; r < count; ++r) {
             streams.emplace_back();

@@ -16,19 +16,19 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using whole::columns, whole::part;
 
 template <class T, class From, class To>
-void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index pad, bool wide,
+void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index_t pad, bool wide,
                     bool streams) {
     int const ranks = from.ranks();
     INFO(std::string(cpx::detail::type_name<From>())
          << " to " << std::string(cpx::detail::type_name<To>()) << ", " << sizeof(T) << " bytes, on " << ranks);
-    index const offset = 256;
+    index_t const offset = 256;
     std::vector<cpx::cuda::buffer<T>> sources;
     std::vector<cpx::cuda::relayout<T, From, To>> moves;
-    index bytes = 0, width = 0;
+    index_t bytes = 0, width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     for (int r = 0; r < ranks; ++r) {
         auto const stride = std::ssize(columns(from, r, sections)) + pad;
@@ -74,7 +74,7 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
 template <class T, class From, class To>
 void check_group(From const& from, To const& to, std::vector<cpx::section> const& sections, cpx::range group) {
     int const first = static_cast<int>(group.first), ranks = static_cast<int>(group.size());
-    index width = 0, bytes = 0;
+    index_t width = 0, bytes = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     std::vector<cpx::cuda::buffer<T>> sources;
     std::vector<cpx::cuda::relayout<T, From, To>> moves;
@@ -99,16 +99,16 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
     CHECK(gpu.faults() == "");
     for (int i = 0; i < ranks; ++i) {
         auto const all = part<T>(to, first + i, sections);
-        index const row_width = std::ssize(columns(to, first + i, sections));
+        index_t const row_width = std::ssize(columns(to, first + i, sections));
         std::vector<T> expected(all.size());
         std::memset(static_cast<void*>(expected.data()), 0x7f, expected.size() * sizeof(T));
         for (cpx::message const& m : cpx::relayout(from, to, first + i).receives) {
             if (m.peer < group.first || m.peer >= group.last) continue;
             auto const runs = m.columns.empty() ? std::vector<cpx::run>{{0, row_width}} : m.columns;
             for (cpx::run const row : m.rows)
-                for (index y = row.first; y < row.first + row.count; ++y)
+                for (index_t y = row.first; y < row.first + row.count; ++y)
                     for (cpx::run const c : runs)
-                        for (index x = c.first; x < c.first + c.count; ++x)
+                        for (index_t x = c.first; x < c.first + c.count; ++x)
                             expected[static_cast<std::size_t>(y * row_width + x)] =
                                 all[static_cast<std::size_t>(y * row_width + x)];
         }
@@ -121,7 +121,7 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
 }
 
 template <int W>
-void check_all(cpx::thd const& batch, index width, bool wide, bool streams) {
+void check_all(cpx::thd const& batch, index_t width, bool wide, bool streams) {
     using cpx::scope, cpx::shard;
     auto const zigzag = shard(batch, cpx::zigzag<W>{});
     auto const sequential = shard<scope::batch>(batch, cpx::sequential<W>{});
@@ -143,18 +143,18 @@ void check_all(cpx::thd const& batch, index width, bool wide, bool streams) {
 /// Runs many packings, layouts and widths; in streams of their own the ranks are kernels, else parts of one.
 void check_packings(bool streams) {
     support::splitmix numbers(5);
-    std::vector<std::vector<index>> packings = {{}, {0}, {1}, {7, 13}, {0, 3, 0, 0, 64, 5}, {500, 1, 333}};
+    std::vector<std::vector<index_t>> packings = {{}, {0}, {1}, {7, 13}, {0, 3, 0, 0, 64, 5}, {500, 1, 333}};
     packings.emplace_back(1000, 3);
     for (int i = 0; i < 4; ++i) {
-        std::vector<index> lengths;
-        for (index k = numbers.between(1, 12); k > 0; --k) lengths.push_back(numbers.between(0, 70));
+        std::vector<index_t> lengths;
+        for (index_t k = numbers.between(1, 12); k > 0; --k) lengths.push_back(numbers.between(0, 70));
         packings.push_back(lengths);
     }
     bool wide = true;
     for (auto const& lengths : packings) {
         auto const batch = cpx::thd::from_lengths(lengths);
         CAPTURE(support::text(batch));
-        index const width = numbers.between(1, 40);
+        index_t const width = numbers.between(1, 40);
         CAPTURE(width);
         check_all<1>(batch, width, wide, streams);
         check_all<3>(batch, 8 * width, wide = !wide, streams);
@@ -176,7 +176,7 @@ TEST_SUITE("cuda") {
     TEST_CASE("a graph in streams moves another packing when its offsets have changed in place") {
         if (!has_gpus()) return;
         constexpr int ranks = 4;
-        auto const batch_of = [](std::vector<cpx::index> const& lengths) { return cpx::thd::from_lengths(lengths); };
+        auto const batch_of = [](std::vector<cpx::index_t> const& lengths) { return cpx::thd::from_lengths(lengths); };
         std::vector<cpx::thd> const batches = {batch_of({100, 37, 63}), batch_of({1, 198, 1}), batch_of({66, 67, 67})};
         std::vector<cpx::section> const whole{{1, 24}};
         cpx::cuda::buffer<std::int64_t> offsets(4);
@@ -215,7 +215,7 @@ TEST_SUITE("cuda") {
     TEST_CASE("a rank whose stream never comes is named, and nothing hangs") {
         if (!has_gpus()) return;
         constexpr int ranks = 3;
-        auto const batch = cpx::thd::from_lengths(std::vector<cpx::index>{30, 11});
+        auto const batch = cpx::thd::from_lengths(std::vector<cpx::index_t>{30, 11});
         auto const from = cpx::shard(batch, cpx::zigzag<ranks>{});
         auto const to = cpx::shard(batch, cpx::sequential<ranks>{});
         one_gpu::ranks gpu(ranks, 41 * 4, 2, 50'000'000);
@@ -237,7 +237,7 @@ TEST_SUITE("cuda") {
         using cpx::scope, cpx::shard;
         std::vector<cpx::section> const plain{{1, 24}}, sections{{4, 8}, {2, 16}, {8, 1}};
         for (auto const& lengths :
-             {std::vector<cpx::index>{7, 13, 0, 164}, std::vector<cpx::index>{3}, std::vector<cpx::index>{}}) {
+             {std::vector<cpx::index_t>{7, 13, 0, 164}, std::vector<cpx::index_t>{3}, std::vector<cpx::index_t>{}}) {
             auto const batch = cpx::thd::from_lengths(lengths);
             CAPTURE(support::text(batch));
             auto const zigzag = shard(batch, cpx::zigzag<5>{});
@@ -258,7 +258,7 @@ TEST_SUITE("cuda") {
     TEST_CASE("offsets that differ, do not ascend or do not fit are found, and who has them is named") {
         if (!has_gpus()) return;
         constexpr int ranks = 3;
-        auto const batch = cpx::thd::from_lengths(std::vector<cpx::index>{30, 11});
+        auto const batch = cpx::thd::from_lengths(std::vector<cpx::index_t>{30, 11});
         auto const from = cpx::shard(batch, cpx::zigzag<ranks>{});
         auto const to = cpx::shard(batch, cpx::sequential<ranks>{});
         std::vector<cpx::cuda::relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>>>
@@ -266,14 +266,14 @@ TEST_SUITE("cuda") {
         for (int r = 0; r < ranks; ++r) moves.emplace_back(cpx::relayout(from, to, r), 4);
         cpx::cuda::buffer<float> const source{std::span<float const>(std::vector<float>(16 * 4, 1.0f))};
         using offsets = std::vector<std::int64_t>;
-        auto const faults = [&](std::vector<offsets> const& of_ranks, cpx::index source_rows_of_2, bool untouched) {
+        auto const faults = [&](std::vector<offsets> const& of_ranks, cpx::index_t source_rows_of_2, bool untouched) {
             one_gpu::ranks const gpu(ranks, 16 * 4 * 4, 2);
             std::vector<cpx::cuda::buffer<std::int64_t>> device;
             std::vector<cpx::kernels::relayout_rows> arguments;
             for (int r = 0; r < ranks; ++r) {
                 auto const i = static_cast<std::size_t>(r);
                 device.emplace_back(std::span<std::int64_t const>(of_ranks[i]));
-                cpx::index const rows = r == 2 ? source_rows_of_2 : 16;
+                cpx::index_t const rows = r == 2 ? source_rows_of_2 : 16;
                 arguments.push_back(moves[i].arguments(cpx::rows<float const>(source.data(), rows, 4), gpu.peers[i], 0,
                                                        {device.back().data(), 2}));
             }

@@ -38,12 +38,12 @@ double tolerance(double exact, double added) {
 /// One tensor of a call: on the host before and after, on the device, with margins that hold NaN.
 template <class T>
 struct tensor {
-    cpx::index count, width, x_stride, y_stride, shift;
+    cpx::index_t count, width, x_stride, y_stride, shift;
     bool in_place;
     std::vector<T> x, y;
     buffer<T> x_device, y_device;
 
-    tensor(splitmix& numbers, cpx::index row_count, cpx::index row_width, bool aligned)
+    tensor(splitmix& numbers, cpx::index_t row_count, cpx::index_t row_width, bool aligned)
         : count(row_count), width(row_width), x_stride(width + numbers.between(0, 2) * 8),
           y_stride(width + numbers.between(0, 2) * 8), shift(aligned ? 0 : numbers.between(0, 3)),
           in_place(numbers.between(0, 1)) {
@@ -61,22 +61,22 @@ struct tensor {
     }
 
     /// Returns where the device's y is not x rotated by the host in double, or its margins have changed, or "".
-    std::string difference(cpx::index head_dim, rows<double> cos, rows<double> sin, bool backward) const {
+    std::string difference(cpx::index_t head_dim, rows<double> cos, rows<double> sin, bool backward) const {
         std::vector<T> const found = (in_place ? x_device : y_device).read();
         std::vector<double> from(static_cast<std::size_t>(count * width)), to(from.size());
         rows<double> const a(from.data(), count, width), b(to.data(), count, width);
-        for (cpx::index row = 0; row < count; ++row)
-            for (cpx::index c = 0; c < width; ++c)
+        for (cpx::index_t row = 0; row < count; ++row)
+            for (cpx::index_t c = 0; c < width; ++c)
                 a(row, c) = static_cast<float>(x[static_cast<std::size_t>(shift + row * x_stride + c)]);
         if (backward)
             cpx::rotary_backward<double>(a, head_dim, cos, sin, b);
         else
             cpx::rotary<double>(a, head_dim, cos, sin, b);
-        cpx::index const half = cos.width();
+        cpx::index_t const half = cos.width();
         for (std::size_t i = 0; i < found.size(); ++i) {
-            cpx::index const place = static_cast<cpx::index>(i) - shift;
-            cpx::index const row = place < 0 ? count : place / std::max<cpx::index>(1, y_stride);
-            cpx::index const c = place - row * y_stride, channel = c % head_dim;
+            cpx::index_t const place = static_cast<cpx::index_t>(i) - shift;
+            cpx::index_t const row = place < 0 ? count : place / std::max<cpx::index_t>(1, y_stride);
+            cpx::index_t const c = place - row * y_stride, channel = c % head_dim;
             bool right = std::memcmp(&found[i], &y[i], sizeof(T)) == 0; // a margin
             double exact = static_cast<float>(y[i]);
             if (row < count && c < width) {
@@ -102,8 +102,8 @@ struct tensor {
 
 /// Returns rows of a zigzag batch of random lengths on one of its ranks.
 std::vector<cpx::segment> some_segments(splitmix& numbers) {
-    std::vector<cpx::index> lengths;
-    for (cpx::index s = numbers.between(0, 6); s > 0; --s)
+    std::vector<cpx::index_t> lengths;
+    for (cpx::index_t s = numbers.between(0, 6); s > 0; --s)
         lengths.push_back(numbers.between(0, 3) * numbers.between(0, 50));
     int const ranks = static_cast<int>(numbers.between(1, 5));
     cpx::sharding<cpx::zigzag<>> const sharding(cpx::thd::from_lengths(lengths), cpx::zigzag<>(ranks));
@@ -115,10 +115,10 @@ template <class T>
 void one_call(std::uint64_t seed) {
     splitmix numbers(seed);
     cuda::stream const stream;
-    static constexpr cpx::index counts[] = {0, 1, 2, 3, 7, 33, 64, 257};
-    static constexpr cpx::index shapes[][2] = {{2, 1},     {2, 0},   {5, 2},  {6, 1},     {16, 8},
-                                               {10, 5},    {64, 32}, {96, 0}, {256, 32},  {128, 64},
-                                               {256, 128}, {80, 12}, {48, 4}, {1032, 516}};
+    static constexpr cpx::index_t counts[] = {0, 1, 2, 3, 7, 33, 64, 257};
+    static constexpr cpx::index_t shapes[][2] = {{2, 1},     {2, 0},   {5, 2},  {6, 1},     {16, 8},
+                                                 {10, 5},    {64, 32}, {96, 0}, {256, 32},  {128, 64},
+                                                 {256, 128}, {80, 12}, {48, 4}, {1032, 516}};
     auto const [head_dim, half] = shapes[numbers.between(0, 13)];
     int const kind = static_cast<int>(numbers.between(0, 4)); // 64 bits, 32 bits, segments; 3 of 64, 3 of 32 bits
     bool const axes = kind > 2 || numbers.between(0, 2) == 0, backward = numbers.between(0, 1);
@@ -126,9 +126,10 @@ void one_call(std::uint64_t seed) {
 
     auto const segments = some_segments(numbers);
     cuda::segment_table const table(segments, numbers.between(0, 10));
-    cpx::index const count = kind == 2 ? table.rows() : counts[numbers.between(0, 7)];
-    std::vector<cpx::index> wide(static_cast<std::size_t>(count * (kind > 2 ? 3 : 1)));
-    for (cpx::index& p : wide) p = numbers.between(0, 1) ? numbers.between(0, 200) : numbers.between(-1000000, 1000000);
+    cpx::index_t const count = kind == 2 ? table.rows() : counts[numbers.between(0, 7)];
+    std::vector<cpx::index_t> wide(static_cast<std::size_t>(count * (kind > 2 ? 3 : 1)));
+    for (cpx::index_t& p : wide)
+        p = numbers.between(0, 1) ? numbers.between(0, 200) : numbers.between(-1000000, 1000000);
     if (kind == 2) wide = cpx::positions(segments);
     std::vector<std::int32_t> const narrow(wide.begin(), wide.end());
     buffer<std::int64_t> const wide_device{view(wide)};
@@ -147,18 +148,18 @@ void one_call(std::uint64_t seed) {
     cuda::rotary_pairs const pairs(frequencies, axis);
     std::vector<double> c(static_cast<std::size_t>(count * half)), s(c.size());
     rows<double> const cos(c.data(), count, half), sin(s.data(), count, half);
-    for (cpx::index row = 0; row < count; ++row)
-        for (cpx::index i = 0; i < half; ++i) {
-            cpx::index const a = kind > 2 ? axis[static_cast<std::size_t>(i)] : 0;
+    for (cpx::index_t row = 0; row < count; ++row)
+        for (cpx::index_t i = 0; i < half; ++i) {
+            cpx::index_t const a = kind > 2 ? axis[static_cast<std::size_t>(i)] : 0;
             double const angle = static_cast<double>(wide[static_cast<std::size_t>(a * count + row)]) *
                                  frequencies[static_cast<std::size_t>(i)];
             cos(row, i) = std::cos(angle), sin(row, i) = std::sin(angle);
         }
 
-    static constexpr cpx::index head_counts[] = {0, 1, 2, 3, 5, 16};
+    static constexpr cpx::index_t head_counts[] = {0, 1, 2, 3, 5, 16};
     std::deque<tensor<T>> tensors;
     std::vector<cuda::rotated<T>> arguments;
-    for (cpx::index n = numbers.between(1, 4); n > 0; --n)
+    for (cpx::index_t n = numbers.between(1, 4); n > 0; --n)
         arguments.push_back(
             tensors.emplace_back(numbers, count, head_counts[numbers.between(0, 5)] * head_dim, aligned).arguments());
     if (backward)
@@ -178,7 +179,7 @@ void one_call(std::uint64_t seed) {
 TEST_SUITE("cuda") {
     TEST_CASE("pairs have the axes of transformers") {
         using order = cuda::axis_order;
-        auto const text = [](std::array<cpx::index, 3> section, order o) {
+        auto const text = [](std::array<cpx::index_t, 3> section, order o) {
             std::string result;
             for (int const axis : cuda::rotary_axes(section, o)) result += "thw"[axis];
             return result;
@@ -225,10 +226,10 @@ TEST_SUITE("cuda") {
         std::vector<float> memory(100);
         std::vector<std::int64_t> const list(9);
         std::span<std::int64_t const> const four(list.data(), 4);
-        auto const shape = [&](cpx::index count, cpx::index width, cpx::index stride) {
+        auto const shape = [&](cpx::index_t count, cpx::index_t width, cpx::index_t stride) {
             return rows<float>(memory.data(), count, width, stride);
         };
-        auto const call = [&](std::vector<cuda::rotated<float>> tensors, cpx::index head_dim, auto positions) {
+        auto const call = [&](std::vector<cuda::rotated<float>> tensors, cpx::index_t head_dim, auto positions) {
             return [&pairs, tensors, head_dim, positions] {
                 cuda::rotary<float>(tensors, head_dim, pairs, positions, nullptr);
             };
@@ -269,7 +270,7 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         std::vector<double> const two{1, 0.5};
         cuda::rotary_pairs const pairs(two);
-        using list = std::vector<cpx::index>;
+        using list = std::vector<cpx::index_t>;
         auto const sharding = cpx::shard(cpx::thd::from_lengths(list{4}), cpx::zigzag<>(1)),
                    other = cpx::shard(cpx::thd::from_lengths(list{3, 1}), cpx::zigzag<>(1));
         cuda::segment_table const table(cpx::segments(sharding, 0));
@@ -334,18 +335,18 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         splitmix numbers(3);
         cuda::stream const stream;
-        cpx::index const half = 64 / static_cast<cpx::index>(sizeof(T)), head_dim = 3 * half, rows_of_x = 37;
+        cpx::index_t const half = 64 / static_cast<cpx::index_t>(sizeof(T)), head_dim = 3 * half, rows_of_x = 37;
         std::vector<double> frequencies;
-        for (cpx::index i = 0; i < half; ++i) frequencies.push_back(std::pow(1e4, -static_cast<double>(i) / 32));
+        for (cpx::index_t i = 0; i < half; ++i) frequencies.push_back(std::pow(1e4, -static_cast<double>(i) / 32));
         cuda::rotary_pairs const pairs(frequencies);
-        std::vector<cpx::index> list;
-        for (cpx::index i = 0; i < rows_of_x; ++i) list.push_back(numbers.between(0, 100000));
+        std::vector<cpx::index_t> list;
+        for (cpx::index_t i = 0; i < rows_of_x; ++i) list.push_back(numbers.between(0, 100000));
         buffer<std::int64_t> const positions{view(list)};
-        for (cpx::index const heads : {1, 5, 18, 41}) { // beside a tensor of 2
-            cpx::index const widths[] = {2 * head_dim, heads * head_dim};
+        for (cpx::index_t const heads : {1, 5, 18, 41}) { // beside a tensor of 2
+            cpx::index_t const widths[] = {2 * head_dim, heads * head_dim};
             std::vector<buffer<T>> x, y, shifted;
             std::vector<cuda::rotated<T>> in_place, elsewhere, unaligned;
-            for (cpx::index const width : widths) {
+            for (cpx::index_t const width : widths) {
                 std::vector<T> values(static_cast<std::size_t>(rows_of_x * width));
                 for (T& value : values) value = static_cast<T>(static_cast<float>(numbers.between(-900, 900)) / 300.0f);
                 std::vector<T> one_further(1);
@@ -401,14 +402,14 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("heads lie where 32 bits do not reach") {
         if (!has_gpus()) return;
-        cpx::index const stride = (cpx::index{5} << 28) + 8, width = 512;
-        cpx::index const size = 2 * stride + width;
-        if (!has_free_memory(size * static_cast<cpx::index>(sizeof(float)))) return;
+        cpx::index_t const stride = (cpx::index_t{5} << 28) + 8, width = 512;
+        cpx::index_t const size = 2 * stride + width;
+        if (!has_free_memory(size * static_cast<cpx::index_t>(sizeof(float)))) return;
         buffer<float> far(size);
         std::vector<float> const ones(static_cast<std::size_t>(width), 1);
         std::vector<std::int64_t> const list{1, 2, 3};
         buffer<std::int64_t> const positions{view(list)};
-        for (cpx::index row = 0; row < 3; ++row)
+        for (cpx::index_t row = 0; row < 3; ++row)
             REQUIRE(cudaMemcpy(far.data() + row * stride, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice) ==
                     cudaSuccess);
         rows<float> const x(far.data(), 3, width, stride);
@@ -418,7 +419,7 @@ TEST_SUITE("cuda") {
         cuda::rotary(view(tensors), 128, cuda::rotary_pairs(frequencies),
                      std::span<std::int64_t const>(positions.data(), 3), stream);
         stream.synchronize();
-        for (cpx::index row = 0; row < 3; ++row) {
+        for (cpx::index_t row = 0; row < 3; ++row) {
             std::vector<float> found(ones.size());
             REQUIRE(cudaMemcpy(found.data(), far.data() + row * stride, found.size() * 4, cudaMemcpyDeviceToHost) ==
                     cudaSuccess);

@@ -29,17 +29,19 @@ std::span<T const> view(buffer<T> const& b) {
 /// A buffer on the device and the same on the host: rows that begin `shift` elements into it, each with a margin.
 template <class T>
 struct twin {
-    cpx::index count, width, stride, shift;
+    cpx::index_t count, width, stride, shift;
     std::vector<T> host;
     buffer<T> device;
 
-    twin(splitmix& numbers, cpx::index row_count, cpx::index row_width)
+    twin(splitmix& numbers, cpx::index_t row_count, cpx::index_t row_width)
         : count(row_count), width(row_width), stride(width + numbers.between(0, 1) * numbers.between(0, 17)),
           shift(numbers.between(0, 2) == 0 ? numbers.between(0, 15) : 0) {
         if (numbers.between(0, 1)) stride = (width + 15) / 16 * 16;
         host.resize(static_cast<std::size_t>(shift + count * stride + 9));
     }
-    T& at(cpx::index row, cpx::index column) { return host[static_cast<std::size_t>(shift + row * stride + column)]; }
+    T& at(cpx::index_t row, cpx::index_t column) {
+        return host[static_cast<std::size_t>(shift + row * stride + column)];
+    }
     void upload() { device = buffer<T>(std::span<T const>(host)); }
     rows<T> on_device() const { return {device.data() + shift, count, width, stride}; }
 
@@ -48,9 +50,9 @@ struct twin {
         std::vector<T> const found = device.read();
         for (std::size_t i = 0; i < found.size(); ++i)
             if (std::memcmp(&found[i], &host[i], sizeof(T)) != 0) {
-                auto const place = static_cast<cpx::index>(i) - shift;
+                auto const place = static_cast<cpx::index_t>(i) - shift;
                 return "element " + std::to_string(place) + " = row " +
-                       std::to_string(place / std::max<cpx::index>(1, stride)) + ", of (" + std::to_string(count) +
+                       std::to_string(place / std::max<cpx::index_t>(1, stride)) + ", of (" + std::to_string(count) +
                        ", " + std::to_string(width) + "), stride " + std::to_string(stride) + ", shift " +
                        std::to_string(shift) + ", of " + std::to_string(sizeof(T)) + " bytes";
             }
@@ -71,16 +73,16 @@ void fill_numbers(splitmix& numbers, std::vector<T>& values) {
     for (T& value : values) value = static_cast<T>(static_cast<float>(numbers.between(-9999, 9999)) / 1000.0f);
 }
 
-cpx::index const counts[] = {0, 1, 2, 3, 7, 33, 300};
-cpx::index const widths[] = {0, 1, 2, 3, 5, 8, 31, 64, 100, 129, 256, 1000, 2048, 5001};
+cpx::index_t const counts[] = {0, 1, 2, 3, 7, 33, 300};
+cpx::index_t const widths[] = {0, 1, 2, 3, 5, 8, 31, 64, 100, 129, 256, 1000, 2048, 5001};
 
 /// Returns `count` numbers below `limit`, different if there are so many, some of them -1.
 template <class I>
-std::vector<I> some_rows(splitmix& numbers, cpx::index count, cpx::index limit) {
+std::vector<I> some_rows(splitmix& numbers, cpx::index_t count, cpx::index_t limit) {
     std::vector<I> all(static_cast<std::size_t>(std::max(count, limit)), I{-1});
     std::iota(all.begin(), all.begin() + limit, I{0});
     for (std::size_t i = all.size(); i > 1; --i)
-        std::swap(all[i - 1], all[static_cast<std::size_t>(numbers.between(0, static_cast<cpx::index>(i) - 1))]);
+        std::swap(all[i - 1], all[static_cast<std::size_t>(numbers.between(0, static_cast<cpx::index_t>(i) - 1))]);
     all.resize(static_cast<std::size_t>(count));
     for (I& row : all)
         if (numbers.between(0, 5) == 0) row = -static_cast<I>(numbers.between(1, 3));
@@ -91,9 +93,9 @@ template <class T, class I>
 void moves(std::uint64_t seed) {
     splitmix numbers(seed);
     cuda::stream const stream;
-    for (cpx::index const count : counts)
-        for (cpx::index const width : widths) {
-            cpx::index const others = counts[numbers.between(0, 6)];
+    for (cpx::index_t const count : counts)
+        for (cpx::index_t const width : widths) {
+            cpx::index_t const others = counts[numbers.between(0, 6)];
             bool const zeros = numbers.between(0, 1);
             CAPTURE(seed);
             CAPTURE(count);
@@ -108,8 +110,8 @@ void moves(std::uint64_t seed) {
             for (I& row : list) row = static_cast<I>(numbers.between(-1, others - 1));
             buffer<I> const device_list{std::span<I const>(list)};
             cuda::gather_rows(from.on_device(), view(device_list), to.on_device(), stream);
-            for (cpx::index i = 0; i < count; ++i)
-                for (cpx::index c = 0; c < width; ++c) {
+            for (cpx::index_t i = 0; i < count; ++i)
+                for (cpx::index_t c = 0; c < width; ++c) {
                     I const row = list[static_cast<std::size_t>(i)];
                     to.at(i, c) = row < 0 ? T{} : from.at(row, c);
                 }
@@ -123,11 +125,11 @@ void moves(std::uint64_t seed) {
             cuda::scatter_rows(source.on_device(), view(device_places), target.on_device(),
                                zeros ? cuda::other_rows::zeros : cuda::other_rows::stay, stream);
             if (zeros)
-                for (cpx::index row = 0; row < others; ++row)
-                    for (cpx::index c = 0; c < width; ++c) target.at(row, c) = T{};
-            for (cpx::index i = 0; i < count; ++i)
+                for (cpx::index_t row = 0; row < others; ++row)
+                    for (cpx::index_t c = 0; c < width; ++c) target.at(row, c) = T{};
+            for (cpx::index_t i = 0; i < count; ++i)
                 if (I const row = places[static_cast<std::size_t>(i)]; row >= 0)
-                    for (cpx::index c = 0; c < width; ++c) target.at(row, c) = source.at(i, c);
+                    for (cpx::index_t c = 0; c < width; ++c) target.at(row, c) = source.at(i, c);
             REQUIRE_MESSAGE(target.difference() == "", "scatter: ", target.difference());
         }
 }
@@ -137,9 +139,9 @@ template <class T, class I>
 void adds(std::uint64_t seed, bool repeats) {
     splitmix numbers(seed);
     cuda::stream const stream;
-    for (cpx::index const count : counts)
-        for (cpx::index const width : widths) {
-            cpx::index const others = counts[numbers.between(0, 6)];
+    for (cpx::index_t const count : counts)
+        for (cpx::index_t const width : widths) {
+            cpx::index_t const others = counts[numbers.between(0, 6)];
             CAPTURE(seed);
             CAPTURE(repeats);
             CAPTURE(count);
@@ -159,14 +161,14 @@ void adds(std::uint64_t seed, bool repeats) {
             cuda::scatter_add_rows(from.on_device(), view(device_list),
                                    repeats ? view(device_order) : std::span<I const>(), to.on_device(), stream);
             // The same order and the same roundings: the same bits.
-            for (cpx::index row = 0; row < others; ++row) {
-                std::vector<cpx::index> sources;
-                for (cpx::index i = 0; i < count; ++i)
+            for (cpx::index_t row = 0; row < others; ++row) {
+                std::vector<cpx::index_t> sources;
+                for (cpx::index_t i = 0; i < count; ++i)
                     if (list[static_cast<std::size_t>(i)] == row) sources.push_back(i);
                 if (sources.empty()) continue;
-                for (cpx::index c = 0; c < width; ++c) {
+                for (cpx::index_t c = 0; c < width; ++c) {
                     float sum = static_cast<float>(to.at(row, c));
-                    for (cpx::index const i : sources) sum += static_cast<float>(from.at(i, c));
+                    for (cpx::index_t const i : sources) sum += static_cast<float>(from.at(i, c));
                     to.at(row, c) = static_cast<T>(sum);
                 }
             }
@@ -180,7 +182,7 @@ TEST_SUITE("cuda") {
     TEST_CASE("rows and lists that do not fit are refused before anything is launched") {
         std::vector<float> memory(100);
         std::vector<std::int32_t> const list(4);
-        auto const shape = [&](cpx::index count, cpx::index width, cpx::index stride) {
+        auto const shape = [&](cpx::index_t count, cpx::index_t width, cpx::index_t stride) {
             return rows<float>(memory.data(), count, width, stride);
         };
         auto const numbers = [&](std::size_t count) { return std::span<std::int32_t const>(list.data(), count); };
@@ -289,7 +291,7 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("rows lie where 32 bits do not reach") {
         if (!has_gpus()) return;
-        cpx::index const stride = (cpx::index{3} << 30) + 16, size = 2 * stride + 4096;
+        cpx::index_t const stride = (cpx::index_t{3} << 30) + 16, size = 2 * stride + 4096;
         if (!has_free_memory(size)) return;
         buffer<std::uint8_t> const far(size);
         std::vector<std::uint8_t> values(3 * 4096), found(values.size());

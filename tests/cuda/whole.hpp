@@ -9,22 +9,22 @@
 
 namespace whole {
 
-using cpx::index;
+using cpx::index_t;
 
 /// A number for every element of the whole tensor.
 template <class T>
-T element(index row, index column) {
+T element(index_t row, index_t column) {
     return static_cast<T>((row * 1009 + column * 31 + 7) % 65521);
 }
 
 /// Returns the columns of whole rows that `rank` holds, in local order.
 template <class S>
-std::vector<index> columns(S const& s, int rank, std::vector<cpx::section> const& sections) {
-    std::vector<index> held;
-    index first = 0;
+std::vector<index_t> columns(S const& s, int rank, std::vector<cpx::section> const& sections) {
+    std::vector<index_t> held;
+    index_t first = 0;
     for (cpx::section const& part : sections) {
         cpx::range const heads = s.heads(rank, part.heads);
-        for (index c = heads.first * part.width; c < heads.last * part.width; ++c) held.push_back(first + c);
+        for (index_t c = heads.first * part.width; c < heads.last * part.width; ++c) held.push_back(first + c);
         first += part.heads * part.width;
     }
     return held;
@@ -32,13 +32,13 @@ std::vector<index> columns(S const& s, int rank, std::vector<cpx::section> const
 
 /// Returns what `rank` holds of the whole tensor, rows `stride` apart.
 template <class T, class S>
-std::vector<T> part(S const& s, int rank, std::vector<cpx::section> const& sections, index stride = 0) {
+std::vector<T> part(S const& s, int rank, std::vector<cpx::section> const& sections, index_t stride = 0) {
     auto const held = columns(s, rank, sections);
-    stride = std::max<index>(stride, std::ssize(held));
+    stride = std::max<index_t>(stride, std::ssize(held));
     std::vector<T> local(static_cast<std::size_t>(s.rows(rank) * stride));
-    index row = 0;
+    index_t row = 0;
     s.for_each_piece(rank, [&](cpx::range piece) {
-        for (index g = piece.first; g < piece.last; ++g, ++row)
+        for (index_t g = piece.first; g < piece.last; ++g, ++row)
             for (std::size_t c = 0; c < held.size(); ++c)
                 local[static_cast<std::size_t>(row * stride) + c] = element<T>(g, held[c]);
     });

@@ -2,6 +2,8 @@
 // The acceptance of the whole library: a model of transformers, under every strategy, against transformers.
 #include <cpx/model/safetensors.hpp>
 
+#include <support/files.hpp>
+
 #include <examples/program.hpp>
 
 #include <limits>
@@ -12,8 +14,8 @@ namespace {
 using namespace program;
 using arguments = std::vector<std::string>;
 
-fs::path const data = fs::path(CPX_SOURCE_DIR) / "examples/data/tiny_qwen3_5";
-fs::path const experts = fs::path(CPX_SOURCE_DIR) / "examples/data/tiny_qwen3_5_moe";
+fs::path const data = fs::path(support::source_dir) / "examples/data/tiny_qwen3_5";
+fs::path const experts = fs::path(support::source_dir) / "examples/data/tiny_qwen3_5_moe";
 fs::path const reference = data / "reference.safetensors";
 
 arguments on(fs::path const& model, fs::path const& expected, std::string const& ranks) {

@@ -4,12 +4,14 @@
 
 #include <map>
 
+#include <support/files.hpp>
+
 namespace {
 
 using namespace program;
 using arguments = std::vector<std::string>;
 
-fs::path const golden = CPX_GOLDEN_DIR;
+fs::path const golden = support::golden_dir;
 
 struct golden_file {
     char const* name;

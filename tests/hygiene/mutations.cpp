@@ -2,6 +2,8 @@
 // Every mutation of mutations.txt can be put in its place; that its tests fail then is shown by scripts/mutate.
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -16,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-fs::path const root = CPX_SOURCE_DIR;
+fs::path const root = support::source_dir;
 
 struct mutation {
     std::map<std::string, std::string> words; ///< what follows "mutation", "imitates", "header" and "tests"

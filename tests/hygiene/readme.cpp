@@ -2,6 +2,8 @@
 // Every C++ block of README.md is a passage of a file that is compiled and run.
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -13,7 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 using text = std::vector<std::string>;
 
-fs::path const root = CPX_SOURCE_DIR;
+fs::path const root = support::source_dir;
 
 text lines(fs::path const& file) {
     std::ifstream in(file);

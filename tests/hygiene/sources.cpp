@@ -2,6 +2,8 @@
 // Rules that every source file of cpx obeys: who may include whom, and how long a file and a line may be.
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -14,7 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-fs::path const root = CPX_SOURCE_DIR;
+fs::path const root = support::source_dir;
 
 /// Height of each floor: a header includes its own floor and lower ones. Floors of one height do not see each other.
 std::map<std::string, int> const floors = {{"core", 0},      {"layout", 1}, {"mesh", 1}, {"plan", 2},

@@ -8,7 +8,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 
 static_assert(cpx::locate(cpx::zigzag<2>{}, 6, 8) == cpx::slot{0, 2});
 static_assert(cpx::token(cpx::zigzag<2>{}, {0, 2}, 8) == 6);
@@ -19,12 +19,12 @@ static_assert(cpx::token(cpx::zigzag<2>{}, {0, 4}, 8) == -1);
 
 /// Compares what follows from a policy and a cut, for a run of `n` tokens, with the owners found by brute force.
 template <class P, class Cut>
-void check_run(P const& policy, Cut const& cut, spec const& s, index n) {
+void check_run(P const& policy, Cut const& cut, spec const& s, index_t n) {
     std::vector<int> const owners = brute_owners(lengths({n}), s);
-    std::vector<index> rows(static_cast<std::size_t>(s.ranks));
+    std::vector<index_t> rows(static_cast<std::size_t>(s.ranks));
     std::string const what = text(s) + ", " + std::to_string(n) + " tokens";
     int const chunks = cpx::layout_at(policy, n).chunks();
-    for (index t = 0; t < n; ++t) {
+    for (index_t t = 0; t < n; ++t) {
         int const owner = owners[static_cast<std::size_t>(t)];
         cpx::slot const place = cpx::locate(policy, t, n, cut);
         if (place != cpx::slot{owner, rows[static_cast<std::size_t>(owner)]++}) FAIL(what << ": slot of token " << t);
@@ -34,7 +34,7 @@ void check_run(P const& policy, Cut const& cut, spec const& s, index n) {
         if (chunk < 0 || chunk >= chunks || t < tokens.first || t >= tokens.last)
             FAIL(what << ": chunk of token " << t);
     }
-    index end = 0;
+    index_t end = 0;
     for (int c = 0; c < chunks; ++c) {
         cpx::range const tokens = cpx::tokens_of(policy, c, n, cut);
         if (tokens.first != end) FAIL(what << ": chunk " << c << " does not follow its predecessor");
@@ -42,7 +42,7 @@ void check_run(P const& policy, Cut const& cut, spec const& s, index n) {
     }
     if (end != n) FAIL(what << ": chunks end at " << end);
     for (int r = 0; r < s.ranks; ++r) {
-        index const held = rows[static_cast<std::size_t>(r)];
+        index_t const held = rows[static_cast<std::size_t>(r)];
         if (cpx::rows_of(policy, r, n, cut) != held) FAIL(what << ": rows of rank " << r);
         if (cpx::token(policy, {r, held}, n, cut) != -1) FAIL(what << ": a row too many on rank " << r);
     }
@@ -53,8 +53,8 @@ void check_run(P const& policy, Cut const& cut, spec const& s, index n) {
 template <class P, class Cut>
 void check_policy(P const& policy, Cut const& cut, spec s, int unit) {
     s.unit = unit;
-    for (index n = 0; n <= 24; ++n) check_run(policy, cut, s, n);
-    for (index const n : {63, 64, 65, 97, 128, 191, 320}) check_run(policy, cut, s, n);
+    for (index_t n = 0; n <= 24; ++n) check_run(policy, cut, s, n);
+    for (index_t const n : {63, 64, 65, 97, 128, 191, 320}) check_run(policy, cut, s, n);
 }
 
 template <class P>
@@ -96,8 +96,8 @@ TEST_SUITE("layout") {
     }
 
     TEST_CASE("runs of more than 2^40 tokens have exact slots") {
-        index const n = (index{1} << 45) + 3;
-        for (index const t : {index{0}, n / 3, n / 2, n - 1}) {
+        index_t const n = (index_t{1} << 45) + 3;
+        for (index_t const t : {index_t{0}, n / 3, n / 2, n - 1}) {
             cpx::slot const place = cpx::locate(cpx::zigzag<8>{}, t, n);
             CHECK(cpx::token(cpx::zigzag<8>{}, place, n) == t);
         }
@@ -105,9 +105,9 @@ TEST_SUITE("layout") {
     }
 
     TEST_CASE("the last begin at or before a place is found from any guess") {
-        std::vector<index> const begins = {0, 0, 3, 3, 3, 8, 9};
+        std::vector<index_t> const begins = {0, 0, 3, 3, 3, 8, 9};
         int const count = static_cast<int>(begins.size());
-        for (index at = 0; at < 12; ++at)
+        for (index_t at = 0; at < 12; ++at)
             for (int guess = 0; guess < count; ++guess) {
                 int want = 0;
                 for (int c = 0; c < count; ++c)

@@ -40,7 +40,7 @@ struct counts_that_are_not_const {
     int chunks() { return 1; }
     int owner(int) { return 0; }
 };
-using always = decltype([](cpx::index) { return true; });
+using always = decltype([](cpx::index_t) { return true; });
 using rule = cpx::by_length<zigzag<4>, sequential<4>, always>;
 static_assert(!cpx::layout_policy<int> && !cpx::layout_policy<no_owner> && !cpx::layout_policy<owner_of_another_type> &&
               !cpx::layout_policy<counts_that_are_not_const>);
@@ -79,11 +79,11 @@ static_assert(zigzag<2>{} == zigzag<2>{} && zigzag<>{2} != zigzag<>{3});
 
 // A layout proves where it is defined that it loses nothing.
 template <class... L>
-constexpr bool partition(cpx::index n) {
+constexpr bool partition(cpx::index_t n) {
     return (cpx::is_partition(L{}, n) && ...);
 }
 template <int W>
-constexpr bool partitions(cpx::index n) {
+constexpr bool partitions(cpx::index_t n) {
     return partition<sequential<W>, zigzag<W>, striped<W>, striped<W, 3>>(n) && cpx::is_partition(zigzag<>{W}, n) &&
            cpx::is_partition(zigzag<W>{}, n, cpx::aligned<3>{}) &&
            cpx::is_partition(sequential<W>{}, n, cpx::aligned<cpx::dynamic>{2});

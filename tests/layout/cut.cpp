@@ -7,7 +7,7 @@ namespace {
 
 using cpx::aligned;
 using cpx::balanced;
-using cpx::index;
+using cpx::index_t;
 
 static_assert(cpx::cut<balanced> && cpx::cut<aligned<>> && cpx::cut<aligned<1>> && cpx::cut<aligned<cpx::dynamic>>);
 static_assert(std::is_empty_v<balanced> && std::is_empty_v<aligned<64>> &&
@@ -17,7 +17,7 @@ static_assert(!cpx::cut<int>);
 
 static_assert(balanced{}.begin(0, 4, 10) == 0 && balanced{}.begin(1, 4, 10) == 2 && balanced{}.begin(2, 4, 10) == 5 &&
               balanced{}.begin(3, 4, 10) == 7);
-static_assert(balanced{}.begin(7, 8, (index{1} << 40)) == (index{7} << 37));
+static_assert(balanced{}.begin(7, 8, (index_t{1} << 40)) == (index_t{7} << 37));
 static_assert(balanced{}.snap(5, 10) == 5);
 
 // To the nearest multiple, up if two are as near, never beyond the end of the sequence.
@@ -36,11 +36,11 @@ static_assert(aligned<cpx::dynamic>{2} != aligned<cpx::dynamic>{3} && aligned<2>
 template <class Cut>
 void check_ascent(Cut const& cut, bool even) {
     for (int chunks = 1; chunks <= 16; ++chunks)
-        for (index n = 0; n <= 40; ++n) {
-            index previous = 0;
+        for (index_t n = 0; n <= 40; ++n) {
+            index_t previous = 0;
             CHECK(cut.snap(cut.begin(0, chunks, n), n) == 0);
             for (int c = 1; c <= chunks; ++c) {
-                index const at = c == chunks ? n : cut.snap(cut.begin(c, chunks, n), n);
+                index_t const at = c == chunks ? n : cut.snap(cut.begin(c, chunks, n), n);
                 if (at < previous || at > n) FAIL("chunk " << c << " of " << chunks << ", " << n << " tokens");
                 if (even && (at - previous < n / chunks || at - previous > (n + chunks - 1) / chunks))
                     FAIL("chunk " << c << " of " << chunks << " of " << n << " tokens is " << at - previous << " long");

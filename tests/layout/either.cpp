@@ -10,17 +10,17 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using support::lengths;
 
 static_assert(cpx::either<cpx::zigzag<2>, cpx::sequential<2>>{{}, {}, true}.chunks() == 4);
 static_assert(cpx::either<cpx::zigzag<2>, cpx::sequential<2>>{{}, {}, false}.chunks() == 2);
 static_assert(cpx::either<cpx::zigzag<2>, cpx::sequential<2>>{{}, {}, true}.owner(3) == 0);
 
-std::vector<index> rows(auto const& sharding, int rank) {
-    std::vector<index> list;
+std::vector<index_t> rows(auto const& sharding, int rank) {
+    std::vector<index_t> list;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (index row = piece.first; row < piece.last; ++row) list.push_back(row);
+        for (index_t row = piece.first; row < piece.last; ++row) list.push_back(row);
     });
     return list;
 }
@@ -29,17 +29,17 @@ TEST_SUITE("layout") {
     // miles relays out rows to zigzag where 2W divides a sequence, and takes other sequences (its tail pad) as
     // sequential.
     TEST_CASE("by_length is miles' rule") {
-        auto const rule = [](index n) { return n % 4 == 0; };
+        auto const rule = [](index_t n) { return n % 4 == 0; };
         auto const sharding =
             cpx::shard(lengths({8, 6, 4}), cpx::by_length{cpx::zigzag<2>{}, cpx::sequential<2>{}, rule});
-        CHECK(rows(sharding, 0) == std::vector<index>{0, 1, 6, 7, 8, 9, 10, 14, 17});
-        CHECK(rows(sharding, 1) == std::vector<index>{2, 3, 4, 5, 11, 12, 13, 15, 16});
+        CHECK(rows(sharding, 0) == std::vector<index_t>{0, 1, 6, 7, 8, 9, 10, 14, 17});
+        CHECK(rows(sharding, 1) == std::vector<index_t>{2, 3, 4, 5, 11, 12, 13, 15, 16});
     }
 
     TEST_CASE("a rule that always or never holds is one of its layouts") {
         for (bool const answer : {true, false}) {
             auto const batch = lengths({9, 0, 1, 16});
-            auto const rule = [answer](index) { return answer; };
+            auto const rule = [answer](index_t) { return answer; };
             auto const mixed = cpx::shard(batch, cpx::by_length{cpx::zigzag<3>{}, cpx::sequential<3>{}, rule});
             for (int r = 0; r < 3; ++r)
                 CHECK(rows(mixed, r) == (answer ? rows(cpx::shard(batch, cpx::zigzag<3>{}), r)
@@ -48,14 +48,14 @@ TEST_SUITE("layout") {
     }
 
     TEST_CASE("over the batch a rule is asked for the length of the batch") {
-        auto const rule = [](index n) { return n == 12; };
+        auto const rule = [](index_t n) { return n == 12; };
         auto const sharding = cpx::shard<cpx::scope::batch>(
             lengths({5, 7}), cpx::by_length{cpx::zigzag<2>{}, cpx::sequential<2>{}, rule});
-        CHECK(rows(sharding, 0) == std::vector<index>{0, 1, 2, 9, 10, 11});
+        CHECK(rows(sharding, 0) == std::vector<index_t>{0, 1, 2, 9, 10, 11});
     }
 
     TEST_CASE("layouts over other numbers of ranks do not go together") {
-        auto const rule = [](index n) { return n > 4; };
+        auto const rule = [](index_t n) { return n > 4; };
         auto const sharding = cpx::shard(lengths({8, 4}), cpx::by_length{cpx::zigzag<>{2}, cpx::sequential<>{4}, rule});
         support::rejects({"sharding: owner of chunk 2: expected a rank from 0 to 1, got 2"}, [&] { sharding.rows(0); });
         auto const other = cpx::shard(lengths({8, 4}), cpx::zigzag<>{2});

@@ -10,7 +10,7 @@ namespace {
 
 using namespace support;
 using cpx::head_sharded;
-using cpx::index;
+using cpx::index_t;
 using cpx::section;
 
 static_assert(cpx::any_sharding<head_sharded<>> && cpx::any_sharding<head_sharded<4>>);
@@ -22,8 +22,8 @@ TEST_SUITE("layout") {
     TEST_CASE("every head stands on a rank, shares ascend, and ranks share a head only if they must") {
         auto const batch = lengths({3});
         for (int ranks = 1; ranks <= 9; ++ranks)
-            for (index groups = 1; groups <= 12; ++groups)
-                for (index heads = 1; heads <= groups; ++heads) {
+            for (index_t groups = 1; groups <= 12; ++groups)
+                for (index_t heads = 1; heads <= groups; ++heads) {
                     if (groups % heads != 0) continue;
                     head_sharded<> const sharding(ranks, batch, {{heads, 2}, {groups, 3}});
                     std::vector<int> holders(static_cast<std::size_t>(heads));
@@ -35,7 +35,7 @@ TEST_SUITE("layout") {
                         CHECK(share.last >= previous.last);
                         CHECK(share.first <= previous.last); // no gap
                         previous = share;
-                        for (index h = 0; h < heads; ++h) {
+                        for (index_t h = 0; h < heads; ++h) {
                             bool const held = share.first <= h && h < share.last;
                             CHECK(held == law::holds_head(r, ranks, h, heads, groups));
                             holders[static_cast<std::size_t>(h)] += held;
@@ -92,7 +92,7 @@ TEST_SUITE("layout") {
             CHECK(pieces == std::vector<cpx::range>{{0, 7}});
         }
         std::vector<int> holders;
-        index hint = 0;
+        index_t hint = 0;
         everything.for_each_holder({2, 5}, hint, [&](int rank, cpx::range part) {
             holders.push_back(rank);
             CHECK(part == cpx::range{2, 5});

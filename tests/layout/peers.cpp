@@ -13,14 +13,14 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
-using list = std::vector<index>;
+using list = std::vector<index_t>;
 
 list rows(any_tokens const& sharding, int rank) {
     list result;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (index row = piece.first; row < piece.last; ++row) result.push_back(row);
+        for (index_t row = piece.first; row < piece.last; ++row) result.push_back(row);
     });
     return result;
 }
@@ -37,14 +37,14 @@ list numbers(std::string const& text) {
     std::size_t at = 0;
     while (at < text.size()) {
         std::size_t used = 0;
-        index const first = std::stoll(text.substr(at), &used);
+        index_t const first = std::stoll(text.substr(at), &used);
         at += used;
-        index last = first;
+        index_t last = first;
         if (at < text.size() && text[at] == '-') {
             last = std::stoll(text.substr(at + 1), &used);
             at += used + 1;
         }
-        for (index n = first; n <= last; ++n) result.push_back(n);
+        for (index_t n = first; n <= last; ++n) result.push_back(n);
         ++at; // the blank
     }
     return result;
@@ -114,19 +114,19 @@ std::vector<partition> const partitions = {
 };
 
 /// A batch whose sequences are padded at their ends to a multiple of `factor`, as trainers pad it.
-cpx::thd padded(list const& valid, index factor) {
+cpx::thd padded(list const& valid, index_t factor) {
     list offsets{0};
-    for (index const n : valid) offsets.push_back(offsets.back() + (n + factor - 1) / factor * factor);
+    for (index_t const n : valid) offsets.push_back(offsets.back() + (n + factor - 1) / factor * factor);
     return cpx::thd(offsets, valid);
 }
 
 /// Returns the number of every row's token among the tokens that count, -1 for padding.
 list tokens_that_count(cpx::thd const& batch, list const& global_rows) {
     list result;
-    for (index const row : global_rows) {
-        index const s = batch.sequence(row), token = row - batch.offset(s);
-        index before = 0;
-        for (index i = 0; i < s; ++i) before += batch.valid(i);
+    for (index_t const row : global_rows) {
+        index_t const s = batch.sequence(row), token = row - batch.offset(s);
+        index_t before = 0;
+        for (index_t i = 0; i < s; ++i) before += batch.valid(i);
         result.push_back(token < batch.valid(s) ? before + token : -1);
     }
     return result;
@@ -135,7 +135,7 @@ list tokens_that_count(cpx::thd const& batch, list const& global_rows) {
 struct padded_partition {
     char const* source;
     list valid;
-    index factor;
+    index_t factor;
     std::vector<list> ranks;
 };
 
@@ -148,9 +148,9 @@ std::vector<padded_partition> const padded_partitions = {
 
 /// A cut into chunks of a fixed size, the last one shorter, as MagiAttention cuts a row.
 struct every {
-    index size = 1;
-    index begin(int c, int, index n) const { return std::min(c * size, n); }
-    index snap(index t, index) const { return t; }
+    index_t size = 1;
+    index_t begin(int c, int, index_t n) const { return std::min(c * size, n); }
+    index_t snap(index_t t, index_t) const { return t; }
 };
 static_assert(cpx::cut<every>);
 
@@ -181,14 +181,14 @@ TEST_SUITE("layout") {
     TEST_CASE("physical offsets are those of the peers' padding, and valid lengths are kept") {
         struct {
             list valid;
-            index factor;
+            index_t factor;
             list offsets;
         } const cases[] = {
             {{3, 2, 4}, 8, {0, 8, 16, 24}}, {{2, 7, 4, 10}, 6, {0, 6, 18, 24, 36}}, {{7, 11, 5}, 4, {0, 8, 20, 28}}};
         for (auto const& c : cases) {
             auto const batch = padded(c.valid, c.factor);
             CHECK(list(batch.offsets().begin(), batch.offsets().end()) == c.offsets);
-            for (std::size_t s = 0; s < c.valid.size(); ++s) CHECK(batch.valid(static_cast<index>(s)) == c.valid[s]);
+            for (std::size_t s = 0; s < c.valid.size(); ++s) CHECK(batch.valid(static_cast<index_t>(s)) == c.valid[s]);
         }
     }
 
@@ -197,7 +197,7 @@ TEST_SUITE("layout") {
         rejects({"thd: offset 0: expected 0, got 2"}, [] { cpx::thd({2, 6, 12}); });
         cpx::thd const batch({0, 2, 6, 12}, {0, 3, 4});
         list all(12);
-        for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<index>(i);
+        for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<index_t>(i);
         CHECK(tokens_that_count(batch, all) == list{-1, -1, 0, 1, 2, -1, 3, 4, 5, 6, -1, -1});
     }
 
@@ -209,9 +209,9 @@ TEST_SUITE("layout") {
             cpx::thd const batch = lengths(all);
             for (int r = 0; r < w; ++r) {
                 list want;
-                for (index i = 0; i < batch.sequences(); ++i) {
-                    index const l = batch.length(i) / w;
-                    for (index k = 0; k < l; ++k)
+                for (index_t i = 0; i < batch.sequences(); ++i) {
+                    index_t const l = batch.length(i) / w;
+                    for (index_t k = 0; k < l; ++k)
                         want.push_back(batch.offset(i) + k + l / 2 * (k < l / 2 ? r : 2 * (w - 1) - r));
                 }
                 CHECK(rows(shard(peer::thd_zigzag, all, w), r) == want);
@@ -224,9 +224,9 @@ TEST_SUITE("layout") {
     // 4W - 2n - 1.
     TEST_CASE("slots are those of Megatron's permutation where 2W divides every length") {
         for (int const w : {2, 3, 4}) {
-            index const n = 2 * w * 5, half = 5;
-            for (index p = 0; p < n; ++p) {
-                index const chunk = p / half, block = chunk < w ? 2 * chunk : 4 * w - 2 * chunk - 1;
+            index_t const n = 2 * w * 5, half = 5;
+            for (index_t p = 0; p < n; ++p) {
+                index_t const chunk = p / half, block = chunk < w ? 2 * chunk : 4 * w - 2 * chunk - 1;
                 cpx::slot const place = cpx::locate(cpx::zigzag<>{w}, p, n);
                 CHECK(place.rank == block / 2);
                 CHECK(place.row == block % 2 * half + p % half);
@@ -237,7 +237,7 @@ TEST_SUITE("layout") {
     // Lengths for which that formula yields negative places or divides by zero.
     TEST_CASE("lengths that 2W does not divide have every token on exactly one rank") {
         for (auto const& [w, n] :
-             std::vector<std::pair<int, index>>{{2, 6}, {2, 2}, {2, 10}, {4, 12}, {4, 20}, {3, 10}, {8, 1}, {5, 3}}) {
+             std::vector<std::pair<int, index_t>>{{2, 6}, {2, 2}, {2, 10}, {4, 12}, {4, 20}, {3, 10}, {8, 1}, {5, 3}}) {
             CHECK(cpx::is_partition(cpx::zigzag<>{w}, n));
             CHECK(cpx::is_partition(cpx::sequential<>{w}, n));
         }
@@ -256,11 +256,11 @@ TEST_SUITE("layout") {
 
     // miles: responses end a sequence; the logits of response token i stand at the token before it.
     TEST_CASE("the response tokens whose logits a rank holds are those of miles' log-prob slices") {
-        auto const slice = [](index total, index response, int w, int rank) {
+        auto const slice = [](index_t total, index_t response, int w, int rank) {
             cpx::thd const batch = padded({total}, 2 * w);
             list result;
-            for (index const row : rows(cpx::shard(batch, cpx::zigzag<>{w}), rank)) {
-                index const i = row + 1 - (total - response);
+            for (index_t const row : rows(cpx::shard(batch, cpx::zigzag<>{w}), rank)) {
+                index_t const i = row + 1 - (total - response);
                 if (i >= 0 && i < response) result.push_back(i);
             }
             return result;
@@ -283,7 +283,7 @@ TEST_SUITE("layout") {
         CHECK(rows(none, 1).empty());
         auto const longer = cpx::shard<scope::batch>(
             cpx::thd::uniform(1, 250), cpx::table(4, {0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3, 3, 2, 1, 0}), every{16});
-        index held = 0;
+        index_t held = 0;
         for (int r = 0; r < 4; ++r) held += longer.rows(r);
         CHECK(held == 250);
         CHECK(longer.rows(0) == 58); // its last chunk has 10 of 16 tokens
@@ -292,7 +292,7 @@ TEST_SUITE("layout") {
     // miles pads every rank's local rows; the pad is one more sequence, which is sequential if 2W does not divide it.
     TEST_CASE("miles' tail pad is a sequence of its own that the rule takes as sequential") {
         for (int const w : {2, 4}) {
-            auto const rule = [w](index n) { return n % (2 * w) == 0; };
+            auto const rule = [w](index_t n) { return n % (2 * w) == 0; };
             auto const sharding = cpx::shard(lengths({6 * w, 10 * w, 3 * w}),
                                              cpx::by_length{cpx::zigzag<>{w}, cpx::sequential<>{w}, rule});
             for (int r = 0; r < w; ++r) {

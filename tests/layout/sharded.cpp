@@ -42,7 +42,7 @@ TEST_SUITE("layout") {
             CHECK(t.data().count() == sharding.rows(r));
             CHECK(t.width() == 3);
             CHECK(t.sharding() == sharding);
-            for (cpx::index i = 0; i < t.data().count(); ++i) CHECK(t.data()(i, 2) == 0.0f);
+            for (cpx::index_t i = 0; i < t.data().count(); ++i) CHECK(t.data()(i, 2) == 0.0f);
             t.data()(0, 1) = 4.0f;
             CHECK(std::as_const(t).data()(0, 1) == 4.0f);
             CHECK(t.view().data().data() == t.data().data());

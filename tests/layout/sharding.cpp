@@ -9,7 +9,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::range;
 using cpx::scope;
 
@@ -29,26 +29,26 @@ static_assert(
 /// Returns what is wrong with the pieces and the holders of a sharding, or "".
 std::string problem_of(cpx::thd const& batch, law::subject const& a) {
     auto const& sharding = std::get<0>(a.sharding);
-    index total = 0;
+    index_t total = 0;
     for (int r = 0; r < a.ranks; ++r) {
-        std::vector<index> rows;
+        std::vector<index_t> rows;
         sharding.for_each_piece(r, [&](range piece) {
             if (piece.empty()) rows.push_back(-1);
-            for (index row = piece.first; row < piece.last; ++row) rows.push_back(row);
+            for (index_t row = piece.first; row < piece.last; ++row) rows.push_back(row);
         });
         if (rows != a.rows[static_cast<std::size_t>(r)]) return "pieces of rank " + std::to_string(r);
-        if (sharding.rows(r) != static_cast<index>(rows.size())) return "rows of rank " + std::to_string(r);
+        if (sharding.rows(r) != static_cast<index_t>(rows.size())) return "rows of rank " + std::to_string(r);
         total += sharding.rows(r);
     }
     if (total != batch.tokens()) return "ranks hold more or fewer rows than there are";
-    index hint = 0; // goes up and down with the ranges, as in plans
-    for (index first = 0; first < batch.tokens(); ++first)
-        for (index last : {first + 1, std::min(first + 4, batch.tokens()), batch.tokens()}) {
-            index next = first;
+    index_t hint = 0; // goes up and down with the ranges, as in plans
+    for (index_t first = 0; first < batch.tokens(); ++first)
+        for (index_t last : {first + 1, std::min(first + 4, batch.tokens()), batch.tokens()}) {
+            index_t next = first;
             bool right = true;
             sharding.for_each_holder({first, last}, hint, [&](int holder, range part) {
                 right = right && part.first == next && !part.empty();
-                for (index row = part.first; row < part.last; ++row)
+                for (index_t row = part.first; row < part.last; ++row)
                     right = right && a.owners[static_cast<std::size_t>(row)] == holder;
                 next = part.last;
             });
@@ -67,7 +67,7 @@ struct wrong_for_five {
         int owner(int chunk) const { return chunk * last; }
     };
     int ranks() const { return 2; }
-    layout at(index n) const { return {n == 5 ? 2 : 1}; }
+    layout at(index_t n) const { return {n == 5 ? 2 : 1}; }
 };
 static_assert(cpx::length_rule<wrong_for_five>);
 
@@ -82,7 +82,7 @@ TEST_SUITE("layout") {
     TEST_CASE("pieces and holders are those of brute force, for all small packings and all shardings") {
         for (int ranks = 1; ranks <= 6; ++ranks)
             for (spec const& s : all_specs(ranks, {0, 2, 3}))
-                for (index tokens = 0; tokens <= 8 - fewer; ++tokens)
+                for (index_t tokens = 0; tokens <= 8 - fewer; ++tokens)
                     for_each_packing(tokens, [&](cpx::thd const& batch) {
                         std::string const problem = problem_of(batch, law::tokens(batch, s));
                         if (!problem.empty()) FAIL(text(s) << ", lengths " << text(batch) << ": " << problem);
@@ -92,8 +92,8 @@ TEST_SUITE("layout") {
     TEST_CASE("pieces and holders are those of brute force for random packings") {
         splitmix numbers(5);
         for (int turn = 0; turn < 200; ++turn) {
-            std::vector<index> list;
-            for (index n = numbers.between(0, 9); n-- > 0;)
+            std::vector<index_t> list;
+            for (index_t n = numbers.between(0, 9); n-- > 0;)
                 list.push_back(numbers.between(0, numbers.between(0, 1) ? 5 : 200));
             auto const specs =
                 all_specs(static_cast<int>(numbers.between(1, 16)), {0, 1, 5, 64}, numbers.next() % 1000);
@@ -106,16 +106,16 @@ TEST_SUITE("layout") {
     TEST_CASE("aligned cuts of a batch lie at multiples inside the sequence that is cut, or at its ends") {
         splitmix numbers(9);
         for (int turn = 0; turn < 200; ++turn) {
-            std::vector<index> list;
-            for (index n = numbers.between(1, 6); n-- > 0;) list.push_back(numbers.between(0, 500));
+            std::vector<index_t> list;
+            for (index_t n = numbers.between(1, 6); n-- > 0;) list.push_back(numbers.between(0, 500));
             cpx::thd const batch = lengths(list);
             auto const sharding = cpx::shard<scope::batch>(
                 batch, cpx::zigzag<>{static_cast<int>(numbers.between(1, 8))}, cpx::aligned<64>{});
             for (int r = 0; r < sharding.ranks(); ++r)
                 sharding.for_each_piece(r, [&](range piece) {
-                    for (index const at : {piece.first, piece.last}) {
+                    for (index_t const at : {piece.first, piece.last}) {
                         if (at == batch.tokens()) continue;
-                        index const token = at - batch.offset(batch.sequence(at));
+                        index_t const token = at - batch.offset(batch.sequence(at));
                         CHECK_MESSAGE(token % 64 == 0, "cut at token " << token << ", lengths " << text(batch));
                     }
                 });
@@ -128,9 +128,9 @@ TEST_SUITE("layout") {
         // 225 is token 125 of the second: 128, row 228.
         auto const sharding =
             cpx::shard<scope::batch>(lengths({100, 130, 70}), cpx::sequential<4>{}, cpx::aligned<64>{});
-        std::vector<index> rows;
+        std::vector<index_t> rows;
         for (int r = 0; r < 4; ++r) rows.push_back(sharding.rows(r));
-        CHECK(rows == std::vector<index>{64, 100, 64, 72});
+        CHECK(rows == std::vector<index_t>{64, 100, 64, 72});
     }
 
     TEST_CASE("scopes differ for several sequences and agree for one") {
@@ -188,8 +188,8 @@ TEST_SUITE("layout") {
         });
         rejects({"sharding: owner of chunk 0", "got -1"}, [&] { cpx::shard(batch, layout_of{2, 3, -1}); });
         rejects({"sharding: tokens times chunks: expected less than 2^62"},
-                [&] { cpx::shard(lengths({index{1} << 60}), cpx::zigzag<>{2}); });
-        CHECK_NOTHROW(cpx::shard(lengths({(index{1} << 60) - 1}), cpx::zigzag<>{2}));
+                [&] { cpx::shard(lengths({index_t{1} << 60}), cpx::zigzag<>{2}); });
+        CHECK_NOTHROW(cpx::shard(lengths({(index_t{1} << 60) - 1}), cpx::zigzag<>{2}));
     }
 
     TEST_CASE("a rule is checked for every run, wherever it is asked") {

@@ -46,17 +46,17 @@ struct halves {
     cpx::thd all;
     int ranks() const { return 2; }
     cpx::thd const& batch() const { return all; }
-    cpx::index rows(int rank) const { return rank == 0 ? all.tokens() / 2 : all.tokens() - all.tokens() / 2; }
+    cpx::index_t rows(int rank) const { return rank == 0 ? all.tokens() / 2 : all.tokens() - all.tokens() / 2; }
     std::span<cpx::section const> sections() const { return {}; }
-    cpx::range heads(int, cpx::index heads) const { return {0, heads}; }
+    cpx::range heads(int, cpx::index_t heads) const { return {0, heads}; }
     template <class F>
     void for_each_piece(int rank, F&& f) const {
-        cpx::index const middle = all.tokens() / 2;
+        cpx::index_t const middle = all.tokens() / 2;
         cpx::range const own = rank == 0 ? cpx::range{0, middle} : cpx::range{middle, all.tokens()};
         if (!own.empty()) f(own);
     }
     template <class F>
-    void for_each_holder(cpx::range rows, cpx::index&, F&& f) const {
+    void for_each_holder(cpx::range rows, cpx::index_t&, F&& f) const {
         for (int rank : {0, 1})
             for_each_piece(rank, [&](cpx::range own) {
                 if (cpx::range const part = cpx::intersect(own, rows); !part.empty()) f(rank, part);
@@ -70,7 +70,7 @@ static_assert(cpx::any_sharding<halves>);
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
 
 /// The snake as cpx sees it, beside a table of its owners, which brute force knows.
@@ -89,7 +89,7 @@ law::subject snake(cpx::thd const& batch, int ranks) {
 TEST_SUITE("layout") {
     TEST_CASE("all laws hold between a user's layout and all others") {
         for (int ranks = 1; ranks <= 5; ++ranks)
-            for (auto const& list : std::vector<std::vector<index>>{{}, {1}, {5, 0, 7}, {60, 31}, {2, 2, 2, 2}}) {
+            for (auto const& list : std::vector<std::vector<index_t>>{{}, {1}, {5, 0, 7}, {60, 31}, {2, 2, 2, 2}}) {
                 cpx::thd const batch = lengths(list);
                 std::vector<law::subject> subjects = {
                     snake<scope::sequence>(batch, ranks), snake<scope::batch>(batch, ranks),
@@ -117,7 +117,7 @@ TEST_SUITE("layout") {
     }
 
     TEST_CASE("a user's sharding is as good as one of cpx's") {
-        for (auto const& list : std::vector<std::vector<index>>{{8, 12}, {5}, {1}, {}}) {
+        for (auto const& list : std::vector<std::vector<index_t>>{{8, 12}, {5}, {1}, {}}) {
             cpx::thd const batch = lengths(list);
             auto twin = law::tokens(batch, {shape::sequential, scope::batch, 0, 2});
             twin.sharding = any_tokens(my::halves{batch});

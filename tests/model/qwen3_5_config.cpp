@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <nlohmann/json.hpp>
 
 #include <functional>
@@ -21,7 +23,7 @@ using nlohmann::json;
 
 namespace {
 
-std::string const data = std::string(CPX_SOURCE_DIR) + "/examples/data/";
+std::string const data = std::string(support::source_dir) + "/examples/data/";
 std::string const shipped = data + "tiny_qwen3_5/config.json";
 
 /// Returns the settings of a small model that is right.
@@ -84,7 +86,7 @@ TEST_SUITE("model") {
         CHECK(config.rope_theta == 1e7);
         CHECK(config.partial_rotary_factor == 0.5);
         CHECK(config.rotary_dim() == 16);
-        CHECK(config.mrope_section == std::vector<cpx::index>{3, 3, 2});
+        CHECK(config.mrope_section == std::vector<cpx::index_t>{3, 3, 2});
     }
 
     TEST_CASE("the shipped mixture of experts is read, and has no intermediate_size") {

@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <array>
 #include <bit>
 #include <cmath>
@@ -84,11 +86,11 @@ TEST_SUITE("model") {
         auto const& b = f.tensor("b.weight");
         CHECK(b.name == "b.weight");
         CHECK(b.dtype == safetensors::dtype::f32);
-        CHECK(b.shape == std::vector<cpx::index>{2, 3});
+        CHECK(b.shape == std::vector<cpx::index_t>{2, 3});
         CHECK(b.elements() == 6);
         CHECK(b.bytes.size() == 24);
         CHECK(f.read<float>("b.weight", {2, -1}) == std::vector<float>{1, 2, 3, 4, 5, 6});
-        CHECK(f.read<cpx::index>("a", {}) == std::vector<cpx::index>{-5});
+        CHECK(f.read<cpx::index_t>("a", {}) == std::vector<cpx::index_t>{-5});
         CHECK(f.read<double>("empty", {4, 0}).empty());
     }
 
@@ -117,14 +119,14 @@ TEST_SUITE("model") {
     }
 
     TEST_CASE("every dtype becomes float and double, and every integer one becomes int64") {
-        using ints = std::vector<cpx::index>;
+        using ints = std::vector<cpx::index_t>;
         auto const check = [](safetensors const& f, ints const& expected, bool integral = true) {
             CHECK(f.read<double>("x") == std::vector<double>(expected.begin(), expected.end()));
             CHECK(f.read<float>("x") == std::vector<float>(expected.begin(), expected.end()));
             if (integral)
-                CHECK(f.read<cpx::index>("x") == expected);
+                CHECK(f.read<cpx::index_t>("x") == expected);
             else
-                CHECK(contains(message([&] { f.read<cpx::index>("x"); }),
+                CHECK(contains(message([&] { f.read<cpx::index_t>("x"); }),
                                R"(one: dtype of tensor "x": expected an integer dtype or BOOL, got )"));
         };
         check(one<double>("F64", {1, -2}), {1, -2}, false);
@@ -173,24 +175,24 @@ TEST_SUITE("model") {
     }
 
     TEST_CASE("an integer keeps its value or is refused") {
-        cpx::index const exact = cpx::index{1} << 53;
-        CHECK(one<cpx::index>("I64", {0, -exact, exact + 2}).read<double>("x") ==
+        cpx::index_t const exact = cpx::index_t{1} << 53;
+        CHECK(one<cpx::index_t>("I64", {0, -exact, exact + 2}).read<double>("x") ==
               std::vector{0.0, -0x1p53, 0x1p53 + 2});
-        CHECK(one<cpx::index>("I64", {std::numeric_limits<cpx::index>::min()}).read<float>("x")[0] == -0x1p63f);
+        CHECK(one<cpx::index_t>("I64", {std::numeric_limits<cpx::index_t>::min()}).read<float>("x")[0] == -0x1p63f);
         CHECK(contains(message([&] {
-                           one<cpx::index>("I64", {0, exact + 1}).read<double>("x");
+                           one<cpx::index_t>("I64", {0, exact + 1}).read<double>("x");
                        }),
                        R"(element 1 of tensor "x": expected a double, got 9007199254740993)"));
-        CHECK(contains(message([&] { one<cpx::index>("I64", {-exact - 1}).read<double>("x"); }),
+        CHECK(contains(message([&] { one<cpx::index_t>("I64", {-exact - 1}).read<double>("x"); }),
                        "got -9007199254740993"));
         CHECK(contains(message([&] { one<std::int32_t>("I32", {16777217}).read<float>("x"); }), "got 16777217"));
-        CHECK(contains(message([&] { one<std::uint64_t>("U64", {~0ull}).read<cpx::index>("x"); }),
+        CHECK(contains(message([&] { one<std::uint64_t>("U64", {~0ull}).read<cpx::index_t>("x"); }),
                        "expected an int64, got 18446744073709551615"));
     }
 
     TEST_CASE("a shape that is not the expected one is refused") {
         auto const f = safetensors::parse(file(two, two_data), "two");
-        auto const said = [&](std::vector<cpx::index> const& shape) {
+        auto const said = [&](std::vector<cpx::index_t> const& shape) {
             return message([&] { f.read<float>("b.weight", shape); });
         };
         CHECK(said({2, 3}) == "nothing thrown");
@@ -323,7 +325,7 @@ TEST_SUITE("model") {
             try {
                 auto const f = safetensors::parse(bytes, "x");
                 for (auto const& name : f.names()) message([&] { f.read<float>(name); });
-                for (auto const& name : f.names()) message([&] { f.read<cpx::index>(name); });
+                for (auto const& name : f.names()) message([&] { f.read<cpx::index_t>(name); });
             } catch (cpx::error const&) {
                 ++refused;
             } catch (...) {
@@ -337,12 +339,12 @@ TEST_SUITE("model") {
     }
 
     TEST_CASE("a file that another program wrote is read") {
-        safetensors const f(std::string(CPX_GOLDEN_DIR) + "/gdr_small.safetensors");
+        safetensors const f(std::string(support::golden_dir) + "/gdr_small.safetensors");
         CHECK(f.names().size() == 14);
         CHECK(f.metadata("kind") == "gated_delta_rule");
         CHECK(f.metadata("scale") == "16**-0.5");
-        CHECK(f.read<cpx::index>("cu_seqlens", {5}) == std::vector<cpx::index>{0, 5, 21, 24, 64});
-        CHECK(f.tensor("final_state").shape == std::vector<cpx::index>{4, 4, 16, 16});
+        CHECK(f.read<cpx::index_t>("cu_seqlens", {5}) == std::vector<cpx::index_t>{0, 5, 21, 24, 64});
+        CHECK(f.tensor("final_state").shape == std::vector<cpx::index_t>{4, 4, 16, 16});
         auto const q = f.read<double>("q", {64, 2, 16});
         auto const narrow = f.read<float>("q", {64, -1, 16});
         REQUIRE(q.size() == 2048);

@@ -14,7 +14,7 @@
 namespace {
 
 using namespace std::chrono_literals;
-using cpx::index;
+using cpx::index_t;
 using job::error, job::holds;
 using support::lengths, support::rejects;
 
@@ -48,7 +48,7 @@ void send_all(cpx::mpi& comm, std::span<int const> mine, char const* operation =
     std::vector<cpx::incoming> receives;
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         if (peer == comm.rank()) continue;
-        index const bytes = static_cast<index>(mine.size_bytes()), want = static_cast<index>(4 * expected);
+        index_t const bytes = static_cast<index_t>(mine.size_bytes()), want = static_cast<index_t>(4 * expected);
         sends.push_back({peer, reinterpret_cast<std::byte const*>(mine.data()), bytes, bytes, {&one, 1}, {&one, 1}});
         receives.push_back({peer,
                             reinterpret_cast<std::byte*>(got[static_cast<std::size_t>(peer)].data()),
@@ -88,7 +88,7 @@ bool alone() { return job::ranks() == 1; }
 } // namespace
 
 TEST_SUITE("mpi") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("ranks whose plans differ get an error that names the ranks and the field, and nothing moves") {
         if (alone()) return;

@@ -12,12 +12,12 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using std::size_t;
 
 /// Every bit pattern, NaNs among them.
 template <class T>
-std::vector<T> noise(splitmix& numbers, index count) {
+std::vector<T> noise(splitmix& numbers, index_t count) {
     std::vector<T> values(static_cast<size_t>(count));
     for (T& value : values) {
         std::uint64_t const bits = numbers.next();
@@ -27,29 +27,29 @@ std::vector<T> noise(splitmix& numbers, index count) {
 }
 
 /// Numbers for which the order of additions matters.
-std::vector<float> uneven(splitmix& numbers, index count) {
+std::vector<float> uneven(splitmix& numbers, index_t count) {
     std::vector<float> values;
-    for (index i = 0; i < count; ++i)
+    for (index_t i = 0; i < count; ++i)
         values.push_back(static_cast<float>(numbers.between(-1000, 1000)) * (numbers.between(0, 1) ? 1e8f : 1e-3f));
     return values;
 }
 
 /// Runs `plans` from `sources` in wider rows, into poison, and returns what is wrong on this rank, or "".
 template <class T>
-std::string problem_of(std::vector<cpx::plan> const& plans, std::vector<std::vector<T>> const& sources, index width,
+std::string problem_of(std::vector<cpx::plan> const& plans, std::vector<std::vector<T>> const& sources, index_t width,
                        splitmix& numbers, cpx::mpi& comm) {
     size_t const r = static_cast<size_t>(comm.rank());
     cpx::plan const& p = plans[r];
-    index const from_width = p.source_width ? p.source_width : width,
-                to_width = p.target_width ? p.target_width : width;
-    index const margin = numbers.between(0, 2), from_stride = from_width + margin, to_stride = to_width + margin;
+    index_t const from_width = p.source_width ? p.source_width : width,
+                  to_width = p.target_width ? p.target_width : width;
+    index_t const margin = numbers.between(0, 2), from_stride = from_width + margin, to_stride = to_width + margin;
     T poison;
     std::memset(&poison, 0xff, sizeof poison);
     std::vector<T> source(static_cast<size_t>(p.source_rows * from_stride) + 1, poison);
     std::vector<T> target(static_cast<size_t>(p.target_rows * to_stride) + 1, poison), want = target;
-    auto const place = [](std::vector<T>& wide, index stride, std::vector<T> const& rows, index columns) {
+    auto const place = [](std::vector<T>& wide, index_t stride, std::vector<T> const& rows, index_t columns) {
         for (size_t i = 0; i < rows.size(); ++i) {
-            index const row = static_cast<index>(i) / columns, column = static_cast<index>(i) % columns;
+            index_t const row = static_cast<index_t>(i) / columns, column = static_cast<index_t>(i) % columns;
             wide[static_cast<size_t>(row * stride + column)] = rows[i];
         }
     };
@@ -78,7 +78,7 @@ std::vector<cpx::thd> const batches = {
 
 /// Random pairs of shardings in random widths, every other one that moves rows transposed.
 template <class T>
-void check_pairs(std::uint64_t seed, index widest) {
+void check_pairs(std::uint64_t seed, index_t widest) {
     cpx::mpi comm(MPI_COMM_WORLD, std::chrono::seconds(60));
     for (cpx::thd const& batch : batches) {
         splitmix numbers(++seed);
@@ -89,9 +89,9 @@ void check_pairs(std::uint64_t seed, index widest) {
             if (!a.sections.empty() && !b.sections.empty() && a.sections != b.sections) continue;
             auto plans = law::plans(a, b);
             if (plans[0].kind == cpx::flow::moves && turn % 2) plans = transposed(plans);
-            index const width = law::sections_of(a, b).size() > 1 || plans[0].source_width || plans[0].target_width
-                                    ? std::max(plans[0].source_width, plans[0].target_width)
-                                    : numbers.between(1, widest);
+            index_t const width = law::sections_of(a, b).size() > 1 || plans[0].source_width || plans[0].target_width
+                                      ? std::max(plans[0].source_width, plans[0].target_width)
+                                      : numbers.between(1, widest);
             std::vector<std::vector<T>> sources;
             for (cpx::plan const& p : plans)
                 sources.push_back(noise<T>(numbers, p.source_rows * (p.source_width ? p.source_width : width)));
@@ -104,7 +104,7 @@ void check_pairs(std::uint64_t seed, index widest) {
 } // namespace
 
 TEST_SUITE("mpi") {
-    using cpx::index;
+    using cpx::index_t;
     using std::size_t;
 
     TEST_CASE("rows arrive where they belong with all their bits, in any width and stride") {
@@ -129,7 +129,7 @@ TEST_SUITE("mpi") {
                  {law::replicated(batch, comm.ranks()), law::heads(batch, comm.ranks(), {{3, 1}, {1, 2}})}) {
                 auto const tokens = law::tokens(batch, {shape::zigzag, cpx::scope::sequence, 0, comm.ranks()});
                 auto const plans = transposed(law::plans(tokens, target));
-                index const width = target.sections.empty() ? 4 : 5;
+                index_t const width = target.sections.empty() ? 4 : 5;
                 std::vector<std::vector<float>> gradients;
                 for (cpx::plan const& p : plans)
                     gradients.push_back(uneven(numbers, p.source_rows * (p.source_width ? p.source_width : width)));
@@ -147,7 +147,7 @@ TEST_SUITE("mpi") {
         splitmix numbers(31);
         for (cpx::thd const& batch : batches)
             for (spec const& s : all_specs(comm.ranks(), {0, 3}))
-                for (index const reach : {1, 3, 9}) {
+                for (index_t const reach : {1, 3, 9}) {
                     std::vector<cpx::plan> halos;
                     for (int r = 0; r < comm.ranks(); ++r) halos.push_back(cpx::halo(make(batch, s), r, reach));
                     for (auto const& plans : {halos, transposed(halos)}) {
@@ -200,7 +200,7 @@ TEST_SUITE("mpi") {
         cpx::mpi comm;
         for (size_t const size : {0u, 1u, 128u, 65000u, 65536u, 200001u}) {
             splitmix numbers(size);
-            auto const blob = noise<std::byte>(numbers, static_cast<index>(size));
+            auto const blob = noise<std::byte>(numbers, static_cast<index_t>(size));
             auto got = comm.rank() == 0 ? blob : std::vector<std::byte>(size, std::byte{0xff});
             comm.broadcast(got);
             CHECK(got == blob);

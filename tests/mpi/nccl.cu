@@ -16,7 +16,7 @@
 namespace {
 
 using namespace std::chrono_literals;
-using cpx::index;
+using cpx::index_t;
 using support::lengths, support::text;
 
 /// Returns this rank's place among the ranks of its host.
@@ -66,9 +66,10 @@ std::vector<T> poisoned(std::size_t count, int byte) {
 
 /// Runs a plan between GPUs and between hosts, into unlike poisons, and returns what is wrong on this rank, or "".
 template <class T>
-std::string problem_of(cpx::plan const& plan, index width, std::vector<T> const& source, std::vector<T> const& target,
+std::string problem_of(cpx::plan const& plan, index_t width, std::vector<T> const& source, std::vector<T> const& target,
                        member& m) {
-    index const in = plan.source_width ? plan.source_width : width, out = plan.target_width ? plan.target_width : width;
+    index_t const in = plan.source_width ? plan.source_width : width,
+                  out = plan.target_width ? plan.target_width : width;
     cpx::cuda::stream const stream;
     cpx::cuda::buffer<T> const x{std::span<T const>(source)};
     auto const ones = poisoned<T>(target.size(), 0xff);
@@ -90,7 +91,7 @@ std::string problem_of(cpx::plan const& plan, index width, std::vector<T> const&
 template <class T, class From, class To>
 void check_both_ways(From const& from, To const& to, std::vector<cpx::section> const& sections, member& m) {
     int const rank = m.host.rank();
-    index width = 0;
+    index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     auto const source = whole::part<T>(from, rank, sections), target = whole::part<T>(to, rank, sections);
     auto const plan = cpx::relayout(from, to, rank);
@@ -102,7 +103,7 @@ void check_both_ways(From const& from, To const& to, std::vector<cpx::section> c
     check(plan.transposed(), ", back", target, source);
 }
 
-void check_relayouts(cpx::thd const& batch, index width, member& m) {
+void check_relayouts(cpx::thd const& batch, index_t width, member& m) {
     int const ranks = m.host.ranks();
     auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
@@ -132,7 +133,7 @@ cpx::error error_of(F&& call) {
 } // namespace
 
 TEST_SUITE("mpi") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("a rank of MPI is the same rank among the GPUs, on the device that was current") {
         if (!every_rank_has_a_gpu()) return;
@@ -154,8 +155,8 @@ TEST_SUITE("mpi") {
             check_relayouts(batch, 33, m);
         support::splitmix numbers(11); // the same on every rank
         for (int i = 0; i < 6; ++i) {
-            std::vector<index> list;
-            for (index k = numbers.between(1, 9); k > 0; --k) list.push_back(numbers.between(0, 300));
+            std::vector<index_t> list;
+            for (index_t k = numbers.between(1, 9); k > 0; --k) list.push_back(numbers.between(0, 300));
             check_relayouts(lengths(list), numbers.between(1, 100), m);
         }
     }
@@ -177,7 +178,7 @@ TEST_SUITE("mpi") {
         std::string others = job::ranks() > 2 ? "(ranks 0" : "(rank 0";
         for (int other = 2; other < job::ranks(); ++other) others += ' ' + std::to_string(other);
         auto const plan =
-            relayout(lengths(rank == 1 ? std::vector<index>{13, 29, 6} : std::vector<index>{12, 30, 6}), m);
+            relayout(lengths(rank == 1 ? std::vector<index_t>{13, 29, 6} : std::vector<index_t>{12, 30, 6}), m);
         auto const told = error_of([&] { cpx::cuda::exchange<float>(plan, 4, *m.gpu); });
         CHECK(told.problem() == "ranks disagree on cu_seqlens (hash)");
         CHECK_MESSAGE(job::holds(told.got(), others + ')'), told.what());

@@ -12,7 +12,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 
 std::vector<cpx::thd> const batches = {support::lengths({}), support::lengths({1}), support::lengths({5, 3, 2}),
                                        support::lengths({37, 0, 16, 1, 50})};
@@ -23,8 +23,8 @@ void check_part(cpx::tensor<T, S> const& got, int rank, std::vector<T> const& wh
                 std::vector<cpx::section> const& sections) {
     auto const want = part(whole, sections, got.sharding(), rank);
     bool same = got.data().count() == want.data().count();
-    for (index row = 0; same && row < want.data().count(); ++row)
-        for (index c = 0; c < want.data().width(); ++c)
+    for (index_t row = 0; same && row < want.data().count(); ++row)
+        for (index_t c = 0; c < want.data().width(); ++c)
             same = same && same_bits(got.data()(row, c), want.data()(row, c));
     CHECK(same);
 }
@@ -32,7 +32,7 @@ void check_part(cpx::tensor<T, S> const& got, int rank, std::vector<T> const& wh
 } // namespace
 
 TEST_SUITE("mpi") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("a convolution has the bits of threads on every sharding") {
         int const ranks = job::ranks();
@@ -73,7 +73,7 @@ TEST_SUITE("mpi") {
     TEST_CASE("every rank gets the bits of the sum in rank order") {
         int const ranks = job::ranks();
         cpx::mpi comm;
-        for (index const count : {0, 1, 2, 7, 1000, 50000}) {
+        for (index_t const count : {0, 1, 2, 7, 1000, 50000}) {
             std::vector<float> want(static_cast<std::size_t>(count)), mine;
             for (int rank = 0; rank < ranks; ++rank) {
                 support::splitmix numbers(static_cast<std::uint64_t>(rank));

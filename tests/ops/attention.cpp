@@ -9,17 +9,17 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::random_attention, reference::run, reference::run_by_heads, reference::run_gathered;
 using support::lengths;
 
 std::vector<cpx::attention_heads> const heads = {{1, 1, 8}, {4, 2, 5}, {6, 1, 3}, {3, 3, 16}};
-std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0, 7}, {64, 65}};
+std::vector<std::vector<index_t>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0, 7}, {64, 65}};
 
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("attention is the same formula on every sharding, and the same bits", T, float, double) {
         for (std::size_t turn = 0; turn < 2 * packings.size(); ++turn) {
@@ -50,28 +50,29 @@ TEST_SUITE("ops") {
         auto const before = run_gathered(p, sharding);
         REQUIRE(same_bits(run_by_heads(p, 3), before));
         for (float const change : {0.5f, std::numeric_limits<float>::quiet_NaN()})
-            for (index const row : {0, 5, 8, 9, 10, 23, 24}) {
+            for (index_t const row : {0, 5, 8, 9, 10, 23, 24}) {
                 CAPTURE(row);
                 auto other = p;
-                for (index d = 0; d < p.width(); ++d) other.q[static_cast<std::size_t>(row * p.width() + d)] += change;
+                for (index_t d = 0; d < p.width(); ++d)
+                    other.q[static_cast<std::size_t>(row * p.width() + d)] += change;
                 for (auto* x : {&other.k, &other.v})
-                    for (index d = 0; d < 8; ++d) (*x)[static_cast<std::size_t>(row * 8 + d)] += change;
-                index const end = p.batch.offset(p.batch.sequence(row) + 1);
+                    for (index_t d = 0; d < 8; ++d) (*x)[static_cast<std::size_t>(row * 8 + d)] += change;
+                index_t const end = p.batch.offset(p.batch.sequence(row) + 1);
                 for (auto const& after : {run_gathered(other, sharding), run_by_heads(other, 3)}) {
                     CHECK(same_rows(after, before, p.width(), 0, row));
                     CHECK(same_rows(after, before, p.width(), end, p.batch.tokens()));
-                    for (index changed = row; changed < end; ++changed)
+                    for (index_t changed = row; changed < end; ++changed)
                         CHECK_FALSE(same_rows(after, before, p.width(), changed, changed + 1));
                 }
             }
     }
 
     TEST_CASE_TEMPLATE("a sequence has the bits that it has alone, whatever it is packed with", T, float, double) {
-        for (auto const& order : std::vector<std::vector<index>>{{33, 1, 50, 16}, {50, 0, 16, 33, 1}}) {
+        for (auto const& order : std::vector<std::vector<index_t>>{{33, 1, 50, 16}, {50, 0, 16, 33, 1}}) {
             auto const p = random_attention<T>(lengths(order), {4, 2, 8}, 8);
             auto const all = run_gathered(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}));
-            for (index s = 0; s < p.batch.sequences(); ++s) {
-                index const first = p.batch.offset(s), last = p.batch.offset(s + 1);
+            for (index_t s = 0; s < p.batch.sequences(); ++s) {
+                index_t const first = p.batch.offset(s), last = p.batch.offset(s + 1);
                 reference::attention<T> const own{lengths({last - first}),
                                                   p.heads,
                                                   p.scale,
@@ -89,7 +90,7 @@ TEST_SUITE("ops") {
         using Q = decltype(zigzag(batch));
         using K = cpx::replicated<>;
         std::vector<float> values(11 * 8);
-        index const held = zigzag(batch).rows(1);
+        index_t const held = zigzag(batch).rows(1);
         cpx::attention_heads const grouped{4, 2, 2};
         cpx::sharded<float, Q> const q({values.data(), held, 8}, zigzag(batch));
         cpx::sharded<float, K> const k({values.data(), 11, 4, 8}, K(2, batch));
@@ -108,7 +109,7 @@ TEST_SUITE("ops") {
         rejects("batch of keys and values: expected the queries' batch", call(q, k, foreign, q, grouped));
         cpx::sharded<float, Q> const elsewhere(q.data(), zigzag(other_batch));
         rejects("sharding of o: expected that of q", call(q, k, k, elsewhere, grouped));
-        auto const shape = [](index count, index width) {
+        auto const shape = [](index_t count, index_t width) {
             return '(' + std::to_string(count) + ", " + std::to_string(width) + ')';
         };
         rejects("shape of q: expected " + shape(held, 8) + ", got " + shape(held, 7),

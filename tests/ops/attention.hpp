@@ -8,7 +8,7 @@
 
 namespace reference {
 
-using cpx::index;
+using cpx::index_t;
 
 /// Attention with whole rows of q, k, v.
 template <class T>
@@ -20,13 +20,13 @@ struct attention {
 
     cpx::section queries() const { return {heads.query_heads, heads.dim}; }
     cpx::section keys() const { return {heads.key_heads, heads.dim}; }
-    index width() const { return heads.query_heads * heads.dim; }
+    index_t width() const { return heads.query_heads * heads.dim; }
 };
 
 template <class T>
 attention<T> random_attention(cpx::thd const& batch, cpx::attention_heads const& heads, std::uint64_t seed) {
     support::splitmix numbers(seed);
-    index const keys = batch.tokens() * heads.key_heads * heads.dim;
+    index_t const keys = batch.tokens() * heads.key_heads * heads.dim;
     return {batch,
             heads,
             1 / std::sqrt(static_cast<double>(heads.dim)),
@@ -38,26 +38,26 @@ attention<T> random_attention(cpx::thd const& batch, cpx::attention_heads const&
 /// o_t = sum_j softmax_j(scale q_t . k_j) v_j over the tokens j of the sequence up to t.
 template <class T>
 std::vector<double> run(attention<T> const& p) {
-    index const dim = p.heads.dim, key_width = p.heads.key_heads * dim;
-    auto const at = [](std::vector<T> const& values, index i) {
+    index_t const dim = p.heads.dim, key_width = p.heads.key_heads * dim;
+    auto const at = [](std::vector<T> const& values, index_t i) {
         return static_cast<double>(values[static_cast<std::size_t>(i)]);
     };
     std::vector<double> o(p.q.size());
-    for (index row = 0; row < p.batch.tokens(); ++row)
-        for (index h = 0; h < p.heads.query_heads; ++h) {
-            index const first = p.batch.offset(p.batch.sequence(row)), q = row * p.width() + h * dim;
-            index const key = h / (p.heads.query_heads / p.heads.key_heads) * dim;
+    for (index_t row = 0; row < p.batch.tokens(); ++row)
+        for (index_t h = 0; h < p.heads.query_heads; ++h) {
+            index_t const first = p.batch.offset(p.batch.sequence(row)), q = row * p.width() + h * dim;
+            index_t const key = h / (p.heads.query_heads / p.heads.key_heads) * dim;
             std::vector<double> weight;
             double highest = -std::numeric_limits<double>::infinity(), sum = 0;
-            for (index j = first; j <= row; ++j) {
+            for (index_t j = first; j <= row; ++j) {
                 double dot = 0;
-                for (index d = 0; d < dim; ++d) dot += at(p.q, q + d) * at(p.k, j * key_width + key + d);
+                for (index_t d = 0; d < dim; ++d) dot += at(p.q, q + d) * at(p.k, j * key_width + key + d);
                 weight.push_back(p.scale * dot);
                 highest = std::max(highest, weight.back());
             }
             for (double& w : weight) sum += w = std::exp(w - highest);
-            for (index j = first; j <= row; ++j)
-                for (index d = 0; d < dim; ++d)
+            for (index_t j = first; j <= row; ++j)
+                for (index_t d = 0; d < dim; ++d)
                     o[static_cast<std::size_t>(q + d)] +=
                         weight[static_cast<std::size_t>(j - first)] / sum * at(p.v, j * key_width + key + d);
         }

@@ -9,13 +9,13 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::attention, reference::gathered, reference::inputs, reference::random_attention;
 using reference::gradient_by_heads, reference::gradient_gathered;
 using support::lengths;
 
 std::vector<cpx::attention_heads> const heads = {{1, 1, 8}, {4, 2, 5}, {6, 1, 3}, {3, 3, 16}};
-std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0, 7}, {64, 65}};
+std::vector<std::vector<index_t>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0, 7}, {64, 65}};
 
 template <class T>
 std::vector<T> random_upstream(attention<T> const& p) {
@@ -26,18 +26,18 @@ std::vector<T> random_upstream(attention<T> const& p) {
 /// With the weights w of a query: dv_j += w_j do, ds_j = w_j (do . v_j - do . o), dq += scale ds_j k_j,
 /// dk_j += scale ds_j q.
 attention<double> plain_gradient(attention<double> const& p, std::vector<double> const& dout) {
-    index const dim = p.heads.dim, key_width = p.heads.key_heads * dim;
+    index_t const dim = p.heads.dim, key_width = p.heads.key_heads * dim;
     attention<double> d = p;
     for (auto const& [name, values] : inputs(d)) std::ranges::fill(*values, 0.);
-    for (index row = 0; row < p.batch.tokens(); ++row)
-        for (index h = 0; h < p.heads.query_heads; ++h) {
-            index const first = p.batch.offset(p.batch.sequence(row)), q = row * p.width() + h * dim;
-            index const head = h / (p.heads.query_heads / p.heads.key_heads) * dim;
+    for (index_t row = 0; row < p.batch.tokens(); ++row)
+        for (index_t h = 0; h < p.heads.query_heads; ++h) {
+            index_t const first = p.batch.offset(p.batch.sequence(row)), q = row * p.width() + h * dim;
+            index_t const head = h / (p.heads.query_heads / p.heads.key_heads) * dim;
             auto const products = [&](std::vector<double> const& a, std::vector<double> const& b) {
                 std::vector<double> list;
-                for (index j = first; j <= row; ++j) {
+                for (index_t j = first; j <= row; ++j) {
                     list.push_back(0);
-                    for (index c = 0; c < dim; ++c)
+                    for (index_t c = 0; c < dim; ++c)
                         list.back() +=
                             a[static_cast<std::size_t>(q + c)] * b[static_cast<std::size_t>(j * key_width + head + c)];
                 }
@@ -50,9 +50,9 @@ attention<double> plain_gradient(attention<double> const& p, std::vector<double>
             for (std::size_t j = 0; j < weights.size(); ++j) mean += (weights[j] /= sum) * pulls[j];
             for (std::size_t j = 0; j < weights.size(); ++j) {
                 double const score = p.scale * weights[j] * (pulls[j] - mean);
-                for (index c = 0; c < dim; ++c) {
+                for (index_t c = 0; c < dim; ++c) {
                     auto const at = static_cast<std::size_t>(q + c);
-                    auto const key = static_cast<std::size_t>((first + static_cast<index>(j)) * key_width + head + c);
+                    auto const key = static_cast<std::size_t>((first + static_cast<index_t>(j)) * key_width + head + c);
                     d.v[key] += weights[j] * dout[at];
                     d.q[at] += score * p.k[key];
                     d.k[key] += score * p.q[at];
@@ -86,7 +86,7 @@ void check_near(attention<A> const& got, attention<B> const& expected, double to
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("gradients of attention are the same formula on every sharding, with queries gathered the bits",
                        T, float, double) {
@@ -129,17 +129,17 @@ TEST_SUITE("ops") {
         };
         auto const before = run(p, dout);
         for (double const change : {0.5, std::numeric_limits<double>::quiet_NaN()})
-            for (index const row : {0, 5, 8, 9, 10, 23, 24}) {
+            for (index_t const row : {0, 5, 8, 9, 10, 23, 24}) {
                 CAPTURE(row);
                 auto other = p;
                 auto upstream = dout;
                 for (auto* x : {&other.q, &other.k, &other.v, &upstream})
                     (*x)[static_cast<std::size_t>(row * std::ssize(*x) / p.batch.tokens())] += change;
-                index const s = p.batch.sequence(row), first = p.batch.offset(s), last = p.batch.offset(s + 1);
+                index_t const s = p.batch.sequence(row), first = p.batch.offset(s), last = p.batch.offset(s + 1);
                 auto const after = run(other, upstream);
                 for (std::size_t way = 0; way < after.size(); ++way)
                     each(after[way], before[way], [&](std::string const& name, auto const& a, auto const& b) {
-                        index const width = std::ssize(a) / p.batch.tokens();
+                        index_t const width = std::ssize(a) / p.batch.tokens();
                         CHECK(same_rows(a, b, width, 0, first));
                         CHECK(same_rows(a, b, width, last, p.batch.tokens()));
                         // a query that sees itself only has the weight 1, whatever its score
@@ -156,7 +156,7 @@ TEST_SUITE("ops") {
         Q const here = cpx::shard(batch, cpx::zigzag<>(1)), elsewhere = cpx::shard(other_batch, cpx::zigzag<>(1));
         std::vector<float> values(11 * 8), written(11 * 8);
         cpx::attention_heads const grouped{4, 2, 2};
-        auto const at = [](Q const& sharding, std::vector<float>& of, index count, index width) {
+        auto const at = [](Q const& sharding, std::vector<float>& of, index_t count, index_t width) {
             return cpx::sharded<float, Q>({of.data(), count, width, 8}, sharding);
         };
         auto const wide = at(here, values, 11, 8), narrow = at(here, values, 11, 4), d = at(here, written, 11, 8);
@@ -233,7 +233,7 @@ TEST_SUITE("ops") {
         std::vector<float> more(2 * 11 * 8);
         cpx::threads::run(2, [&](cpx::threads& comm) {
             Q const whole = cpx::shard(batch, cpx::zigzag<>(2));
-            index const count = whole.rows(comm.rank());
+            index_t const count = whole.rows(comm.rank());
             queries const some{at(whole, more, count, 8), at(whole, more, count, 8), at(whole, more, count, 4),
                                at(whole, more, count, 4)};
             cpx::sharded<float, H> const split({more.data(), 11, 2, 8}, H(2, batch, {{2, 2}}));

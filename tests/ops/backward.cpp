@@ -7,6 +7,8 @@
 
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <ops/on_ranks.hpp>
 
 #include <cmath>
@@ -16,7 +18,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using on_ranks::relative_error;
 using on_ranks::same_bits;
 
@@ -26,12 +28,12 @@ using gradients = std::map<std::string, std::vector<T>>;
 /// The tensors of a golden file in the type of the computation.
 template <class T>
 struct golden {
-    explicit golden(std::string const& name) : file(std::string(CPX_GOLDEN_DIR) + '/' + name + ".safetensors") {
+    explicit golden(std::string const& name) : file(std::string(support::golden_dir) + '/' + name + ".safetensors") {
         for (auto const& tensor : file.names())
             if (tensor != "cu_seqlens") values[tensor] = file.read<T>(tensor);
-        batch = cpx::thd(file.read<index>("cu_seqlens"));
+        batch = cpx::thd(file.read<index_t>("cu_seqlens"));
     }
-    index width(char const* name) const { return std::ssize(values.at(name)) / batch.tokens(); }
+    index_t width(char const* name) const { return std::ssize(values.at(name)) / batch.tokens(); }
 
     cpx::safetensors file;
     std::map<std::string, std::vector<T>> values;
@@ -40,11 +42,11 @@ struct golden {
 
 /// Returns this rank's rows of a whole tensor.
 template <class T, class S>
-cpx::tensor<T, S> take(std::vector<T> const& whole, index width, S const& sharding, int rank) {
+cpx::tensor<T, S> take(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
     cpx::tensor<T, S> part(sharding, rank, width);
-    index row = 0;
+    index_t row = 0;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (index global = piece.first; global < piece.last; ++global, ++row)
+        for (index_t global = piece.first; global < piece.last; ++global, ++row)
             std::copy_n(whole.data() + global * width, width, part.data().row(row));
     });
     return part;
@@ -53,16 +55,16 @@ cpx::tensor<T, S> take(std::vector<T> const& whole, index width, S const& shardi
 /// Puts this rank's rows where they belong in a whole tensor.
 template <class T, class S>
 void put(cpx::tensor<T, S> const& part, int rank, std::vector<T>& whole) {
-    index row = 0;
+    index_t row = 0;
     whole.resize(static_cast<std::size_t>(part.sharding().batch().tokens() * part.width()));
     part.sharding().for_each_piece(rank, [&](cpx::range piece) {
-        for (index global = piece.first; global < piece.last; ++global, ++row)
+        for (index_t global = piece.first; global < piece.last; ++global, ++row)
             std::copy_n(part.data().row(row), part.width(), whole.data() + global * part.width());
     });
 }
 
 template <class T, class S>
-cpx::tensor<T, S> poisoned(S const& sharding, int rank, index width) {
+cpx::tensor<T, S> poisoned(S const& sharding, int rank, index_t width) {
     cpx::tensor<T, S> x(sharding, rank, width);
     std::fill_n(x.data().data(), x.data().count() * width, on_ranks::poison<T>());
     return x;
@@ -70,11 +72,11 @@ cpx::tensor<T, S> poisoned(S const& sharding, int rank, index width) {
 
 /// Runs forward and backward by tokens; `final` also gives the final states a gradient.
 template <class How, class T, class S>
-gradients<T> delta_rule(golden<T> const& f, S const& sharding, index chunk, bool final = false) {
+gradients<T> delta_rule(golden<T> const& f, S const& sharding, index_t chunk, bool final = false) {
     auto const &q = f.file.tensor("q").shape, &v = f.file.tensor("v").shape;
     cpx::delta_rule_heads const heads{q[1], v[1], q[2], v[2]};
     cpx::delta_rule_options const options{.chunk = chunk, .qk_l2norm = f.file.metadata("qk_l2norm") == "True"};
-    index const state = heads.value_heads * heads.key_dim * heads.value_dim, n = f.batch.sequences();
+    index_t const state = heads.value_heads * heads.key_dim * heads.value_dim, n = f.batch.sequences();
     std::vector<T> dfinal(static_cast<std::size_t>(n * state));
     for (std::size_t i = 0; i < dfinal.size(); ++i) dfinal[i] = std::sin(T(0.1) * static_cast<T>(i));
     gradients<T> result;
@@ -121,7 +123,7 @@ gradients<T> delta_rule(golden<T> const& f, S const& sharding, index chunk, bool
 
 template <class T, class S>
 gradients<T> convolution(golden<T> const& f, S const& sharding) {
-    index const channels = f.width("x"), taps = f.file.tensor("weight").shape[1];
+    index_t const channels = f.width("x"), taps = f.file.tensor("weight").shape[1];
     auto const act = f.file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
     std::vector<T> const none;
     auto const& bias = f.values.contains("bias") ? f.values.at("bias") : none;
@@ -229,13 +231,13 @@ TEST_SUITE("ops") {
     TEST_CASE("the gradient of one sequence does not reach another") {
         golden<double> f("gdr_odd");
         auto const before = delta_rule<cpx::scan>(f, cpx::shard<cpx::scope::batch>(f.batch, cpx::zigzag<3>{}), 16);
-        cpx::index const row = f.batch.offset(3) + 5; // a token of sequence 3
+        cpx::index_t const row = f.batch.offset(3) + 5; // a token of sequence 3
         f.values.at("do")[static_cast<std::size_t>(row * f.width("do"))] += 1;
         f.values.at("k")[static_cast<std::size_t>(row * f.width("k") + 1)] += 1;
         auto const after = delta_rule<cpx::scan>(f, cpx::shard<cpx::scope::batch>(f.batch, cpx::zigzag<3>{}), 16);
         for (char const* name : {"dq", "dk", "dv", "dg", "dbeta"}) {
             CAPTURE(name);
-            cpx::index const width = f.width(name + 1), tokens = f.batch.tokens();
+            cpx::index_t const width = f.width(name + 1), tokens = f.batch.tokens();
             CHECK(on_ranks::same_rows(before.at(name), after.at(name), width, 0, f.batch.offset(3)));
             CHECK(on_ranks::same_rows(before.at(name), after.at(name), width, f.batch.offset(4), tokens));
             CHECK_FALSE(

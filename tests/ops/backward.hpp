@@ -86,7 +86,7 @@ conv<T> gradient(conv<T> const& p, std::vector<T> const& dy, S const& sharding, 
 /// `upstream`: the gradients of o and of the final states, or none of these.
 template <cpx::carry_kind How, class T, cpx::any_sharding S>
 delta<T> gradient(delta<T> const& p, result<T> const& upstream, S const& sharding) {
-    index const state = p.state(), sequences = p.batch.sequences(), heads = p.heads.value_heads;
+    index_t const state = p.state(), sequences = p.batch.sequences(), heads = p.heads.value_heads;
     std::vector<std::vector<T>> dinitials(static_cast<size_t>(sharding.ranks()));
     delta<T> d{p.batch, p.heads, p.options, {}, {}};
     d.x = on_ranks::assemble<T>(sharding, p.sections(), [&](cpx::threads& comm) {
@@ -96,8 +96,8 @@ delta<T> gradient(delta<T> const& p, result<T> const& upstream, S const& shardin
         auto dfused = on_ranks::poisoned<T>(sharding, rank, fused.width());
         auto const x = fused.view();
         auto const dx = dfused.view();
-        index const n = sharding.heads(rank, heads).size(), v = n * p.heads.value_dim, local = n * state,
-                    k = sharding.heads(rank, p.heads.key_heads).size() * p.heads.key_dim;
+        index_t const n = sharding.heads(rank, heads).size(), v = n * p.heads.value_dim, local = n * state,
+                      k = sharding.heads(rank, p.heads.key_heads).size() * p.heads.key_dim;
         auto o = on_ranks::poisoned<T>(sharding, rank, v);
         auto const initial = states_on(sharding, rank, heads, state, p.initial, cpx::side::before);
         auto const dfinal = states_on(sharding, rank, heads, state, upstream.final, cpx::side::after);
@@ -137,11 +137,11 @@ delta<T> gradient(delta<T> const& p, result<T> const& upstream, S const& shardin
 template <class T>
 cpx::gated_delta_net_parameters<T> parameters(std::vector<T>& all, cpx::gated_delta_net_config const& config) {
     cpx::gated_delta_net_parameters<T> view;
-    index size = 0, first = 0;
+    index_t size = 0, first = 0;
     for_each_parameter(view, config,
-                       [&](char const*, cpx::rows<T>&, index count, index width) { size += count * width; });
+                       [&](char const*, cpx::rows<T>&, index_t count, index_t width) { size += count * width; });
     all.resize(static_cast<size_t>(size));
-    for_each_parameter(view, config, [&](char const*, cpx::rows<T>& weight, index count, index width) {
+    for_each_parameter(view, config, [&](char const*, cpx::rows<T>& weight, index_t count, index_t width) {
         weight = {all.data() + first, count, width};
         first += count * width;
     });
@@ -205,8 +205,8 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
         auto const q = on_ranks::part(p.q, queries, sharding, rank),
                    of_o = on_ranks::part(dout, queries, sharding, rank);
         auto const k = on_ranks::part(p.k, keys, everywhere, rank), v = on_ranks::part(p.v, keys, everywhere, rank);
-        index const width = q.width(), heads = width / p.heads.dim,
-                    own_keys = sharding.heads(rank, p.heads.key_heads).size() * p.heads.dim;
+        index_t const width = q.width(), heads = width / p.heads.dim,
+                      own_keys = sharding.heads(rank, p.heads.key_heads).size() * p.heads.dim;
         auto o = on_ranks::poisoned<T>(sharding, rank, width);
         auto lse = on_ranks::poisoned<T>(sharding, rank, heads), delta = lse;
         cpx::attention(rank, q.view(), k.view(), v.view(), p.heads, p.scale, o.view(), lse.data());
@@ -239,7 +239,7 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
         return dfused;
     });
     attention<T> d{p.batch, p.heads, p.scale, {}, {}, {}};
-    index const width = on_ranks::width(all), q = p.width(), k = p.heads.key_heads * p.heads.dim;
+    index_t const width = on_ranks::width(all), q = p.width(), k = p.heads.key_heads * p.heads.dim;
     for (auto row = fused.begin(); row != fused.end(); row += width) {
         d.q.insert(d.q.end(), row, row + q);
         d.k.insert(d.k.end(), row + q, row + q + k);

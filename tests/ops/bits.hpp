@@ -16,7 +16,7 @@
 namespace bits {
 
 using cpx::rows;
-using size = cpx::index; // <strings.h> has an index of its own
+using size = cpx::index_t;
 
 /// splitmix64
 struct random {

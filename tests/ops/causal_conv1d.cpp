@@ -12,7 +12,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::conv, reference::random_conv, reference::run;
 using support::lengths;
 
@@ -20,9 +20,9 @@ using support::lengths;
 template <class T>
 std::vector<conv<T>> problems() {
     std::vector<conv<T>> list;
-    std::vector<std::vector<index>> const packings{{5, 1, 0, 12, 3}, {37, 8, 21}, {1},         {},
-                                                   {0, 0},           {2, 1, 1},   {16, 16, 16}};
-    for (index const taps : {1, 2, 3, 4, 8})
+    std::vector<std::vector<index_t>> const packings{{5, 1, 0, 12, 3}, {37, 8, 21}, {1},         {},
+                                                     {0, 0},           {2, 1, 1},   {16, 16, 16}};
+    for (index_t const taps : {1, 2, 3, 4, 8})
         for (auto const& packing : packings) {
             bool const odd = list.size() % 2;
             list.push_back(random_conv<T>(lengths(packing), 3 + taps % 3, taps, odd || taps == 3,
@@ -37,7 +37,7 @@ void for_each_typed_sharding(cpx::thd const& batch, F&& f) {
     f("static zigzag", cpx::shard(batch, cpx::zigzag<3>{}));
     f("static sequential over batch", cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{}));
     f("miles' rule",
-      cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index n) { return n % 8 == 0; }}));
+      cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }}));
     struct backwards { // a layout is three functions
         int ranks() const { return 4; }
         int chunks() const { return 7; }
@@ -49,8 +49,8 @@ void for_each_typed_sharding(cpx::thd const& batch, F&& f) {
 struct scenario {
     char const* source;
     int ranks;
-    index taps;
-    std::vector<index> lengths;
+    index_t taps;
+    std::vector<index_t> lengths;
 };
 
 std::vector<scenario> const peers = {
@@ -106,8 +106,8 @@ std::vector<T> run_on(conv<T> const& p, S const& sharding, std::vector<cpx::sect
 template <class T>
 std::vector<T> newest_rows(conv<T> const& p, std::vector<T> const& initial) {
     std::vector<T> newest;
-    index const window = p.taps * p.channels;
-    for (index s = 0; s < p.batch.sequences(); ++s) {
+    index_t const window = p.taps * p.channels;
+    for (index_t s = 0; s < p.batch.sequences(); ++s) {
         auto all =
             initial.empty() ? std::vector<T>(static_cast<std::size_t>(window)) : slice(initial, window, s, s + 1);
         auto const own = slice(p.x, p.channels, p.batch.offset(s), p.batch.offset(s + 1));
@@ -123,9 +123,9 @@ rank_states<T> split_states(std::vector<T> const& whole, conv<T> const& p, S con
                             std::vector<cpx::section> const& sections, F&& held) {
     rank_states<T> parts(static_cast<std::size_t>(sharding.ranks()));
     for (int rank = 0; rank < sharding.ranks(); ++rank)
-        for (index s = 0; s < p.batch.sequences(); ++s)
-            for (index tap = 0; tap < p.taps; ++tap)
-                for (index const c : columns(sharding, rank, sections)) {
+        for (index_t s = 0; s < p.batch.sequences(); ++s)
+            for (index_t tap = 0; tap < p.taps; ++tap)
+                for (index_t const c : columns(sharding, rank, sections)) {
                     auto const at = static_cast<std::size_t>((s * p.taps + tap) * p.channels + c);
                     parts[static_cast<std::size_t>(rank)].push_back(held(rank, s) ? whole[at] : poison<T>());
                 }
@@ -134,9 +134,9 @@ rank_states<T> split_states(std::vector<T> const& whole, conv<T> const& p, S con
 
 /// Returns whether `rank` must know the state of a sequence: it holds one of its first taps - 1 tokens.
 template <class T, cpx::any_sharding S>
-bool reads_state(conv<T> const& p, S const& sharding, int rank, index s) {
+bool reads_state(conv<T> const& p, S const& sharding, int rank, index_t s) {
     if (p.batch.length(s) == 0) return reference::holds_end(sharding, rank, s, cpx::side::after);
-    index const first = p.batch.offset(s), last = std::min(first + p.taps - 1, p.batch.offset(s + 1));
+    index_t const first = p.batch.offset(s), last = std::min(first + p.taps - 1, p.batch.offset(s + 1));
     bool reads = false;
     sharding.for_each_piece(rank, [&](cpx::range piece) { reads |= piece.first < last && first < piece.last; });
     return reads;
@@ -144,7 +144,7 @@ bool reads_state(conv<T> const& p, S const& sharding, int rank, index s) {
 
 /// Calls `f(sharding, sections)` by tokens and by heads.
 template <class F>
-void for_each_states_sharding(cpx::thd const& batch, index channels, F&& f) {
+void for_each_states_sharding(cpx::thd const& batch, index_t channels, F&& f) {
     std::vector<cpx::section> const whole{{channels, 1}}, split{{2, 1}, {channels - 2, 1}};
     for (int const ranks : {1, 2, 3, 5}) {
         for_each_sharding(batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
@@ -160,7 +160,7 @@ void for_each_states_sharding(cpx::thd const& batch, index channels, F&& f) {
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("the convolution is the same formula on every sharding, and the same bits", T, float, double) {
         for (auto const& p : problems<T>()) {
@@ -185,7 +185,7 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("the convolution by heads gives the bits of one rank, uneven or few as the heads may be", T,
                        float, double) {
         std::vector<cpx::section> const qkv{{2, 3}, {2, 3}, {6, 2}};
-        for (auto const& packing : std::vector<std::vector<index>>{{5, 1, 0, 12}, {}, {1, 2}}) {
+        for (auto const& packing : std::vector<std::vector<index_t>>{{5, 1, 0, 12}, {}, {1, 2}}) {
             auto const p = random_conv<T>(lengths(packing), width(qkv), 4, true, cpx::activation::silu, 7);
             auto const alone = run(p, one_rank(p.batch));
             for (int const ranks : rank_counts) {
@@ -208,22 +208,22 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE("a token changes no bit of another sequence and of no token before it, not even by NaN") {
-        for (index const taps : {2, 4, 8}) {
+        for (index_t const taps : {2, 4, 8}) {
             auto const p = random_conv<float>(lengths({9, 1, 14, 0, 3}), 4, taps, true, cpx::activation::silu, 3);
             for (float const change : {0.5f, std::numeric_limits<float>::quiet_NaN()})
                 for (int const ranks : {1, 3, 5})
                     for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
                         CAPTURE(name);
                         auto const before = run(p, sharding);
-                        for (index const row : {0, 8, 9, 10, 17, 23, 24}) {
+                        for (index_t const row : {0, 8, 9, 10, 17, 23, 24}) {
                             CAPTURE(row);
                             auto other = p;
-                            for (index d = 0; d < 4; ++d) other.x[static_cast<std::size_t>(row * 4 + d)] += change;
+                            for (index_t d = 0; d < 4; ++d) other.x[static_cast<std::size_t>(row * 4 + d)] += change;
                             auto const after = run(other, sharding);
-                            index const end = std::min(p.batch.offset(p.batch.sequence(row) + 1), row + taps);
+                            index_t const end = std::min(p.batch.offset(p.batch.sequence(row) + 1), row + taps);
                             CHECK(same_rows(after, before, 4, 0, row));
                             CHECK(same_rows(after, before, 4, end, p.batch.tokens()));
-                            for (index changed = row; changed < end; ++changed)
+                            for (index_t changed = row; changed < end; ++changed)
                                 CHECK_FALSE(same_rows(after, before, 4, changed, changed + 1));
                         }
                     });
@@ -232,7 +232,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE_TEMPLATE("final states are the newest rows of the initial ones and the sequence, where it ends", T, float,
                        double) {
-        for (index const taps : {1, 2, 4, 8}) {
+        for (index_t const taps : {1, 2, 4, 8}) {
             auto const p = random_conv<T>(lengths({0, 1, taps - 1, taps, taps + 3, 0, 20}), 6, taps, true,
                                           cpx::activation::silu, static_cast<std::uint64_t>(taps));
             CAPTURE(taps);
@@ -241,14 +241,15 @@ TEST_SUITE("ops") {
             for (auto const& initial : {std::vector<T>(), random}) {
                 auto const newest = newest_rows(p, initial);
                 for_each_states_sharding(p.batch, p.channels, [&](auto const& sharding, auto const& sections) {
-                    auto const given =
-                        initial.empty() ? rank_states<T>()
-                                        : split_states(initial, p, sharding, sections,
-                                                       [&](int r, index s) { return reads_state(p, sharding, r, s); });
-                    auto const expected = split_states(newest, p, sharding, sections, [&](int r, index s) {
+                    auto const given = initial.empty()
+                                           ? rank_states<T>()
+                                           : split_states(initial, p, sharding, sections, [&](int r, index_t s) {
+                                                 return reads_state(p, sharding, r, s);
+                                             });
+                    auto const expected = split_states(newest, p, sharding, sections, [&](int r, index_t s) {
                         return reference::holds_end(sharding, r, s, cpx::side::after);
                     });
-                    auto final = split_states(newest, p, sharding, sections, [](int, index) { return false; });
+                    auto final = split_states(newest, p, sharding, sections, [](int, index_t) { return false; });
                     auto const y = run_on(p, sharding, sections, given, final);
                     for (std::size_t rank = 0; rank < final.size(); ++rank)
                         CHECK(same_bits(final[rank], expected[rank]));
@@ -260,11 +261,11 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE_TEMPLATE("sequences that go on in the next batch give the bits of one run", T, float, double) {
-        for (index const taps : {1, 2, 4, 8}) {
+        for (index_t const taps : {1, 2, 4, 8}) {
             // cut before, after and around the reach of the convolution, and between tokens
-            std::vector<std::array<index, 3>> const parts = {
+            std::vector<std::array<index_t, 3>> const parts = {
                 {0, 3, 0}, {1, 0, 1}, {taps - 1, 1, 9}, {taps, taps, 1}, {5, 11, taps - 1}, {0, 0, 0}, {1, 1, 1}};
-            std::vector<index> all;
+            std::vector<index_t> all;
             for (auto const& [a, b, c] : parts) all.push_back(a + b + c);
             auto const p = random_conv<T>(lengths(all), 5, taps, taps % 2 == 0, cpx::activation::silu, 31);
             CAPTURE(taps);
@@ -273,14 +274,14 @@ TEST_SUITE("ops") {
                 for (std::size_t layout = 0; layout < 4; ++layout) { // the ranks of a sequence change with its length
                     rank_states<T> states;
                     std::vector<T> known;
-                    std::vector<index> done(parts.size());
+                    std::vector<index_t> done(parts.size());
                     for (std::size_t turn = 0; turn < 3; ++turn) {
                         auto batch = p;
-                        std::vector<index> now;
+                        std::vector<index_t> now;
                         batch.x.clear();
                         std::vector<T> expected;
                         for (std::size_t s = 0; s < parts.size(); ++s) {
-                            index const first = p.batch.offset(static_cast<index>(s)) + done[s];
+                            index_t const first = p.batch.offset(static_cast<index_t>(s)) + done[s];
                             now.push_back(parts[s][turn]);
                             done[s] += now.back();
                             for (auto const& [from, to] : {std::pair(&p.x, &batch.x), std::pair(&whole, &expected)}) {
@@ -294,7 +295,7 @@ TEST_SUITE("ops") {
                             // in place, on every rank: what no rank wrote stays
                             if (turn == 0)
                                 states = split_states(newest_rows(batch, {}), batch, sharding, sections,
-                                                      [](int, index) { return false; });
+                                                      [](int, index_t) { return false; });
                             auto const y = run_on(batch, sharding, sections, turn ? states : rank_states<T>(), states);
                             CHECK(same_bits(y, expected));
                         };
@@ -309,7 +310,7 @@ TEST_SUITE("ops") {
                         auto const sharding = cpx::shard<cpx::scope::batch>(batch.batch, layouts[layout]);
                         check(sharding, sections);
                         known = newest_rows(batch, known); // handed to all ranks
-                        states = split_states(known, batch, sharding, sections, [](int, index) { return true; });
+                        states = split_states(known, batch, sharding, sections, [](int, index_t) { return true; });
                     }
                 }
         }

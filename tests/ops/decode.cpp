@@ -10,11 +10,11 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::layer, reference::random_layer;
 using support::lengths;
 using config_type = cpx::gated_delta_net_config;
-using lists = std::vector<index>;
+using lists = std::vector<index_t>;
 
 config_type const grouped{12, {2, 4, 4, 6}, 4, 16, 1e-6};
 config_type const uneven{10, {3, 9, 5, 3}, 8, 5, 1e-6};
@@ -26,12 +26,12 @@ using caches = std::vector<cpx::gated_delta_net_cache<T>>;
 using spread = cpx::sharding<cpx::table, cpx::scope::batch>;
 using by_heads = cpx::head_sharded<>;
 
-std::size_t at(index i) { return static_cast<std::size_t>(i); }
+std::size_t at(index_t i) { return static_cast<std::size_t>(i); }
 
 /// One token, one sequence each, or none where `owners` has nobody: rank `owners[s]` decodes sequence s.
 spread on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owners) {
     std::vector<int> present;
-    for (index s = 0; s < batch.sequences(); ++s)
+    for (index_t s = 0; s < batch.sequences(); ++s)
         if (batch.length(s) > 0) present.push_back(owners[at(s)]);
     if (present.empty()) present.push_back(0);
     return cpx::shard<cpx::scope::batch>(batch, cpx::table(ranks, present));
@@ -39,7 +39,7 @@ spread on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owner
 
 /// Returns whether `rank` holds one of the first `count` tokens of sequence `s`; rank 0 those that an empty one lacks.
 template <cpx::any_sharding S>
-bool holds_first(S const& sharding, int rank, index s, index count) {
+bool holds_first(S const& sharding, int rank, index_t s, index_t count) {
     cpx::thd const& batch = sharding.batch();
     if (batch.length(s) == 0) return S::every_row || rank == 0;
     cpx::range const wanted{batch.offset(s), std::min(batch.offset(s) + count, batch.offset(s + 1))};
@@ -50,10 +50,10 @@ bool holds_first(S const& sharding, int rank, index s, index count) {
 
 /// Returns whether `rank` holds the last token of sequence `s`, rank 0 for an empty one.
 template <cpx::any_sharding S>
-bool holds_last(S const& sharding, int rank, index s) {
+bool holds_last(S const& sharding, int rank, index_t s) {
     cpx::thd const& batch = sharding.batch();
     if (batch.length(s) == 0) return S::every_row || rank == 0;
-    index const last = batch.offset(s + 1) - 1;
+    index_t const last = batch.offset(s + 1) - 1;
     bool held = false;
     sharding.for_each_piece(rank, [&](cpx::range p) { held = held || (p.first <= last && last < p.last); });
     return held;
@@ -69,15 +69,15 @@ caches<T> zeros(config_type const& config, S const& sharding) {
 /// Fills with poison the rows of sequences that `keep(sequence)` does not want.
 template <class T, class Keep>
 void poison_rows(cpx::rows<T> of, Keep&& keep) {
-    for (index s = 0; s < of.count(); ++s)
+    for (index_t s = 0; s < of.count(); ++s)
         if (!keep(s)) std::fill_n(of.row(s), of.width(), poison<T>());
 }
 template <class T, class Keep>
 void poison_states(caches<T>& states, Keep&& keep) {
     for (int rank = 0; rank < static_cast<int>(states.size()); ++rank) {
         auto const state = states[at(rank)].view();
-        poison_rows(state.conv, [&](index s) { return keep(rank, s); });
-        poison_rows(state.recurrent, [&](index s) { return keep(rank, s); });
+        poison_rows(state.conv, [&](index_t s) { return keep(rank, s); });
+        poison_rows(state.recurrent, [&](index_t s) { return keep(rank, s); });
     }
 }
 /// Leaves what the layer on `sharding` may read.
@@ -85,46 +85,46 @@ template <class T, cpx::any_sharding S>
 void poison_unread(caches<T>& states, config_type const& config, S const& sharding) {
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         auto const state = states[at(rank)].view();
-        poison_rows(state.conv, [&](index s) { return holds_first(sharding, rank, s, config.kernel - 1); });
-        poison_rows(state.recurrent, [&](index s) { return holds_first(sharding, rank, s, 1); });
+        poison_rows(state.conv, [&](index_t s) { return holds_first(sharding, rank, s, config.kernel - 1); });
+        poison_rows(state.recurrent, [&](index_t s) { return holds_first(sharding, rank, s, 1); });
     }
 }
 
 std::vector<cpx::section> conv_sections(config_type const& config) {
     std::vector<cpx::section> sections;
-    for (index tap = 0; tap < config.kernel; ++tap)
+    for (index_t tap = 0; tap < config.kernel; ++tap)
         for (std::size_t i = 0; i < 3; ++i) sections.push_back(config.sections()[i]);
     return sections;
 }
 std::vector<cpx::section> recurrent_sections(config_type const& config) {
     return {{config.heads.value_heads, config.heads.key_dim * config.heads.value_dim}};
 }
-index state_width(config_type const& config) {
+index_t state_width(config_type const& config) {
     return width(conv_sections(config)) + width(recurrent_sections(config));
 }
 
 /// Calls `f(local, whole)` for each place of the states of sequence `s` on `rank`: an element there, an index of whole
 /// states, (sequences, conv then recurrent).
 template <class T, cpx::any_sharding S, class F>
-void for_each_place(config_type const& config, S const& sharding, int rank, index s,
+void for_each_place(config_type const& config, S const& sharding, int rank, index_t s,
                     cpx::gated_delta_net_state<T> const& state, F&& f) {
     auto const conv = columns(sharding, rank, conv_sections(config)),
                recurrent = columns(sharding, rank, recurrent_sections(config));
     REQUIRE(state.conv.width() == std::ssize(conv));
     REQUIRE(state.recurrent.width() == std::ssize(recurrent));
-    index const first = s * state_width(config), second = first + width(conv_sections(config));
-    for (index c = 0; c < std::ssize(conv); ++c) f(state.conv(s, c), at(first + conv[at(c)]));
-    for (index c = 0; c < std::ssize(recurrent); ++c) f(state.recurrent(s, c), at(second + recurrent[at(c)]));
+    index_t const first = s * state_width(config), second = first + width(conv_sections(config));
+    for (index_t c = 0; c < std::ssize(conv); ++c) f(state.conv(s, c), at(first + conv[at(c)]));
+    for (index_t c = 0; c < std::ssize(recurrent); ++c) f(state.recurrent(s, c), at(second + recurrent[at(c)]));
 }
 
 /// Puts states together from the ranks for which `held(rank, sequence)`. Where ranks differ, it is poison.
 template <class T, cpx::any_sharding S, class Held>
 std::vector<T> whole_states(config_type const& config, S const& sharding, caches<T>& states, Held&& held) {
-    index const sequences = sharding.batch().sequences();
+    index_t const sequences = sharding.batch().sequences();
     std::vector<T> whole(at(sequences * state_width(config)), poison<T>());
     std::vector<bool> seen(whole.size());
     for (int rank = 0; rank < sharding.ranks(); ++rank)
-        for (index s = 0; s < sequences; ++s)
+        for (index_t s = 0; s < sequences; ++s)
             if (held(rank, s))
                 for_each_place(config, sharding, rank, s, states[at(rank)].view(), [&](T value, std::size_t i) {
                     whole[i] = seen[i] && !same_bits(whole[i], value) ? poison<T>() : value;
@@ -162,9 +162,9 @@ std::vector<T> run_by_heads(layer<T> const& p, S const& sharding, caches<T>& sta
 /// Hands states over into poisoned ones, after all that `from` did not write is poison, too.
 template <class T, cpx::any_sharding From, cpx::any_sharding To>
 caches<T> hand_over(config_type const& config, From const& from, To const& to, caches<T>& states) {
-    poison_states(states, [&](int rank, index s) { return holds_last(from, rank, s); });
+    poison_states(states, [&](int rank, index_t s) { return holds_last(from, rank, s); });
     auto next = zeros<T>(config, to);
-    poison_states(next, [](int, index) { return false; });
+    poison_states(next, [](int, index_t) { return false; });
     cpx::threads::run(from.ranks(), [&](cpx::threads& comm) {
         cpx::gated_delta_net_relayout const relayout(from, to, comm.rank(), config);
         relayout(states[at(comm.rank())].view(), next[at(comm.rank())].view(), comm);
@@ -178,8 +178,8 @@ layer<T> tokens(layer<T> const& p, lists const& first, lists const& last) {
     lists counts;
     layer<T> some = p;
     some.x.clear();
-    for (index s = 0; s < p.batch.sequences(); ++s) {
-        index const from = p.batch.offset(s);
+    for (index_t s = 0; s < p.batch.sequences(); ++s) {
+        index_t const from = p.batch.offset(s);
         auto const x = slice(p.x, p.config.hidden, from + first[at(s)], from + last[at(s)]);
         some.x.insert(some.x.end(), x.begin(), x.end());
         counts.push_back(last[at(s)] - first[at(s)]);
@@ -191,8 +191,8 @@ layer<T> tokens(layer<T> const& p, lists const& first, lists const& last) {
 template <class T>
 void put(std::vector<T>& whole, layer<T> const& p, lists const& first, lists const& last, std::vector<T> const& y) {
     auto next = y.begin();
-    for (index s = 0; s < p.batch.sequences(); ++s) {
-        index const count = (last[at(s)] - first[at(s)]) * p.config.hidden;
+    for (index_t s = 0; s < p.batch.sequences(); ++s) {
+        index_t const count = (last[at(s)] - first[at(s)]) * p.config.hidden;
         std::copy_n(next, count, whole.begin() + (p.batch.offset(s) + first[at(s)]) * p.config.hidden);
         next += count;
     }
@@ -200,7 +200,7 @@ void put(std::vector<T>& whole, layer<T> const& p, lists const& first, lists con
 template <class T>
 lists all_tokens(layer<T> const& p) {
     lists list;
-    for (index s = 0; s < p.batch.sequences(); ++s) list.push_back(p.batch.length(s));
+    for (index_t s = 0; s < p.batch.sequences(); ++s) list.push_back(p.batch.length(s));
     return list;
 }
 
@@ -225,7 +225,7 @@ outcome<T> decode(layer<T> const& p, lists done, std::vector<T> y, To const& to,
         put(y, p, done, next, step(tokens(p, done, next), states));
         done = next;
     }
-    return {y, whole_states(p.config, to, states, [&](int rank, index s) { return holds_last(to, rank, s); })};
+    return {y, whole_states(p.config, to, states, [&](int rank, index_t s) { return holds_last(to, rank, s); })};
 }
 
 /// Decodes from the states that `from` left.
@@ -283,13 +283,13 @@ outcome<double> expected(layer<double> const& p) {
     auto const one = one_rank(p.batch);
     auto states = zeros<double>(p.config, one);
     run_in_place<cpx::serial>(p, one, states);
-    outcome<double> result{reference::run(p), whole_states(p.config, one, states, [](int, index) { return true; })};
+    outcome<double> result{reference::run(p), whole_states(p.config, one, states, [](int, index_t) { return true; })};
     auto const qkv = reference::linear(p.x, p.weights[0], p.config.hidden);
-    index const taps = p.config.kernel, channels = width(conv_sections(p.config)) / taps;
-    for (index s = 0; s < p.batch.sequences(); ++s)
-        for (index tap = 0; tap < taps; ++tap)
-            for (index c = 0; c < channels; ++c) {
-                index const row = p.batch.offset(s + 1) - taps + tap;
+    index_t const taps = p.config.kernel, channels = width(conv_sections(p.config)) / taps;
+    for (index_t s = 0; s < p.batch.sequences(); ++s)
+        for (index_t tap = 0; tap < taps; ++tap)
+            for (index_t c = 0; c < channels; ++c) {
+                index_t const row = p.batch.offset(s + 1) - taps + tap;
                 double const newest = row >= p.batch.offset(s) ? qkv[at(row * channels + c)] : 0;
                 double& state = result.states[at(s * state_width(p.config) + tap * channels + c)];
                 CHECK(std::abs(state - newest) <= 1e-14 * static_cast<double>(p.config.hidden));
@@ -318,8 +318,8 @@ std::vector<conversation> const conversations = {
 conversation random_conversation(support::splitmix& numbers) {
     conversation c;
     auto const batch = random_batch(numbers, 6);
-    for (index s = 0; s < batch.sequences(); ++s) {
-        index const n = batch.length(s) % 40, places[] = {0, n, n - (n > 0), std::max<index>(0, n - 4), n / 2};
+    for (index_t s = 0; s < batch.sequences(); ++s) {
+        index_t const n = batch.length(s) % 40, places[] = {0, n, n - (n > 0), std::max<index_t>(0, n - 4), n / 2};
         c.whole.push_back(n);
         c.prompt.push_back(places[numbers.next() % std::size(places)]);
     }
@@ -331,7 +331,7 @@ constexpr int cp_ranks[] = {1, 2, 3, 5, 8};
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("decoding a token at a time after any prefill is the layer over whole sequences", T, float,
                        double) {
@@ -385,7 +385,7 @@ TEST_SUITE("ops") {
                 auto const want = expected(p.template as<double>());
                 lists const none(at(p.batch.sequences())), all = all_tokens(p);
                 lists some;
-                for (index const n : all) some.push_back(numbers.between(0, n));
+                for (index_t const n : all) some.push_back(numbers.between(0, n));
                 auto const head = tokens(p, none, some), tail = tokens(p, some, all);
                 CAPTURE(support::text(head.batch));
                 CAPTURE(support::text(tail.batch));
@@ -395,7 +395,7 @@ TEST_SUITE("ops") {
                     put(y, p, none, some, first);
                     put(y, p, some, all, then);
                     auto const end = whole_states(config, last, states,
-                                                  [&](int rank, index s) { return holds_last(last, rank, s); });
+                                                  [&](int rank, index_t s) { return holds_last(last, rank, s); });
                     CHECK(relative_error(y, want.y) <= tolerance<T>);
                     CHECK(relative_error(end, want.states) <= tolerance<T>);
                 };
@@ -429,7 +429,7 @@ TEST_SUITE("ops") {
         for (auto const& config : {grouped, uneven, pointwise})
             for (int i = 0; i < 6; ++i, ++turn) {
                 cpx::thd const batch = i ? random_batch(numbers, 9) : cpx::thd();
-                index const n = batch.sequences(), wide = state_width(config);
+                index_t const n = batch.sequences(), wide = state_width(config);
                 int const ranks = cp_ranks[turn % std::size(cp_ranks)];
                 auto whole = uniform<T>(numbers, n * wide);
                 if (!whole.empty()) whole[whole.size() / 2] = std::copysign(poison<T>(), T{-1});
@@ -439,14 +439,14 @@ TEST_SUITE("ops") {
                 auto const check = [&](auto const& from, auto const& to) {
                     auto states = zeros<T>(config, from);
                     for (int rank = 0; rank < ranks; ++rank)
-                        for (index s = 0; s < n; ++s)
+                        for (index_t s = 0; s < n; ++s)
                             for_each_place(config, from, rank, s, states[at(rank)].view(),
                                            [&](T& value, std::size_t at_whole) { value = whole[at_whole]; });
                     auto next = hand_over(config, from, to, states);
                     for (int rank = 0; rank < ranks; ++rank)
-                        for (index s = 0; s < n; ++s) {
+                        for (index_t s = 0; s < n; ++s) {
                             bool const held = holds_last(to, rank, s), every = to.every_row;
-                            index wrong = 0;
+                            index_t wrong = 0;
                             for_each_place(config, to, rank, s, next[at(rank)].view(), [&](T value, std::size_t w) {
                                 wrong += !same_bits(value, held || every ? whole[w] : poison<T>());
                             });
@@ -472,7 +472,7 @@ TEST_SUITE("ops") {
         for (int const ranks : cp_ranks)
             for (int i = 0; i < 12; ++i) {
                 cpx::thd const batch = i ? random_batch(numbers, 12) : cpx::thd();
-                index const n = batch.sequences();
+                index_t const n = batch.sequences();
                 auto const owners = support::random_owners(numbers, ranks, static_cast<int>(n));
                 auto const table = on_owners(cpx::thd::uniform(n, 1), ranks, owners);
                 for_each_sharding(batch, ranks, {1, 4}, [&](std::string const& name, auto const& sharding) {
@@ -480,16 +480,16 @@ TEST_SUITE("ops") {
                     auto const ends = sequence_ends(sharding);
                     CHECK(ends.batch() == cpx::thd::uniform(n, 1));
                     CHECK(ends.ranks() == ranks);
-                    index sent = 0, moved = 0;
+                    index_t sent = 0, moved = 0;
                     for (int rank = 0; rank < ranks; ++rank) {
                         lists want, got;
-                        for (index s = 0; s < n; ++s) {
+                        for (index_t s = 0; s < n; ++s) {
                             bool const here = holds_last(sharding, rank, s);
                             if (here) want.push_back(s);
                             moved += here && owners[at(s)] != rank;
                         }
                         ends.for_each_piece(rank, [&](cpx::range piece) {
-                            for (index s = piece.first; s < piece.last; ++s) got.push_back(s);
+                            for (index_t s = piece.first; s < piece.last; ++s) got.push_back(s);
                         });
                         CHECK(got == want);
                         CHECK(cpx::gated_delta_net_relayout(sharding, ends, rank, grouped).moves().messages() == 0);
@@ -499,7 +499,7 @@ TEST_SUITE("ops") {
                     }
                     CHECK(sent == moved * state_width(grouped));
                 });
-                index heads = 0, parts = 0;
+                index_t heads = 0, parts = 0;
                 for (int rank = 0; rank < ranks; ++rank) {
                     by_heads const mix(ranks, batch, uneven.sections());
                     by_heads const next(ranks, cpx::thd::uniform(n, 1), uneven.sections());
@@ -520,10 +520,10 @@ TEST_SUITE("ops") {
         auto const from = cpx::shard(batch, cpx::sequential<3>{});
         auto const to = on_owners(cpx::thd::uniform(4, 1), 3, {1, 1, 2, 2});
         auto states = zeros<double>(grouped, from);
-        auto const value = [](int rank, index s) { return 10.0 * rank + static_cast<double>(s); };
+        auto const value = [](int rank, index_t s) { return 10.0 * rank + static_cast<double>(s); };
         for (int rank = 0; rank < 3; ++rank) {
             auto const state = states[at(rank)].view();
-            for (index s = 0; s < 4; ++s) {
+            for (index_t s = 0; s < 4; ++s) {
                 std::fill_n(state.conv.row(s), state.conv.width(), value(rank, s));
                 std::fill_n(state.recurrent.row(s), state.recurrent.width(), value(rank, s));
             }
@@ -533,7 +533,7 @@ TEST_SUITE("ops") {
             cpx::gated_delta_net_relayout(from, to, comm.rank(), grouped)(own, own, comm);
         });
         for (int rank = 0; rank < 3; ++rank)
-            for (index s = 0; s < 4; ++s) {
+            for (index_t s = 0; s < 4; ++s) {
                 int home = rank;
                 for (int other = 0; other < 3 && holds_last(to, rank, s); ++other)
                     if (holds_last(from, other, s)) home = other;
@@ -546,7 +546,7 @@ TEST_SUITE("ops") {
     TEST_CASE("another sequence changes no bit of what is decoded, not even by NaN") {
         lists const whole{12, 9, 1, 7}, prompt{7, 5, 0, 4};
         auto const p = random_layer<double>(lengths(whole), grouped, true, 4);
-        index const hidden = grouped.hidden, wide = state_width(grouped);
+        index_t const hidden = grouped.hidden, wide = state_width(grouped);
         auto const zigzag = cpx::shard<cpx::scope::batch>(lengths(prompt), cpx::zigzag<3>{});
         for (auto const first : prefills)
             for (auto const then : decodings) {
@@ -554,12 +554,12 @@ TEST_SUITE("ops") {
                 CAPTURE(static_cast<int>(then));
                 auto const before = generate(p, prompt, zigzag, first, then);
                 for (double const change : {1e-3, std::numeric_limits<double>::quiet_NaN()})
-                    for (index const s : {0, 1}) {
+                    for (index_t const s : {0, 1}) {
                         auto other = p;
-                        for (index i = p.batch.offset(s) * hidden; i < p.batch.offset(s + 1) * hidden; ++i)
+                        for (index_t i = p.batch.offset(s) * hidden; i < p.batch.offset(s + 1) * hidden; ++i)
                             other.x[at(i)] += change;
                         auto const after = generate(other, prompt, zigzag, first, then);
-                        index const begin = p.batch.offset(s), end = p.batch.offset(s + 1);
+                        index_t const begin = p.batch.offset(s), end = p.batch.offset(s + 1);
                         CHECK(same_rows(after.y, before.y, hidden, 0, begin));
                         CHECK_FALSE(same_rows(after.y, before.y, hidden, end - 1, end));
                         CHECK(same_rows(after.y, before.y, hidden, end, p.batch.tokens()));

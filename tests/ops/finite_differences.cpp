@@ -12,7 +12,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::attention, reference::conv, reference::delta, reference::layer, reference::result;
 using reference::gathered, reference::gradient, reference::gradient_by_heads, reference::gradient_gathered;
 using reference::inputs, reference::run, reference::run_by_heads, reference::run_gathered;
@@ -20,7 +20,7 @@ using support::lengths;
 
 constexpr double tolerance = 1e-6;
 
-std::vector<std::vector<index>> const packings = {{5, 1, 0, 9, 14}, {2, 7, 1}, {1, 1}};
+std::vector<std::vector<index_t>> const packings = {{5, 1, 0, 9, 14}, {2, 7, 1}, {1, 1}};
 
 double dot(std::vector<double> const& a, std::vector<double> const& b) {
     REQUIRE(a.size() == b.size());
@@ -102,9 +102,9 @@ constexpr cpx::sum_order orders[] = {cpx::sum_order::by_rank, cpx::sum_order::by
 
 /// Checks that <u, A x> = <transposed A u, x> where A is an exchange: u and x differ on every rank, in replicas, too.
 template <cpx::any_sharding From, cpx::any_sharding To>
-void check_transposed(From const& from, To const& to, index width) {
+void check_transposed(From const& from, To const& to, index_t width) {
     auto const columns = [&](auto const& sharding, int rank) {
-        index n = 0;
+        index_t n = 0;
         auto const sections = from.sections().empty() ? to.sections() : from.sections();
         for (cpx::section const& s : sections) n += sharding.heads(rank, s.heads).size() * s.width;
         return sections.empty() ? width : n;
@@ -115,7 +115,7 @@ void check_transposed(From const& from, To const& to, index width) {
         int const rank = comm.rank();
         auto const random = [&](auto const& sharding, int seed) {
             support::splitmix numbers(static_cast<std::uint64_t>(seed + rank));
-            index const n = sharding.rows(rank) * columns(sharding, rank);
+            index_t const n = sharding.rows(rank) * columns(sharding, rank);
             return uniform<double>(numbers, n);
         };
         auto const x = random(from, 100), u = random(to, 200);
@@ -141,7 +141,7 @@ void check_transposed(From const& from, To const& to, index width) {
 /// gate of each head from the first columns of y.
 struct token_wise {
     cpx::thd batch;
-    index heads = 2, dim = 5, width = 3;
+    index_t heads = 2, dim = 5, width = 3;
     std::vector<double> x, z, gain, gated_gain, weight, a_log, dt_bias;
     double eps = 0.1;
     cpx::rotary_options rotary{10, 4};
@@ -159,8 +159,8 @@ token_wise random_token_wise(cpx::thd const& batch) {
     support::splitmix numbers(5);
     token_wise p;
     p.batch = batch;
-    auto const random = [&](index count) { return uniform<double>(numbers, count, 2); };
-    index const columns = p.heads * p.dim;
+    auto const random = [&](index_t count) { return uniform<double>(numbers, count, 2); };
+    index_t const columns = p.heads * p.dim;
     p.x = random(batch.tokens() * columns);
     p.z = random(batch.tokens() * columns);
     p.gain = random(p.dim);
@@ -184,8 +184,8 @@ struct token_wise_rank {
         cpx::rotary(rank, normed.view(), of.dim, of.rotary, rotated.view());
         cpx::gated_rms_norm<double>(rotated.data(), z.data(), of.gated_gain, of.eps, gated.data());
         cpx::linear<double>(gated.data(), weight, y.data().columns(0, of.width));
-        for (index row = 0; row < y.data().count(); ++row)
-            for (index h = 0; h < of.heads; ++h)
+        for (index_t row = 0; row < y.data().count(); ++row)
+            for (index_t h = 0; h < of.heads; ++h)
                 y.data()(row, of.width + h) =
                     cpx::delta_rule_gate(y.data()(row, h), of.a_log[std::size_t(h)], of.dt_bias[std::size_t(h)]);
     }
@@ -205,7 +205,7 @@ template <cpx::any_sharding S>
 token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const& sharding, cpx::sum_order order) {
     token_wise d = p;
     std::mutex guard;
-    index const width = p.heads * p.dim;
+    index_t const width = p.heads * p.dim;
     auto const whole = assemble<double>(sharding, {{1, 2 * width}}, [&](cpx::threads& comm) {
         int const rank = comm.rank();
         token_wise_rank<S> const f(p, sharding, rank);
@@ -214,8 +214,8 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         std::vector<double> gates(2 * p.a_log.size()), dgains(2 * p.gain.size()), dweight(p.weight.size());
         sums.terms(
             std::span(gates),
-            [&](index row, std::span<double> into) {
-                for (index h = 0; h < p.heads; ++h) {
+            [&](index_t row, std::span<double> into) {
+                for (index_t h = 0; h < p.heads; ++h) {
                     auto const head = static_cast<std::size_t>(h);
                     auto const gate = cpx::delta_rule_gate_backward(f.y.data()(row, h), p.a_log[head], p.dt_bias[head],
                                                                     dout.data()(row, p.width + h));
@@ -232,11 +232,11 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         auto dxz = poisoned<double>(sharding, rank, 2 * width);
         auto const dx = dxz.data().columns(0, width), dz = dxz.data().columns(width, width);
         cpx::linear_backward_input<double>(of_linear.data(), f.weight, dgated.data());
-        auto const one = [](auto const& values, index row) { return values.sub(row, 1); };
+        auto const one = [](auto const& values, index_t row) { return values.sub(row, 1); };
         std::span<double> const both(dgains);
         sums.terms(
             both.last(p.gain.size()),
-            [&](index row, std::span<double> into) {
+            [&](index_t row, std::span<double> into) {
                 auto const back = one(dgated.data(), row);
                 cpx::gated_rms_norm_backward<double>(one(f.rotated.data(), row), one(f.z.data(), row), p.gated_gain,
                                                      p.eps, back, back, one(dz, row), into);
@@ -245,7 +245,7 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         cpx::rotary_backward(rank, dgated.view(), p.dim, p.rotary, dgated.view());
         sums.terms(
             both.first(p.gain.size()),
-            [&](index row, std::span<double> into) {
+            [&](index_t row, std::span<double> into) {
                 cpx::rms_norm_backward<double>(one(f.x.data(), row), p.gain, p.eps, 1, one(dgated.data(), row),
                                                one(dx, row), into);
             },

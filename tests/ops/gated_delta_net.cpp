@@ -10,7 +10,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::layer, reference::random_layer, reference::run, reference::run_by_heads;
 using support::lengths;
 
@@ -18,7 +18,7 @@ cpx::gated_delta_net_config const grouped{12, {2, 4, 4, 6}, 4, 16, 1e-6};
 cpx::gated_delta_net_config const uneven{10, {3, 9, 5, 3}, 8, 5, 1e-6};
 cpx::gated_delta_net_config const pointwise{4, {1, 1, 2, 2}, 1, 1, 1e-5};
 
-std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {64, 64}, {3, 0, 0, 20, 9}};
+std::vector<std::vector<index_t>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {64, 64}, {3, 0, 0, 20, 9}};
 
 /// Runs `prepare(p)` for layers p of every config and packing, then `check(p, sharding, prepared)` on shardings.
 template <class T, class P, class F>
@@ -42,7 +42,7 @@ void for_each_case(std::vector<int> const& units, P&& prepare, F&& check) {
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("the layer is the same formula on every sharding, whatever the carry", T, float, double) {
         // Some hundred roundings follow each other: projections, K products, the recurrence, a norm.
@@ -86,18 +86,18 @@ TEST_SUITE("ops") {
 
     TEST_CASE("a token changes no bit of another sequence and of no token before it, not even by NaN") {
         auto const p = random_layer<double>(lengths({19, 1, 24, 0, 6}), grouped, true, 6); // with slow decay
-        index const hidden = grouped.hidden;
+        index_t const hidden = grouped.hidden;
         for (double const change : {1e-3, std::numeric_limits<double>::quiet_NaN()})
             for (int const ranks : {1, 3, 4})
                 for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
                     CAPTURE(name);
                     auto const in_place = run<cpx::scan>(p, sharding), by_heads = run_by_heads(p, sharding);
-                    for (index const row : {0, 17, 19, 20, 33}) {
+                    for (index_t const row : {0, 17, 19, 20, 33}) {
                         CAPTURE(row);
                         auto other = p;
-                        for (index c = 0; c < hidden; ++c)
+                        for (index_t c = 0; c < hidden; ++c)
                             other.x[static_cast<std::size_t>(row * hidden + c)] += change;
-                        index const end = p.batch.offset(p.batch.sequence(row) + 1);
+                        index_t const end = p.batch.offset(p.batch.sequence(row) + 1);
                         auto const check = [&](std::vector<double> const& before, std::vector<double> const& after) {
                             CHECK(same_rows(after, before, hidden, 0, row));
                             CHECK(same_rows(after, before, hidden, end, p.batch.tokens()));
@@ -112,14 +112,14 @@ TEST_SUITE("ops") {
 
     TEST_CASE_TEMPLATE("a sequence has the bits that it has alone, whatever it is packed with", T, float, double) {
         for (auto const& order :
-             std::vector<std::vector<index>>{{33, 1, 70, 16}, {70, 16, 33, 1}, {16, 0, 1, 70, 33}}) {
+             std::vector<std::vector<index_t>>{{33, 1, 70, 16}, {70, 16, 33, 1}, {16, 0, 1, 70, 33}}) {
             auto const p = random_layer<T>(lengths(order), grouped, true, 8);
             auto const cut = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{});
             for (auto const& all :
                  {run<cpx::scan>(p, one_rank(p.batch)), run<cpx::serial>(p, cut), run_by_heads(p, cut)})
-                for (index s = 0; s < p.batch.sequences(); ++s) {
+                for (index_t s = 0; s < p.batch.sequences(); ++s) {
                     auto own = p;
-                    index const first = p.batch.offset(s), last = p.batch.offset(s + 1);
+                    index_t const first = p.batch.offset(s), last = p.batch.offset(s + 1);
                     own.batch = lengths({last - first});
                     own.x = slice(p.x, grouped.hidden, first, last);
                     CHECK(same_bits(slice(all, grouped.hidden, first, last), run<cpx::scan>(own, one_rank(own.batch))));
@@ -149,15 +149,15 @@ TEST_SUITE("ops") {
                          call(p, foreign, x));
         support::rejects({"gated_delta_net.cpp", "gated_delta_net: sharding of y: expected the layer's"},
                          call(p, x, foreign));
-        std::vector<std::pair<std::string, index>> const weights = {{"in_proj_qkv.weight: expected (40, 12)", 40},
-                                                                    {"in_proj_z.weight: expected (24, 12)", 24},
-                                                                    {"in_proj_b.weight: expected (4, 12)", 4},
-                                                                    {"in_proj_a.weight: expected (4, 12)", 4},
-                                                                    {"conv1d.weight: expected (40, 4)", 40},
-                                                                    {"A_log: expected (4, 1)", 4},
-                                                                    {"dt_bias: expected (4, 1)", 4},
-                                                                    {"norm.weight: expected (1, 6)", 1},
-                                                                    {"out_proj.weight: expected (12, 24)", 12}};
+        std::vector<std::pair<std::string, index_t>> const weights = {{"in_proj_qkv.weight: expected (40, 12)", 40},
+                                                                      {"in_proj_z.weight: expected (24, 12)", 24},
+                                                                      {"in_proj_b.weight: expected (4, 12)", 4},
+                                                                      {"in_proj_a.weight: expected (4, 12)", 4},
+                                                                      {"conv1d.weight: expected (40, 4)", 40},
+                                                                      {"A_log: expected (4, 1)", 4},
+                                                                      {"dt_bias: expected (4, 1)", 4},
+                                                                      {"norm.weight: expected (1, 6)", 1},
+                                                                      {"out_proj.weight: expected (12, 24)", 12}};
         for (std::size_t w = 0; w < weights.size(); ++w) {
             auto q = p;
             q.weights[w].resize(static_cast<std::size_t>((weights[w].second + 1) * p.widths()[w]));

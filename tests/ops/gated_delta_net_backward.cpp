@@ -10,7 +10,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index, cpx::sum_order;
+using cpx::index_t, cpx::sum_order;
 using reference::gradient, reference::gradient_by_heads, reference::inputs, reference::layer, reference::random_layer;
 using support::lengths;
 
@@ -18,7 +18,7 @@ cpx::gated_delta_net_config const grouped{12, {2, 4, 4, 6}, 4, 16, 1e-6};
 cpx::gated_delta_net_config const uneven{10, {3, 9, 5, 3}, 8, 5, 1e-6};
 cpx::gated_delta_net_config const pointwise{4, {1, 1, 2, 2}, 1, 1, 1e-5};
 
-std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 64, 65}, {0, 0}};
+std::vector<std::vector<index_t>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 64, 65}, {0, 0}};
 
 template <class T>
 std::vector<T> random_upstream(layer<T> const& p) {
@@ -51,7 +51,7 @@ void check_near(layer<T> got, layer<double> expected, double tolerance) {
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("gradients of the layer agree with transformers on every sharding", T, double, float) {
         for (char const* name : {"gdn_layer_small", "gdn_layer_odd"}) {
@@ -118,21 +118,21 @@ TEST_SUITE("ops") {
     TEST_CASE("a token of one sequence changes no bit of dx of another, not even by NaN") {
         auto const p = random_layer<double>(lengths({19, 1, 24, 0, 6}), grouped, true, 6);
         auto const dy = random_upstream(p);
-        index const hidden = grouped.hidden;
+        index_t const hidden = grouped.hidden;
         for (double const change : {1e-3, std::numeric_limits<double>::quiet_NaN()})
             for (int const ranks : {1, 3, 5})
                 for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
                     CAPTURE(name);
                     auto const in_place = gradient<cpx::scan>(p, dy, sharding, sum_order::by_rank),
                                by_heads = gradient_by_heads(p, dy, sharding, sum_order::by_rank);
-                    for (index const row : {17, 19, 33}) {
+                    for (index_t const row : {17, 19, 33}) {
                         CAPTURE(row);
                         for (bool const of_x : {false, true}) {
                             auto other = p;
                             auto upstream = dy;
                             (of_x ? other.x : upstream)[static_cast<std::size_t>(row * hidden + 1)] += change;
-                            index const s = p.batch.sequence(row);
-                            index const first = p.batch.offset(s), last = p.batch.offset(s + 1);
+                            index_t const s = p.batch.sequence(row);
+                            index_t const first = p.batch.offset(s), last = p.batch.offset(s + 1);
                             auto const check = [&](layer<double> const& before, layer<double> const& after) {
                                 CHECK(same_rows(after.x, before.x, hidden, 0, first));
                                 CHECK(same_rows(after.x, before.x, hidden, last, p.batch.tokens()));
@@ -170,10 +170,10 @@ TEST_SUITE("ops") {
         forward(p, sharding, good);
         forward(random_layer<double>(longer.batch(), grouped, false, 1), longer, of_other);
         std::vector<double> conv(10'000), recurrent(10'000);
-        index const state = grouped.heads.value_heads * grouped.heads.key_dim * grouped.heads.value_dim;
-        index const taps = grouped.kernel * (2 * grouped.heads.key_heads * grouped.heads.key_dim +
-                                             grouped.heads.value_heads * grouped.heads.value_dim);
-        index const n = sharding.batch().sequences();
+        index_t const state = grouped.heads.value_heads * grouped.heads.key_dim * grouped.heads.value_dim;
+        index_t const taps = grouped.kernel * (2 * grouped.heads.key_heads * grouped.heads.key_dim +
+                                               grouped.heads.value_heads * grouped.heads.value_dim);
+        index_t const n = sharding.batch().sequences();
         support::rejects({"gated_delta_net: memory: expected states to go on from, or tensors to be saved"}, [&] {
             cpx::threads::run(1, [&](cpx::threads& comm) { // its backward would not know what came before
                 cpx::gated_delta_net_saved<double, S, S> both;
@@ -216,7 +216,7 @@ TEST_SUITE("ops") {
             auto part = weights;
             std::size_t i = 0;
             for_each_parameter(part, grouped,
-                               [&](std::string const&, cpx::rows<double>& rows, index count, index width) {
+                               [&](std::string const&, cpx::rows<double>& rows, index_t count, index_t width) {
                                    if (i++ == w) rows = rows.columns(0, width - 1).sub(0, count);
                                });
             rejects("shape of " + inputs(q)[w + 1].first, call(p, good, x, x, dx, part));

@@ -10,7 +10,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using reference::delta, reference::random_delta, reference::result, reference::run;
 using support::lengths;
 
@@ -20,7 +20,7 @@ static_assert(cpx::carry_kind<cpx::serial> && cpx::carry_kind<cpx::scan> && !cpx
 template <class T>
 std::vector<delta<T>> problems() {
     cpx::delta_rule_heads const heads[] = {{1, 1, 8, 4}, {2, 4, 3, 5}, {1, 3, 16, 16}, {3, 3, 8, 8}, {2, 6, 1, 1}};
-    index const chunks[] = {1, 5, 16, 64};
+    index_t const chunks[] = {1, 5, 16, 64};
     support::splitmix numbers(5);
     std::vector<delta<T>> list;
     for (std::size_t i = 0; i < 20; ++i) {
@@ -34,8 +34,8 @@ std::vector<delta<T>> problems() {
 /// The rounding of a step, once for every token of the longest sequence, with room for sums over the head.
 template <class T>
 double tolerance(cpx::thd const& batch) {
-    index longest = 8;
-    for (index s = 0; s < batch.sequences(); ++s) longest = std::max(longest, batch.length(s));
+    index_t longest = 8;
+    for (index_t s = 0; s < batch.sequences(); ++s) longest = std::max(longest, batch.length(s));
     return 2 * static_cast<double>(longest) * std::numeric_limits<T>::epsilon();
 }
 
@@ -53,7 +53,7 @@ void check_same(result<T> const& got, result<T> const& expected) {
 
 /// Returns the problem of one sequence of `p`.
 template <class T>
-delta<T> alone(delta<T> const& p, index sequence) {
+delta<T> alone(delta<T> const& p, index_t sequence) {
     return {lengths({p.batch.length(sequence)}), p.heads, p.options,
             slice(p.x, width(p.sections()), p.batch.offset(sequence), p.batch.offset(sequence + 1)),
             p.initial.empty() ? p.initial : slice(p.initial, p.heads.value_heads * p.state(), sequence, sequence + 1)};
@@ -62,7 +62,7 @@ delta<T> alone(delta<T> const& p, index sequence) {
 struct scenario {
     char const* source;
     int ranks;
-    std::vector<index> lengths;
+    std::vector<index_t> lengths;
 };
 
 std::vector<scenario> const peers = {
@@ -78,16 +78,16 @@ std::vector<scenario> const peers = {
     {"miles slice_with_cp: ranks of nothing but padding", 4, {3}},
     {"miles slice_with_cp: ranks of nothing but padding", 8, {1}},
     {"miles slice_with_cp: a sequence without tokens", 4, {5, 0, 7}},
-    {"miles 957: many tiny sequences", 2, std::vector<index>(8, 4)},
-    {"miles 957: many tiny sequences", 4, std::vector<index>(16, 8)},
-    {"miles 957: many tiny sequences", 5, std::vector<index>(20, 10)},
+    {"miles 957: many tiny sequences", 2, std::vector<index_t>(8, 4)},
+    {"miles 957: many tiny sequences", 4, std::vector<index_t>(16, 8)},
+    {"miles 957: many tiny sequences", 5, std::vector<index_t>(20, 10)},
     {"twinkle test_twinkle_qwen3_5_text_model.py, packed", 2, {3, 5}},
 };
 
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("the delta rule is the recurrence over tokens, whatever the sharding and the carry", T, float,
                        double) {
@@ -124,11 +124,11 @@ TEST_SUITE("ops") {
         check(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<4, 2>{}, cpx::aligned<16>{}));
         check(cpx::shard(p.batch, backwards{}));
         check(cpx::shard(p.batch, // miles' rule
-                         cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index n) { return n % 8 == 0; }}));
+                         cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }}));
     }
 
     TEST_CASE_TEMPLATE("serial with cuts at multiples of the chunk gives the bits of one rank", T, float, double) {
-        for (index const chunk : {1, 16, 64}) {
+        for (index_t const chunk : {1, 16, 64}) {
             auto const p =
                 random_delta<T>(lengths({150, 64, 1, 0, 97, 16}), {1, 2, 8, 8}, {.chunk = chunk}, 1e-2, true, 3);
             auto const one = run<cpx::serial>(p, one_rank(p.batch));
@@ -192,19 +192,19 @@ TEST_SUITE("ops") {
                        cpx::scan, cpx::serial) {
         // without decay: what leaks stays
         auto const p = random_delta<double>(lengths({19, 1, 24, 0, 6}), {1, 2, 4, 4}, {.chunk = 5}, 0, true, 6);
-        index const columns = width(p.sections()), out = width(p.output_sections()), states = 2 * p.state();
+        index_t const columns = width(p.sections()), out = width(p.output_sections()), states = 2 * p.state();
         for (double const change : {1e-3, std::numeric_limits<double>::quiet_NaN()})
             for (int const ranks : {1, 3, 4})
                 for_each_sharding(p.batch, ranks, {1, 5}, [&](std::string const& name, auto const& sharding) {
                     CAPTURE(name);
                     auto const before = run<How>(p, sharding);
-                    for (index const row : {0, 11, 18, 19, 20, 33, 49}) {
+                    for (index_t const row : {0, 11, 18, 19, 20, 33, 49}) {
                         CAPTURE(row);
                         auto other = p;
-                        for (index c = 0; c < columns; ++c)
+                        for (index_t c = 0; c < columns; ++c)
                             other.x[static_cast<std::size_t>(row * columns + c)] += change;
                         auto const after = run<How>(other, sharding);
-                        index const s = p.batch.sequence(row), end = p.batch.offset(s + 1);
+                        index_t const s = p.batch.sequence(row), end = p.batch.offset(s + 1);
                         CHECK(same_rows(after.o, before.o, out, 0, row));
                         CHECK(same_rows(after.o, before.o, out, end, p.batch.tokens()));
                         CHECK(same_rows(after.final, before.final, states, 0, s));
@@ -217,11 +217,11 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE_TEMPLATE("a sequence has the bits that it has alone, whatever it is packed with", T, float, double) {
-        for (auto order : std::vector<std::vector<index>>{{33, 1, 70, 16}, {70, 16, 33, 1}, {16, 0, 1, 70, 33}}) {
+        for (auto order : std::vector<std::vector<index_t>>{{33, 1, 70, 16}, {70, 16, 33, 1}, {16, 0, 1, 70, 33}}) {
             auto const p = random_delta<T>(lengths(order), {2, 4, 8, 4}, {.chunk = 16}, 1e-2, true, 8);
-            index const out = width(p.output_sections()), states = p.heads.value_heads * p.state();
+            index_t const out = width(p.output_sections()), states = p.heads.value_heads * p.state();
             auto const check = [&](result<T> const& all) {
-                for (index s = 0; s < p.batch.sequences(); ++s) {
+                for (index_t s = 0; s < p.batch.sequences(); ++s) {
                     auto const own = alone(p, s);
                     auto const one = run<cpx::scan>(own, one_rank(own.batch));
                     CHECK(same_bits(slice(all.o, out, p.batch.offset(s), p.batch.offset(s + 1)), one.o));

@@ -11,7 +11,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using golden::batch_of, golden::open, golden::read_layer;
 using reference::conv, reference::delta, reference::layer, reference::run, reference::run_by_heads;
 
@@ -34,12 +34,12 @@ delta<double> read_delta(cpx::safetensors const& file) {
                     {},
                     {}};
     REQUIRE(file.metadata("scale") == std::to_string(k[2]) + "**-0.5"); // the default
-    std::vector<std::pair<std::vector<double>, index>> const parts = {{file.read<double>("q"), k[1] * k[2]},
-                                                                      {file.read<double>("k"), k[1] * k[2]},
-                                                                      {file.read<double>("v"), v[1] * v[2]},
-                                                                      {file.read<double>("g"), v[1]},
-                                                                      {file.read<double>("beta"), v[1]}};
-    for (index row = 0; row < p.batch.tokens(); ++row)
+    std::vector<std::pair<std::vector<double>, index_t>> const parts = {{file.read<double>("q"), k[1] * k[2]},
+                                                                        {file.read<double>("k"), k[1] * k[2]},
+                                                                        {file.read<double>("v"), v[1] * v[2]},
+                                                                        {file.read<double>("g"), v[1]},
+                                                                        {file.read<double>("beta"), v[1]}};
+    for (index_t row = 0; row < p.batch.tokens(); ++row)
         for (auto const& [values, columns] : parts)
             p.x.insert(p.x.end(), values.begin() + row * columns, values.begin() + (row + 1) * columns);
     return p;

@@ -5,22 +5,24 @@
 #include <cpx/model/json.hpp>
 #include <cpx/model/safetensors.hpp>
 
+#include <support/files.hpp>
+
 #include <ops/reference.hpp>
 
 namespace golden {
 
-using cpx::index;
+using cpx::index_t;
 
 inline cpx::safetensors open(std::string const& name) {
-    return cpx::safetensors(std::string(CPX_GOLDEN_DIR) + '/' + name + ".safetensors");
+    return cpx::safetensors(std::string(support::golden_dir) + '/' + name + ".safetensors");
 }
 
-inline cpx::thd batch_of(cpx::safetensors const& file) { return cpx::thd(file.read<index>("cu_seqlens")); }
+inline cpx::thd batch_of(cpx::safetensors const& file) { return cpx::thd(file.read<index_t>("cu_seqlens")); }
 
 /// Returns the hidden states and the weights of a layer, or of "grad." their gradients.
 inline reference::layer<double> read_layer(cpx::safetensors const& file, std::string const& prefix = "weight.") {
     auto const config = cpx::json_value::parse(file.metadata("config"), "config");
-    auto const get = [&](char const* key) { return config.get<index>(key); };
+    auto const get = [&](char const* key) { return config.get<index_t>(key); };
     reference::layer<double> p{batch_of(file),
                                {get("hidden_size"),
                                 {get("linear_num_key_heads"), get("linear_num_value_heads"), get("linear_key_head_dim"),

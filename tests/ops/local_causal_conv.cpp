@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <ops/gradients.hpp>
 
 using bits::rows, bits::scattered, bits::size;
@@ -119,12 +121,12 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("the convolution agrees with torch", T, float, double) {
         for (std::string const name : {"conv_linear", "conv_silu", "conv_bias"}) {
             CAPTURE(name);
-            cpx::safetensors const file(std::string(CPX_GOLDEN_DIR) + "/" + name + ".safetensors");
+            cpx::safetensors const file(std::string(support::golden_dir) + "/" + name + ".safetensors");
             size const channels = file.tensor("weight").shape.at(0), taps = file.tensor("weight").shape.at(1);
             auto const x = file.read<T>("x"), weight = file.read<T>("weight");
             auto const expected = file.read<double>("y");
             auto const bias = file.contains("bias") ? file.read<T>("bias") : std::vector<T>();
-            auto const offsets = file.read<cpx::index>("cu_seqlens");
+            auto const offsets = file.read<cpx::index_t>("cu_seqlens");
             auto const act = file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
             for (size const step : {1, 3, 1000})
                 for (std::size_t s = 0; s + 1 < offsets.size(); ++s) {
@@ -196,12 +198,12 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("the gradients of the convolution agree with torch", T, float, double) {
         for (std::string const name : {"conv_linear", "conv_silu", "conv_bias"}) {
             CAPTURE(name);
-            cpx::safetensors const file(std::string(CPX_GOLDEN_DIR) + "/" + name + ".safetensors");
+            cpx::safetensors const file(std::string(support::golden_dir) + "/" + name + ".safetensors");
             size const channels = file.tensor("weight").shape.at(0), taps = file.tensor("weight").shape.at(1);
             auto const x = file.read<T>("x"), weight = file.read<T>("weight"), dy = file.read<T>("dy");
             auto const dx = file.read<double>("dx"), dweight = file.read<double>("dweight");
             auto const bias = file.contains("bias") ? file.read<T>("bias") : std::vector<T>();
-            auto const offsets = file.read<cpx::index>("cu_seqlens");
+            auto const offsets = file.read<cpx::index_t>("cu_seqlens");
             auto const act = file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
             auto total_weight = bits::uniform<T>(channels, taps, 1, 0),
                  total_bias = bits::uniform<T>(1, channels, 1, 0);

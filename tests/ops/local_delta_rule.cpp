@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <ops/bits.hpp>
 
 using bits::rows, bits::scattered, bits::size;
@@ -274,11 +276,11 @@ TEST_SUITE("ops") {
         double worst = 0;
         for (std::string const name : {"gdr_small", "gdr_odd", "gdr_fast_decay"}) {
             CAPTURE(name);
-            cpx::safetensors const file(std::string(CPX_GOLDEN_DIR) + "/" + name + ".safetensors");
+            cpx::safetensors const file(std::string(support::golden_dir) + "/" + name + ".safetensors");
             auto const q = file.read<T>("q"), k = file.read<T>("k"), v = file.read<T>("v"), g = file.read<T>("g"),
                        beta = file.read<T>("beta");
             auto const o = file.read<double>("o"), states = file.read<double>("final_state");
-            auto const offsets = file.read<cpx::index>("cu_seqlens");
+            auto const offsets = file.read<cpx::index_t>("cu_seqlens");
             size const hk = file.tensor("q").shape.at(1), dk = file.tensor("q").shape.at(2),
                        hv = file.tensor("v").shape.at(1), dv = file.tensor("v").shape.at(2);
             cpx::delta_rule_options const options = {.qk_l2norm = file.metadata("qk_l2norm") == "True"};

@@ -16,7 +16,7 @@
 
 namespace on_ranks {
 
-using cpx::index;
+using cpx::index_t;
 
 /// A NaN that no computation gives: what a buffer holds before a call.
 template <class T>
@@ -39,13 +39,13 @@ bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
 
 /// Returns rows `[first, last)` of a whole tensor of `width`.
 template <class T>
-std::vector<T> slice(std::vector<T> const& whole, index width, index first, index last) {
+std::vector<T> slice(std::vector<T> const& whole, index_t width, index_t first, index_t last) {
     return {whole.begin() + first * width, whole.begin() + last * width};
 }
 
 /// Returns whether rows `[first, last)` of two whole tensors of `width` have the same bits.
 template <class T>
-bool same_rows(std::vector<T> const& a, std::vector<T> const& b, index width, index first, index last) {
+bool same_rows(std::vector<T> const& a, std::vector<T> const& b, index_t width, index_t first, index_t last) {
     auto const at = static_cast<std::size_t>(first * width), count = static_cast<std::size_t>((last - first) * width);
     return count == 0 || std::memcmp(a.data() + at, b.data() + at, count * sizeof(T)) == 0;
 }
@@ -70,7 +70,7 @@ std::vector<To> cast(std::vector<From> const& values) {
 
 /// Returns numbers in [-scale, scale) that a float holds exactly.
 template <class T>
-std::vector<T> uniform(support::splitmix& numbers, index count, double scale = 1) {
+std::vector<T> uniform(support::splitmix& numbers, index_t count, double scale = 1) {
     std::vector<T> values(static_cast<std::size_t>(count));
     for (T& x : values)
         x = static_cast<T>(static_cast<float>(scale * (static_cast<double>(numbers.next() >> 11) * 0x1p-52 - 1)));
@@ -79,19 +79,19 @@ std::vector<T> uniform(support::splitmix& numbers, index count, double scale = 1
 
 /// Returns the columns of whole rows made of `sections` that `rank` holds, in local order.
 template <cpx::any_sharding S>
-std::vector<index> columns(S const& sharding, int rank, std::vector<cpx::section> const& sections) {
-    std::vector<index> held;
-    index first = 0;
+std::vector<index_t> columns(S const& sharding, int rank, std::vector<cpx::section> const& sections) {
+    std::vector<index_t> held;
+    index_t first = 0;
     for (cpx::section const& s : sections) {
         cpx::range const heads = sharding.heads(rank, s.heads);
-        for (index c = heads.first * s.width; c < heads.last * s.width; ++c) held.push_back(first + c);
+        for (index_t c = heads.first * s.width; c < heads.last * s.width; ++c) held.push_back(first + c);
         first += s.heads * s.width;
     }
     return held;
 }
 
-inline index width(std::vector<cpx::section> const& sections) {
-    index sum = 0;
+inline index_t width(std::vector<cpx::section> const& sections) {
+    index_t sum = 0;
     for (cpx::section const& s : sections) sum += s.heads * s.width;
     return sum;
 }
@@ -101,20 +101,20 @@ template <class T, cpx::any_sharding S>
 cpx::tensor<T, S> part(std::vector<T> const& whole, std::vector<cpx::section> const& sections, S const& sharding,
                        int rank) {
     auto const held = columns(sharding, rank, sections);
-    index const all = width(sections);
-    cpx::tensor<T, S> local(sharding, rank, static_cast<index>(held.size()));
-    index row = 0;
+    index_t const all = width(sections);
+    cpx::tensor<T, S> local(sharding, rank, static_cast<index_t>(held.size()));
+    index_t row = 0;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (index global = piece.first; global < piece.last; ++global, ++row)
+        for (index_t global = piece.first; global < piece.last; ++global, ++row)
             for (std::size_t c = 0; c < held.size(); ++c)
-                local.data()(row, static_cast<index>(c)) = whole[static_cast<std::size_t>(global * all + held[c])];
+                local.data()(row, static_cast<index_t>(c)) = whole[static_cast<std::size_t>(global * all + held[c])];
     });
     return local;
 }
 
 /// Returns a tensor that an operator is to write, full of poison.
 template <class T, cpx::any_sharding S>
-cpx::tensor<T, S> poisoned(S const& sharding, int rank, index columns) {
+cpx::tensor<T, S> poisoned(S const& sharding, int rank, index_t columns) {
     cpx::tensor<T, S> local(sharding, rank, columns);
     std::fill_n(local.data().data(), local.data().count() * columns, poison<T>());
     return local;
@@ -128,18 +128,18 @@ std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sect
     std::vector<cpx::tensor<T, S>> parts(static_cast<std::size_t>(sharding.ranks()), {sharding, 0, 0});
     cpx::threads::run(sharding.ranks(),
                       [&](cpx::threads& comm) { parts[static_cast<std::size_t>(comm.rank())] = program(comm); });
-    index const all = width(sections);
+    index_t const all = width(sections);
     std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * all), poison<T>());
     std::vector<bool> held(whole.size());
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         auto const& local = parts[static_cast<std::size_t>(rank)];
         auto const own = columns(sharding, rank, sections);
-        index row = 0;
+        index_t row = 0;
         sharding.for_each_piece(rank, [&](cpx::range piece) {
-            for (index global = piece.first; global < piece.last; ++global, ++row)
+            for (index_t global = piece.first; global < piece.last; ++global, ++row)
                 for (std::size_t c = 0; c < own.size(); ++c) {
                     auto const i = static_cast<std::size_t>(global * all + own[c]);
-                    T const value = local.data()(row, static_cast<index>(c));
+                    T const value = local.data()(row, static_cast<index_t>(c));
                     whole[i] = held[i] && !same_bits(whole[i], value) ? poison<T>() : value;
                     held[i] = true;
                 }
@@ -180,10 +180,10 @@ inline by_tokens<cpx::scope::sequence> one_rank(cpx::thd const& batch) {
 }
 
 /// Returns up to `most_sequences` sequences: empty, of one token, odd, around the chunk, and any up to 40 tokens.
-inline cpx::thd random_batch(support::splitmix& numbers, index most_sequences) {
-    index const usual[] = {0, 1, 2, 3, 5, 15, 16, 17, 33, 64, 65};
-    std::vector<index> lengths;
-    for (index n = numbers.between(1, most_sequences); n > 0; --n)
+inline cpx::thd random_batch(support::splitmix& numbers, index_t most_sequences) {
+    index_t const usual[] = {0, 1, 2, 3, 5, 15, 16, 17, 33, 64, 65};
+    std::vector<index_t> lengths;
+    for (index_t n = numbers.between(1, most_sequences); n > 0; --n)
         lengths.push_back(numbers.next() % 2 ? usual[numbers.next() % std::size(usual)] : numbers.between(0, 40));
     return support::lengths(lengths);
 }

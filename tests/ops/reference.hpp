@@ -8,7 +8,7 @@
 
 namespace reference {
 
-using cpx::index;
+using cpx::index_t;
 using std::size_t;
 
 /// What an operator computes; `final` stays empty where there are no states.
@@ -21,7 +21,7 @@ struct result {
 template <class T>
 struct conv {
     cpx::thd batch;
-    index channels = 1, taps = 4;
+    index_t channels = 1, taps = 4;
     cpx::activation act = cpx::activation::silu;
     std::vector<T> x, weight, bias;
 
@@ -32,7 +32,7 @@ struct conv {
 };
 
 template <class T>
-conv<T> random_conv(cpx::thd const& batch, index channels, index taps, bool bias, cpx::activation act,
+conv<T> random_conv(cpx::thd const& batch, index_t channels, index_t taps, bool bias, cpx::activation act,
                     std::uint64_t seed) {
     support::splitmix numbers(seed);
     return {batch,
@@ -47,12 +47,12 @@ conv<T> random_conv(cpx::thd const& batch, index channels, index taps, bool bias
 /// z_t = bias + sum_j weight_j x_{t-K+1+j}, y = z or z sigmoid(z), with x = 0 before the sequence.
 inline std::vector<double> run(conv<double> const& p) {
     std::vector<double> y(p.x.size());
-    for (index s = 0; s < p.batch.sequences(); ++s)
-        for (index row = p.batch.offset(s); row < p.batch.offset(s + 1); ++row)
-            for (index d = 0; d < p.channels; ++d) {
+    for (index_t s = 0; s < p.batch.sequences(); ++s)
+        for (index_t row = p.batch.offset(s); row < p.batch.offset(s + 1); ++row)
+            for (index_t d = 0; d < p.channels; ++d) {
                 double z = p.bias.empty() ? 0 : p.bias[static_cast<size_t>(d)];
-                for (index j = 0; j < p.taps; ++j)
-                    if (index const from = row - p.taps + 1 + j; from >= p.batch.offset(s))
+                for (index_t j = 0; j < p.taps; ++j)
+                    if (index_t const from = row - p.taps + 1 + j; from >= p.batch.offset(s))
                         z += p.weight[static_cast<size_t>(d * p.taps + j)] *
                              p.x[static_cast<size_t>(from * p.channels + d)];
                 y[static_cast<size_t>(row * p.channels + d)] =
@@ -93,7 +93,7 @@ struct delta {
                 {heads.value_heads, 1}};
     }
     std::vector<cpx::section> output_sections() const { return {{heads.value_heads, heads.value_dim}}; }
-    index state() const { return heads.key_dim * heads.value_dim; }
+    index_t state() const { return heads.key_dim * heads.value_dim; }
 
     template <class U>
     delta<U> as() const {
@@ -107,12 +107,12 @@ delta<T> random_delta(cpx::thd const& batch, cpx::delta_rule_heads const& heads,
                       double decay, bool initial, std::uint64_t seed) {
     support::splitmix numbers(seed);
     delta<T> p{batch, heads, options, {}, {}};
-    index const keys = 2 * heads.key_heads * heads.key_dim, values = heads.value_heads * heads.value_dim;
+    index_t const keys = 2 * heads.key_heads * heads.key_dim, values = heads.value_heads * heads.value_dim;
     double const length = options.qk_l2norm ? 1 : 1 / std::sqrt(static_cast<double>(heads.key_dim)); // |k| <= 1
-    auto const append = [&](index count, double scale, auto change) {
+    auto const append = [&](index_t count, double scale, auto change) {
         for (T const value : on_ranks::uniform<T>(numbers, count, scale)) p.x.push_back(change(value));
     };
-    for (index row = 0; row < batch.tokens(); ++row) {
+    for (index_t row = 0; row < batch.tokens(); ++row) {
         append(keys, length, [](T value) { return value; });
         append(values, 1, [](T value) { return value; });
         append(heads.value_heads, decay, [](T value) { return -std::abs(value); });
@@ -125,18 +125,18 @@ delta<T> random_delta(cpx::thd const& batch, cpx::delta_rule_heads const& heads,
 /// Token by token: S = exp(g) S, e = v - S^T k, S = S + beta k e^T, o = scale S^T q.
 inline result<double> run(delta<double> const& p) {
     auto const& h = p.heads;
-    index const width = on_ranks::width(p.sections()), keys = h.key_heads * h.key_dim, dim = h.key_dim,
-                wide = h.value_dim, state = p.state();
+    index_t const width = on_ranks::width(p.sections()), keys = h.key_heads * h.key_dim, dim = h.key_dim,
+                  wide = h.value_dim, state = p.state();
     double const scale = p.options.scale != 0 ? p.options.scale : 1 / std::sqrt(static_cast<double>(dim));
     result<double> out{std::vector<double>(static_cast<size_t>(p.batch.tokens() * h.value_heads * wide)), {}};
-    for (index s = 0; s < p.batch.sequences(); ++s)
-        for (index head = 0; head < h.value_heads; ++head) {
+    for (index_t s = 0; s < p.batch.sequences(); ++s)
+        for (index_t head = 0; head < h.value_heads; ++head) {
             std::vector<double> S(static_cast<size_t>(state));
             if (!p.initial.empty())
                 std::copy_n(p.initial.begin() + (s * h.value_heads + head) * state, state, S.begin());
-            for (index row = p.batch.offset(s); row < p.batch.offset(s + 1); ++row) {
+            for (index_t row = p.batch.offset(s); row < p.batch.offset(s + 1); ++row) {
                 double const* const x = p.x.data() + row * width;
-                index const key_head = head / (h.value_heads / h.key_heads);
+                index_t const key_head = head / (h.value_heads / h.key_heads);
                 std::vector<double> q(x + key_head * dim, x + (key_head + 1) * dim);
                 std::vector<double> k(x + keys + key_head * dim, x + keys + (key_head + 1) * dim);
                 double const* const v = x + 2 * keys + head * wide;
@@ -149,11 +149,11 @@ inline result<double> run(delta<double> const& p) {
                         for (double& e : *row_of) e /= std::sqrt(squares);
                 }
                 for (double& e : S) e *= std::exp(g);
-                for (index c = 0; c < wide; ++c) {
+                for (index_t c = 0; c < wide; ++c) {
                     double e = v[c], o = 0;
-                    for (index d = 0; d < dim; ++d)
+                    for (index_t d = 0; d < dim; ++d)
                         e -= S[static_cast<size_t>(d * wide + c)] * k[static_cast<size_t>(d)];
-                    for (index d = 0; d < dim; ++d) {
+                    for (index_t d = 0; d < dim; ++d) {
                         double& cell = S[static_cast<size_t>(d * wide + c)];
                         cell += beta * k[static_cast<size_t>(d)] * e;
                         o += cell * q[static_cast<size_t>(d)];
@@ -168,10 +168,10 @@ inline result<double> run(delta<double> const& p) {
 
 /// Returns whether `rank` holds the first token of a sequence, or the last one; rank 0 speaks for one without tokens.
 template <cpx::any_sharding S>
-bool holds_end(S const& sharding, int rank, index sequence, cpx::side side) {
+bool holds_end(S const& sharding, int rank, index_t sequence, cpx::side side) {
     cpx::thd const& batch = sharding.batch();
     if (batch.length(sequence) == 0) return S::every_row || rank == 0;
-    index const row = side == cpx::side::before ? batch.offset(sequence) : batch.offset(sequence + 1) - 1;
+    index_t const row = side == cpx::side::before ? batch.offset(sequence) : batch.offset(sequence + 1) - 1;
     bool held = false;
     sharding.for_each_piece(rank, [&](cpx::range piece) { held |= piece.first <= row && row < piece.last; });
     return held;
@@ -179,11 +179,11 @@ bool holds_end(S const& sharding, int rank, index sequence, cpx::side side) {
 
 /// Returns the states, `state` elements a head, of the heads that `rank` holds, poison where it must not read them.
 template <class T, cpx::any_sharding S>
-std::vector<T> states_on(S const& sharding, int rank, index heads, index state, std::vector<T> const& whole,
+std::vector<T> states_on(S const& sharding, int rank, index_t heads, index_t state, std::vector<T> const& whole,
                          cpx::side side) {
     cpx::range const held = sharding.heads(rank, heads);
     std::vector<T> local;
-    for (index s = 0; !whole.empty() && s < sharding.batch().sequences(); ++s)
+    for (index_t s = 0; !whole.empty() && s < sharding.batch().sequences(); ++s)
         if (holds_end(sharding, rank, s, side))
             local.insert(local.end(), whole.begin() + (s * heads + held.first) * state,
                          whole.begin() + (s * heads + held.last) * state);
@@ -194,10 +194,10 @@ std::vector<T> states_on(S const& sharding, int rank, index heads, index state, 
 
 /// Puts together what every rank wrote; states that are not written by exactly those ranks that should are poison.
 template <class T, cpx::any_sharding S>
-std::vector<T> whole_states(S const& sharding, index heads, index state, std::vector<std::vector<T>> const& parts) {
-    index const sequences = sharding.batch().sequences();
+std::vector<T> whole_states(S const& sharding, index_t heads, index_t state, std::vector<std::vector<T>> const& parts) {
+    index_t const sequences = sharding.batch().sequences();
     std::vector<T> whole(static_cast<size_t>(sequences * heads * state), on_ranks::poison<T>());
-    for (index s = 0; s < sequences; ++s) {
+    for (index_t s = 0; s < sequences; ++s) {
         int writers = 0;
         for (int rank = 0; rank < sharding.ranks(); ++rank) {
             cpx::range const held = sharding.heads(rank, heads);
@@ -215,7 +215,7 @@ std::vector<T> whole_states(S const& sharding, index heads, index state, std::ve
 /// Final states that are not written by exactly those ranks that should are poison.
 template <cpx::carry_kind How, class T, cpx::any_sharding S>
 result<T> run(delta<T> const& p, S const& sharding) {
-    index const state = p.state(), sequences = p.batch.sequences(), heads = p.heads.value_heads;
+    index_t const state = p.state(), sequences = p.batch.sequences(), heads = p.heads.value_heads;
     std::vector<std::vector<T>> finals(static_cast<size_t>(sharding.ranks()));
     result<T> out;
     out.o = on_ranks::assemble<T>(sharding, p.output_sections(), [&](cpx::threads& comm) {
@@ -223,8 +223,8 @@ result<T> run(delta<T> const& p, S const& sharding) {
         auto const fused = on_ranks::part(p.x, p.sections(), sharding, rank);
         auto const x = fused.view();
         cpx::range const held = sharding.heads(rank, heads);
-        index const k = sharding.heads(rank, p.heads.key_heads).size() * p.heads.key_dim, n = held.size(),
-                    v = n * p.heads.value_dim, local = n * state;
+        index_t const k = sharding.heads(rank, p.heads.key_heads).size() * p.heads.key_dim, n = held.size(),
+                      v = n * p.heads.value_dim, local = n * state;
         auto o = on_ranks::poisoned<T>(sharding, rank, v);
         auto& final = finals[static_cast<size_t>(rank)];
         final.assign(static_cast<size_t>(sequences * local), on_ranks::poison<T>());
@@ -253,8 +253,8 @@ struct layer {
     std::vector<std::vector<T>> weights;
 
     /// Returns the width of each weight's rows.
-    std::vector<index> widths() const {
-        index const v = config.heads.value_heads * config.heads.value_dim;
+    std::vector<index_t> widths() const {
+        index_t const v = config.heads.value_heads * config.heads.value_dim;
         return {
             config.hidden, config.hidden, config.hidden, config.hidden, config.kernel, 1, 1, config.heads.value_dim, v};
     }
@@ -276,10 +276,10 @@ layer<T> random_layer(cpx::thd const& batch, cpx::gated_delta_net_config const& 
                       std::uint64_t seed) {
     support::splitmix numbers(seed);
     auto const& h = config.heads;
-    index const v = h.value_heads * h.value_dim, qkv = 2 * h.key_heads * h.key_dim + v, hidden = config.hidden;
+    index_t const v = h.value_heads * h.value_dim, qkv = 2 * h.key_heads * h.key_dim + v, hidden = config.hidden;
     double const by_hidden = 2 / std::sqrt(static_cast<double>(hidden)), by_v = 2 / std::sqrt(static_cast<double>(v));
     layer<T> p{batch, config, on_ranks::uniform<T>(numbers, batch.tokens() * hidden), {}};
-    auto const add = [&](index count, double scale) {
+    auto const add = [&](index_t count, double scale) {
         p.weights.push_back(on_ranks::uniform<T>(numbers, count, scale));
     };
     add(qkv * hidden, by_hidden);
@@ -296,7 +296,7 @@ layer<T> random_layer(cpx::thd const& batch, cpx::gated_delta_net_config const& 
     return p;
 }
 
-inline std::vector<double> linear(std::vector<double> const& x, std::vector<double> const& w, index in) {
+inline std::vector<double> linear(std::vector<double> const& x, std::vector<double> const& w, index_t in) {
     size_t const n = static_cast<size_t>(in), rows = x.size() / n, out = w.size() / n;
     std::vector<double> y(rows * out);
     for (size_t row = 0; row < rows; ++row)
@@ -312,7 +312,7 @@ inline std::vector<double> run(layer<double> const& p) {
                  dim = static_cast<size_t>(h.value_dim), keys = static_cast<size_t>(h.key_heads * h.key_dim),
                  qkv = 2 * keys + heads * dim;
     auto const mixed = run(conv<double>{p.batch,
-                                        static_cast<index>(qkv),
+                                        static_cast<index_t>(qkv),
                                         p.config.kernel,
                                         cpx::activation::silu,
                                         linear(p.x, w[0], p.config.hidden),
@@ -322,8 +322,8 @@ inline std::vector<double> run(layer<double> const& p) {
                a = linear(p.x, w[3], p.config.hidden);
     delta<double> recurrence{p.batch, h, {.chunk = p.config.chunk, .qk_l2norm = true}, {}, {}};
     for (size_t t = 0; t < tokens; ++t) {
-        recurrence.x.insert(recurrence.x.end(), mixed.begin() + static_cast<index>(t * qkv),
-                            mixed.begin() + static_cast<index>((t + 1) * qkv));
+        recurrence.x.insert(recurrence.x.end(), mixed.begin() + static_cast<index_t>(t * qkv),
+                            mixed.begin() + static_cast<index_t>((t + 1) * qkv));
         for (size_t i = 0; i < heads; ++i)
             recurrence.x.push_back(-std::exp(w[5][i]) * std::log(1 + std::exp(a[t * heads + i] + w[6][i])));
         for (size_t i = 0; i < heads; ++i) recurrence.x.push_back(1 / (1 + std::exp(-b[t * heads + i])));
@@ -337,7 +337,7 @@ inline std::vector<double> run(layer<double> const& p) {
             o[i * dim + d] *= w[7][d] / std::sqrt(mean + p.config.eps) * gate / (1 + std::exp(-gate));
         }
     }
-    return linear(o, w[8], static_cast<index>(heads * dim));
+    return linear(o, w[8], static_cast<index_t>(heads * dim));
 }
 
 /// In place.

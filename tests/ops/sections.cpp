@@ -22,7 +22,7 @@ std::vector<int> numbered(int count) {
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
     cpx::thd const batch = cpx::thd::uniform(1, 4);
     std::vector<cpx::section> const qkv{{2, 3}, {2, 3}, {6, 1}};
 
@@ -39,9 +39,9 @@ TEST_SUITE("ops") {
             cpx::head_sharded<> const sharding(ranks, batch, qkv);
             for (int rank = 0; rank < ranks; ++rank) {
                 std::vector<int> expected;
-                index first = 0;
+                index_t first = 0;
                 for (cpx::section const& s : qkv) {
-                    for (index head = 0; head < s.heads; ++head) {
+                    for (index_t head = 0; head < s.heads; ++head) {
                         cpx::range const held = sharding.heads(rank, s.heads);
                         if (head < held.first || head >= held.last) continue;
                         auto const begin = values.begin() + (first + head * s.width) * 2;
@@ -66,7 +66,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("a weight of another number of rows is rejected") {
         auto const values = numbered(19);
-        auto const call = [&](index count) {
+        auto const call = [&](index_t count) {
             return [&, count] {
                 cpx::local_rows(cpx::shard(batch, cpx::zigzag<3>{}), 0, qkv,
                                 cpx::rows<int const>(values.data(), count, 2));
@@ -112,7 +112,7 @@ TEST_SUITE("ops") {
         cpx::head_sharded<> const three(3, batch, qkv); // rank 0: head 0 of q and k, 2 of v
         std::vector<int> all(40, 1);
         auto const local = numbered(9);
-        auto const call = [&](cpx::rows<int const> from, index count, index width) {
+        auto const call = [&](cpx::rows<int const> from, index_t count, index_t width) {
             return [&, from, count, width] {
                 cpx::add_local_rows(three, 0, qkv, from, cpx::rows<int>(all.data(), count, width));
             };

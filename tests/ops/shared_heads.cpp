@@ -11,12 +11,12 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 using support::lengths;
 
 /// Readers that share heads evenly, in groups, and all of them one.
 struct heads_case {
-    index shared, readers, width;
+    index_t shared, readers, width;
 };
 std::vector<heads_case> const cases = {{1, 1, 3}, {2, 2, 1}, {2, 4, 3}, {2, 6, 2}, {3, 9, 1}, {1, 5, 2}, {4, 8, 1}};
 std::vector<int> const many_ranks = {1, 2, 3, 4, 5, 8, 11};
@@ -24,16 +24,16 @@ std::vector<int> const many_ranks = {1, 2, 3, 4, 5, 8, 11};
 /// Returns whole sums: the readers of each shared head, ascending.
 template <class T>
 std::vector<T> plain_sums(std::vector<T> const& parts, heads_case const& c) {
-    index const group = c.readers / c.shared, rows = std::ssize(parts) / (c.readers * c.width);
+    index_t const group = c.readers / c.shared, rows = std::ssize(parts) / (c.readers * c.width);
     std::vector<T> sums;
-    for (index row = 0; row < rows; ++row)
-        for (index head = 0; head < c.shared; ++head)
-            for (index column = 0; column < c.width; ++column) {
-                auto const at = [&](index reader) {
+    for (index_t row = 0; row < rows; ++row)
+        for (index_t head = 0; head < c.shared; ++head)
+            for (index_t column = 0; column < c.width; ++column) {
+                auto const at = [&](index_t reader) {
                     return parts[static_cast<std::size_t>((row * c.readers + reader) * c.width + column)];
                 };
                 T sum = at(head * group);
-                for (index reader = head * group + 1; reader < (head + 1) * group; ++reader) sum += at(reader);
+                for (index_t reader = head * group + 1; reader < (head + 1) * group; ++reader) sum += at(reader);
                 sums.push_back(sum);
             }
     return sums;
@@ -46,15 +46,15 @@ std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& parts, he
     for (std::size_t which = 0; which < N; ++which)
         result[which] = assemble<T>(sharding, {{c.shared, c.width}}, [&](cpx::threads& comm) {
             int const rank = comm.rank();
-            index const held = sharding.heads(rank, c.readers).size() * c.width,
-                        own = sharding.heads(rank, c.shared).size() * c.width;
-            auto together = poisoned<T>(sharding, rank, static_cast<index>(N) * held);
+            index_t const held = sharding.heads(rank, c.readers).size() * c.width,
+                          own = sharding.heads(rank, c.shared).size() * c.width;
+            auto together = poisoned<T>(sharding, rank, static_cast<index_t>(N) * held);
             std::vector<cpx::tensor<T, S>> sums(N, poisoned<T>(sharding, rank, own));
             std::array<cpx::rows<T>, N> views;
             for (std::size_t i = 0; i < N; ++i) {
                 auto const local = part(parts[i], {{c.readers, c.width}}, sharding, rank);
-                for (index row = 0; row < local.data().count(); ++row)
-                    std::copy_n(local.data().row(row), held, together.data().row(row) + static_cast<index>(i) * held);
+                for (index_t row = 0; row < local.data().count(); ++row)
+                    std::copy_n(local.data().row(row), held, together.data().row(row) + static_cast<index_t>(i) * held);
                 views[i] = sums[i].data();
             }
             cpx::sum_readers<T>(sharding, rank, c.shared, c.readers, c.width, together.data(), views, comm);
@@ -66,11 +66,11 @@ std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& parts, he
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("shared heads get the sums of their readers, ascending, on every rank that holds them", T, float,
                        double) {
-        for (auto const& packing : std::vector<std::vector<index>>{{5, 0, 1, 9}, {1}, {}, {0}})
+        for (auto const& packing : std::vector<std::vector<index_t>>{{5, 0, 1, 9}, {1}, {}, {0}})
             for (heads_case const& c : cases) {
                 auto const batch = lengths(packing);
                 CAPTURE(support::text(batch));
@@ -100,8 +100,8 @@ TEST_SUITE("ops") {
             for (int const ranks : many_ranks) {
                 CAPTURE(ranks);
                 cpx::head_sharded<> const split(ranks, batch, {{c.shared, c.width}, {c.readers, 1}});
-                for (index const heads : {c.shared, c.readers}) {
-                    index next = 0;
+                for (index_t const heads : {c.shared, c.readers}) {
+                    index_t next = 0;
                     for (int rank = 0; rank < ranks; ++rank) {
                         cpx::range const owned = cpx::owned_heads(split, rank, heads), held = split.heads(rank, heads);
                         CHECK(owned.last <= held.last);
@@ -124,7 +124,7 @@ TEST_SUITE("ops") {
     TEST_CASE("sums of readers reject what does not fit, before anything is written") {
         cpx::head_sharded<> const split(1, lengths({4, 1}), {{2, 3}, {4, 3}});
         std::vector<float> parts(2 * 5 * 12), sums(5 * 6);
-        auto const call = [&](index shared, cpx::rows<float const> from, cpx::rows<float> to) {
+        auto const call = [&](index_t shared, cpx::rows<float const> from, cpx::rows<float> to) {
             return [=, &split] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
                     cpx::sum_readers<float>(split, 0, shared, 4, 3, from, std::array{to, to}, comm);

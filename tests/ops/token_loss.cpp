@@ -12,7 +12,7 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index;
+using cpx::index_t;
 
 std::vector<cpx::section> const one_column{{1, 1}};
 
@@ -20,42 +20,42 @@ std::vector<cpx::section> const one_column{{1, 1}};
 template <class T>
 struct problem {
     cpx::thd batch;
-    index vocabulary;
-    std::vector<index> tokens;
+    index_t vocabulary;
+    std::vector<index_t> tokens;
     std::vector<T> logits, weights;
 };
 
 /// Sequences of every awkward length, without and with padding: valid lengths of 0, 1, less than and all of the tokens.
 std::vector<cpx::thd> batches() {
     std::vector<cpx::thd> list;
-    for (auto const& lengths : std::vector<std::vector<index>>{
+    for (auto const& lengths : std::vector<std::vector<index_t>>{
              {1, 2, 0, 7, 13, 1}, {}, {0, 0}, {1}, {2}, {1, 1, 1}, {37, 8, 0, 21}, {16, 16}}) {
         list.push_back(support::lengths(lengths));
-        std::vector<index> valid;
+        std::vector<index_t> valid;
         for (std::size_t s = 0; s < lengths.size(); ++s)
-            valid.push_back(std::max<index>(0, lengths[s] - std::vector<index>{0, 1, 0, 3, 13, 1}[s % 6]));
+            valid.push_back(std::max<index_t>(0, lengths[s] - std::vector<index_t>{0, 1, 0, 3, 13, 1}[s % 6]));
         auto const offsets = list.back().offsets();
-        list.emplace_back(std::vector<index>(offsets.begin(), offsets.end()), valid);
+        list.emplace_back(std::vector<index_t>(offsets.begin(), offsets.end()), valid);
     }
     return list;
 }
 
 template <class T>
-problem<T> random_problem(cpx::thd const& batch, index vocabulary, bool weighted, std::uint64_t seed) {
+problem<T> random_problem(cpx::thd const& batch, index_t vocabulary, bool weighted, std::uint64_t seed) {
     support::splitmix numbers(seed);
     problem<T> p{batch, vocabulary, {}, uniform<T>(numbers, batch.tokens() * vocabulary, 4), {}};
-    for (index row = 0; row < batch.tokens(); ++row) p.tokens.push_back(numbers.between(0, vocabulary - 1));
+    for (index_t row = 0; row < batch.tokens(); ++row) p.tokens.push_back(numbers.between(0, vocabulary - 1));
     if (weighted)
-        for (index row = 0; row < batch.tokens(); ++row)
+        for (index_t row = 0; row < batch.tokens(); ++row)
             p.weights.push_back(static_cast<T>(numbers.between(0, 3)) / T(3)); // a third of 1 is no dyadic number
     return p;
 }
 
 /// The label of every row, from the definition.
-std::vector<index> labels_of(cpx::thd const& batch, std::vector<index> const& tokens) {
-    std::vector<index> labels(tokens.size(), cpx::ignored);
-    for (index s = 0; s < batch.sequences(); ++s)
-        for (index row = batch.offset(s); row + 1 < batch.offset(s) + batch.valid(s); ++row)
+std::vector<index_t> labels_of(cpx::thd const& batch, std::vector<index_t> const& tokens) {
+    std::vector<index_t> labels(tokens.size(), cpx::ignored);
+    for (index_t s = 0; s < batch.sequences(); ++s)
+        for (index_t row = batch.offset(s); row + 1 < batch.offset(s) + batch.valid(s); ++row)
             labels[static_cast<std::size_t>(row)] = tokens[static_cast<std::size_t>(row) + 1];
     return labels;
 }
@@ -72,16 +72,16 @@ void for_each(cpx::thd const& batch, F&& f) {
     f("static zigzag", cpx::shard(batch, cpx::zigzag<3>{}));
     f("static sequential over batch", cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{}));
     f("miles' rule",
-      cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index n) { return n % 8 == 0; }}));
+      cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }}));
 }
 
 /// What stands in a whole row of `width` on every rank, heads or not.
 template <cpx::any_sharding S, class T>
-cpx::tensor<T, S> rows_of(std::vector<T> const& whole, index width, S const& sharding, int rank) {
+cpx::tensor<T, S> rows_of(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
     cpx::tensor<T, S> local(sharding, rank, width);
-    index row = 0;
+    index_t row = 0;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (index global = piece.first; global < piece.last; ++global, ++row)
+        for (index_t global = piece.first; global < piece.last; ++global, ++row)
             std::copy_n(whole.data() + global * width, width, local.data().row(row));
     });
     return local;
@@ -90,11 +90,11 @@ cpx::tensor<T, S> rows_of(std::vector<T> const& whole, index width, S const& sha
 /// Puts rows where they belong in a whole tensor that began as poison. Throws if another rank has put other bits there.
 template <cpx::any_sharding S, class T>
 void put(cpx::tensor<T, S> const& local, int rank, std::vector<T>& whole) {
-    index const width = local.width();
-    index row = 0;
+    index_t const width = local.width();
+    index_t row = 0;
     local.sharding().for_each_piece(rank, [&](cpx::range piece) {
-        for (index global = piece.first; global < piece.last; ++global, ++row)
-            for (index c = 0; c < width; ++c) {
+        for (index_t global = piece.first; global < piece.last; ++global, ++row)
+            for (index_t c = 0; c < width; ++c) {
                 T& place = whole[static_cast<std::size_t>(global * width + c)];
                 T const value = local.data()(row, c);
                 if (!same_bits(place, poison<T>()) && !same_bits(place, value))
@@ -112,7 +112,7 @@ std::span<T> flat(cpx::rows<T> const& column) {
 /// What all ranks have computed, put together.
 template <class T>
 struct outcome {
-    std::vector<index> labels;
+    std::vector<index_t> labels;
     std::vector<T> logp, dlogits;
     cpx::token_loss loss;
 };
@@ -121,7 +121,7 @@ struct outcome {
 template <class T, cpx::any_sharding S>
 outcome<T> run(problem<T> const& p, S const& sharding, double upstream = 1) {
     auto const count = p.tokens.size();
-    outcome<T> all{std::vector<index>(count, poison<index>()),
+    outcome<T> all{std::vector<index_t>(count, poison<index_t>()),
                    std::vector<T>(count, poison<T>()),
                    std::vector<T>(p.logits.size(), poison<T>()),
                    {}};
@@ -137,11 +137,11 @@ outcome<T> run(problem<T> const& p, S const& sharding, double upstream = 1) {
             auto const values = flat(local.data());
             weights.assign(values.begin(), values.end());
         }
-        auto labels = poisoned<index>(sharding, rank, 1);
+        auto labels = poisoned<index_t>(sharding, rank, 1);
         auto logp = poisoned<T>(sharding, rank, 1), dlogp = logp;
         auto dlogits = poisoned<T>(sharding, rank, p.vocabulary);
         cpx::next_token_labels(cpx::halo(sharding, rank, 1, cpx::side::after), tokens.view(), labels.view(), comm);
-        std::span<index const> const of_rows = flat(labels.data());
+        std::span<index_t const> const of_rows = flat(labels.data());
         cpx::log_probabilities<T>(logits.data(), of_rows, flat(logp.data()));
         auto const loss = cpx::mean_token_loss(logp.view(), labels.view(), comm, weights);
         cpx::mean_token_loss_backward(loss, labels.view(), upstream, dlogp.view(), weights);
@@ -183,7 +183,7 @@ outcome<long double> reference(problem<T> const& p, double upstream) {
         for (std::size_t j = 0; j < vocabulary && all.labels[row] != cpx::ignored; ++j)
             all.dlogits[row * vocabulary + j] =
                 upstream * weight_of(row) / weight *
-                (probability[row * vocabulary + j] - (static_cast<index>(j) == all.labels[row]));
+                (probability[row * vocabulary + j] - (static_cast<index_t>(j) == all.labels[row]));
     all.loss = {static_cast<double>(weight > 0 ? sum / weight : 0), static_cast<double>(weight)};
     return all;
 }
@@ -197,7 +197,7 @@ bool same(outcome<T> const& a, outcome<T> const& b) {
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE_TEMPLATE("labels, loss and gradient are those of the whole batch, the same bits on every sharding", T,
                        float, double) {
@@ -260,17 +260,17 @@ TEST_SUITE("ops") {
                 CAPTURE(name);
                 auto const before = run(p, sharding);
                 for (float const change : {0.5f, std::numeric_limits<float>::quiet_NaN()})
-                    for (index s = 0; s < batch.sequences(); ++s) {
+                    for (index_t s = 0; s < batch.sequences(); ++s) {
                         CAPTURE(s);
-                        index const first = batch.offset(s), last = batch.offset(s + 1);
+                        index_t const first = batch.offset(s), last = batch.offset(s + 1);
                         auto other = p;
-                        for (index row = first; row < last; ++row) {
+                        for (index_t row = first; row < last; ++row) {
                             other.tokens[static_cast<std::size_t>(row)] =
                                 (p.tokens[static_cast<std::size_t>(row)] + 1) % 4;
                             other.logits[static_cast<std::size_t>(4 * row + 1)] += change;
                         }
                         auto const after = run(other, sharding);
-                        for (auto const& [from, to] : {std::pair(index{0}, first), std::pair(last, batch.tokens())}) {
+                        for (auto const& [from, to] : {std::pair(index_t{0}, first), std::pair(last, batch.tokens())}) {
                             CHECK(same_rows(after.labels, before.labels, 1, from, to));
                             CHECK(same_rows(after.logp, before.logp, 1, from, to));
                             CHECK(same_rows(after.dlogits, before.dlogits, 4, from, to));
@@ -292,7 +292,7 @@ TEST_SUITE("ops") {
                 cpx::token_loss result;
                 std::mutex guard;
                 cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
-                    auto const labels = rows_of(std::vector<index>{0, 0, -1, 0, -1}, 1, sharding, comm.rank());
+                    auto const labels = rows_of(std::vector<index_t>{0, 0, -1, 0, -1}, 1, sharding, comm.rank());
                     auto const local = rows_of(logp, 1, sharding, comm.rank());
                     auto const scale = rows_of(weights, 1, sharding, comm.rank());
                     auto const loss = cpx::mean_token_loss(local.view(), labels.view(), comm, flat(scale.data()));
@@ -312,24 +312,25 @@ TEST_SUITE("ops") {
 
     TEST_CASE("labels cross the borders of chunks as peers' splits of responses do, and cost one token a segment") {
         // miles slice_log_prob_with_cp: total and response lengths, zigzag, the last token predicts nothing
-        std::vector<index> const total = {34017, 2630, 1024, 97, 11}, response = {33789, 2402, 512, 96, 7};
+        std::vector<index_t> const total = {34017, 2630, 1024, 97, 11}, response = {33789, 2402, 512, 96, 7};
         auto p = random_problem<float>(support::lengths(total), 1, true, 4);
-        for (std::size_t row = 0; row < p.tokens.size(); ++row) p.tokens[row] = static_cast<index>(row * row % 151936);
+        for (std::size_t row = 0; row < p.tokens.size(); ++row)
+            p.tokens[row] = static_cast<index_t>(row * row % 151936);
         for (std::size_t s = 0; s < total.size(); ++s)
-            for (index t = 0; t < total[s]; ++t) // the token before the response is the first to predict one
-                p.weights[static_cast<std::size_t>(p.batch.offset(static_cast<index>(s)) + t)] =
+            for (index_t t = 0; t < total[s]; ++t) // the token before the response is the first to predict one
+                p.weights[static_cast<std::size_t>(p.batch.offset(static_cast<index_t>(s)) + t)] =
                     t + 1 >= total[s] - response[s];
         auto const expected = labels_of(p.batch, p.tokens);
         for (int const ranks : {2, 4, 8}) {
             CAPTURE(ranks);
             auto const sharding = cpx::shard(p.batch, cpx::zigzag<>(ranks));
-            std::vector<index> labels(p.tokens.size(), poison<index>());
+            std::vector<index_t> labels(p.tokens.size(), poison<index_t>());
             std::mutex guard;
             cpx::threads::run(ranks, [&](cpx::threads& threads) {
                 cpx::counted comm(threads);
                 int const rank = comm.rank();
                 auto const tokens = rows_of(p.tokens, 1, sharding, rank);
-                auto local = poisoned<index>(sharding, rank, 1);
+                auto local = poisoned<index_t>(sharding, rank, 1);
                 auto const plan = cpx::halo(sharding, rank, 1, cpx::side::after);
                 cpx::next_token_labels(plan, tokens.view(), local.view(), comm);
                 auto const logp = rows_of(std::vector<float>(p.tokens.size(), -2), 1, sharding, rank);
@@ -353,7 +354,7 @@ TEST_SUITE("ops") {
             cpx::threads::run(sharding.ranks(), [&](cpx::threads& threads) {
                 cpx::counted comm(threads);
                 auto const tokens = rows_of(p.tokens, 1, sharding, comm.rank());
-                auto labels = poisoned<index>(sharding, comm.rank(), 1);
+                auto labels = poisoned<index_t>(sharding, comm.rank(), 1);
                 cpx::next_token_labels(cpx::halo(sharding, comm.rank(), 1, cpx::side::after), tokens.view(),
                                        labels.view(), comm);
                 cpx::mean_token_loss(cpx::make_tensor<double>(sharding, comm.rank(), 1).view(), labels.view(), comm);
@@ -370,9 +371,9 @@ TEST_SUITE("ops") {
         auto const sharding = cpx::shard(batch, cpx::zigzag<>(1)),
                    another = cpx::shard(support::lengths({5, 6}), cpx::zigzag<>(1));
         using S = cpx::sharding<cpx::zigzag<>>;
-        std::vector<index> ids(22);
+        std::vector<index_t> ids(22);
         std::vector<double> values(22), weights(11, 1);
-        cpx::sharded<index, S> const tokens({ids.data(), 11, 1}, sharding), foreign({ids.data(), 11, 1}, another),
+        cpx::sharded<index_t, S> const tokens({ids.data(), 11, 1}, sharding), foreign({ids.data(), 11, 1}, another),
             wide({ids, 2}, sharding), low({ids.data(), 10, 1}, sharding);
         cpx::sharded<double, S> const logp({values.data(), 11, 1}, sharding), wide_logp({values, 2}, sharding);
         auto const plan = cpx::halo(sharding, 0, 1, cpx::side::after);

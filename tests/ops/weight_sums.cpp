@@ -11,24 +11,25 @@
 namespace {
 
 using namespace on_ranks;
-using cpx::index, cpx::sum_order;
+using cpx::index_t, cpx::sum_order;
 using support::lengths;
 
 /// A projection from `in` to `out` columns with whole rows of its input and of the gradient of its output.
 template <class T>
 struct projection {
     cpx::thd batch;
-    index in, out;
+    index_t in, out;
     std::vector<T> x, dy;
 };
 
 template <class T>
-projection<T> random_projection(cpx::thd const& batch, index in, index out, std::uint64_t seed) {
+projection<T> random_projection(cpx::thd const& batch, index_t in, index_t out, std::uint64_t seed) {
     support::splitmix numbers(seed);
     projection<T> p{batch, in, out, uniform<T>(numbers, batch.tokens() * in),
                     uniform<T>(numbers, batch.tokens() * out)};
-    for (index row = 0; row < batch.tokens(); ++row) // so that another order gives other bits
-        for (index j = 0; j < in; ++j) p.x[static_cast<std::size_t>(row * in + j)] *= static_cast<T>(1 + row % 7 * row);
+    for (index_t row = 0; row < batch.tokens(); ++row) // so that another order gives other bits
+        for (index_t j = 0; j < in; ++j)
+            p.x[static_cast<std::size_t>(row * in + j)] *= static_cast<T>(1 + row % 7 * row);
     return p;
 }
 
@@ -59,16 +60,16 @@ std::vector<T> weight_gradient(projection<T> const& p, S const& sharding, sum_or
 
 /// The gradient of a gain that two columns of x share, and of a bias.
 template <class T>
-void add_terms(T const* x, T const* dy, index in, index out, std::span<T> sums) {
-    for (index j = 0; j < in; ++j)
-        for (index o = 0; o < out; ++o) sums[static_cast<std::size_t>(j / 2)] += x[j] * dy[o];
-    for (index o = 0; o < out; ++o) sums[static_cast<std::size_t>((in + 1) / 2 + o)] += dy[o];
+void add_terms(T const* x, T const* dy, index_t in, index_t out, std::span<T> sums) {
+    for (index_t j = 0; j < in; ++j)
+        for (index_t o = 0; o < out; ++o) sums[static_cast<std::size_t>(j / 2)] += x[j] * dy[o];
+    for (index_t o = 0; o < out; ++o) sums[static_cast<std::size_t>((in + 1) / 2 + o)] += dy[o];
 }
 
 template <class T>
 std::vector<T> plain_terms(projection<T> const& p) {
     std::vector<T> sums(static_cast<std::size_t>((p.in + 1) / 2 + p.out));
-    for (index row = 0; row < p.batch.tokens(); ++row) {
+    for (index_t row = 0; row < p.batch.tokens(); ++row) {
         std::vector<T> of_row(sums.size());
         add_terms<T>(p.x.data() + row * p.in, p.dy.data() + row * p.out, p.in, p.out, of_row);
         for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_row[i];
@@ -83,11 +84,11 @@ std::vector<T> terms(projection<T> const& p, S const& sharding, sum_order order)
         int const rank = comm.rank();
         auto const x = part(p.x, {{1, p.in}}, sharding, rank), dy = part(p.dy, {{1, p.out}}, sharding, rank);
         std::vector<T> sum(static_cast<std::size_t>((p.in + 1) / 2 + p.out));
-        index next = 0;
+        index_t next = 0;
         cpx::weight_sums<S>(sharding, rank, order)
             .terms(
                 std::span(sum),
-                [&](index row, std::span<T> into) {
+                [&](index_t row, std::span<T> into) {
                     CHECK(row == next++);
                     REQUIRE(into.size() == sum.size());
                     add_terms<T>(x.data().row(row), dy.data().row(row), p.in, p.out, into);
@@ -100,13 +101,13 @@ std::vector<T> terms(projection<T> const& p, S const& sharding, sum_order order)
     return sums.get();
 }
 
-std::vector<std::vector<index>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0}, {300, 7}};
-std::vector<std::pair<index, index>> const widths = {{5, 3}, {1, 1}, {3, 11}, {8, 2}};
+std::vector<std::vector<index_t>> const packings = {{37, 0, 16, 1, 50}, {5, 3, 2}, {1}, {}, {0, 0}, {300, 7}};
+std::vector<std::pair<index_t, index_t>> const widths = {{5, 3}, {1, 1}, {3, 11}, {8, 2}};
 
 } // namespace
 
 TEST_SUITE("ops") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("where every rank has every row whole, each row counts once") {
         auto const p = random_projection<double>(lengths({5, 0, 3}), 4, 6, 3);
@@ -145,7 +146,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("ranks share the columns of every section, all rows of them in the order of the batch") {
         for (auto const& packing : packings)
-            for (index const columns : {1, 2, 5})
+            for (index_t const columns : {1, 2, 5})
                 for (int const ranks : {1, 2, 3, 5, 8}) {
                     auto const p = random_projection<double>(lengths(packing), 3 * columns, 1, 9);
                     auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(ranks));
@@ -175,13 +176,13 @@ TEST_SUITE("ops") {
                         REQUIRE(whole.data.count() == p.batch.tokens());
                         CHECK(std::equal(p.x.begin(), p.x.end(), whole.data.data()));
                         CHECK(whole.share == cpx::range{0, p.in});
-                        index const held = share.share.size();
-                        for (index c = share.share.first; c < share.share.last; ++c)
+                        index_t const held = share.share.size();
+                        for (index_t c = share.share.first; c < share.share.last; ++c)
                             ++speakers[static_cast<std::size_t>(c)];
                         CHECK(share.data.count() == (held > 0 ? p.batch.tokens() : 0));
-                        for (index row = 0; row < share.data.count(); ++row)
-                            for (index section = 0; section < 3; ++section)
-                                for (index c = 0; c < held; ++c)
+                        for (index_t row = 0; row < share.data.count(); ++row)
+                            for (index_t section = 0; section < 3; ++section)
+                                for (index_t c = 0; c < held; ++c)
                                     CHECK(share.data(row, section * held + c) ==
                                           p.x[static_cast<std::size_t>(row * p.in + section * columns +
                                                                        share.share.first + c)]);
@@ -207,8 +208,8 @@ TEST_SUITE("ops") {
                                                      cpx::rows<double>(own, 4), comm);
                         cpx::tensor<double, cpx::head_sharded<>> turned(
                             cpx::head_sharded<>(ranks, cpx::thd({0, 4}), {{6, 1}}), rank, dy.width());
-                        for (index i = 0; i < 4; ++i)
-                            for (index c = 0; c < dy.width(); ++c)
+                        for (index_t i = 0; i < 4; ++i)
+                            for (index_t c = 0; c < dy.width(); ++c)
                                 turned.data()(i, c) = own[static_cast<std::size_t>(c * 4 + i)];
                         return turned;
                     });
@@ -233,7 +234,7 @@ TEST_SUITE("ops") {
                             dy(cpx::rows<double const>(p.dy, 2), sharding);
                         sums.linear<double>(sums.whole<double>(x, comm), dy, to, comm);
                         sums.terms(
-                            std::span(gains), [](index, std::span<double> into) { into[0] += 1; }, comm);
+                            std::span(gains), [](index_t, std::span<double> into) { into[0] += 1; }, comm);
                     });
                 };
             };

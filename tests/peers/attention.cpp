@@ -11,7 +11,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using on_ranks::same_bits;
 using peers::list, peers::ratio;
 using reference::attention, reference::gathered;
@@ -38,14 +38,14 @@ std::vector<attention_case> const cases = {
 constexpr double reached = 2e-6;
 
 /// Returns the valid rows of a padded tensor.
-std::vector<float> valid_rows(cpx::packing const& rows, std::vector<float> const& padded, index width) {
+std::vector<float> valid_rows(cpx::packing const& rows, std::vector<float> const& padded, index_t width) {
     std::vector<float> packed(static_cast<std::size_t>(rows.batch().tokens() * width));
     cpx::pack(rows, cpx::rows<float const>(padded, width), cpx::rows<float>(packed, width));
     return packed;
 }
 
 attention<float> valid_rows(cpx::packing const& rows, attention<float> p) {
-    index const keys = p.heads.key_heads * p.heads.dim;
+    index_t const keys = p.heads.key_heads * p.heads.dim;
     p.batch = rows.batch();
     p.q = valid_rows(rows, p.q, p.width());
     p.k = valid_rows(rows, p.k, keys);
@@ -56,7 +56,7 @@ attention<float> valid_rows(cpx::packing const& rows, attention<float> p) {
 } // namespace
 
 TEST_SUITE("peers") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("attention of peers has its results and gradients, and valid rows do not know of padding") {
         peers::each(cases, [](attention_case const& c) {

@@ -10,8 +10,8 @@
 
 namespace peers {
 
-using cpx::index;
-using list = std::vector<index>;
+using cpx::index_t;
+using list = std::vector<index_t>;
 
 /// Calls `check(row)` for every row of a table, in a subcase that has the row's id and source as its name.
 template <class Row, class F>

@@ -2,6 +2,8 @@
 // All cases of other projects that cpx knows of: where each is tested, or why there is nothing to test.
 #include <doctest/doctest.h>
 
+#include <support/files.hpp>
+
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -95,7 +97,7 @@ std::vector<entry> const entries = {
 };
 
 std::string text(std::string const& file) {
-    std::ifstream in(std::string(CPX_SOURCE_DIR) + "/tests/" + file);
+    std::ifstream in(std::string(support::source_dir) + "/tests/" + file);
     std::ostringstream all;
     all << in.rdbuf();
     return all.str();

@@ -9,7 +9,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using on_ranks::same_bits;
 using peers::list, peers::ratio;
 using reference::conv;
@@ -18,13 +18,13 @@ struct convolution {
     char const *id, *source;
     int ranks;
     list lengths;
-    index taps = 4;
+    index_t taps = 4;
     double scale = 100;      ///< of x
     double tolerance = 1e-3; ///< the peer's, by its measure
     cpx::activation act = cpx::activation::silu;
 };
 
-constexpr index channels = 128;
+constexpr index_t channels = 128;
 
 /// flash-linear-attention has T = 1024, 128 channels, 4 taps, a bias, swish and x times 100, in float32.
 std::vector<convolution> const cases = {
@@ -70,12 +70,12 @@ conv<double> gradient(conv<double> const& p, std::vector<double> const& dy) {
     }
     conv<double> d = p;
     for (auto* values : {&d.x, &d.weight, &d.bias}) std::ranges::fill(*values, 0.0);
-    for (index row = 0; row < p.batch.tokens(); ++row)
-        for (index c = 0; c < p.channels; ++c) {
+    for (index_t row = 0; row < p.batch.tokens(); ++row)
+        for (index_t c = 0; c < p.channels; ++c) {
             double const g = dz[static_cast<size_t>(row * p.channels + c)];
             d.bias[static_cast<size_t>(c)] += g;
-            for (index j = 0; j < p.taps; ++j)
-                if (index const from = row - p.taps + 1 + j; from >= p.batch.offset(p.batch.sequence(row))) {
+            for (index_t j = 0; j < p.taps; ++j)
+                if (index_t const from = row - p.taps + 1 + j; from >= p.batch.offset(p.batch.sequence(row))) {
                     auto const x = static_cast<size_t>(from * p.channels + c), w = static_cast<size_t>(c * p.taps + j);
                     d.x[x] += g * p.weight[w];
                     d.weight[w] += g * p.x[x];
@@ -117,7 +117,7 @@ void check(convolution const& c, conv<float> const& p) {
 } // namespace
 
 TEST_SUITE("peers") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("convolutions of peers have their results and gradients, and the bits of one rank") {
         peers::each(cases, [](convolution const& c) {
@@ -135,8 +135,8 @@ TEST_SUITE("peers") {
             std::ranges::fill(p.bias, 0.f);
             check(c, p);
             auto const shifted = run(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<>(c.ranks)));
-            for (index row = 0; row < p.batch.tokens(); ++row)
-                for (index d = 0; d < channels; d += 17) {
+            for (index_t row = 0; row < p.batch.tokens(); ++row)
+                for (index_t d = 0; d < channels; d += 17) {
                     auto const i = static_cast<std::size_t>(row * channels + d);
                     bool const first = row == p.batch.offset(p.batch.sequence(row));
                     CHECK(shifted[i] == (first ? 0.f : p.x[i - channels]) - p.x[i]);

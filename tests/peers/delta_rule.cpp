@@ -11,7 +11,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using on_ranks::same_bits;
 using peers::list, peers::ratio;
 using reference::delta, reference::result;
@@ -52,7 +52,7 @@ std::vector<recurrence> const cases = {
     {"G8s", "fla test_cp_gdn.py GVA, 4 ranks, slow decay", 4, {2, 8, 16, 16}, {2560}, 1e-3, 0.02},
 };
 
-constexpr index chunk = 16; // 64 / 4
+constexpr index_t chunk = 16; // 64 / 4
 constexpr double peers_tolerance = 3e-3;
 
 double normal(support::splitmix& numbers) {
@@ -67,17 +67,17 @@ delta<float> random(recurrence const& c) {
     auto const& h = c.heads;
     delta<float> p{support::lengths(c.lengths), h, {.chunk = chunk, .qk_l2norm = false}, {}, {}};
     auto const sigmoid = [&] { return 1 / (1 + std::exp(-normal(numbers))); };
-    for (index row = 0; row < p.batch.tokens(); ++row) {
-        for (index head = 0; head < 2 * h.key_heads; ++head) {
+    for (index_t row = 0; row < p.batch.tokens(); ++row) {
+        for (index_t head = 0; head < 2 * h.key_heads; ++head) {
             std::vector<double> x;
             double squares = 0;
-            for (index d = 0; d < h.key_dim; ++d) squares += std::pow(x.emplace_back(normal(numbers)), 2);
+            for (index_t d = 0; d < h.key_dim; ++d) squares += std::pow(x.emplace_back(normal(numbers)), 2);
             for (double const e : x) p.x.push_back(static_cast<float>(e / std::sqrt(squares)));
         }
-        for (index d = 0; d < h.value_heads * h.value_dim; ++d) p.x.push_back(static_cast<float>(normal(numbers)));
-        for (index head = 0; head < h.value_heads; ++head)
+        for (index_t d = 0; d < h.value_heads * h.value_dim; ++d) p.x.push_back(static_cast<float>(normal(numbers)));
+        for (index_t head = 0; head < h.value_heads; ++head)
             p.x.push_back(static_cast<float>(c.fade * std::log(sigmoid())));
-        for (index head = 0; head < h.value_heads; ++head) p.x.push_back(static_cast<float>(c.write * sigmoid()));
+        for (index_t head = 0; head < h.value_heads; ++head) p.x.push_back(static_cast<float>(c.write * sigmoid()));
     }
     return p;
 }
@@ -88,38 +88,39 @@ delta<float> random(recurrence const& c) {
 /// dv = beta r, dk = beta G e - S' beta r, dS' = G - k beta r^T, dg = <S', dS'>, and a dS' is the gradient of S_{t-1}.
 std::vector<double> gradient(delta<double> const& p, std::vector<double> const& dout) {
     auto const& h = p.heads;
-    index const width = on_ranks::width(p.sections()), keys = h.key_heads * h.key_dim, K = h.key_dim, V = h.value_dim;
-    index const g_at = 2 * keys + h.value_heads * V, beta_at = g_at + h.value_heads;
+    index_t const width = on_ranks::width(p.sections()), keys = h.key_heads * h.key_dim, K = h.key_dim, V = h.value_dim;
+    index_t const g_at = 2 * keys + h.value_heads * V, beta_at = g_at + h.value_heads;
     double const scale = 1 / std::sqrt(static_cast<double>(K));
     std::vector<double> d(p.x.size());
-    for (index s = 0; s < p.batch.sequences(); ++s)
-        for (index head = 0; head < h.value_heads; ++head) {
-            index const first = p.batch.offset(s), count = p.batch.length(s);
-            index const q_at = head / (h.value_heads / h.key_heads) * K, k_at = keys + q_at, v_at = 2 * keys + head * V;
+    for (index_t s = 0; s < p.batch.sequences(); ++s)
+        for (index_t head = 0; head < h.value_heads; ++head) {
+            index_t const first = p.batch.offset(s), count = p.batch.length(s);
+            index_t const q_at = head / (h.value_heads / h.key_heads) * K, k_at = keys + q_at,
+                          v_at = 2 * keys + head * V;
             std::vector<double> faded(static_cast<size_t>(count * K * V)), after = faded; // S' and S of every token
             std::vector<double> e(static_cast<size_t>(count * V)), S(static_cast<size_t>(K * V)), G = S;
-            for (index t = 0; t < count; ++t) {
+            for (index_t t = 0; t < count; ++t) {
                 double const* const x = p.x.data() + (first + t) * width;
                 double const a = std::exp(x[g_at + head]), beta = x[beta_at + head];
                 for (double& cell : S) cell *= a;
                 std::ranges::copy(S, faded.begin() + t * K * V);
-                for (index c = 0; c < V; ++c) {
+                for (index_t c = 0; c < V; ++c) {
                     double& rest = e[static_cast<size_t>(t * V + c)];
                     rest = x[v_at + c];
-                    for (index i = 0; i < K; ++i) rest -= S[static_cast<size_t>(i * V + c)] * x[k_at + i];
-                    for (index i = 0; i < K; ++i) S[static_cast<size_t>(i * V + c)] += beta * x[k_at + i] * rest;
+                    for (index_t i = 0; i < K; ++i) rest -= S[static_cast<size_t>(i * V + c)] * x[k_at + i];
+                    for (index_t i = 0; i < K; ++i) S[static_cast<size_t>(i * V + c)] += beta * x[k_at + i] * rest;
                 }
                 std::ranges::copy(S, after.begin() + t * K * V);
             }
-            for (index t = count; t-- > 0;) {
+            for (index_t t = count; t-- > 0;) {
                 double const* const x = p.x.data() + (first + t) * width;
                 double* const dx = d.data() + (first + t) * width;
                 double const a = std::exp(x[g_at + head]), beta = x[beta_at + head];
-                for (index c = 0; c < V; ++c) {
+                for (index_t c = 0; c < V; ++c) {
                     double const of_o = dout[static_cast<size_t>(((first + t) * h.value_heads + head) * V + c)];
                     double const rest = e[static_cast<size_t>(t * V + c)];
                     double r = 0;
-                    for (index i = 0; i < K; ++i) {
+                    for (index_t i = 0; i < K; ++i) {
                         auto const cell = static_cast<size_t>(i * V + c);
                         G[cell] += scale * x[q_at + i] * of_o;
                         dx[q_at + i] += scale * after[static_cast<size_t>(t * K * V) + cell] * of_o;
@@ -127,7 +128,7 @@ std::vector<double> gradient(delta<double> const& p, std::vector<double> const& 
                     }
                     dx[v_at + c] = beta * r;
                     dx[beta_at + head] += rest * r;
-                    for (index i = 0; i < K; ++i) {
+                    for (index_t i = 0; i < K; ++i) {
                         auto const cell = static_cast<size_t>(i * V + c);
                         double const before = faded[static_cast<size_t>(t * K * V) + cell];
                         dx[k_at + i] += beta * (G[cell] * rest - before * r);
@@ -144,8 +145,8 @@ std::vector<double> gradient(delta<double> const& p, std::vector<double> const& 
 /// Returns the columns of one of the five sections.
 template <class T>
 std::vector<T> section(std::vector<T> const& x, std::vector<cpx::section> const& sections, size_t which) {
-    index const all = on_ranks::width(sections), own = sections[which].heads * sections[which].width;
-    index first = 0;
+    index_t const all = on_ranks::width(sections), own = sections[which].heads * sections[which].width;
+    index_t first = 0;
     for (size_t i = 0; i < which; ++i) first += sections[i].heads * sections[i].width;
     std::vector<T> part;
     for (auto row = x.begin(); row != x.end(); row += all) part.insert(part.end(), row + first, row + first + own);
@@ -164,7 +165,7 @@ void check_near(std::vector<float> const& got, std::vector<double> const& expect
 } // namespace
 
 TEST_SUITE("peers") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("delta rules of peers have their results and gradients on every carry, exact ones the bits of one rank") {
         peers::each(cases, [](recurrence const& c) {
@@ -172,7 +173,7 @@ TEST_SUITE("peers") {
             auto const p = random(c);
             support::splitmix numbers(7);
             result<float> upstream;
-            for (index i = 0; i < p.batch.tokens() * c.heads.value_heads * c.heads.value_dim; ++i)
+            for (index_t i = 0; i < p.batch.tokens() * c.heads.value_heads * c.heads.value_dim; ++i)
                 upstream.o.push_back(static_cast<float>(normal(numbers)));
             auto const formula = run(p.as<double>()).o;
             auto const formula_gradient = gradient(p.as<double>(), on_ranks::cast<double>(upstream.o));

@@ -9,7 +9,7 @@
 
 namespace {
 
-using cpx::index, cpx::scope;
+using cpx::index_t, cpx::scope;
 using on_ranks::assemble, on_ranks::part, on_ranks::same_bits, on_ranks::slice;
 using peers::list;
 using std::size_t;
@@ -17,7 +17,7 @@ using std::size_t;
 using sections = std::vector<cpx::section>;
 
 /// Numbers of which no two places have the same, all of them exact.
-std::vector<float> distinct(index count) {
+std::vector<float> distinct(index_t count) {
     std::vector<float> values(static_cast<size_t>(count));
     for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i + 1);
     return values;
@@ -57,16 +57,16 @@ void check_permutation(sections const& columns, From const& from, To const& to) 
 /// miles' rule: zigzag where 2W divides the length, else (its tail pad) sequential.
 struct divisible {
     int by;
-    bool operator()(index n) const { return n % by == 0; }
+    bool operator()(index_t n) const { return n % by == 0; }
 };
 auto miles_rule(cpx::thd const& batch, int w) {
     return cpx::shard(batch, cpx::by_length{cpx::zigzag<>{w}, cpx::sequential<>{w}, divisible{2 * w}});
 }
 
 /// Lengths of miles' packs: sequences of `chunks` rows a chunk of zigzag, then `pad` rows of padding on every rank.
-list miles_pack(index w, list const& chunks, index pad) {
+list miles_pack(index_t w, list const& chunks, index_t pad) {
     list lengths;
-    for (index const n : chunks) lengths.push_back(2 * w * n);
+    for (index_t const n : chunks) lengths.push_back(2 * w * n);
     if (pad > 0) lengths.push_back(w * pad);
     return lengths;
 }
@@ -75,7 +75,7 @@ struct relayout_case {
     char const *id, *source;
     int ranks;
     list lengths;
-    index width = 3;
+    index_t width = 3;
 };
 
 std::vector<relayout_case> const relayouts = {
@@ -117,7 +117,7 @@ struct gather_case {
     char const *id, *source;
     int ranks;
     list valid;
-    index multiple = 8;
+    index_t multiple = 8;
 };
 
 std::vector<gather_case> const gathers = {
@@ -131,10 +131,10 @@ std::vector<gather_case> const gathers = {
 
 /// Returns the batch whose sequences are padded to 2W rows a chunk, with a tail pad that fills up every rank.
 cpx::thd miles_padded(gather_case const& c) {
-    index const w = c.ranks;
+    index_t const w = c.ranks;
     list lengths, valid = c.valid;
-    index rows = 0;
-    for (index const n : c.valid) rows += lengths.emplace_back((n + 2 * w - 1) / (2 * w) * 2 * w) / w;
+    index_t rows = 0;
+    for (index_t const n : c.valid) rows += lengths.emplace_back((n + 2 * w - 1) / (2 * w) * 2 * w) / w;
     lengths.push_back((c.multiple - rows % c.multiple) % c.multiple * w);
     valid.push_back(0);
     auto const batch = support::lengths(lengths);
@@ -159,16 +159,16 @@ std::vector<heads_case> const heads = {
 
 /// A cut into chunks of a fixed size, the last one shorter.
 struct every {
-    index size = 1;
-    index begin(int c, int, index n) const { return std::min(c * size, n); }
-    index snap(index t, index) const { return t; }
+    index_t size = 1;
+    index_t begin(int c, int, index_t n) const { return std::min(c * size, n); }
+    index_t snap(index_t t, index_t) const { return t; }
     friend bool operator==(every, every) = default;
 };
 
 struct dispatch_case {
     char const *id, *source;
     int ranks;
-    index tokens, chunk;
+    index_t tokens, chunk;
 };
 
 std::vector<dispatch_case> const dispatches = {
@@ -181,7 +181,7 @@ std::vector<dispatch_case> const dispatches = {
 
 struct log_probability_case {
     char const *id, *source;
-    index total, response, rows; ///< rows: of one padded row (bshd), 0: padded to 2W (thd)
+    index_t total, response, rows; ///< rows: of one padded row (bshd), 0: padded to 2W (thd)
 };
 
 std::vector<log_probability_case> const log_probabilities = {
@@ -197,7 +197,7 @@ std::vector<log_probability_case> const log_probabilities = {
 } // namespace
 
 TEST_SUITE("peers") {
-    using cpx::index;
+    using cpx::index_t;
 
     // Places have values of their own: M11, for miles' gradient of a sum is all ones even if the inverse is wrong.
     TEST_CASE("relayouts of peers bring every row, back too, and gradients are in their places") {
@@ -262,7 +262,7 @@ TEST_SUITE("peers") {
             sections const axes{{3, 1}};
             for (int rank = 0; rank < c.ranks; ++rank) CHECK(cut.rows(rank) % c.multiple == 0);
             std::vector<float> positions;
-            for (index row = 0; row < batch.tokens(); ++row)
+            for (index_t row = 0; row < batch.tokens(); ++row)
                 for (float const axis : {0.f, 1000.f, 2000.f})
                     positions.push_back(axis + static_cast<float>(row - batch.offset(batch.sequence(row))));
             CHECK(same_bits(move(positions, axes, cut, everywhere), positions));
@@ -274,12 +274,12 @@ TEST_SUITE("peers") {
         peers::each(heads, [](heads_case const& c) {
             sections const columns{{8, 1}, {8, 1}, {4, 1}, {16, 1}, {32, 1}, {4, 1}};
             auto const batch = support::lengths(c.lengths);
-            index const width = on_ranks::width(columns);
+            index_t const width = on_ranks::width(columns);
             auto const x = distinct(batch.tokens() * width);
             auto const zigzag = cpx::shard(batch, cpx::zigzag<>(c.ranks));
             cpx::head_sharded<> const by_heads(c.ranks, batch, columns);
             auto const fused = move(x, columns, zigzag, by_heads);
-            for (index s = 0; s < batch.sequences(); ++s) {
+            for (index_t s = 0; s < batch.sequences(); ++s) {
                 auto const own = support::lengths({batch.length(s)});
                 auto const part = slice(x, width, batch.offset(s), batch.offset(s + 1));
                 CHECK(same_bits(move(part, columns, cpx::shard(own, cpx::zigzag<>(c.ranks)),
@@ -320,12 +320,12 @@ TEST_SUITE("peers") {
         peers::each(log_probabilities, [](log_probability_case const& c) {
             for (int const ranks : {2, 4, 8}) {
                 CAPTURE(ranks);
-                index const unit = 2 * ranks, length = c.rows ? c.rows : (c.total + unit - 1) / unit * unit;
+                index_t const unit = 2 * ranks, length = c.rows ? c.rows : (c.total + unit - 1) / unit * unit;
                 cpx::thd const batch({0, length}, {c.total});
                 auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
                 cpx::replicated<> const everywhere(ranks, batch);
                 std::vector<float> logits(static_cast<std::size_t>(length), 0.f); // at the token before the response's
-                for (index i = 0; i < c.response; ++i)
+                for (index_t i = 0; i < c.response; ++i)
                     logits[static_cast<std::size_t>(c.total - c.response - 1 + i)] = static_cast<float>(i + 1);
                 auto const all = move(logits, {{1, 1}}, zigzag, everywhere);
                 CHECK(slice(all, 1, c.total - c.response - 1, c.total - 1) == distinct(c.response));

@@ -11,7 +11,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using on_ranks::same_bits, on_ranks::slice;
 using peers::list, peers::ratio;
 using reference::gradient, reference::gradient_by_heads, reference::layer, reference::run, reference::run_by_heads;
@@ -100,11 +100,11 @@ void check_same(layer<float> got, layer<float> expected) {
 /// Checks that every sequence has the result and dx that it has alone, and weights the sums of what they get alone.
 void check_sequences(layer<float> const& p, std::vector<float> const& dy, std::vector<float> const& y,
                      layer<float> const& d) {
-    index const hidden = p.config.hidden;
+    index_t const hidden = p.config.hidden;
     auto sums = d.as<double>();
     for (auto& w : sums.weights) std::ranges::fill(w, 0.0);
-    for (index s = 0; s < p.batch.sequences(); ++s) {
-        index const first = p.batch.offset(s), last = p.batch.offset(s + 1);
+    for (index_t s = 0; s < p.batch.sequences(); ++s) {
+        index_t const first = p.batch.offset(s), last = p.batch.offset(s + 1);
         auto own = p;
         own.batch = support::lengths({last - first});
         own.x = slice(p.x, hidden, first, last);
@@ -179,7 +179,7 @@ std::vector<padded_net> const padded_cases = {
 };
 
 /// Returns the valid rows of a padded tensor.
-std::vector<float> valid_rows(cpx::packing const& rows, std::vector<float> const& padded, index width) {
+std::vector<float> valid_rows(cpx::packing const& rows, std::vector<float> const& padded, index_t width) {
     std::vector<float> packed(static_cast<std::size_t>(rows.batch().tokens() * width));
     cpx::pack(rows, cpx::rows<float const>(padded, width), cpx::rows<float>(packed, width));
     return packed;
@@ -191,7 +191,7 @@ void check(padded_net const& c) {
     auto const p = reference::random_layer<float>(batch, c.config, true, 6);
     auto without = p;
     without.batch = rows.batch();
-    index const hidden = c.config.hidden;
+    index_t const hidden = c.config.hidden;
     without.x = valid_rows(rows, p.x, hidden);
     support::splitmix numbers(8);
     auto const dy = on_ranks::uniform<float>(numbers, rows.batch().tokens() * hidden);
@@ -221,7 +221,7 @@ void check(padded_net const& c) {
 } // namespace
 
 TEST_SUITE("peers") {
-    using cpx::index;
+    using cpx::index_t;
 
     TEST_CASE("layers of peers have their results and gradients on every carry, exact ones the bits of one rank") {
         peers::each(cases, [](net const& c) { check(c); });
@@ -241,14 +241,14 @@ TEST_SUITE("peers") {
                 auto const rows = cpx::packing_from_mask(mask, 8, cpx::padding::left);
                 CHECK(rows.batch() == support::lengths(c.lengths));
                 auto p = reference::random_layer<float>(rows.batch(), c.config, true, 9);
-                index const hidden = c.config.hidden;
+                index_t const hidden = c.config.hidden;
                 std::vector<float> padded(static_cast<std::size_t>(16 * hidden), on_ranks::poison<float>());
                 cpx::unpack(rows, cpx::rows<float const>(p.x, hidden), cpx::rows<float>(padded, hidden));
                 CHECK(same_bits(valid_rows(rows, padded, hidden), p.x));
                 auto const zigzag = cpx::shard(rows.batch(), cpx::zigzag<>(c.ranks));
                 cpx::unpack(rows, cpx::rows<float const>(run_by_heads(p, zigzag), hidden),
                             cpx::rows<float>(padded, hidden));
-                for (index s = 0; s < 2; ++s) {
+                for (index_t s = 0; s < 2; ++s) {
                     auto own = p;
                     own.batch = support::lengths({c.lengths[static_cast<std::size_t>(s)]});
                     own.x = slice(p.x, hidden, p.batch.offset(s), p.batch.offset(s + 1));

@@ -9,18 +9,18 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 
 /// A state that remembers which tokens made it and in which order: S -> 31^count S + E, modulo 2^64.
 using state = std::uint64_t;
 constexpr state factor = 31;
 
-state advance(state s, index row) { return s * factor + static_cast<state>(row) + 1; }
-state fold(state s, index first, index count) {
-    for (index row = first; row < first + count; ++row) s = advance(s, row);
+state advance(state s, index_t row) { return s * factor + static_cast<state>(row) + 1; }
+state fold(state s, index_t first, index_t count) {
+    for (index_t row = first; row < first + count; ++row) s = advance(s, row);
     return s;
 }
-state power(index count) {
+state power(index_t count) {
     state p = 1;
     while (count-- > 0) p *= factor;
     return p;
@@ -61,10 +61,10 @@ states run_serial(cpx::thd const& batch, std::vector<cpx::carry_plan<any_tokens>
         for (std::size_t r = 0; r < all.size(); ++r) {
             plans.push_back(all[r].steps[l]);
             if (l < all[r].levels.size())
-                for (index const i : all[r].levels[l])
+                for (index_t const i : all[r].levels[l])
                     ends[r].push_back(end_of(batch, all[r].segments[static_cast<std::size_t>(i)],
                                              starts[r][static_cast<std::size_t>(i)]));
-            if (plans.back().source_rows != static_cast<index>(ends[r].size()))
+            if (plans.back().source_rows != static_cast<index_t>(ends[r].size()))
                 problem = "step with a wrong number of source rows";
         }
         if (problem.empty()) problem = disagreement(plans);
@@ -91,20 +91,20 @@ states run_scan(cpx::thd const& batch, std::vector<cpx::carry_plan<any_tokens>> 
             ends[r].push_back(end_of(batch, c.segments[i], 0));
             bool const inner = c.links[i].level > 0 && c.links[i].has_successor;
             if (inner != (c.links[i].map_row >= 0)) problem = "a map is kept that nobody needs, or the other way round";
-            if (inner && c.links[i].map_row != static_cast<index>(maps[r].size())) problem = "maps are out of order";
+            if (inner && c.links[i].map_row != static_cast<index_t>(maps[r].size())) problem = "maps are out of order";
             if (inner) maps[r].push_back(power(c.segments[i].count));
         }
-        if (c.ends.source_rows != static_cast<index>(ends[r].size())) problem = "wrong number of ends";
-        if (c.maps.source_rows != static_cast<index>(maps[r].size())) problem = "wrong number of maps";
+        if (c.ends.source_rows != static_cast<index_t>(ends[r].size())) problem = "wrong number of ends";
+        if (c.maps.source_rows != static_cast<index_t>(maps[r].size())) problem = "wrong number of maps";
     }
     if (problem.empty()) problem = disagreement(end_plans);
     if (problem.empty()) problem = disagreement(map_plans);
     if (!problem.empty()) return starts;
     auto const all_ends = execute(end_plans, ends, 1, state{0}), all_maps = execute(map_plans, maps, 1, state{0});
     for (std::size_t r = 0; r < all.size(); ++r)
-        for (cpx::link const& link : all[r].links) {
+        for (cpx::carry_link const& link : all[r].links) {
             state s = 0;
-            for (index k = 0; k < link.level; ++k) {
+            for (index_t k = 0; k < link.level; ++k) {
                 state const map = k > 0 ? all_maps[r].at(static_cast<std::size_t>(link.maps + k - 1)) : 0;
                 s = map * s + all_ends[r].at(static_cast<std::size_t>(link.ends + k));
             }
@@ -121,9 +121,9 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a) {
     std::size_t tokens = 0;
     for (auto const& c : all) {
         if (c.links.size() != c.segments.size()) return "not one link a segment";
-        std::vector<index> level_of(c.segments.size(), -1);
+        std::vector<index_t> level_of(c.segments.size(), -1);
         for (std::size_t l = 0; l < c.levels.size(); ++l)
-            for (index const i : c.levels[l]) level_of.at(static_cast<std::size_t>(i)) = static_cast<index>(l);
+            for (index_t const i : c.levels[l]) level_of.at(static_cast<std::size_t>(i)) = static_cast<index_t>(l);
         for (std::size_t i = 0; i < c.segments.size(); ++i) {
             cpx::segment const& s = c.segments[i];
             tokens += static_cast<std::size_t>(s.count);
@@ -144,7 +144,7 @@ TEST_SUITE("plan") {
     TEST_CASE("states reach every segment of all small packings, handed on or joined, for all shardings") {
         for (int ranks = 1; ranks <= 6; ++ranks)
             for (spec const& s : all_specs(ranks, {0, 2}))
-                for (index tokens = 0; tokens <= 9 - fewer; ++tokens)
+                for (index_t tokens = 0; tokens <= 9 - fewer; ++tokens)
                     for_each_packing(tokens, [&](cpx::thd const& batch) {
                         std::string const problem = problem_of(batch, law::tokens(batch, s));
                         if (!problem.empty()) FAIL(text(s) << ", lengths " << text(batch) << ": " << problem);
@@ -155,8 +155,8 @@ TEST_SUITE("plan") {
         splitmix numbers(13);
         for (int turn = 0; turn < 300; ++turn) {
             int const ranks = static_cast<int>(numbers.between(1, 16));
-            std::vector<index> list;
-            for (index n = numbers.between(0, 12); n-- > 0;)
+            std::vector<index_t> list;
+            for (index_t n = numbers.between(0, 12); n-- > 0;)
                 list.push_back(numbers.between(0, numbers.between(0, 1) ? 9 : 300));
             auto const specs = all_specs(ranks, {0, 1, 3, 64}, numbers.next() % 1000);
             spec const& s = specs[numbers.next() % specs.size()];

@@ -11,13 +11,13 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 
 char const* name(cpx::side where) { return where == cpx::side::before ? "before" : "after"; }
 
 /// Returns what is wrong with the halos of all ranks, or "": every segment gets the rows beside it, each foreign row
 /// comes once, nothing else comes, both ends agree, and the transpose adds every gradient where its row lives.
-std::string problem_of(cpx::thd const& batch, law::subject const& a, index reach, cpx::side where) {
+std::string problem_of(cpx::thd const& batch, law::subject const& a, index_t reach, cpx::side where) {
     auto const& sharding = std::get<0>(a.sharding);
     std::vector<cpx::halo_plan<any_tokens>> halos;
     std::vector<cpx::plan> plans;
@@ -27,52 +27,52 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index reach
         if (plans.back().fingerprint() != plans[0].fingerprint()) return "fingerprints differ";
     }
     if (std::string const problem = disagreement(plans); !problem.empty()) return problem;
-    auto const arrived = execute(plans, a.rows, 1, index{-1});
+    auto const arrived = execute(plans, a.rows, 1, index_t{-1});
 
-    index received = 0;
+    index_t received = 0;
     law::matrix gradients, expected(a.rows.size());
     for (std::size_t r = 0; r < a.rows.size(); ++r) expected[r].assign(a.rows[r].size(), 0);
     for (std::size_t r = 0; r < a.rows.size(); ++r) {
         std::string const who = "rank " + std::to_string(r);
         auto const& halo = halos[r];
-        std::set<index> foreign;
+        std::set<index_t> foreign;
         if (halo.begin.size() != halo.segments.size() + 1) return who + ": a beginning for each segment is missing";
         for (std::size_t i = 0; i < halo.segments.size(); ++i) {
             cpx::segment const& s = halo.segments[i];
-            index const start = batch.offset(s.sequence) + s.token, end = start + s.count;
+            index_t const start = batch.offset(s.sequence) + s.token, end = start + s.count;
             bool const before = where == cpx::side::before;
-            index const first = before ? std::max(batch.offset(s.sequence), start - reach) : end;
-            index const last = before ? start : std::min(batch.offset(s.sequence + 1), end + reach);
-            std::vector<index> want, got;
-            for (index row = first; row < last; ++row) {
+            index_t const first = before ? std::max(batch.offset(s.sequence), start - reach) : end;
+            index_t const last = before ? start : std::min(batch.offset(s.sequence + 1), end + reach);
+            std::vector<index_t> want, got;
+            for (index_t row = first; row < last; ++row) {
                 want.push_back(row);
                 if (a.owners[static_cast<std::size_t>(row)] != static_cast<int>(r)) foreign.insert(row);
             }
             for (std::size_t h = halo.begin[i]; h < halo.begin[i + 1]; ++h)
-                for (index k = 0; k < halo.parts[h].count; ++k)
+                for (index_t k = 0; k < halo.parts[h].count; ++k)
                     got.push_back((halo.parts[h].halo ? arrived[r] : a.rows[r])
                                       .at(static_cast<std::size_t>(halo.parts[h].first + k)));
             if (got != want) return who + ", segment " + std::to_string(i) + " has the wrong rows beside it";
         }
-        if (arrived[r] != std::vector<index>(foreign.begin(), foreign.end()))
+        if (arrived[r] != std::vector<index_t>(foreign.begin(), foreign.end()))
             return who + " receives a row twice, or in vain";
-        if (halo.source_rows != static_cast<index>(a.rows[r].size())) return who + ": wrong number of source rows";
-        received += static_cast<index>(foreign.size());
+        if (halo.source_rows != static_cast<index_t>(a.rows[r].size())) return who + ": wrong number of source rows";
+        received += static_cast<index_t>(foreign.size());
 
         gradients.emplace_back();
-        for (index const row : foreign) { // a gradient that tells its row and the rank that needed it
-            index const value = (row + 1) * (1 + static_cast<index>(r));
+        for (index_t const row : foreign) { // a gradient that tells its row and the rank that needed it
+            index_t const value = (row + 1) * (1 + static_cast<index_t>(r));
             gradients.back().push_back(value);
             std::size_t const owner = static_cast<std::size_t>(a.owners[static_cast<std::size_t>(row)]);
             auto const at = std::ranges::find(a.rows[owner], row) - a.rows[owner].begin();
             expected[owner][static_cast<std::size_t>(at)] += value;
         }
     }
-    index sent = 0;
+    index_t sent = 0;
     for (cpx::plan const& p : plans) sent += p.sent_rows();
     if (sent != received || sent != cpx::halo_lower_bound(sharding, reach, where))
         return "sends more rows than are needed";
-    if (execute(transposed(plans), gradients, 1, index{-1}) != expected) return "the transpose loses a gradient";
+    if (execute(transposed(plans), gradients, 1, index_t{-1}) != expected) return "the transpose loses a gradient";
     return "";
 }
 
@@ -80,10 +80,10 @@ TEST_SUITE("plan") {
     TEST_CASE("every segment of all small packings gets the rows beside it, for 0 to 9 rows and all shardings") {
         for (int ranks = 1; ranks <= 6; ++ranks)
             for (spec const& s : all_specs(ranks, {0, 2}))
-                for (index tokens = 0; tokens <= 8 - fewer; ++tokens)
+                for (index_t tokens = 0; tokens <= 8 - fewer; ++tokens)
                     for_each_packing(tokens, [&](cpx::thd const& batch) {
                         auto const a = law::tokens(batch, s);
-                        for (index reach = 0; reach <= std::min<index>(tokens, 9); ++reach)
+                        for (index_t reach = 0; reach <= std::min<index_t>(tokens, 9); ++reach)
                             for (cpx::side const where : {cpx::side::before, cpx::side::after}) {
                                 std::string const problem = problem_of(batch, a, reach, where);
                                 if (!problem.empty())
@@ -97,12 +97,12 @@ TEST_SUITE("plan") {
         splitmix numbers(11);
         for (int turn = 0; turn < 400; ++turn) {
             int const ranks = static_cast<int>(numbers.between(1, 16));
-            std::vector<index> list;
-            for (index n = numbers.between(0, 8); n-- > 0;)
+            std::vector<index_t> list;
+            for (index_t n = numbers.between(0, 8); n-- > 0;)
                 list.push_back(numbers.between(0, numbers.between(0, 1) ? 12 : 150));
             auto const specs = all_specs(ranks, {0, 1, 3, 64}, numbers.next() % 1000);
             auto const a = law::tokens(lengths(list), specs[numbers.next() % specs.size()]);
-            index const reach = numbers.between(0, 9);
+            index_t const reach = numbers.between(0, 9);
             cpx::side const where = numbers.next() % 2 ? cpx::side::before : cpx::side::after;
             std::string const problem = problem_of(lengths(list), a, reach, where);
             CHECK_MESSAGE(problem.empty(), a.name << ", " << reach << " rows " << name(where) << ", lengths "
@@ -161,9 +161,9 @@ TEST_SUITE("plan") {
     }
 
     TEST_CASE("halos of sequences of more than 2^33 tokens count right") {
-        auto const sharding = cpx::shard(lengths({index{1} << 35, 5}), cpx::zigzag<4>{});
+        auto const sharding = cpx::shard(lengths({index_t{1} << 35, 5}), cpx::zigzag<4>{});
         auto const p = cpx::halo(sharding, 1, 3);
-        CHECK(p.source_rows == (index{1} << 33) + 2); // of the five tokens it holds 0 and 3
+        CHECK(p.source_rows == (index_t{1} << 33) + 2); // of the five tokens it holds 0 and 3
         CHECK(p.target_rows <= 4 * 3);
         CHECK(p.receives[0].rows[0].count == 3);
     }

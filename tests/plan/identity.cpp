@@ -11,7 +11,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
 
 /// Returns the name of the first field in which two plans differ, or "" if their fingerprints are equal.
@@ -77,12 +77,12 @@ TEST_SUITE("plan") {
         };
         for (int const unit : {1, 2, 3, 63, 64, 128, 999, 1024, 4096})
             CHECK_MESSAGE(difference(to_zigzag(cut(unit)), to_zigzag(cut(unit + 1))) == "source sharding (hash)", unit);
-        using rule_type = bool (*)(index);
+        using rule_type = bool (*)(index_t);
         auto const rule = [](rule_type accepts) {
             return cpx::shard(batch, cpx::by_length{cpx::zigzag<>{2}, cpx::sequential<>{2}, accepts});
         };
-        rule_type const even = [](index n) { return n % 2 == 0; }, quarter = [](index n) { return n % 4 == 0; },
-                        eight = [](index n) { return n == 8; };
+        rule_type const even = [](index_t n) { return n % 2 == 0; }, quarter = [](index_t n) { return n % 4 == 0; },
+                        eight = [](index_t n) { return n == 8; };
         CHECK(difference(to_zigzag(rule(even)), to_zigzag(rule(eight))) == "source sharding (hash)"); // differs at 12
         CHECK(difference(to_zigzag(rule(even)), to_zigzag(rule(quarter))) == ""); // agrees on this batch
         auto const heads = [](std::vector<cpx::section> list) { return cpx::head_sharded<2>(batch, std::move(list)); };

@@ -11,16 +11,16 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
-using list = std::vector<index>;
+using list = std::vector<index_t>;
 
 /// What flash-linear-attention's build_cp_context gives a rank: offsets of its rows, the ranks before and after that
 /// share its first and its last sequence, and the tokens before it in its first sequence.
 struct context {
     int rank;
     list offsets;
-    index ranks_before, ranks_after, tokens_before;
+    index_t ranks_before, ranks_after, tokens_before;
 };
 
 struct context_case {
@@ -80,7 +80,7 @@ TEST_SUITE("plan") {
         for (context_case const& c : contexts) {
             cpx::thd const batch(c.offsets);
             auto const sharding = cpx::shard<scope::batch>(batch, cpx::sequential<>{c.ranks});
-            std::vector<index> chain(static_cast<std::size_t>(batch.sequences())); // segments of each sequence
+            std::vector<index_t> chain(static_cast<std::size_t>(batch.sequences())); // segments of each sequence
             for (int r = 0; r < c.ranks; ++r)
                 for (cpx::segment const& s : cpx::segments(sharding, r)) ++chain[static_cast<std::size_t>(s.sequence)];
             for (context const& want : c.contexts) {
@@ -89,13 +89,13 @@ TEST_SUITE("plan") {
                 auto const plan = cpx::carry(sharding, want.rank);
                 CHECK(cpx::offsets(plan.segments) == want.offsets);
                 if (plan.segments.empty()) continue;
-                index const last =
-                    static_cast<index>(chain[static_cast<std::size_t>(plan.segments.back().sequence)]) - 1;
+                index_t const last =
+                    static_cast<index_t>(chain[static_cast<std::size_t>(plan.segments.back().sequence)]) - 1;
                 CHECK(plan.links.front().level == want.ranks_before);
                 CHECK(last - plan.links.back().level == want.ranks_after);
                 CHECK(plan.segments.front().token == want.tokens_before);
-                index const rows = cpx::halo(sharding, want.rank, 3).target_rows; // a convolution of 4
-                CHECK(rows == std::min<index>(3, want.tokens_before));
+                index_t const rows = cpx::halo(sharding, want.rank, 3).target_rows; // a convolution of 4
+                CHECK(rows == std::min<index_t>(3, want.tokens_before));
             }
         }
     }
@@ -117,9 +117,9 @@ TEST_SUITE("plan") {
     // gradient is that of a sum, all ones, which a wrong inverse passes; here every place has its own gradient.
     TEST_CASE("miles' relayout, its way back and its gradient are exact, with odd and even tail pads") {
         for (int const w : {2, 4})
-            for (index const pad : {3, 4}) {
+            for (index_t const pad : {3, 4}) {
                 cpx::thd const batch = lengths({3 * 2 * w, 5 * 2 * w, pad * w});
-                auto const rule = [w](index n) { return n % (2 * w) == 0; };
+                auto const rule = [w](index_t n) { return n % (2 * w) == 0; };
                 auto const zigzag = cpx::shard(batch, cpx::by_length{cpx::zigzag<>{w}, cpx::sequential<>{w}, rule});
                 auto const packed = cpx::shard<scope::batch>(batch, cpx::sequential<>{w});
                 std::vector<cpx::plan> there, back;
@@ -130,7 +130,7 @@ TEST_SUITE("plan") {
                     for (auto* m : {&rows, &packed_rows}) m->emplace_back();
                     auto const collect = [](list& into) {
                         return [&into](cpx::range piece) {
-                            for (index row = piece.first; row < piece.last; ++row) into.push_back(row);
+                            for (index_t row = piece.first; row < piece.last; ++row) into.push_back(row);
                         };
                     };
                     zigzag.for_each_piece(r, collect(rows.back()));
@@ -139,9 +139,9 @@ TEST_SUITE("plan") {
                     CHECK(back.back() == there.back().transposed());
                 }
                 CHECK(disagreement(there).empty());
-                CHECK(execute(there, rows, 1, index{-1}) == packed_rows);
-                CHECK(execute(back, packed_rows, 1, index{-1}) == rows);
-                CHECK(execute(transposed(there), packed_rows, 1, index{-1}) == rows);
+                CHECK(execute(there, rows, 1, index_t{-1}) == packed_rows);
+                CHECK(execute(back, packed_rows, 1, index_t{-1}) == rows);
+                CHECK(execute(transposed(there), packed_rows, 1, index_t{-1}) == rows);
             }
     }
 
@@ -152,7 +152,7 @@ TEST_SUITE("plan") {
         for (int r = 0; r < 8; ++r) {
             auto const p = cpx::relayout(a, b, r);
             CHECK(p.messages() <= 2);
-            CHECK(p.sent_elements(2048) * 2 <= index{32} << 20); // bf16: 32 MiB, against 224 MiB received there
+            CHECK(p.sent_elements(2048) * 2 <= index_t{32} << 20); // bf16: 32 MiB, against 224 MiB received there
         }
     }
 

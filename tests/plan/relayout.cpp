@@ -10,7 +10,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
 
 std::vector<law::subject> by_tokens(cpx::thd const& batch, std::vector<spec> const& specs) {
@@ -34,12 +34,12 @@ std::vector<law::subject> by_all(cpx::thd const& batch, std::vector<spec> const&
 std::string composition(law::subject const& a, law::subject const& b, law::subject const& c) {
     auto const start = law::tagged(a, {{1, 1}});
     auto const step = [&](law::subject const& from, law::subject const& to, law::matrix const& data) {
-        return execute(law::plans(from, to), data, 1, index{-1});
+        return execute(law::plans(from, to), data, 1, index_t{-1});
     };
     auto const middle = step(a, b, start), direct = step(a, c, start);
     if (step(b, c, middle) != direct) return a.name + " -> " + b.name + " -> " + c.name;
     if (step(b, a, middle) != start) return a.name + " -> " + b.name + " and back";
-    if (execute(transposed(law::plans(a, b)), middle, 1, index{-1}) != start)
+    if (execute(transposed(law::plans(a, b)), middle, 1, index_t{-1}) != start)
         return "transpose of " + a.name + " -> " + b.name;
     return "";
 }
@@ -48,7 +48,7 @@ TEST_SUITE("plan") {
     TEST_CASE("all laws hold for all packings of up to 7 tokens, up to 6 ranks and all pairs of shardings") {
         for (int ranks = 1; ranks <= 6; ++ranks) {
             auto const specs = all_specs(ranks, {0, 2});
-            for (index tokens = 0; tokens <= 7 - fewer; ++tokens)
+            for (index_t tokens = 0; tokens <= 7 - fewer; ++tokens)
                 for_each_packing(tokens, [&](cpx::thd const& batch) {
                     std::string const problem = law::all_pairs(by_all(batch, specs));
                     REQUIRE_MESSAGE(problem.empty(), problem << " of lengths " << text(batch));
@@ -64,7 +64,7 @@ TEST_SUITE("plan") {
                                                   {shape::zigzag, scope::sequence, 0, ranks},
                                                   {shape::zigzag, scope::batch, 0, ranks},
                                                   {shape::sequential, scope::batch, 2, ranks}};
-            for (index tokens = 8; tokens <= 12 - fewer; ++tokens)
+            for (index_t tokens = 8; tokens <= 12 - fewer; ++tokens)
                 for_each_composition(tokens, [&](cpx::thd const& batch) {
                     auto subjects = all ? by_all(batch, all_specs(ranks, {0, 2})) : by_tokens(batch, main_specs);
                     if (!all && batch.sequences() % 4 == 0)
@@ -78,7 +78,7 @@ TEST_SUITE("plan") {
     TEST_CASE("all laws hold with cuts at multiples of 64 tokens") {
         for (int ranks : {1, 2, 3, 4, 8})
             for (auto const& list :
-                 std::vector<std::vector<index>>{{64}, {63, 65, 1}, {128, 0, 300}, {31, 32, 33}, {640, 7}}) {
+                 std::vector<std::vector<index_t>>{{64}, {63, 65, 1}, {128, 0, 300}, {31, 32, 33}, {640, 7}}) {
                 std::string const problem = law::all_pairs(by_all(lengths(list), all_specs(ranks, {64, 3})));
                 REQUIRE_MESSAGE(problem.empty(), problem << " of lengths " << text(lengths(list)));
             }
@@ -87,7 +87,7 @@ TEST_SUITE("plan") {
     TEST_CASE("plans compose, and the way back and the transpose both undo a plan") {
         for (int ranks : {1, 2, 3, 5})
             for (auto const& list :
-                 std::vector<std::vector<index>>{{8, 12}, {5, 0, 1, 17}, {2}, {1, 1, 1, 1, 1, 1, 1}}) {
+                 std::vector<std::vector<index_t>>{{8, 12}, {5, 0, 1, 17}, {2}, {1, 1, 1, 1, 1, 1, 1}}) {
                 auto const subjects = by_tokens(lengths(list), all_specs(ranks, {0, 2}));
                 for (auto const& a : subjects)
                     for (auto const& b : subjects)
@@ -108,15 +108,15 @@ TEST_SUITE("plan") {
         law::matrix const gradients = {{1, 2, 3, 4, 5}, {10, 20, 30, 40, 50}};
         law::matrix expected(2);
         for (std::size_t r = 0; r < 2; ++r)
-            for (index const row : zigzag.rows[r]) expected[r].push_back(11 * (row + 1));
-        CHECK(execute(sums, gradients, 1, index{-1}) == expected);
+            for (index_t const row : zigzag.rows[r]) expected[r].push_back(11 * (row + 1));
+        CHECK(execute(sums, gradients, 1, index_t{-1}) == expected);
 
         auto const selection = law::plans(everywhere, zigzag);
         CHECK(selection[0].kind == cpx::flow::selects);
         CHECK(selection[0].messages() == 0);
-        auto const back = execute(transposed(selection), zigzag.rows, 1, index{-1});
+        auto const back = execute(transposed(selection), zigzag.rows, 1, index_t{-1});
         for (std::size_t r = 0; r < 2; ++r)
-            for (index row = 0; row < 5; ++row) {
+            for (index_t row = 0; row < 5; ++row) {
                 bool const mine = zigzag.owners[static_cast<std::size_t>(row)] == static_cast<int>(r);
                 CHECK(back[r][static_cast<std::size_t>(row)] == (mine ? row : 0));
             }
@@ -130,18 +130,18 @@ TEST_SUITE("plan") {
         auto const heads = law::heads(batch, 4, sections);
         auto const plans = law::plans(tokens, heads);
         CHECK(plans[0].kind == cpx::flow::copies);
-        law::matrix const ones(4, std::vector<index>(7 * 3, 1));
-        auto const sums = execute(transposed(plans), ones, 4, index{-1});
+        law::matrix const ones(4, std::vector<index_t>(7 * 3, 1));
+        auto const sums = execute(transposed(plans), ones, 4, index_t{-1});
         for (std::size_t r = 0; r < 4; ++r)
             for (std::size_t i = 0; i < sums[r].size(); ++i) CHECK(sums[r][i] == (i % 4 < 2 ? 2 : 4));
     }
 
     TEST_CASE("plans of more than 2^33 tokens count right") {
-        index const big = (index{1} << 33) + 1;
+        index_t const big = (index_t{1} << 33) + 1;
         cpx::thd const batch = lengths({big, 7, 3 * big});
         auto const a = cpx::shard(batch, cpx::zigzag<4>{});
         auto const b = cpx::shard(batch, cpx::sequential<4>{});
-        index held = 0, sent = 0;
+        index_t held = 0, sent = 0;
         for (int r = 0; r < 4; ++r) {
             auto const p = cpx::relayout(a, b, r);
             held += p.source_rows;

@@ -10,7 +10,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 
 /// Numbers from `first` to `last`, both included, however early in the run.
 template <class T>
@@ -18,12 +18,12 @@ rc::Gen<T> between(T first, T last) {
     return rc::gen::resize(rc::kNominalSize, rc::gen::inRange<T>(first, last + 1));
 }
 
-rc::Gen<cpx::thd> packings(index longest, std::size_t sequences) {
-    auto const length = rc::gen::weightedOneOf<index>(
-        {{1, between<index>(0, 4)}, {2, between<index>(0, 200)}, {2, between<index>(0, longest)}});
+rc::Gen<cpx::thd> packings(index_t longest, std::size_t sequences) {
+    auto const length = rc::gen::weightedOneOf<index_t>(
+        {{1, between<index_t>(0, 4)}, {2, between<index_t>(0, 200)}, {2, between<index_t>(0, longest)}});
     return rc::gen::mapcat(between<std::size_t>(0, sequences), [length](std::size_t count) {
-        return rc::gen::map(rc::gen::container<std::vector<index>>(count, length),
-                            [](std::vector<index> const& list) { return lengths(list); });
+        return rc::gen::map(rc::gen::container<std::vector<index_t>>(count, length),
+                            [](std::vector<index_t> const& list) { return lengths(list); });
     });
 }
 
@@ -59,9 +59,9 @@ TEST_SUITE("plan") {
             cpx::thd const batch = *packings(60, 8);
             int const ranks = *between(1, 16);
             spec const from = *specs(ranks);
-            index const groups = *between<index>(1, 6), times = *between<index>(1, 4);
-            std::vector<cpx::section> const sections = {{groups, *between<index>(1, 3)},
-                                                        {groups * times, *between<index>(1, 3)}};
+            index_t const groups = *between<index_t>(1, 6), times = *between<index_t>(1, 4);
+            std::vector<cpx::section> const sections = {{groups, *between<index_t>(1, 3)},
+                                                        {groups * times, *between<index_t>(1, 3)}};
             RC_LOG() << text(batch) << ": " << text(from) << ", heads " << groups << " and " << groups * times;
             fails_with(law::all_pairs(
                 {law::tokens(batch, from), law::heads(batch, ranks, sections), law::replicated(batch, ranks)}));

@@ -12,7 +12,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
 
 /// Whether two plans move the same, whatever the names of their shardings.
@@ -49,19 +49,21 @@ void static_equals_dynamic(cpx::thd const& batch) {
 
 /// A cut that leaves the first token of a run to nobody.
 struct late {
-    index begin(int c, int chunks, index n) const { return cpx::balanced{}.begin(c, chunks, n); }
-    index snap(index t, index n) const { return t == 0 && n > 1 ? 1 : t; }
+    index_t begin(int c, int chunks, index_t n) const { return cpx::balanced{}.begin(c, chunks, n); }
+    index_t snap(index_t t, index_t n) const { return t == 0 && n > 1 ? 1 : t; }
 };
 
 /// A cut that does not ascend: it gives some tokens to two ranks.
 struct backwards {
-    index begin(int c, int chunks, index n) const { return n * (c % 2 == 0 || c + 1 == chunks ? c : c - 1) / chunks; }
-    index snap(index t, index n) const { return t > 0 && t < n / 2 ? n - t : t; }
+    index_t begin(int c, int chunks, index_t n) const {
+        return n * (c % 2 == 0 || c + 1 == chunks ? c : c - 1) / chunks;
+    }
+    index_t snap(index_t t, index_t n) const { return t > 0 && t < n / 2 ? n - t : t; }
 };
 
 TEST_SUITE("plan") {
     TEST_CASE("static equals dynamic") {
-        for (auto const& list : std::vector<std::vector<index>>{{}, {1}, {8, 12}, {7, 0, 1, 23, 2}, {100, 3, 64}}) {
+        for (auto const& list : std::vector<std::vector<index_t>>{{}, {1}, {8, 12}, {7, 0, 1, 23, 2}, {100, 3, 64}}) {
             static_equals_dynamic<1>(lengths(list));
             static_equals_dynamic<2>(lengths(list));
             static_equals_dynamic<3>(lengths(list));

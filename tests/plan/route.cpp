@@ -10,7 +10,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::route;
 using cpx::sequential;
 using cpx::striped;
@@ -94,8 +94,8 @@ void check_scaled(cpx::thd const& batch) {
     constexpr auto moved = cpx::routes<A, B>();
     constexpr int cells = cpx::cells<A, B>();
     int const ranks = A{}.ranks();
-    std::vector<index> rows(static_cast<std::size_t>(ranks * ranks));
-    for (index s = 0; s < batch.sequences(); ++s)
+    std::vector<index_t> rows(static_cast<std::size_t>(ranks * ranks));
+    for (index_t s = 0; s < batch.sequences(); ++s)
         for (route const& r : moved)
             rows[static_cast<std::size_t>(r.from * ranks + r.to)] +=
                 batch.length(s) * (r.cell + 1) / cells - batch.length(s) * r.cell / cells;
@@ -104,7 +104,7 @@ void check_scaled(cpx::thd const& batch) {
     auto planned = cpx::traffic(a, b);
     for (int r = 0; r < ranks; ++r) planned[static_cast<std::size_t>(r * ranks + r)] = 0;
     CHECK(planned == rows);
-    index messages = 0;
+    index_t messages = 0;
     for (int r = 0; r < ranks; ++r) messages += cpx::relayout(a, b, r).messages();
     CHECK(messages <= cpx::route_messages<A, B>());
     if (batch.sequences() > 0 && batch.length(0) >= cells) CHECK(messages == cpx::route_messages<A, B>());
@@ -121,7 +121,7 @@ void check_all_scaled(cpx::thd const& batch) {
 
 TEST_SUITE("plan") {
     TEST_CASE("lengths only scale the routes") {
-        for (auto const& list : std::vector<std::vector<index>>{
+        for (auto const& list : std::vector<std::vector<index_t>>{
                  {}, {0}, {1}, {240}, {241}, {7, 13, 0, 999, 2}, {120, 120}, {360, 5}, {3, 3, 3}}) {
             check_all_scaled<1>(lengths(list));
             check_all_scaled<2>(lengths(list));

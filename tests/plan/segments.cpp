@@ -8,18 +8,18 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::segment;
 
 /// Cuts the rows of a rank wherever the next row is not the next token of the same sequence.
-std::vector<segment> brute_segments(cpx::thd const& batch, std::vector<index> const& rows) {
+std::vector<segment> brute_segments(cpx::thd const& batch, std::vector<index_t> const& rows) {
     std::vector<segment> list;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        index const s = batch.sequence(rows[i]);
+        index_t const s = batch.sequence(rows[i]);
         if (i > 0 && rows[i] == rows[i - 1] + 1 && s == list.back().sequence)
             ++list.back().count;
         else
-            list.push_back({s, rows[i] - batch.offset(s), static_cast<index>(i), 1});
+            list.push_back({s, rows[i] - batch.offset(s), static_cast<index_t>(i), 1});
     }
     return list;
 }
@@ -28,7 +28,7 @@ TEST_SUITE("plan") {
     TEST_CASE("segments are the maximal runs of consecutive tokens of one sequence") {
         for (int ranks = 1; ranks <= 6; ++ranks)
             for (spec const& s : all_specs(ranks, {0, 2}))
-                for (index tokens = 0; tokens <= 9 - fewer; ++tokens)
+                for (index_t tokens = 0; tokens <= 9 - fewer; ++tokens)
                     for_each_packing(tokens, [&](cpx::thd const& batch) {
                         auto const a = law::tokens(batch, s);
                         for (int r = 0; r < ranks; ++r) {
@@ -43,8 +43,8 @@ TEST_SUITE("plan") {
         splitmix numbers(7);
         for (int turn = 0; turn < 300; ++turn) {
             int const ranks = static_cast<int>(numbers.between(1, 16));
-            std::vector<index> list;
-            for (index n = numbers.between(0, 20); n-- > 0;)
+            std::vector<index_t> list;
+            for (index_t n = numbers.between(0, 20); n-- > 0;)
                 list.push_back(numbers.between(0, 3) ? numbers.between(0, 90) : 0);
             auto const specs = all_specs(ranks, {0, 1, 3, 64}, numbers.next() % 1000);
             auto const a = law::tokens(lengths(list), specs[numbers.next() % specs.size()]);
@@ -70,9 +70,9 @@ TEST_SUITE("plan") {
 
     TEST_CASE("offsets are the local cu_seqlens and positions the places in the sequence") {
         auto const list = cpx::segments(cpx::shard(lengths({8, 12}), cpx::zigzag<2>{}), 0);
-        CHECK(cpx::offsets(list) == std::vector<index>{0, 2, 4, 7, 10});
-        CHECK(cpx::positions(list) == std::vector<index>{0, 1, 6, 7, 0, 1, 2, 9, 10, 11});
-        CHECK(cpx::offsets({}) == std::vector<index>{0});
+        CHECK(cpx::offsets(list) == std::vector<index_t>{0, 2, 4, 7, 10});
+        CHECK(cpx::positions(list) == std::vector<index_t>{0, 1, 6, 7, 0, 1, 2, 9, 10, 11});
+        CHECK(cpx::offsets({}) == std::vector<index_t>{0});
         CHECK(cpx::positions({}).empty());
     }
 }

@@ -8,17 +8,17 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 
 TEST_SUITE("plan") {
     TEST_CASE("traffic counts the rows of every pair of ranks") {
         for (int ranks : {1, 2, 3, 5, 8})
-            for (auto const& list : std::vector<std::vector<index>>{{}, {8, 12}, {7, 0, 1, 100}, {64, 65, 3}}) {
+            for (auto const& list : std::vector<std::vector<index_t>>{{}, {8, 12}, {7, 0, 1, 100}, {64, 65, 3}}) {
                 auto const batch = lengths(list);
                 for (spec const& from : all_specs(ranks, {0, 3}))
                     for (spec const& to : all_specs(ranks, {0, 64}, 2)) {
                         auto const a = law::tokens(batch, from), b = law::tokens(batch, to);
-                        std::vector<index> want(static_cast<std::size_t>(ranks * ranks));
+                        std::vector<index_t> want(static_cast<std::size_t>(ranks * ranks));
                         for (std::size_t row = 0; row < a.owners.size(); ++row)
                             ++want[static_cast<std::size_t>(a.owners[row] * ranks + b.owners[row])];
                         auto const got = cpx::traffic(std::get<0>(a.sharding), std::get<0>(b.sharding));
@@ -42,7 +42,7 @@ TEST_SUITE("plan") {
         for (int w : {2, 4, 8}) {
             auto const batch = cpx::thd::uniform(5, 16 * w);
             cpx::head_sharded<> const heads(w, batch, {{16, 8}, {16, 8}, {32, 8}});
-            index const all = batch.tokens() * 64 * 8;
+            index_t const all = batch.tokens() * 64 * 8;
             CHECK(cpx::lower_bound(cpx::shard(batch, cpx::zigzag<>{w}), heads).elements == all / w * (w - 1));
             CHECK(cpx::lower_bound(heads, cpx::shard<cpx::scope::batch>(batch, cpx::striped<>{w})).elements ==
                   all / w * (w - 1));

@@ -21,15 +21,15 @@ public:
 
     int ranks() const { return real_->ranks(); }
     cpx::thd const& batch() const { return real_->batch(); }
-    cpx::index rows(int rank) const { return real_->rows(rank); }
+    cpx::index_t rows(int rank) const { return real_->rows(rank); }
     std::span<cpx::section const> sections() const { return real_->sections(); }
-    cpx::range heads(int rank, cpx::index count) const { return real_->heads(rank, count); }
+    cpx::range heads(int rank, cpx::index_t count) const { return real_->heads(rank, count); }
     template <class F>
     void for_each_piece(int rank, F&& f) const {
         real_->pieces(rank, std::ref(f));
     }
     template <class F>
-    void for_each_holder(cpx::range rows, cpx::index& run, F&& f) const {
+    void for_each_holder(cpx::range rows, cpx::index_t& run, F&& f) const {
         real_->holders(rows, run, std::ref(f));
     }
 
@@ -38,24 +38,25 @@ private:
         virtual ~base() = default;
         virtual int ranks() const = 0;
         virtual cpx::thd const& batch() const = 0;
-        virtual cpx::index rows(int rank) const = 0;
+        virtual cpx::index_t rows(int rank) const = 0;
         virtual std::span<cpx::section const> sections() const = 0;
-        virtual cpx::range heads(int rank, cpx::index count) const = 0;
+        virtual cpx::range heads(int rank, cpx::index_t count) const = 0;
         virtual void pieces(int rank, std::function<void(cpx::range)> const& f) const = 0;
-        virtual void holders(cpx::range rows, cpx::index& run, std::function<void(int, cpx::range)> const& f) const = 0;
+        virtual void holders(cpx::range rows, cpx::index_t& run,
+                             std::function<void(int, cpx::range)> const& f) const = 0;
     };
     template <class S>
     struct model final : base {
         explicit model(S s) : sharding(std::move(s)) {}
         int ranks() const override { return sharding.ranks(); }
         cpx::thd const& batch() const override { return sharding.batch(); }
-        cpx::index rows(int rank) const override { return sharding.rows(rank); }
+        cpx::index_t rows(int rank) const override { return sharding.rows(rank); }
         std::span<cpx::section const> sections() const override { return sharding.sections(); }
-        cpx::range heads(int rank, cpx::index count) const override { return sharding.heads(rank, count); }
+        cpx::range heads(int rank, cpx::index_t count) const override { return sharding.heads(rank, count); }
         void pieces(int rank, std::function<void(cpx::range)> const& f) const override {
             sharding.for_each_piece(rank, f);
         }
-        void holders(cpx::range rows, cpx::index& run, std::function<void(int, cpx::range)> const& f) const override {
+        void holders(cpx::range rows, cpx::index_t& run, std::function<void(int, cpx::range)> const& f) const override {
             sharding.for_each_holder(rows, run, f);
         }
         S sharding;

@@ -20,8 +20,8 @@ public:
         return z ^ (z >> 31);
     }
     /// Returns a number from `first` to `last`, both included.
-    cpx::index between(cpx::index first, cpx::index last) {
-        return first + static_cast<cpx::index>(next() % static_cast<std::uint64_t>(last - first + 1));
+    cpx::index_t between(cpx::index_t first, cpx::index_t last) {
+        return first + static_cast<cpx::index_t>(next() % static_cast<std::uint64_t>(last - first + 1));
     }
 
 private:

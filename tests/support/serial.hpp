@@ -13,7 +13,7 @@ namespace support {
 /// Returns "" if what every rank sends is what its peers receive, message by message and run by run.
 inline std::string disagreement(std::vector<cpx::plan> const& plans) {
     auto const counts = [](std::vector<cpx::run> const& runs) {
-        std::vector<cpx::index> list;
+        std::vector<cpx::index_t> list;
         for (cpx::run const& r : runs) list.push_back(r.count);
         return list;
     };
@@ -44,7 +44,7 @@ inline std::string disagreement(std::vector<cpx::plan> const& plans) {
 template <class F>
 void for_each_cell(std::vector<cpx::run> const& from, std::vector<cpx::run> const& to, F&& f) {
     for (std::size_t i = 0; i < from.size(); ++i)
-        for (cpx::index k = 0; k < from[i].count; ++k) f(from[i].first + k, to[i].first + k);
+        for (cpx::index_t k = 0; k < from[i].count; ++k) f(from[i].first + k, to[i].first + k);
 }
 
 /// Runs an exchange: `sources[r]` is (source_rows, width) of rank r. Returns every rank's target.
@@ -53,22 +53,22 @@ void for_each_cell(std::vector<cpx::run> const& from, std::vector<cpx::run> cons
 /// Requires plans that do not disagree.
 template <class T>
 std::vector<std::vector<T>> execute(std::vector<cpx::plan> const& plans, std::vector<std::vector<T>> const& sources,
-                                    cpx::index width, T untouched) {
+                                    cpx::index_t width, T untouched) {
     std::vector<std::vector<T>> targets;
     cpx::run const whole{0, width};
     for (cpx::plan const& p : plans) {
         bool const zero = p.kind == cpx::flow::sums || !p.covers_target();
-        cpx::index const target_width = p.target_width ? p.target_width : width;
+        cpx::index_t const target_width = p.target_width ? p.target_width : width;
         targets.emplace_back(static_cast<std::size_t>(p.target_rows * target_width), zero ? T{} : untouched);
         for (cpx::message const& in : p.receives) {
             cpx::plan const& sender = plans[static_cast<std::size_t>(in.peer)];
             auto const out = std::ranges::find(sender.sends, p.rank, &cpx::message::peer);
             std::vector<T> const& source = sources[static_cast<std::size_t>(in.peer)];
-            cpx::index const source_width = sender.source_width ? sender.source_width : width;
+            cpx::index_t const source_width = sender.source_width ? sender.source_width : width;
             std::vector<cpx::run> const all(1, whole);
-            for_each_cell(out->rows, in.rows, [&](cpx::index from_row, cpx::index to_row) {
+            for_each_cell(out->rows, in.rows, [&](cpx::index_t from_row, cpx::index_t to_row) {
                 for_each_cell(out->columns.empty() ? all : out->columns, in.columns.empty() ? all : in.columns,
-                              [&](cpx::index from_column, cpx::index to_column) {
+                              [&](cpx::index_t from_column, cpx::index_t to_column) {
                                   T const value =
                                       source.at(static_cast<std::size_t>(from_row * source_width + from_column));
                                   T& place =

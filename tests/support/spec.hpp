@@ -29,7 +29,7 @@ inline std::string text(spec const& s) {
 }
 
 /// The rule of `shape::by_length`: zigzag for even lengths, sequential for odd ones.
-inline bool even(cpx::index n) { return n % 2 == 0; }
+inline bool even(cpx::index_t n) { return n % 2 == 0; }
 
 namespace detail {
 
@@ -61,7 +61,7 @@ inline any_tokens make(cpx::thd const& batch, spec const& s) {
 }
 
 /// Returns the owners of the chunks of a run of `n` tokens.
-inline std::vector<int> chunk_owners(spec const& s, cpx::index n) {
+inline std::vector<int> chunk_owners(spec const& s, cpx::index_t n) {
     std::vector<int> owners;
     int const w = s.ranks;
     bool const folded = s.layout == shape::zigzag || (s.layout == shape::by_length && even(n));
@@ -77,8 +77,8 @@ inline std::vector<int> chunk_owners(spec const& s, cpx::index n) {
 }
 
 /// Returns the nearest multiple of `unit`, the greater of two that are as near, but at most `n`.
-inline cpx::index nearest_multiple(cpx::index t, cpx::index unit, cpx::index n) {
-    cpx::index best = 0;
+inline cpx::index_t nearest_multiple(cpx::index_t t, cpx::index_t unit, cpx::index_t n) {
+    cpx::index_t best = 0;
     while (best + unit <= t) best += unit;
     if ((t - best) * 2 >= unit) best += unit;
     return best < n ? best : n;
@@ -87,29 +87,29 @@ inline cpx::index nearest_multiple(cpx::index t, cpx::index unit, cpx::index n) 
 /// Returns the rank of every global row, from the definitions alone: cut the run, move the cuts, count those before.
 inline std::vector<int> brute_owners(cpx::thd const& batch, spec const& s) {
     std::vector<int> result;
-    auto const cut_run = [&](cpx::index first, cpx::index last) {
+    auto const cut_run = [&](cpx::index_t first, cpx::index_t last) {
         std::vector<int> const owners = chunk_owners(s, last - first);
-        cpx::index const chunks = static_cast<cpx::index>(owners.size());
-        std::vector<cpx::index> cuts;
-        for (cpx::index c = 1; c < chunks; ++c) {
-            cpx::index at = first + (last - first) * c / chunks;
+        cpx::index_t const chunks = static_cast<cpx::index_t>(owners.size());
+        std::vector<cpx::index_t> cuts;
+        for (cpx::index_t c = 1; c < chunks; ++c) {
+            cpx::index_t at = first + (last - first) * c / chunks;
             if (s.unit > 0 && at < last) {
-                cpx::index q = 0;
+                cpx::index_t q = 0;
                 while (batch.offset(q + 1) <= at) ++q;
                 at = batch.offset(q) + nearest_multiple(at - batch.offset(q), s.unit, batch.length(q));
             }
             cuts.push_back(at);
         }
-        for (cpx::index row = first; row < last; ++row) {
+        for (cpx::index_t row = first; row < last; ++row) {
             std::size_t chunk = 0;
-            for (cpx::index const at : cuts) chunk += at <= row;
+            for (cpx::index_t const at : cuts) chunk += at <= row;
             result.push_back(owners[chunk]);
         }
     };
     if (s.cuts == cpx::scope::batch)
         cut_run(0, batch.tokens());
     else
-        for (cpx::index q = 0; q < batch.sequences(); ++q) cut_run(batch.offset(q), batch.offset(q + 1));
+        for (cpx::index_t q = 0; q < batch.sequences(); ++q) cut_run(batch.offset(q), batch.offset(q + 1));
     return result;
 }
 

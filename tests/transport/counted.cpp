@@ -9,7 +9,7 @@
 
 namespace {
 
-using cpx::index;
+using cpx::index_t;
 using support::lengths;
 
 static_assert(cpx::transport<cpx::threads> && cpx::transport<cpx::counted<cpx::threads>>);

@@ -14,7 +14,7 @@
 namespace {
 
 using namespace support;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
 
 /// An element of a size that no word has, without arithmetic.
@@ -24,7 +24,7 @@ struct rgb {
 
 /// Returns the element that stands for a global row and column, different for different places if the type has room.
 template <class T>
-T tag(index row, index column) {
+T tag(index_t row, index_t column) {
     std::uint64_t const bits = splitmix(static_cast<std::uint64_t>(row * 1000 + column)).next();
     T value;
     if constexpr (std::is_same_v<T, double>)
@@ -50,8 +50,8 @@ T poison() {
 /// Returns the place whose tag an element is.
 template <class T>
 std::string whose(T const& value) {
-    for (index row = 0; row < 1000; ++row)
-        for (index column = 0; column < 40; ++column) {
+    for (index_t row = 0; row < 1000; ++row)
+        for (index_t column = 0; column < 40; ++column) {
             T const candidate = tag<T>(row, column);
             if (std::memcmp(&candidate, &value, sizeof value) == 0)
                 return "row " + std::to_string(row) + " column " + std::to_string(column);
@@ -62,26 +62,27 @@ std::string whose(T const& value) {
 /// A view of (count, width) elements inside wider rows, all of them poisoned.
 template <class T>
 struct buffer {
-    index count, width, before, stride;
+    index_t count, width, before, stride;
     std::vector<T> memory;
 
-    buffer(index rows, index columns, index left, index right)
+    buffer(index_t rows, index_t columns, index_t left, index_t right)
         : count(rows), width(columns), before(left), stride(left + columns + right),
           memory(static_cast<std::size_t>(rows * stride) + 1, poison<T>()) {}
     cpx::rows<T> view() { return {memory.data() + before, count, width, stride}; }
 
     /// Fills the view with tags, or checks it against them and that nothing beside it has changed.
-    void fill(std::vector<index> const& rows, std::vector<index> const& columns) {
+    void fill(std::vector<index_t> const& rows, std::vector<index_t> const& columns) {
         for (std::size_t i = 0; i < rows.size(); ++i)
             for (std::size_t k = 0; k < columns.size(); ++k)
-                view()(static_cast<index>(i), static_cast<index>(k)) = tag<T>(rows[i], columns[k]);
+                view()(static_cast<index_t>(i), static_cast<index_t>(k)) = tag<T>(rows[i], columns[k]);
     }
-    std::string differs(std::vector<index> const& rows, std::vector<index> const& columns) const {
+    std::string differs(std::vector<index_t> const& rows, std::vector<index_t> const& columns) const {
         buffer want(count, width, before, stride - before - width);
         want.fill(rows, columns);
         for (std::size_t i = 0; i < memory.size(); ++i)
             if (std::memcmp(&memory[i], &want.memory[i], sizeof(T)) != 0) {
-                index const row = static_cast<index>(i) / stride, column = static_cast<index>(i) % stride - before;
+                index_t const row = static_cast<index_t>(i) / stride,
+                              column = static_cast<index_t>(i) % stride - before;
                 return "local row " + std::to_string(row) + " column " + std::to_string(column) + " holds " +
                        whose(memory[i]) + " instead of " + whose(want.memory[i]);
             }
@@ -89,26 +90,26 @@ struct buffer {
     }
 };
 
-std::vector<index> iota(index count) {
-    std::vector<index> list;
-    for (index i = 0; i < count; ++i) list.push_back(i);
+std::vector<index_t> iota(index_t count) {
+    std::vector<index_t> list;
+    for (index_t i = 0; i < count; ++i) list.push_back(i);
     return list;
 }
 
 /// Runs the exchange from `a` to `b` on threads, with strided buffers, and returns what is wrong, or "".
 template <class T>
-std::string problem_of(law::subject const& a, law::subject const& b, index width, splitmix& numbers) {
+std::string problem_of(law::subject const& a, law::subject const& b, index_t width, splitmix& numbers) {
     auto const plans = law::plans(a, b);
     auto const sections = law::sections_of(a, b);
     bool const by_heads = !a.sections.empty() || !b.sections.empty();
-    index const left = numbers.between(0, 2), right = numbers.between(0, 2);
+    index_t const left = numbers.between(0, 2), right = numbers.between(0, 2);
     std::vector<std::string> problems(plans.size());
     cpx::threads::run(a.ranks, [&](cpx::threads& comm) {
         std::size_t const r = static_cast<std::size_t>(comm.rank());
         auto const from_columns = by_heads ? law::columns(a, comm.rank(), sections) : iota(width);
         auto const to_columns = by_heads ? law::columns(b, comm.rank(), sections) : iota(width);
-        buffer<T> from(plans[r].source_rows, static_cast<index>(from_columns.size()), left, right);
-        buffer<T> to(plans[r].target_rows, static_cast<index>(to_columns.size()), right, left);
+        buffer<T> from(plans[r].source_rows, static_cast<index_t>(from_columns.size()), left, right);
+        buffer<T> to(plans[r].target_rows, static_cast<index_t>(to_columns.size()), right, left);
         from.fill(a.rows[r], from_columns);
         cpx::exchange(plans[r], from.view(), to.view(), comm);
         problems[r] = to.differs(b.rows[r], to_columns);
@@ -169,7 +170,7 @@ TEST_SUITE("transport") {
 
     TEST_CASE("ranks without rows take part") {
         splitmix numbers(1);
-        for (auto const& list : std::vector<std::vector<index>>{{1}, {3}, {1, 1}, {}, {0, 0}}) {
+        for (auto const& list : std::vector<std::vector<index_t>>{{1}, {3}, {1, 1}, {}, {0, 0}}) {
             auto const batch = lengths(list);
             auto const a = law::tokens(batch, {shape::zigzag, scope::sequence, 0, 8}),
                        b = law::tokens(batch, {shape::sequential, scope::batch, 0, 8});
@@ -218,12 +219,12 @@ TEST_SUITE("transport") {
             auto const forward = law::plans(tokens, target);
             auto const plans = transposed(forward);
             CHECK(plans[0].kind == cpx::flow::sums);
-            index const width = target.sections.empty() ? 4 : 5;
+            index_t const width = target.sections.empty() ? 4 : 5;
             std::vector<std::vector<float>> gradients; // of values for which the order of additions matters
             splitmix numbers(21);
             for (cpx::plan const& p : plans) {
                 gradients.emplace_back();
-                for (index i = 0; i < p.source_rows * (p.source_width ? p.source_width : width); ++i)
+                for (index_t i = 0; i < p.source_rows * (p.source_width ? p.source_width : width); ++i)
                     gradients.back().push_back(static_cast<float>(numbers.between(-1000, 1000)) *
                                                (numbers.between(0, 1) ? 1e8f : 1e-3f));
             }
@@ -268,13 +269,13 @@ TEST_SUITE("transport") {
         auto const a = cpx::shard(lengths({6, 10}), cpx::zigzag<2>{});
         cpx::threads::run(2, [&](cpx::threads& comm) {
             auto gradient = cpx::make_tensor<double>(cpx::replicated<2>(a.batch()), comm.rank(), 1);
-            for (index row = 0; row < 16; ++row) gradient.data()(row, 0) = static_cast<double>(row);
+            for (index_t row = 0; row < 16; ++row) gradient.data()(row, 0) = static_cast<double>(row);
             auto const own = cpx::exchange(cpx::relayout(gradient.sharding(), a, comm.rank()), gradient, comm);
             auto const summed =
                 cpx::exchange(cpx::relayout(a, gradient.sharding(), comm.rank()).transposed(), gradient, comm);
-            index local = 0;
+            index_t local = 0;
             a.for_each_piece(comm.rank(), [&](cpx::range piece) {
-                for (index row = piece.first; row < piece.last; ++row, ++local) {
+                for (index_t row = piece.first; row < piece.last; ++row, ++local) {
                     cpx::require(own.data()(local, 0) == static_cast<double>(row), "test", "selected", row,
                                  own.data()(local, 0));
                     cpx::require(summed.data()(local, 0) == 2.0 * static_cast<double>(row), "test", "summed", 2 * row,
@@ -291,16 +292,16 @@ TEST_SUITE("transport") {
         std::vector<std::vector<int>> got(2);
         cpx::threads::run(2, [&](cpx::threads& comm) {
             auto x = cpx::make_tensor<int>(a, comm.rank(), 2);
-            index local = 0;
+            index_t local = 0;
             a.for_each_piece(comm.rank(), [&](cpx::range piece) {
-                for (index row = piece.first; row < piece.last; ++row, ++local)
-                    for (index column : {0, 1}) x.data()(local, column) = static_cast<int>(2 * row + column);
+                for (index_t row = piece.first; row < piece.last; ++row, ++local)
+                    for (index_t column : {0, 1}) x.data()(local, column) = static_cast<int>(2 * row + column);
             });
             auto const y = cpx::exchange(cpx::relayout(a, b, comm.rank()), x, comm);
             auto z = cpx::make_tensor<int>(b, comm.rank(), 1); // of one column only
             auto const p = cpx::relayout(a, b, comm.rank());
             cpx::exchange(p, x.view().columns(1, 1), z.view(), comm);
-            for (index row = 0; row < y.data().count(); ++row) {
+            for (index_t row = 0; row < y.data().count(); ++row) {
                 got[static_cast<std::size_t>(comm.rank())].push_back(y.data()(row, 0));
                 cpx::require(z.data()(row, 0) == y.data()(row, 1), "test", "column 1", y.data()(row, 1),
                              z.data()(row, 0));
@@ -321,12 +322,12 @@ TEST_SUITE("transport") {
             std::size_t const r = static_cast<std::size_t>(comm.rank());
             arrived[r].assign(static_cast<std::size_t>(plans[r].target_rows), -1);
             returned[r].assign(a.rows[r].size(), -1);
-            cpx::exchange(plans[r], cpx::rows<index const>(a.rows[r], 1), cpx::rows<index>(arrived[r], 1), comm);
-            cpx::exchange(plans[r].transposed(), cpx::rows<index const>(arrived[r], 1),
-                          cpx::rows<index>(returned[r], 1), comm);
+            cpx::exchange(plans[r], cpx::rows<index_t const>(a.rows[r], 1), cpx::rows<index_t>(arrived[r], 1), comm);
+            cpx::exchange(plans[r].transposed(), cpx::rows<index_t const>(arrived[r], 1),
+                          cpx::rows<index_t>(returned[r], 1), comm);
         });
-        CHECK(arrived == execute(plans, a.rows, 1, index{-1}));
-        CHECK(returned == execute(transposed(plans), arrived, 1, index{-1}));
+        CHECK(arrived == execute(plans, a.rows, 1, index_t{-1}));
+        CHECK(returned == execute(transposed(plans), arrived, 1, index_t{-1}));
     }
 
     TEST_CASE("a plan that sums needs elements that can be added") {

@@ -15,7 +15,7 @@ namespace {
 
 using namespace support;
 using namespace std::chrono_literals;
-using cpx::index;
+using cpx::index_t;
 using cpx::scope;
 
 bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
@@ -38,7 +38,7 @@ outcome run(int ranks, Plan const& plan_of, Width const& width_of) {
             [&](cpx::threads& comm) {
                 std::size_t const r = static_cast<std::size_t>(comm.rank());
                 cpx::plan const p = plan_of(comm.rank());
-                index const width = width_of(comm.rank());
+                index_t const width = width_of(comm.rank());
                 std::vector<T> const from(
                     static_cast<std::size_t>(p.source_rows * (p.source_width ? p.source_width : width)), T(1));
                 std::vector<T> to(static_cast<std::size_t>(p.target_rows * (p.target_width ? p.target_width : width)),
@@ -205,7 +205,7 @@ TEST_SUITE("transport") {
         auto const a = cpx::shard(batch, cpx::zigzag<>{2});
         auto const b = cpx::shard(batch, cpx::sequential<>{2});
         struct {
-            index from_rows, from_width, to_rows, to_width; // relative to what is right
+            index_t from_rows, from_width, to_rows, to_width; // relative to what is right
             std::string part;
         } const cases[] = {{1, 0, 0, 0, "exchange, source: rows of the buffer: expected 24, got 25"},
                            {0, 0, -1, 0, "exchange, target: rows of the buffer: expected 24, got 23"},
@@ -215,7 +215,7 @@ TEST_SUITE("transport") {
             message([&] {
                 cpx::threads::run(2, [&](cpx::threads& comm) {
                     auto const p = cpx::relayout(a, b, comm.rank());
-                    index const bad = comm.rank() == 1;
+                    index_t const bad = comm.rank() == 1;
                     std::vector<double> memory(1000);
                     cpx::rows<double> const from(memory.data(), p.source_rows + bad * c.from_rows,
                                                  4 + bad * c.from_width);

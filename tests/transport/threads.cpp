@@ -23,7 +23,7 @@ std::vector<int> all_to_all(cpx::threads& comm, int value, char const* operation
     std::vector<int> got(static_cast<std::size_t>(comm.ranks()), -1);
     std::vector<cpx::outgoing> sends;
     std::vector<cpx::incoming> receives;
-    cpx::index const bytes = sizeof(int);
+    cpx::index_t const bytes = sizeof(int);
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         if (peer == comm.rank()) continue;
         sends.push_back({peer, reinterpret_cast<std::byte const*>(&value), bytes, bytes, {&one, 1}, {&one, 1}});

@@ -8,7 +8,7 @@ namespace qwen3_5::gpu {
 
 /// The keys that a query sees: rows `first` to `last`, its own token, of those in sequence order.
 struct seen_keys {
-    index first = 0, last = 0;
+    index_t first = 0, last = 0;
 };
 
 /// The tensors of an attention on one rank.
@@ -19,7 +19,7 @@ struct attention_tensors {
     rows<float const> q, k, v;
     rows<float> o;
     seen_keys const* seen = nullptr;
-    index dim = 1, first_query = 0, first_key = 0, group = 1;
+    index_t dim = 1, first_query = 0, first_key = 0, group = 1;
     float scale = 1;
 };
 
@@ -30,32 +30,32 @@ namespace kernels {
 /// Lane l holds channels l, l + 32, ... of the query and of the sum over keys, taken in their order: `sum` and `total`
 /// are relative to the highest score so far.
 static __global__ void attention(attention_tensors t) {
-    index const heads = t.q.width() / t.dim, item = item_of_warp();
+    index_t const heads = t.q.width() / t.dim, item = item_of_warp();
     if (item >= t.q.count() * heads) return;
-    index const row = item / heads, h = item % heads;
-    index const key = ((t.first_query + h) / t.group - t.first_key) * t.dim;
+    index_t const row = item / heads, h = item % heads;
+    index_t const key = ((t.first_query + h) / t.group - t.first_key) * t.dim;
     auto const each_channel = [&](auto&& f) {
 #pragma unroll
         for (int i = 0; i < most_channels; ++i)
-            if (index const d = i * warp + threadIdx.x; d < t.dim) f(i, d);
+            if (index_t const d = i * warp + threadIdx.x; d < t.dim) f(i, d);
     };
     float query[most_channels], sum[most_channels];
-    each_channel([&](int i, index d) {
+    each_channel([&](int i, index_t d) {
         query[i] = t.q(row, h * t.dim + d) * t.scale;
         sum[i] = 0;
     });
     float highest = -INFINITY, total = 0;
     seen_keys const seen = t.seen[row];
-    for (index j = seen.first; j <= seen.last; ++j) {
+    for (index_t j = seen.first; j <= seen.last; ++j) {
         float product = 0;
-        each_channel([&](int i, index d) { product += query[i] * t.k(j, key + d); });
+        each_channel([&](int i, index_t d) { product += query[i] * t.k(j, key + d); });
         float const score = sum_over_warp(product), before = highest;
         highest = fmaxf(highest, score);
         float const fade = expf(before - highest), weight = expf(score - highest);
         total = total * fade + weight;
-        each_channel([&](int i, index d) { sum[i] = sum[i] * fade + weight * t.v(j, key + d); });
+        each_channel([&](int i, index_t d) { sum[i] = sum[i] * fade + weight * t.v(j, key + d); });
     }
-    each_channel([&](int i, index d) { t.o(row, h * t.dim + d) = sum[i] / total; });
+    each_channel([&](int i, index_t d) { t.o(row, h * t.dim + d) = sum[i] / total; });
 }
 
 } // namespace kernels

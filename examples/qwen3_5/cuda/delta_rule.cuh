@@ -13,43 +13,43 @@ namespace qwen3_5::gpu {
 struct delta_rule_tensors {
     rows<float const> q, k, v, g, beta;
     rows<float> o;
-    index const* offsets = nullptr;
-    index sequences = 0, key_dim = 1, value_dim = 1, first_value = 0, first_key = 0, group = 1;
+    index_t const* offsets = nullptr;
+    index_t sequences = 0, key_dim = 1, value_dim = 1, first_value = 0, first_key = 0, group = 1;
     float scale = 1; ///< of q
 };
 
 namespace kernels {
 
 /// Loads x, divided by sqrt(sum x^2 + 1e-6), times `scale`. Every thread adds the squares in the same order.
-__device__ inline void load_normalised(float const* from, index n, float scale, float* to) {
-    for (index d = threadIdx.x; d < n; d += blockDim.x) to[d] = from[d];
+__device__ inline void load_normalised(float const* from, index_t n, float scale, float* to) {
+    for (index_t d = threadIdx.x; d < n; d += blockDim.x) to[d] = from[d];
     __syncthreads();
     float squares = 0;
-    for (index d = 0; d < n; ++d) squares += to[d] * to[d];
+    for (index_t d = 0; d < n; ++d) squares += to[d] * to[d];
     float const factor = scale / sqrtf(squares + 1e-6f);
     __syncthreads(); // all have read what is now written
-    for (index d = threadIdx.x; d < n; d += blockDim.x) to[d] *= factor;
+    for (index_t d = threadIdx.x; d < n; d += blockDim.x) to[d] *= factor;
     __syncthreads();
 }
 
 /// Thread v holds column v of the state; `memory`: the state (key_dim, value_dim), then q and k of one token.
 static __global__ void gated_delta_rule(delta_rule_tensors t) {
     extern __shared__ float memory[];
-    index const heads = t.g.width(), sequence = blockIdx.x / heads, h = blockIdx.x % heads;
-    index const key = ((t.first_value + h) / t.group - t.first_key) * t.key_dim, v = threadIdx.x;
+    index_t const heads = t.g.width(), sequence = blockIdx.x / heads, h = blockIdx.x % heads;
+    index_t const key = ((t.first_value + h) / t.group - t.first_key) * t.key_dim, v = threadIdx.x;
     float* const state = memory + v;
     float* const q = memory + t.key_dim * t.value_dim;
     float* const k = q + t.key_dim;
-    for (index d = 0; d < t.key_dim; ++d) state[d * t.value_dim] = 0;
-    for (index row = t.offsets[sequence]; row < t.offsets[sequence + 1]; ++row) {
+    for (index_t d = 0; d < t.key_dim; ++d) state[d * t.value_dim] = 0;
+    for (index_t row = t.offsets[sequence]; row < t.offsets[sequence + 1]; ++row) {
         load_normalised(t.q.row(row) + key, t.key_dim, t.scale, q);
         load_normalised(t.k.row(row) + key, t.key_dim, 1, k);
         float const decay = expf(t.g(row, h));
         float stored = 0; // k^T (decay S)
-        for (index d = 0; d < t.key_dim; ++d) stored += k[d] * (state[d * t.value_dim] *= decay);
+        for (index_t d = 0; d < t.key_dim; ++d) stored += k[d] * (state[d * t.value_dim] *= decay);
         float const fresh = t.beta(row, h) * (t.v(row, h * t.value_dim + v) - stored);
         float out = 0;
-        for (index d = 0; d < t.key_dim; ++d) out += q[d] * (state[d * t.value_dim] += k[d] * fresh);
+        for (index_t d = 0; d < t.key_dim; ++d) out += q[d] * (state[d * t.value_dim] += k[d] * fresh);
         t.o(row, h * t.value_dim + v) = out;
         __syncthreads(); // before the next token's q and k
     }
@@ -64,7 +64,7 @@ static __global__ void gated_delta_rule(delta_rule_tensors t) {
 /// with q and k divided by their lengths. Throws `cpx::error` if the device has no room for a head's state.
 inline void gated_delta_rule(delta_rule_tensors const& t, cudaStream_t stream) {
     char const* const name = "gated_delta_rule";
-    index const bytes = (t.key_dim * t.value_dim + 2 * t.key_dim) * static_cast<index>(sizeof(float));
+    index_t const bytes = (t.key_dim * t.value_dim + 2 * t.key_dim) * static_cast<index_t>(sizeof(float));
     int most = 0;
     cpx::cuda::check(
         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, cpx::cuda::current_device()),

@@ -9,13 +9,13 @@ namespace qwen3_5::gpu {
 namespace kernels {
 
 struct place {
-    index row, column;
+    index_t row, column;
     bool there;
 };
 /// Returns the element of `all` that this thread is for.
 template <class T>
 __device__ place place_in(rows<T> const& all) {
-    index const i = item_of_thread();
+    index_t const i = item_of_thread();
     if (i >= all.count() * all.width()) return {0, 0, false};
     return {i / all.width(), i % all.width(), true};
 }
@@ -28,11 +28,11 @@ static __global__ void silu_mul(rows<float const> gate, rows<float const> up, ro
     if (auto const [row, j, there] = place_in(y); there) y(row, j) = silu(gate(row, j)) * up(row, j);
 }
 
-static __global__ void take_queries(rows<float const> q_and_gate, index dim, rows<float> q) {
+static __global__ void take_queries(rows<float const> q_and_gate, index_t dim, rows<float> q) {
     if (auto const [row, j, there] = place_in(q); there) q(row, j) = q_and_gate(row, j / dim * 2 * dim + j % dim);
 }
 
-static __global__ void sigmoid_gate(rows<float const> q_and_gate, index dim, rows<float> o) {
+static __global__ void sigmoid_gate(rows<float const> q_and_gate, index_t dim, rows<float> o) {
     if (auto const [row, j, there] = place_in(o); there)
         o(row, j) *= sigmoid(q_and_gate(row, (j / dim * 2 + 1) * dim + j % dim));
 }
@@ -58,12 +58,12 @@ inline void silu_mul(rows<float const> gate, rows<float const> up, rows<float> y
 }
 
 /// Copies the queries out of what q_proj gives: each head's query, then its gate.
-inline void take_queries(rows<float const> q_and_gate, index dim, rows<float> q, cudaStream_t stream) {
+inline void take_queries(rows<float const> q_and_gate, index_t dim, rows<float> q, cudaStream_t stream) {
     launch_threads("take_queries", kernels::take_queries, q.count() * q.width(), stream, q_and_gate, dim, q);
 }
 
 /// o *= sigmoid(gate), the gates as q_proj gives them.
-inline void sigmoid_gate(rows<float const> q_and_gate, index dim, rows<float> o, cudaStream_t stream) {
+inline void sigmoid_gate(rows<float const> q_and_gate, index_t dim, rows<float> o, cudaStream_t stream) {
     launch_threads("sigmoid_gate", kernels::sigmoid_gate, o.count() * o.width(), stream, q_and_gate, dim, o);
 }
 

@@ -10,7 +10,7 @@
 
 namespace qwen3_5::gpu {
 
-using cpx::index, cpx::rows;
+using cpx::index_t, cpx::rows;
 
 inline constexpr int warp = 32, warps = 4; ///< threads of a warp, warps of a block
 
@@ -26,9 +26,9 @@ __device__ inline float max_over_warp(float x) {
 }
 
 /// Returns `a . b` of `n` elements, on every lane.
-__device__ inline float dot(float const* a, float const* b, index n) {
+__device__ inline float dot(float const* a, float const* b, index_t n) {
     float sum = 0;
-    for (index j = threadIdx.x; j < n; j += warp) sum += a[j] * b[j];
+    for (index_t j = threadIdx.x; j < n; j += warp) sum += a[j] * b[j];
     return sum_over_warp(sum);
 }
 
@@ -37,27 +37,27 @@ __device__ inline float silu(float x) { return x / (1 + expf(-x)); }
 __device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
 /// Returns which item this warp, or this thread, is launched for; those behind the last one have nothing to do.
-__device__ inline index item_of_warp() { return static_cast<index>(blockIdx.x) * warps + threadIdx.y; }
-__device__ inline index item_of_thread() { return static_cast<index>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline index_t item_of_warp() { return static_cast<index_t>(blockIdx.x) * warps + threadIdx.y; }
+__device__ inline index_t item_of_thread() { return static_cast<index_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 /// Launches `blocks` blocks; none is fine.
 template <class... P>
-void launch(char const* name, void (*kernel)(P...), index blocks, dim3 threads, index shared_bytes, cudaStream_t stream,
-            std::type_identity_t<P>... arguments) {
-    cpx::require(blocks < index{1} << 31, name, "blocks", "less than 2^31", blocks);
+void launch(char const* name, void (*kernel)(P...), index_t blocks, dim3 threads, index_t shared_bytes,
+            cudaStream_t stream, std::type_identity_t<P>... arguments) {
+    cpx::require(blocks < index_t{1} << 31, name, "blocks", "less than 2^31", blocks);
     if (blocks == 0) return;
     kernel<<<static_cast<unsigned>(blocks), threads, static_cast<std::size_t>(shared_bytes), stream>>>(arguments...);
     cpx::cuda::check(cudaGetLastError(), name);
 }
 /// Launches a warp for each item.
 template <class... P>
-void launch_warps(char const* name, void (*kernel)(P...), index items, cudaStream_t stream,
+void launch_warps(char const* name, void (*kernel)(P...), index_t items, cudaStream_t stream,
                   std::type_identity_t<P>... arguments) {
     launch<P...>(name, kernel, (items + warps - 1) / warps, dim3(warp, warps), 0, stream, arguments...);
 }
 /// Launches a thread for each item.
 template <class... P>
-void launch_threads(char const* name, void (*kernel)(P...), index items, cudaStream_t stream,
+void launch_threads(char const* name, void (*kernel)(P...), index_t items, cudaStream_t stream,
                     std::type_identity_t<P>... arguments) {
     launch<P...>(name, kernel, (items + 255) / 256, dim3(256), 0, stream, arguments...);
 }

@@ -8,15 +8,15 @@ namespace qwen3_5::gpu {
 
 namespace kernels {
 
-static __global__ void log_probabilities(rows<float const> logits, index const* labels, rows<float> out) {
-    index const row = item_of_warp();
+static __global__ void log_probabilities(rows<float const> logits, index_t const* labels, rows<float> out) {
+    index_t const row = item_of_warp();
     if (row >= logits.count()) return;
-    index const label = labels[row];
+    index_t const label = labels[row];
     float highest = -INFINITY;
-    for (index j = threadIdx.x; j < logits.width(); j += warp) highest = fmaxf(highest, logits(row, j));
+    for (index_t j = threadIdx.x; j < logits.width(); j += warp) highest = fmaxf(highest, logits(row, j));
     highest = max_over_warp(highest);
     double total = 0;
-    for (index j = threadIdx.x; j < logits.width(); j += warp) total += expf(logits(row, j) - highest);
+    for (index_t j = threadIdx.x; j < logits.width(); j += warp) total += expf(logits(row, j) - highest);
     total = sum_over_warp(total);
     if (threadIdx.x > 0) return;
     out(row, 0) = label < 0 ? 0 : static_cast<float>(static_cast<double>(logits(row, label) - highest) - log(total));
@@ -25,7 +25,7 @@ static __global__ void log_probabilities(rows<float const> logits, index const* 
 } // namespace kernels
 
 /// out = log softmax(logits)[label], and 0 where the label is `cpx::ignored`. out: (rows, 1).
-inline void log_probabilities(rows<float const> logits, index const* labels, rows<float> out, cudaStream_t stream) {
+inline void log_probabilities(rows<float const> logits, index_t const* labels, rows<float> out, cudaStream_t stream) {
     launch_warps("log_probabilities", kernels::log_probabilities, logits.count(), stream, logits, labels, out);
 }
 

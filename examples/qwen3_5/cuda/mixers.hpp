@@ -34,16 +34,16 @@ public:
           projected_(at.make(width(sections_))), z_(at.make(width(out_))), o_(at.make(width(out_))),
           local_(tokens(), 2 * q_ + v_ + 2 * values_.size()), mixed_(tokens(), 2 * q_ + v_),
           gates_(tokens(), 2 * values_.size()), local_o_(tokens(), v_) {
-        index layer = 0;
+        index_t layer = 0;
         for (cpx::layer_type const type : at.config.layer_types) {
             if (type == cpx::layer_type::linear_attention) own_.emplace(layer, own_weights(layer));
             ++layer;
         }
     }
 
-    void operator()(index layer, rows<float> h) {
+    void operator()(index_t layer, rows<float> h) {
         auto const name = [&](char const* part) { return layer_name(layer, "linear_attn.") + part; };
-        index const heads = value_.heads, qkv = projected_.view().width() - 2 * heads;
+        index_t const heads = value_.heads, qkv = projected_.view().width() - 2 * heads;
         at_.norm(layer_name(layer, "input_layernorm.weight"), h, x_);
         at_.linear(name("in_proj_qkv.weight"), x_, projected_.columns(0, qkv));
         at_.linear(name("in_proj_b.weight"), x_, projected_.columns(qkv, heads));
@@ -67,14 +67,14 @@ private:
         cpx::section const key{c.linear_num_key_heads, c.linear_key_head_dim}, gate{c.linear_num_value_heads, 1};
         return {key, key, {c.linear_num_value_heads, c.linear_value_head_dim}, gate, gate};
     }
-    static index width(std::vector<cpx::section> const& sections) {
-        index all = 0;
+    static index_t width(std::vector<cpx::section> const& sections) {
+        index_t all = 0;
         for (cpx::section const& s : sections) all += s.heads * s.width;
         return all;
     }
-    index tokens() const { return at_.sharding.batch().tokens(); }
+    index_t tokens() const { return at_.sharding.batch().tokens(); }
 
-    of_heads own_weights(index layer) const {
+    of_heads own_weights(index_t layer) const {
         auto const own = [&](char const* name, std::span<cpx::section const> of) {
             auto const weight = at_.on_host(layer_name(layer, "linear_attn.") + name);
             return upload(cpx::local_rows(mix_, at_.rank(), of, weight));
@@ -85,7 +85,7 @@ private:
 
     /// The convolution, the gates and the delta rule of this rank's heads.
     void recur(of_heads const& own) {
-        index const heads = values_.size(), qkv = 2 * q_ + v_;
+        index_t const heads = values_.size(), qkv = 2 * q_ + v_;
         rows<float const> const conv_weight(own.conv.data(), qkv, conv_.plan().taps());
         cpx::cuda::causal_conv1d(conv_, cpx::sharded(local_.columns(0, qkv), mix_), conv_weight, {},
                                  cpx::activation::silu, cpx::sharded(mixed_.view(), mix_), at_.stream);
@@ -115,13 +115,13 @@ private:
     cpx::section key_, value_;
     by_heads mix_, back_;
     cpx::range keys_, values_; ///< the heads of this rank
-    index q_, v_;              ///< their columns of q, and of v
+    index_t q_, v_;            ///< their columns of q, and of v
     movement there_, home_;
     cpx::cuda::conv_exchange<float, by_heads> conv_;
-    cpx::cuda::buffer<index> offsets_;
+    cpx::cuda::buffer<index_t> offsets_;
     device_rows<float> x_, projected_, z_, o_;           ///< rows of this rank
     device_rows<float> local_, mixed_, gates_, local_o_; ///< all tokens, heads of this rank
-    std::map<index, of_heads> own_;
+    std::map<index_t, of_heads> own_;
 };
 
 /// h += full_attention(norm(h)): norms and rotary embedding of q and k, attention, an output gate, a projection.
@@ -153,7 +153,7 @@ public:
         }
     }
 
-    void operator()(index layer, rows<float> h) {
+    void operator()(index_t layer, rows<float> h) {
         auto const name = [&](char const* part) { return layer_name(layer, part); };
         auto const q = qkv_.columns(0, q_), k = qkv_.columns(q_, kv_), v = qkv_.columns(q_ + kv_, kv_);
         at_.norm(name("input_layernorm.weight"), h, x_);
@@ -184,8 +184,8 @@ private:
     cpx::cuda::buffer<seen_keys> seen(std::vector<cpx::segment> const& of) const {
         std::vector<seen_keys> list;
         for (cpx::segment const& s : of)
-            for (index i = 0; i < s.count; ++i) {
-                index const first = batch().offset(s.sequence);
+            for (index_t i = 0; i < s.count; ++i) {
+                index_t const first = batch().offset(s.sequence);
                 list.push_back({first, first + s.token + i});
             }
         return upload(list);
@@ -210,14 +210,14 @@ private:
         attend(qkv_.columns(0, q_), everyones_->columns(0, kv_), everyones_->columns(kv_, kv_), o_);
     }
     void attend_by_heads() {
-        index const q = queries_.size() * dim_, k = keys_.size() * dim_;
+        index_t const q = queries_.size() * dim_, k = keys_.size() * dim_;
         (*there_)(qkv_, *everyones_);
         attend(everyones_->columns(0, q), everyones_->columns(q, k), everyones_->columns(q + k, k), *part_o_);
         (*home_)(*part_o_, o_);
     }
 
     site& at_;
-    index query_heads_, key_heads_, dim_, q_, kv_;
+    index_t query_heads_, key_heads_, dim_, q_, kv_;
     by_heads split_, split_o_;
     cpx::range queries_, keys_; ///< the heads of this rank; gathered, all of them: they begin at 0
     cpx::cuda::rotary_pairs pairs_;

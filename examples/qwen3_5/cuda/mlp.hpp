@@ -10,7 +10,7 @@ namespace qwen3_5::gpu {
 /// down(silu(gate(x)) up(x)), by the weights of one name, into y.
 class dense_mlp {
 public:
-    dense_mlp(site& at, index inner) : at_(at), gate_(at.make(inner)), up_(at.make(inner)) {}
+    dense_mlp(site& at, index_t inner) : at_(at), gate_(at.make(inner)), up_(at.make(inner)) {}
 
     void operator()(std::string const& mlp, rows<float const> x, rows<float> y) const {
         at_.linear(mlp + "gate_proj.weight", x, gate_);
@@ -39,7 +39,7 @@ public:
         at_.linear(mlp + "gate.weight", x, logits_);
         choose_experts(logits_, chosen_, weights_, at_.stream);
         expert_linear(chosen_, x, at_.weight(mlp + "experts.gate_up_proj"), gate_up_, at_.stream);
-        index const count = x.count() * choices_; // each choice has its gate, then its up
+        index_t const count = x.count() * choices_; // each choice has its gate, then its up
         rows<float const> const gate_up(gate_up_.view().data(), count, 2 * inner_);
         silu_mul(gate_up.columns(0, inner_), gate_up.columns(inner_, inner_),
                  {activation_.view().data(), count, inner_}, at_.stream);
@@ -51,10 +51,10 @@ public:
 
 private:
     site& at_;
-    index choices_, inner_;
+    index_t choices_, inner_;
     dense_mlp shared_;
     device_rows<float> logits_, weights_, gate_up_, activation_, output_, shared_output_, shared_gate_;
-    device_rows<index> chosen_;
+    device_rows<index_t> chosen_;
 };
 
 } // namespace qwen3_5::gpu

@@ -25,11 +25,11 @@ public:
     }
 
     /// Returns log p(label) for the rows of this rank, (rows, 1); 0 where the label is `cpx::ignored`.
-    rows<float const> forward(cpx::cuda::buffer<index> const& ids, cpx::cuda::buffer<index> const& labels) {
-        cpx::cuda::gather_rows<float, index>(at_.weight("model.embed_tokens.weight"),
-                                             std::span<index const>(ids.data(), static_cast<std::size_t>(ids.size())),
-                                             h_, at_.stream);
-        index layer = 0;
+    rows<float const> forward(cpx::cuda::buffer<index_t> const& ids, cpx::cuda::buffer<index_t> const& labels) {
+        cpx::cuda::gather_rows<float, index_t>(
+            at_.weight("model.embed_tokens.weight"),
+            std::span<index_t const>(ids.data(), static_cast<std::size_t>(ids.size())), h_, at_.stream);
+        index_t layer = 0;
         for (cpx::layer_type const type : at_.config.layer_types) {
             if (type == cpx::layer_type::full_attention)
                 full_attention_(layer, h_);
@@ -45,7 +45,7 @@ public:
 
 private:
     /// h += mlp(norm(h)).
-    void mlp(index layer) {
+    void mlp(index_t layer) {
         at_.norm(layer_name(layer, "post_attention_layernorm.weight"), h_, x_);
         auto const run = [&](auto const& block) { block(layer_name(layer, "mlp."), x_, y_); };
         expert_mlp_ ? run(*expert_mlp_) : run(*dense_mlp_);

@@ -23,17 +23,17 @@ using entry_sharding = cpx::sharding<cpx::zigzag<>>;
 template <class T>
 class device_rows {
 public:
-    device_rows(index count, index width) : values_(count * width), count_(count), width_(width) {}
+    device_rows(index_t count, index_t width) : values_(count * width), count_(count), width_(width) {}
 
     rows<T> view() const { return {values_.data(), count_, width_}; }
-    rows<T> columns(index first, index width) const { return view().columns(first, width); }
+    rows<T> columns(index_t first, index_t width) const { return view().columns(first, width); }
     operator rows<T>() const { return view(); }
     operator rows<T const>() const { return view(); }
     std::vector<T> read() const { return values_.read(); }
 
 private:
     cpx::cuda::buffer<T> values_;
-    index count_, width_;
+    index_t count_, width_;
 };
 
 /// Returns a copy of `values` in the current device's memory.
@@ -90,7 +90,7 @@ public:
     }
 
     int rank() const { return comm.rank(); }
-    device_rows<float> make(index width) const { return {sharding.rows(rank()), width}; }
+    device_rows<float> make(index_t width) const { return {sharding.rows(rank()), width}; }
     /// Returns a weight as the host has it; tied, `lm_head.weight` is that of the embedding.
     rows<float const> on_host(std::string const& name) const { return on_host_.at(stored(name)); }
     /// Returns the same in this device's memory.
@@ -131,9 +131,9 @@ private:
 class movement {
 public:
     /// `width`: of rows that move whole; `stride`: from row to row of the source, 0 for dense.
-    movement(site& at, cpx::plan const& plan, index width = 0, index stride = 0)
+    movement(site& at, cpx::plan const& plan, index_t width = 0, index_t stride = 0)
         : at_(at),
-          each_{plan.messages(), plan.sent_rows(), plan.sent_elements(width) * static_cast<index>(sizeof(float))},
+          each_{plan.messages(), plan.sent_rows(), plan.sent_elements(width) * static_cast<index_t>(sizeof(float))},
           exchange_(met(at, plan), width, at.comm, stride) {}
 
     void operator()(rows<float const> from, rows<float> to) {

@@ -25,8 +25,8 @@ enum class padding { left, right, any };
 
 /// What else must hold of padded offsets: where they end (-1: not known), what divides every padded length.
 struct padded_buffer {
-    index rows = -1;
-    index multiple = 1;
+    index_t rows = -1;
+    index_t multiple = 1;
 };
 
 /// Where the rows of a batch without padding lie in a padded buffer: sequence `s` in rows `start(s)` and after.
@@ -35,14 +35,14 @@ struct padded_buffer {
 class packing {
 public:
     /// Throws `cpx::error` that names the first sequence that overlaps the one before it or leaves the buffer.
-    packing(thd batch, std::vector<index> starts, index buffer_rows, caller here = caller::here())
+    packing(thd batch, std::vector<index_t> starts, index_t buffer_rows, caller here = caller::here())
         : batch_(std::move(batch)), starts_(std::move(starts)), buffer_rows_(buffer_rows) {
         require(std::ssize(starts_) == batch_.sequences(), "packing", "number of starts", batch_.sequences(),
                 starts_.size(), here);
         require(buffer_rows_ >= 0, "packing", "rows of the buffer", "not negative", buffer_rows_, here);
-        index end = 0;
-        for (index s = 0; s < batch_.sequences(); ++s) {
-            index const last = buffer_rows_ - batch_.length(s);
+        index_t end = 0;
+        for (index_t s = 0; s < batch_.sequences(); ++s) {
+            index_t const last = buffer_rows_ - batch_.length(s);
             if (start(s) < end || start(s) > last)
                 throw error("packing", "start of sequence " + std::to_string(s),
                             std::to_string(end) + " to " + std::to_string(last), std::to_string(start(s)), here);
@@ -51,20 +51,20 @@ public:
     }
 
     thd const& batch() const { return batch_; }
-    index start(index s) const { return starts_[static_cast<std::size_t>(s)]; }
-    index buffer_rows() const { return buffer_rows_; }
+    index_t start(index_t s) const { return starts_[static_cast<std::size_t>(s)]; }
+    index_t buffer_rows() const { return buffer_rows_; }
 
     /// Returns the buffer's row of every row of the batch, ascending, as gathers by index want them.
-    std::vector<index> rows() const {
-        std::vector<index> list(static_cast<std::size_t>(batch_.tokens()));
-        for (index s = 0; s < batch_.sequences(); ++s)
+    std::vector<index_t> rows() const {
+        std::vector<index_t> list(static_cast<std::size_t>(batch_.tokens()));
+        for (index_t s = 0; s < batch_.sequences(); ++s)
             std::iota(list.begin() + batch_.offset(s), list.begin() + batch_.offset(s + 1), start(s));
         return list;
     }
     /// Returns for every row of the buffer 1 if it is a row of the batch, 0 if it is padding.
     std::vector<std::uint8_t> mask() const {
         std::vector<std::uint8_t> valid(static_cast<std::size_t>(buffer_rows_), 0);
-        for (index s = 0; s < batch_.sequences(); ++s)
+        for (index_t s = 0; s < batch_.sequences(); ++s)
             std::fill_n(valid.begin() + start(s), batch_.length(s), std::uint8_t{1});
         return valid;
     }
@@ -73,20 +73,20 @@ public:
 
 private:
     thd batch_;
-    std::vector<index> starts_;
-    index buffer_rows_ = 0;
+    std::vector<index_t> starts_;
+    index_t buffer_rows_ = 0;
 };
 
 namespace detail {
 
 /// Makes a batch whose valid lengths are left out where there is no padding: equal batches then compare equal.
-inline thd padded_thd(std::vector<index> const& lengths, std::vector<index> valid) {
+inline thd padded_thd(std::vector<index_t> const& lengths, std::vector<index_t> valid) {
     thd const batch = thd::from_lengths(lengths);
     if (valid == lengths) return batch;
-    return thd(std::vector<index>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
+    return thd(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
 }
 
-inline void require_columns(char const* where, index count, index columns, caller here) {
+inline void require_columns(char const* where, index_t count, index_t columns, caller here) {
     require(columns > 0 || (columns == 0 && count == 0), where, "columns", "at least 1", columns, here);
     require(columns == 0 || count % columns == 0, where, "size of the list",
             "a multiple of the columns, " + std::to_string(columns), count, here);
@@ -97,7 +97,7 @@ void copy_rows(rows<T const> from, rows<T> to) {
     if (from.stride() == from.width() && to.stride() == to.width())
         std::copy_n(from.data(), from.count() * from.width(), to.data());
     else
-        for (index i = 0; i < from.count(); ++i) std::copy_n(from.row(i), from.width(), to.row(i));
+        for (index_t i = 0; i < from.count(); ++i) std::copy_n(from.row(i), from.width(), to.row(i));
 }
 
 template <class T>
@@ -119,14 +119,14 @@ void require_fits(char const* where, packing const& p, rows<T const> packed, row
 /// would count its positions from 0. So does padding that comes first where it joins the last sequence.
 /// Source: twinkle's sequence parallelism, whose revisions differ in `pad`: the later one joins.
 template <list_of<std::int32_t, std::int64_t> R>
-thd thd_from_positions(R const& positions, pad pads, index columns = -1, caller here = caller::here()) {
-    index const count = std::ssize(positions);
+thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, caller here = caller::here()) {
+    index_t const count = std::ssize(positions);
     if (columns == -1) columns = count;
     detail::require_columns("thd_from_positions", count, columns, here);
-    std::vector<index> lengths, valid;
-    index previous = -1;
-    for (index row = 0; row < count; ++row) {
-        index const position = std::data(positions)[row];
+    std::vector<index_t> lengths, valid;
+    index_t previous = -1;
+    for (index_t row = 0; row < count; ++row) {
+        index_t const position = std::data(positions)[row];
         bool const first = row % columns == 0, joins = pads == pad::joins_last_sequence;
         if (first) previous = -1;
         if (position == 0 || (position == -1 && !joins)) {
@@ -152,15 +152,15 @@ thd thd_from_positions(R const& positions, pad pads, index columns = -1, caller 
 /// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that makes the ones of
 /// its row two runs, or that is padding on the other side.
 template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> R>
-packing packing_from_mask(R const& mask, index columns, padding side, caller here = caller::here()) {
-    index const count = std::ssize(mask);
+packing packing_from_mask(R const& mask, index_t columns, padding side, caller here = caller::here()) {
+    index_t const count = std::ssize(mask);
     detail::require_columns("packing_from_mask", count, columns, here);
-    std::vector<index> lengths, starts;
-    for (index row = 0; row < count; row += columns) {
-        index start = row, length = 0;
-        for (index column = 0; column < columns; ++column) {
-            index const value = static_cast<index>(std::data(mask)[row + column]);
-            index const end = start - row + length;
+    std::vector<index_t> lengths, starts;
+    for (index_t row = 0; row < count; row += columns) {
+        index_t start = row, length = 0;
+        for (index_t column = 0; column < columns; ++column) {
+            index_t const value = static_cast<index_t>(std::data(mask)[row + column]);
+            index_t const end = start - row + length;
             char const* expected = nullptr;
             if (value != 0 && value != 1)
                 expected = "0 or 1";
@@ -198,7 +198,7 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
             "none (make them a sequence without valid tokens)", std::size(padded) == 0 ? 0 : *std::data(padded), here);
     auto const read = [&](char const* list, auto const& offsets) {
         try {
-            return thd(std::vector<index>(std::begin(offsets), std::end(offsets)));
+            return thd(std::vector<index_t>(std::begin(offsets), std::end(offsets)));
         } catch (error const& e) {
             throw error(where, std::string(list) + " offsets: " + e.problem(), e.expected(), e.got(), here);
         }
@@ -206,8 +206,8 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
     thd const tokens = read("valid", valid), physical = read("padded", padded);
     require(buffer.rows < 0 || physical.tokens() == buffer.rows, where, "last padded offset",
             "the rows of the buffer, " + std::to_string(buffer.rows), physical.tokens(), here);
-    std::vector<index> lengths, counts;
-    for (index s = 0; s < physical.sequences(); ++s) {
+    std::vector<index_t> lengths, counts;
+    for (index_t s = 0; s < physical.sequences(); ++s) {
         lengths.push_back(physical.length(s));
         counts.push_back(tokens.length(s));
         if (counts.back() > lengths.back())
@@ -225,12 +225,12 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
 ///
 /// cpx needs no padding. Peers do: zigzag wants 2 W, with sequence parallelism over TP ranks lcm(2 W, W TP).
 /// Throws `cpx::error` if `multiple` is below 1, or so large that there would be 2^62 rows.
-inline thd pad_to_multiple(thd const& batch, index multiple, caller here = caller::here()) {
-    index const most = ((index{1} << 62) - 1 - batch.tokens()) / std::max<index>(batch.sequences(), 1);
+inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = caller::here()) {
+    index_t const most = ((index_t{1} << 62) - 1 - batch.tokens()) / std::max<index_t>(batch.sequences(), 1);
     require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
             here);
-    std::vector<index> lengths, valid;
-    for (index s = 0; s < batch.sequences(); ++s) {
+    std::vector<index_t> lengths, valid;
+    for (index_t s = 0; s < batch.sequences(); ++s) {
         valid.push_back(batch.valid(s));
         lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
     }
@@ -239,7 +239,7 @@ inline thd pad_to_multiple(thd const& batch, index multiple, caller here = calle
 
 /// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
 inline packing unpadded(thd const& padded) {
-    std::vector<index> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
+    std::vector<index_t> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
     return packing(pad_to_multiple(padded, 1), offsets, padded.tokens());
 }
 
@@ -250,7 +250,7 @@ inline packing unpadded(thd const& padded) {
 template <class T>
 void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> packed, caller here = caller::here()) {
     detail::require_fits<T>("pack", p, packed, buffer, here);
-    for (index s = 0; s < p.batch().sequences(); ++s)
+    for (index_t s = 0; s < p.batch().sequences(); ++s)
         detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
 }
@@ -263,12 +263,12 @@ template <class T>
 void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T> buffer,
             caller here = caller::here()) {
     detail::require_fits<T>("unpack", p, packed, buffer, here);
-    index row = 0;
-    auto const zero_until = [&](index end) {
+    index_t row = 0;
+    auto const zero_until = [&](index_t end) {
         for (; row < end; ++row) std::fill_n(buffer.row(row), buffer.width(), T{});
     };
-    for (index s = 0; s < p.batch().sequences(); ++s) {
-        index const count = p.batch().length(s);
+    for (index_t s = 0; s < p.batch().sequences(); ++s) {
+        index_t const count = p.batch().length(s);
         zero_until(p.start(s));
         detail::copy_rows<T>(packed.sub(p.batch().offset(s), count), buffer.sub(row, count));
         row += count;

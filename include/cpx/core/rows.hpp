@@ -17,49 +17,49 @@ template <class T>
 class rows {
 public:
     constexpr rows() = default;
-    CPX_HOST_DEVICE constexpr rows(T* data, index count, index width) : rows(data, count, width, width) {}
-    CPX_HOST_DEVICE constexpr rows(T* data, index count, index width, index stride)
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width) : rows(data, count, width, width) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride)
         : data_(data), count_(count), width_(width), stride_(stride) {}
 
     /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V>& values, index width)
-        : rows(values.data(), width > 0 ? static_cast<index>(values.size()) / width : 0, width) {
-        require(count_ * width == static_cast<index>(values.size()), "rows", "size of the vector",
+    rows(std::vector<V>& values, index_t width)
+        : rows(values.data(), width > 0 ? static_cast<index_t>(values.size()) / width : 0, width) {
+        require(count_ * width == static_cast<index_t>(values.size()), "rows", "size of the vector",
                 "a multiple of the width " + std::to_string(width), values.size());
     }
     template <class V>
         requires std::is_same_v<T, V const>
-    rows(std::vector<V> const& values, index width) : rows(const_cast<std::vector<V>&>(values), width) {}
+    rows(std::vector<V> const& values, index_t width) : rows(const_cast<std::vector<V>&>(values), width) {}
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
     CPX_HOST_DEVICE constexpr T* data() const { return data_; }
-    CPX_HOST_DEVICE constexpr index count() const { return count_; }
-    CPX_HOST_DEVICE constexpr index width() const { return width_; }
+    CPX_HOST_DEVICE constexpr index_t count() const { return count_; }
+    CPX_HOST_DEVICE constexpr index_t width() const { return width_; }
     /// Returns the elements from the beginning of one row to the beginning of the next.
-    CPX_HOST_DEVICE constexpr index stride() const { return stride_; }
-    CPX_HOST_DEVICE constexpr T* row(index i) const { return data_ + i * stride_; }
-    CPX_HOST_DEVICE constexpr T& operator()(index i, index column) const { return data_[i * stride_ + column]; }
+    CPX_HOST_DEVICE constexpr index_t stride() const { return stride_; }
+    CPX_HOST_DEVICE constexpr T* row(index_t i) const { return data_ + i * stride_; }
+    CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
 
     /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index first, index count) const {
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
         return {data_ + first * stride_, count, width_, stride_};
     }
     /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index first, index width) const {
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
         return {data_ + first, count_, width, stride_};
     }
 
 private:
     T* data_ = nullptr;
-    index count_ = 0, width_ = 0, stride_ = 0;
+    index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
 template <class T>
-rows(std::vector<T>&, index) -> rows<T>;
+rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
-rows(std::vector<T> const&, index) -> rows<T const>;
+rows(std::vector<T> const&, index_t) -> rows<T const>;
 
 } // namespace cpx

@@ -22,13 +22,13 @@ namespace cpx {
 class thd {
 public:
     /// An empty batch.
-    thd() : thd(std::vector<index>{0}) {}
+    thd() : thd(std::vector<index_t>{0}) {}
 
     /// Takes offsets and, if there is padding, the valid length of every sequence.
     ///
     /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0 or decrease,
     /// valid lengths that are not one a sequence or exceed its physical length.
-    explicit thd(std::vector<index> offsets, std::vector<index> valid = {}) {
+    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}) {
         require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
         require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
         for (std::size_t s = 1; s < offsets.size(); ++s)
@@ -50,46 +50,49 @@ public:
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
     template <class Integer>
         requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
-    static thd from_offsets(std::span<Integer const> offsets, index buffer_rows = -1,
+    static thd from_offsets(std::span<Integer const> offsets, index_t buffer_rows = -1,
                             std::span<Integer const> valid = {}) {
-        thd batch(std::vector<index>(offsets.begin(), offsets.end()), std::vector<index>(valid.begin(), valid.end()));
+        thd batch(std::vector<index_t>(offsets.begin(), offsets.end()),
+                  std::vector<index_t>(valid.begin(), valid.end()));
         require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
         return batch;
     }
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
-    static thd uniform(index count, index length) {
+    static thd uniform(index_t count, index_t length) {
         require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
                 count < 0 ? count : length);
-        require(length == 0 || count < (index{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
+        require(length == 0 || count < (index_t{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
                 std::to_string(count) + " times " + std::to_string(length));
-        std::vector<index> offsets(static_cast<std::size_t>(count) + 1);
-        for (index s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
+        std::vector<index_t> offsets(static_cast<std::size_t>(count) + 1);
+        for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets));
     }
 
     /// Returns the batch of sequences with these lengths.
-    static thd from_lengths(std::span<index const> lengths) {
-        std::vector<index> offsets(1, 0);
-        for (index const length : lengths) offsets.push_back(offsets.back() + length);
+    static thd from_lengths(std::span<index_t const> lengths) {
+        std::vector<index_t> offsets(1, 0);
+        for (index_t const length : lengths) offsets.push_back(offsets.back() + length);
         return thd(std::move(offsets));
     }
 
-    index sequences() const { return static_cast<index>(data_->offsets.size()) - 1; }
+    index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
     /// Returns all tokens, padding included: the global rows of the batch.
-    index tokens() const { return data_->offsets.back(); }
-    index offset(index s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
-    index length(index s) const { return offset(s + 1) - offset(s); }
+    index_t tokens() const { return data_->offsets.back(); }
+    index_t offset(index_t s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
+    index_t length(index_t s) const { return offset(s + 1) - offset(s); }
     /// Returns the tokens of sequence `s` that are not padding.
-    index valid(index s) const { return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)]; }
-    std::span<index const> offsets() const { return data_->offsets; }
-    std::span<index const> valid_lengths() const { return data_->valid; }
+    index_t valid(index_t s) const {
+        return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)];
+    }
+    std::span<index_t const> offsets() const { return data_->offsets; }
+    std::span<index_t const> valid_lengths() const { return data_->valid; }
 
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
-    index sequence(index row) const {
+    index_t sequence(index_t row) const {
         auto const& offsets = data_->offsets;
-        return static_cast<index>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+        return static_cast<index_t>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
     }
 
     friend bool operator==(thd const& a, thd const& b) {
@@ -98,7 +101,7 @@ public:
 
 private:
     struct lengths {
-        std::vector<index> offsets, valid;
+        std::vector<index_t> offsets, valid;
     };
     std::shared_ptr<lengths const> data_;
 };

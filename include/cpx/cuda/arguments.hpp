@@ -13,18 +13,18 @@
 namespace cpx::cuda::detail {
 
 /// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
-inline int vector_bytes(std::initializer_list<index> places) {
-    index all = 16;
-    for (index const place : places) all |= place;
+inline int vector_bytes(std::initializer_list<index_t> places) {
+    index_t all = 16;
+    for (index_t const place : places) all |= place;
     return static_cast<int>(all & -all);
 }
 template <class T>
-index address(T const* place) {
-    return reinterpret_cast<index>(place);
+index_t address(T const* place) {
+    return reinterpret_cast<index_t>(place);
 }
 template <class T>
-index row_bytes(rows<T> r) { // a distance matters from the second row on
-    return r.count() > 1 ? r.stride() * static_cast<index>(sizeof(T)) : 0;
+index_t row_bytes(rows<T> r) { // a distance matters from the second row on
+    return r.count() > 1 ? r.stride() * static_cast<index_t>(sizeof(T)) : 0;
 }
 
 /// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and
@@ -58,9 +58,9 @@ void require_sizes(char const* where, char const* what, rows<T> r, caller here) 
 /// Throws `cpx::error` unless `r` is (count, width) of the current device's memory. Where there are to be no rows, `r`
 /// may be none of any width.
 template <class T>
-void require_rows(char const* where, char const* what, rows<T> r, index count, index width, caller here) {
+void require_rows(char const* where, char const* what, rows<T> r, index_t count, index_t width, caller here) {
     if (count == 0 && r.count() == 0) return;
-    auto const shape = [](index n, index w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
+    auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     require(r.count() == count && r.width() == width, where, (std::string("shape of ") + what).c_str(),
             shape(count, width), shape(r.count(), r.width()), here);
     require_sizes(where, what, r, here);

@@ -29,41 +29,41 @@ namespace detail {
 struct conv_grid {
     dim3 threads;
     int strip = 0;
-    index strip_blocks = 0, blocks = 0;
+    index_t strip_blocks = 0, blocks = 0;
 };
 
 /// Returns a grid of some whole waves of `per_multiprocessor` blocks, whose strips are about `wanted` rows or, of few
 /// rows, what one wave leaves each. That of no channels, which only its workspace is asked for, is that of one.
-inline conv_grid cut_convolution(conv_plan const& plan, index channels, int vector, index per_multiprocessor,
-                                 index wanted) {
-    index const in_a_row = std::max<index>(1, (channels + vector - 1) / vector), rows = plan.rows();
-    index const warps = std::min<index>(4, (in_a_row + 31) / 32);
-    index const lanes = 32 * (warps == 3 ? 4 : warps), tiles = (in_a_row + lanes - 1) / lanes;
-    index const together = 128 / lanes; // strips of a block
-    index const resident = per_multiprocessor * plan.multiprocessors(), per_wave = resident * together * wanted;
-    index const waves = std::max<index>(1, (rows * tiles + per_wave / 2) / per_wave);
-    index const strips = std::max<index>(1, resident * waves / tiles) * together;
-    index const strip = std::max<index>(16, ((rows + strips - 1) / strips + 3) / 4 * 4);
-    index const blocks = (rows + strip * together - 1) / (strip * together);
+inline conv_grid cut_convolution(conv_plan const& plan, index_t channels, int vector, index_t per_multiprocessor,
+                                 index_t wanted) {
+    index_t const in_a_row = std::max<index_t>(1, (channels + vector - 1) / vector), rows = plan.rows();
+    index_t const warps = std::min<index_t>(4, (in_a_row + 31) / 32);
+    index_t const lanes = 32 * (warps == 3 ? 4 : warps), tiles = (in_a_row + lanes - 1) / lanes;
+    index_t const together = 128 / lanes; // strips of a block
+    index_t const resident = per_multiprocessor * plan.multiprocessors(), per_wave = resident * together * wanted;
+    index_t const waves = std::max<index_t>(1, (rows * tiles + per_wave / 2) / per_wave);
+    index_t const strips = std::max<index_t>(1, resident * waves / tiles) * together;
+    index_t const strip = std::max<index_t>(16, ((rows + strips - 1) / strips + 3) / 4 * 4);
+    index_t const blocks = (rows + strip * together - 1) / (strip * together);
     return {dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(together)), static_cast<int>(strip), blocks,
             blocks * tiles};
 }
 
 // The fastest without spills on an H200, of 32768 rows and 8192 channels. A strip begins and ends slowly, with loads
 // that nothing hides, and the backward's more so: it has one wave of long ones.
-inline conv_grid cut_forward(conv_plan const& plan, index channels, int vector) {
+inline conv_grid cut_forward(conv_plan const& plan, index_t channels, int vector) {
     return cut_convolution(plan, channels, vector, kernels::conv_resident, vector == 4 ? 256 : 128);
 }
 
-inline conv_grid cut_backward(conv_plan const& plan, index channels, int vector, bool parts) {
+inline conv_grid cut_backward(conv_plan const& plan, index_t channels, int vector, bool parts) {
     return cut_convolution(plan, channels, vector, kernels::conv_backward_resident(vector, parts),
                            vector > 1 ? 1024 : 512);
 }
 
 template <class... P>
-void launch_convolution(void (*kernel)(P...), index blocks, dim3 threads, cudaStream_t in, caller here,
+void launch_convolution(void (*kernel)(P...), index_t blocks, dim3 threads, cudaStream_t in, caller here,
                         std::type_identity_t<P>... arguments) {
-    require(blocks < index{1} << 31, "cuda::causal_conv1d", "blocks", "less than 2^31", blocks, here);
+    require(blocks < index_t{1} << 31, "cuda::causal_conv1d", "blocks", "less than 2^31", blocks, here);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = threads;
@@ -78,7 +78,7 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
     static_assert(conv_element<T>, "cpx: causal_conv1d of elements that are not float, __nv_bfloat16 or __half");
     static_assert(std::same_as<W, float> || std::same_as<W, T>,
                   "cpx: causal_conv1d with a weight that is neither float nor of the elements of x");
-    index const channels = weight.count();
+    index_t const channels = weight.count();
     require(current_device() == plan.device(), where, "current device", plan.device(), current_device(), here);
     require(weight.width() == plan.taps(), where, "width of weight", plan.taps(), weight.width(), here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
@@ -105,7 +105,7 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
 /// Returns whether vectors of 16 bytes will do for x, its halo and the weight: that of 4 taps, dense and aligned.
 template <class T, class W>
 bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) {
-    index const row = weight.count() * static_cast<index>(sizeof(T));
+    index_t const row = weight.count() * static_cast<index_t>(sizeof(T));
     return weight.width() == 4 && weight.stride() == 4 && vector_bytes({address(weight.data()), row}) == 16 &&
            in_vectors(x) && in_vectors(halo);
 }
@@ -244,8 +244,8 @@ struct causal_conv1d_gradients<T> {
 };
 
 /// Returns how many elements the backward of any type needs to add up dweight and dbias.
-inline index causal_conv1d_workspace(conv_plan const& plan, index channels) {
-    index blocks = 0;
+inline index_t causal_conv1d_workspace(conv_plan const& plan, index_t channels) {
+    index_t blocks = 0;
     for (int const vector : {1, 4, 8})
         for (bool const parts : {false, true})
             blocks = std::max(blocks, detail::cut_backward(plan, channels, vector, parts).strip_blocks);
@@ -256,7 +256,7 @@ namespace detail {
 
 /// Checks the gradients that the backward writes. Returns whether it adds up dweight or dbias.
 template <class T>
-bool conv_gradients_given(char const* where, conv_plan const& plan, index channels,
+bool conv_gradients_given(char const* where, conv_plan const& plan, index_t channels,
                           causal_conv1d_gradients<T> const& to, caller here) {
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     require_rows(where, "dx", to.dx, plan.rows(), channels, here);
@@ -265,7 +265,7 @@ bool conv_gradients_given(char const* where, conv_plan const& plan, index channe
             here);
     require_memory(where, "dbias", to.dbias, here);
     bool const sums = to.dweight.data() || !to.dbias.empty();
-    index const wanted = sums ? causal_conv1d_workspace(plan, channels) : 0;
+    index_t const wanted = sums ? causal_conv1d_workspace(plan, channels) : 0;
     require(std::ssize(to.workspace) >= wanted, where, "size of the workspace", wanted, to.workspace.size(), here);
     require(vector_bytes({address(to.workspace.data())}) == 16, where, "address of the workspace",
             "a multiple of 16 bytes", "another", here);
@@ -280,7 +280,7 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
                        rows<float const> dz_halo, causal_conv1d_gradients<T> const& to, cudaStream_t in, caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
     auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
-    index const channels = given.channels;
+    index_t const channels = given.channels;
     bool const sums = conv_gradients_given(where, plan, channels, to, here);
     auto const from = result_given(where, "dy", dy, plan.rows(), channels, here);
     require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
@@ -304,7 +304,7 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
             given.strip = grid.strip;
             launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
             if (!sums) return;
-            index const values = (plan.taps() + 1) * channels;
+            index_t const values = (plan.taps() + 1) * channels;
             launch_convolution(kernels::causal_conv1d_add_sums<>, (values + 127) / 128, dim3(128), in, here, out.sums,
                                grid.strip_blocks, given.taps, channels, conv_view(to.dweight),
                                to.dbias.empty() ? nullptr : to.dbias.data());

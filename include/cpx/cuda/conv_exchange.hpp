@@ -26,7 +26,7 @@ public:
     /// that are threads of one process meet before and after, so that none allocates while another waits for it.
     /// Throws `cpx::error` if plan and communicator do not fit, if the ranks' plans differ, and what `conv_plan`
     /// throws.
-    conv_exchange(halo_plan<S> const& before, index channels, nccl& comm, index x_stride = 0,
+    conv_exchange(halo_plan<S> const& before, index_t channels, nccl& comm, index_t x_stride = 0,
                   caller here = caller::here())
         : sharding_(compared(before, channels, comm, "halo", here)), plan_(before, here), channels_(channels),
           halo_(plan_.halo_rows() * channels, here) {
@@ -34,8 +34,8 @@ public:
     }
 
     /// Also for the backward. `after`: `halo(sharding, rank, taps - 1, side::after)`.
-    conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index channels, nccl& comm, index x_stride = 0,
-                  caller here = caller::here())
+    conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index_t channels, nccl& comm,
+                  index_t x_stride = 0, caller here = caller::here())
         : sharding_(compared(before, channels, comm, "halo before and after", here)), plan_(before, after, here),
           channels_(channels), halo_(plan_.halo_rows() * channels, here), edge_(plan_.edge_rows() * channels, here),
           dz_halo_(plan_.dz_halo_rows() * channels, here), workspace_(causal_conv1d_workspace(plan_, channels), here) {
@@ -45,7 +45,7 @@ public:
 
     S const& sharding() const { return sharding_; }
     conv_plan const& plan() const { return plan_; }
-    index channels() const { return channels_; }
+    index_t channels() const { return channels_; }
 
     /// What the local operators are given beside the caller's tensors, and what they leave: rows in the plan's numbers.
     rows<T> halo() const { return {halo_.data(), plan_.halo_rows(), channels_}; }
@@ -65,7 +65,7 @@ public:
 private:
     /// Lets the ranks compare their plans, once for all exchanges: the plan of rows after follows from that of rows
     /// before. Returns the sharding.
-    static S const& compared(halo_plan<S> const& before, index channels, nccl& comm, char const* operation,
+    static S const& compared(halo_plan<S> const& before, index_t channels, nccl& comm, char const* operation,
                              caller here) {
         char const* const where = "cuda::conv_exchange";
         require(before.ranks() == comm.ranks() && before.rank == comm.rank(), where, "rank of the plan",
@@ -81,15 +81,15 @@ private:
     }
 
     template <class U>
-    void make(std::optional<exchange<U>>& to, cpx::plan moved, nccl& comm, index stride, caller here) {
+    void make(std::optional<exchange<U>>& to, cpx::plan moved, nccl& comm, index_t stride, caller here) {
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
-        to.emplace(moved, channels_, comm, stride, index{0}, range{}, here);
+        to.emplace(moved, channels_, comm, stride, index_t{0}, range{}, here);
     }
 
     S sharding_;
     conv_plan plan_;
-    index channels_;
+    index_t channels_;
     buffer<T> halo_;
     buffer<float> edge_, dz_halo_, workspace_;
     std::optional<exchange<T>> halo_exchange_; ///< these go first: they wait until nobody needs the memory

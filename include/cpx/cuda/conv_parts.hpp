@@ -15,7 +15,7 @@ namespace cpx::cuda {
 template <class T>
 struct conv_part {
     rows<T> data;
-    index head_dim = 0; ///< if not 0: every head of so many channels is divided by its 2-norm (l2norm)
+    index_t head_dim = 0; ///< if not 0: every head of so many channels is divided by its 2-norm (l2norm)
 };
 
 /// A convolution's result, or with `T const` its gradient, in up to four parts that follow each other along the
@@ -34,7 +34,7 @@ namespace detail {
 
 template <class T>
 kernels::conv_rows<T> conv_view(rows<T> view) {
-    return {view.data(), view.stride() * static_cast<index>(sizeof(T))};
+    return {view.data(), view.stride() * static_cast<index_t>(sizeof(T))};
 }
 
 /// Returns whether every row begins at a multiple of 16 bytes.
@@ -44,9 +44,9 @@ bool in_vectors(rows<T> view) {
 }
 template <class T>
 bool in_vectors(conv_parts<T> const& parts) {
-    index end = 0;
+    index_t end = 0;
     for (auto const& [data, head_dim] : parts.part) {
-        if (data.width() > 0 && (!in_vectors(data) || end * static_cast<index>(sizeof(T)) % 16 != 0)) return false;
+        if (data.width() > 0 && (!in_vectors(data) || end * static_cast<index_t>(sizeof(T)) % 16 != 0)) return false;
         end += data.width();
     }
     return true;
@@ -63,18 +63,18 @@ bool normalises(conv_parts<T> const& parts) {
 
 /// Checks a result, or its gradient, of (count, channels), and returns it as kernels want it.
 template <class T>
-kernels::conv_rows<T> result_given(char const* where, char const* what, rows<T> whole, index count, index channels,
+kernels::conv_rows<T> result_given(char const* where, char const* what, rows<T> whole, index_t count, index_t channels,
                                    caller here) {
     require_rows(where, what, whole, count, channels, here);
     return conv_view(whole);
 }
 template <class T>
-kernels::conv_parts<T> result_given(char const* where, char const* what, conv_parts<T> const& parts, index count,
-                                    index channels, caller here) {
+kernels::conv_parts<T> result_given(char const* where, char const* what, conv_parts<T> const& parts, index_t count,
+                                    index_t channels, caller here) {
     kernels::conv_parts<T> to{};
     to.epsilon = parts.epsilon;
-    constexpr index vector = 16 / static_cast<index>(sizeof(T));
-    index end = 0;
+    constexpr index_t vector = 16 / static_cast<index_t>(sizeof(T));
+    index_t end = 0;
     for (std::size_t p = 0; p < parts.part.size(); ++p) {
         auto const& [data, head_dim] = parts.part[p];
         to.end[p] = end;
@@ -83,7 +83,7 @@ kernels::conv_parts<T> result_given(char const* where, char const* what, conv_pa
         require_rows(where, name.c_str(), data, count, data.width(), here);
         require(head_dim >= 0, where, ("head_dim of " + name).c_str(), "not negative", head_dim, here);
         if (head_dim > 0) {
-            index const lanes = head_dim / vector;
+            index_t const lanes = head_dim / vector;
             require(head_dim % vector == 0 && lanes <= 32 && std::has_single_bit(static_cast<std::size_t>(lanes)),
                     where, ("head_dim of " + name).c_str(), std::to_string(vector) + " times a power of two up to 32",
                     head_dim, here);

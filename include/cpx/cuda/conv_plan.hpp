@@ -38,38 +38,38 @@ public:
         set_after(after, before.segments, beside, here);
     }
 
-    index rows() const { return rows_; }
+    index_t rows() const { return rows_; }
     /// Returns the rows that an exchange with the plan of rows before brings.
-    index halo_rows() const { return halo_rows_; }
-    index taps() const { return reach_ + 1; }
+    index_t halo_rows() const { return halo_rows_; }
+    index_t taps() const { return reach_ + 1; }
 
     bool has_backward() const { return has_backward_; }
     /// Returns the plan that brings edge rows, its source, to the ranks before which they stand, its target.
     plan const& edge_exchange() const { return edge_exchange_; }
-    index edge_rows() const { return edge_exchange_.source_rows; }
-    index dz_halo_rows() const { return edge_exchange_.target_rows; }
+    index_t edge_rows() const { return edge_exchange_.source_rows; }
+    index_t dz_halo_rows() const { return edge_exchange_.target_rows; }
 
-    index segments() const { return first_.size() - 1; }
+    index_t segments() const { return first_.size() - 1; }
     int device() const { return device_; }
     int multiprocessors() const { return multiprocessors_; }
     /// Returns, in device memory, the tables of the kernels (see kernels/cpx/causal_conv1d.cuh).
-    index const* first() const { return first_.data(); }
-    index const* before() const { return before_.data(); }
-    index const* after() const { return after_.data(); }
-    index const* edge_places() const { return edge_places_.data(); }
+    index_t const* first() const { return first_.data(); }
+    index_t const* before() const { return before_.data(); }
+    index_t const* after() const { return after_.data(); }
+    index_t const* edge_places() const { return edge_places_.data(); }
 
 private:
-    static buffer<index> upload(std::vector<index> const& values, caller here) {
-        return buffer<index>(std::span(values), here);
+    static buffer<index_t> upload(std::vector<index_t> const& values, caller here) {
+        return buffer<index_t>(std::span(values), here);
     }
 
     /// Returns the table of rows before: (segments, reach), those of the halo after the own, -1 for none.
     template <any_sharding S>
-    std::vector<index> set_before(halo_plan<S> const& p, caller here) {
+    std::vector<index_t> set_before(halo_plan<S> const& p, caller here) {
         require(p.where == side::before, "cuda::conv_plan", "side of the halo", "before", "after", here);
         require(p.reach < kernels::conv_max_taps, "cuda::conv_plan", "taps",
                 "at most " + std::to_string(kernels::conv_max_taps), p.reach + 1, here);
-        require(std::ssize(p.segments) < index{1} << 31, "cuda::conv_plan", "segments", "less than 2^31",
+        require(std::ssize(p.segments) < index_t{1} << 31, "cuda::conv_plan", "segments", "less than 2^31",
                 p.segments.size(), here);
         rows_ = p.source_rows;
         halo_rows_ = p.target_rows;
@@ -77,11 +77,11 @@ private:
         device_ = current_device();
         check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
               "cudaDeviceGetAttribute", here);
-        std::vector<index> table(p.segments.size() * static_cast<std::size_t>(reach_), -1);
+        std::vector<index_t> table(p.segments.size() * static_cast<std::size_t>(reach_), -1);
         for (std::size_t i = 0; i < p.segments.size(); ++i) {
-            auto to = table.begin() + static_cast<index>(i + 1) * reach_;
+            auto to = table.begin() + static_cast<index_t>(i + 1) * reach_;
             for (std::size_t k = p.begin[i + 1]; k-- > p.begin[i];)
-                for (index row = p.parts[k].count; row-- > 0;)
+                for (index_t row = p.parts[k].count; row-- > 0;)
                     *--to = p.parts[k].first + row + (p.parts[k].halo ? rows_ : 0);
         }
         first_ = upload(offsets(p.segments), here);
@@ -90,16 +90,16 @@ private:
     }
 
     template <any_sharding S>
-    void set_after(halo_plan<S> const& p, std::vector<segment> const& segments, std::vector<index> const& before,
+    void set_after(halo_plan<S> const& p, std::vector<segment> const& segments, std::vector<index_t> const& before,
                    caller here) {
         // Own rows, ascending. One that this rank itself needs is also needed where the rows between are.
-        std::vector<index> edge;
+        std::vector<index_t> edge;
         for (message const& m : p.sends)
             for (run const r : m.rows)
-                for (index row = r.first; row < r.first + r.count; ++row) edge.push_back(row);
+                for (index_t row = r.first; row < r.first + r.count; ++row) edge.push_back(row);
         std::ranges::sort(edge);
         edge.erase(std::ranges::unique(edge).begin(), edge.end());
-        auto const place = [&](index row) -> index { return std::ranges::lower_bound(edge, row) - edge.begin(); };
+        auto const place = [&](index_t row) -> index_t { return std::ranges::lower_bound(edge, row) - edge.begin(); };
 
         has_backward_ = true;
         edge_exchange_ = p;
@@ -107,20 +107,20 @@ private:
         for (message& m : edge_exchange_.sends)
             for (run& r : m.rows) r.first = place(r.first); // its rows follow one another among the edge rows, too
 
-        std::vector<index> table(segments.size() * static_cast<std::size_t>(reach_), -1);
+        std::vector<index_t> table(segments.size() * static_cast<std::size_t>(reach_), -1);
         for (std::size_t i = 0; i < segments.size(); ++i) {
-            auto to = table.begin() + static_cast<index>(i) * reach_;
+            auto to = table.begin() + static_cast<index_t>(i) * reach_;
             for (std::size_t k = p.begin[i]; k < p.begin[i + 1]; ++k)
-                for (index row = p.parts[k].first; row < p.parts[k].first + p.parts[k].count; ++row)
+                for (index_t row = p.parts[k].first; row < p.parts[k].first + p.parts[k].count; ++row)
                     *to++ = p.parts[k].halo ? std::ssize(edge) + row : place(row);
         }
 
-        std::vector<index> places; // (edge rows, taps): what each is computed from
-        index s = 0;
-        for (index const row : edge) {
+        std::vector<index_t> places; // (edge rows, taps): what each is computed from
+        index_t s = 0;
+        for (index_t const row : edge) {
             while (segments[static_cast<std::size_t>(s)].row + segments[static_cast<std::size_t>(s)].count <= row) ++s;
-            for (index from = row - reach_; from <= row; ++from) {
-                index const token = from - segments[static_cast<std::size_t>(s)].row;
+            for (index_t from = row - reach_; from <= row; ++from) {
+                index_t const token = from - segments[static_cast<std::size_t>(s)].row;
                 places.push_back(token >= 0 ? from : before[static_cast<std::size_t>((s + 1) * reach_ + token)]);
             }
         }
@@ -128,11 +128,11 @@ private:
         edge_places_ = upload(places, here);
     }
 
-    index rows_ = 0, halo_rows_ = 0, reach_ = 0;
+    index_t rows_ = 0, halo_rows_ = 0, reach_ = 0;
     int device_ = 0, multiprocessors_ = 1;
     bool has_backward_ = false;
     plan edge_exchange_;
-    buffer<index> first_, before_, after_, edge_places_;
+    buffer<index_t> first_, before_, after_, edge_places_;
 };
 
 } // namespace cpx::cuda

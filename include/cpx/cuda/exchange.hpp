@@ -33,7 +33,7 @@ inline void agree(nccl& comm, identity const& mine, caller here) {
 
 /// Returns what ranks compare before they run `p` for elements of T.
 template <class T>
-identity identify(plan const& p, index width) {
+identity identify(plan const& p, index_t width) {
     identity id = p.id;
     identity::set(id.element, cpx::detail::element_name<T>());
     if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(width);
@@ -43,30 +43,30 @@ identity identify(plan const& p, index width) {
 /// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
 struct rectangle_end {
     std::vector<run> rows, columns; ///< columns in bytes
-    index pitch = 0;
+    index_t pitch = 0;
     int buffer = 0;
-    index base = 0; ///< bytes from the buffer's beginning
+    index_t base = 0; ///< bytes from the buffer's beginning
 };
 
 /// Lists the rectangles that take `from` to `to`, which name equally many rows and columns, cut to `most` bytes.
 inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<kernels::rectangle>& list,
-                            index most = index{1} << 15) {
+                            index_t most = index_t{1} << 15) {
     auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
         std::size_t i = 0, j = 0;
-        for (index used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
-            index const count = std::min(a[i].count - used_a, b[j].count - used_b);
+        for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
+            index_t const count = std::min(a[i].count - used_a, b[j].count - used_b);
             if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
             used_a += count, used_b += count;
             if (used_a == a[i].count) ++i, used_a = 0;
             if (used_b == b[j].count) ++j, used_b = 0;
         }
     };
-    zip(from.rows, to.rows, [&](index from_row, index to_row, index rows) {
-        zip(from.columns, to.columns, [&](index from_byte, index to_byte, index bytes) {
-            index const wide = std::min(bytes, index{1} << 30), step = std::max<index>(1, most / wide);
-            for (index column = 0; column < bytes; column += wide)
-                for (index row = 0; row < rows; row += step) {
-                    index const count = std::min(step, rows - row), width = std::min(wide, bytes - column);
+    zip(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
+        zip(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
+            index_t const wide = std::min(bytes, index_t{1} << 30), step = std::max<index_t>(1, most / wide);
+            for (index_t column = 0; column < bytes; column += wide)
+                for (index_t row = 0; row < rows; row += step) {
+                    index_t const count = std::min(step, rows - row), width = std::min(wide, bytes - column);
                     kernels::rectangle r{};
                     r.source = from.base + (from_row + row) * from.pitch + from_byte + column;
                     r.target = to.base + (to_row + row) * to.pitch + to_byte + column;
@@ -101,8 +101,8 @@ public:
     /// are about to run.
     ///
     /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
-    exchange(plan const& p, index width, nccl& comm, index from_stride = 0, index to_stride = 0, range others = {},
-             caller here = caller::here())
+    exchange(plan const& p, index_t width, nccl& comm, index_t from_stride = 0, index_t to_stride = 0,
+             range others = {}, caller here = caller::here())
         : plan_(p), comm_(comm), others_(others), source_width_(p.source_width ? p.source_width : width),
           target_width_(p.target_width ? p.target_width : width),
           from_stride_(from_stride ? from_stride : source_width_), to_stride_(to_stride ? to_stride : target_width_),
@@ -171,16 +171,17 @@ private:
     static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
     struct wire {
         int peer, buffer;
-        index offset, bytes;
+        index_t offset, bytes;
     };
     struct table {
         buffer<kernels::rectangle> list;
         int count = 0;
     };
-    static std::size_t bytes(index elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
+    static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
     static unsigned grid(int count) { return static_cast<unsigned>(std::min(count, 1056)); }
 
-    void check_buffer(char const* which, auto const& b, index count, index width, index stride, caller here) const {
+    void check_buffer(char const* which, auto const& b, index_t count, index_t width, index_t stride,
+                      caller here) const {
         std::string const where = std::string("cuda::exchange, ") + which;
         require(b.count() == count && b.width() == width && (b.stride() == stride || count < 2), where.c_str(),
                 "rows, width and stride",
@@ -217,7 +218,7 @@ private:
         cuda::stream const stream;
         buffer<char> const bytes(std::ssize(sends_) + std::ssize(receives_), here);
         char* next = bytes.data();
-        send_and_receive([&](wire const&) { return std::pair(next++, index{1}); }, stream, here);
+        send_and_receive([&](wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
         comm_.wait(stream, here);
     }
     void copy(table const& t, kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) const {
@@ -231,15 +232,15 @@ private:
 
     /// Returns a message's end in one of the caller's buffers.
     detail::rectangle_end place(message const& m, bool out) const {
-        index const element = static_cast<index>(sizeof(T)), width = out ? source_width_ : target_width_;
+        index_t const element = static_cast<index_t>(sizeof(T)), width = out ? source_width_ : target_width_;
         detail::rectangle_end end{m.rows, m.columns, (out ? from_stride_ : to_stride_) * element, out ? 0 : 1, 0};
         if (end.columns.empty()) end.columns.push_back({0, width});
         for (run& c : end.columns) c = {c.first * element, c.count * element};
         return end;
     }
     /// Returns the same bytes side by side from `base` on in a staging buffer.
-    static detail::rectangle_end packed(detail::rectangle_end const& end, int buffer, index base) {
-        index const width = total(end.columns);
+    static detail::rectangle_end packed(detail::rectangle_end const& end, int buffer, index_t base) {
+        index_t const width = total(end.columns);
         return {{{0, total(end.rows)}}, {{0, width}}, width, buffer, base};
     }
 
@@ -247,12 +248,12 @@ private:
 
     void make_tables() {
         std::vector<kernels::rectangle> pack, unpack;
-        index out = 0, in = 0;
+        index_t out = 0, in = 0;
         auto const walk = [&](std::vector<message> const& messages, bool outgoing, auto&& staged) {
             for (message const& m : messages) {
                 if (m.peer == plan_.rank || elsewhere(m.peer)) continue;
                 auto const end = place(m, outgoing);
-                index const size = total(end.rows) * total(end.columns);
+                index_t const size = total(end.rows) * total(end.columns);
                 if (size == 0) continue;
                 bool const dense = end.rows.size() == 1 && total(end.columns) == end.pitch;
                 if (dense && (outgoing || plan_.kind != flow::sums))
@@ -262,14 +263,14 @@ private:
                     staged(m, end, size);
             }
         };
-        auto const padded = [](index size) { return (size + 255) / 256 * 256; };
-        walk(plan_.sends, true, [&](message const& m, detail::rectangle_end const& end, index size) {
+        auto const padded = [](index_t size) { return (size + 255) / 256 * 256; };
+        walk(plan_.sends, true, [&](message const& m, detail::rectangle_end const& end, index_t size) {
             detail::list_rectangles(end, packed(end, 2, out), pack);
             sends_.push_back({m.peer, 2, out, size});
             out += padded(size);
         });
         std::vector<std::pair<int, std::vector<kernels::rectangle>>> sums;
-        walk(plan_.receives, false, [&](message const& m, detail::rectangle_end const& end, index size) {
+        walk(plan_.receives, false, [&](message const& m, detail::rectangle_end const& end, index_t size) {
             if (plan_.kind == flow::sums)
                 detail::list_rectangles(packed(end, 3, in), end,
                                         sums.emplace_back(m.peer, std::vector<kernels::rectangle>()).second);
@@ -300,7 +301,7 @@ private:
     nccl& comm_;
     event done_; ///< the end of the last call
     range others_;
-    index source_width_, target_width_, from_stride_, to_stride_;
+    index_t source_width_, target_width_, from_stride_, to_stride_;
     bool zeros_first_;
     std::vector<wire> sends_, receives_;
     table pack_, unpack_;

@@ -35,7 +35,7 @@ struct peer_memory {
     char* base[kernels::most_ranks]; ///< of the same place in every peer's memory
     int first = 0;                   ///< the rank that base[0] belongs to; the next ones follow
     int device = current_device();   ///< of this rank
-    index bytes = 0;                 ///< from there on, the same on every rank
+    index_t bytes = 0;               ///< from there on, the same on every rank
     kernels::meeting meeting;
     int blocks = 128; ///< a launch, the same on every rank, all of them resident
 };
@@ -79,11 +79,11 @@ class relayout {
 public:
     /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this
     /// plan.
-    relayout(relayout_plan<From, To> const& plan, index width, caller here = caller::here())
+    relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here())
         : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank),
           source_rows_(plan.source_rows) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
-        require(plan.from.batch().tokens() < index{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
+        require(plan.from.batch().tokens() < index_t{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
                 plan.from.batch().tokens(), here);
         auto const sections = plan.from.sections().empty() ? plan.to.sections() : plan.from.sections();
         constexpr section whole;
@@ -94,12 +94,12 @@ public:
         cudaFuncAttributes loaded{};
         check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
               here);
-        index const element = static_cast<index>(sizeof(T));
+        index_t const element = static_cast<index_t>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
         pieces_ = static_cast<int>(parts.size());
         for (int rank = 0; rank < plan.ranks(); ++rank) {
-            index const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, rank, sections);
-            require(std::max(source_width_, target_width) * element < index{1} << 31, "cuda::relayout",
+            index_t const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, rank, sections);
+            require(std::max(source_width_, target_width) * element < index_t{1} << 31, "cuda::relayout",
                     "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
             part& p = parts_.emplace_back();
             p.rows = plan.to.rows(rank);
@@ -107,14 +107,14 @@ public:
             auto const out = columns(plan, rank, parts, plan.from, rank_),
                        in = columns(plan, rank, parts, plan.to, rank);
             for (std::size_t i = 0; i < out.size(); ++i) {
-                index const bytes = out[i].count == 0 ? 0 : (sections.empty() ? width : out[i].count) * element;
+                index_t const bytes = out[i].count == 0 ? 0 : (sections.empty() ? width : out[i].count) * element;
                 p.pieces[i] = {out[i].first * element, in[i].first * element, bytes};
             }
         }
     }
 
     /// Returns the bytes that `rank` needs for its part of the target.
-    index target_bytes(int rank) const {
+    index_t target_bytes(int rank) const {
         part const& p = parts_[static_cast<std::size_t>(rank)];
         return p.rows * p.pitch;
     }
@@ -125,15 +125,15 @@ public:
     /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense.
     /// batch: of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered by
     /// events. Throws `cpx::error` before anything is enqueued if the buffers do not fit.
-    void operator()(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch,
+    void operator()(rows<T const> from, peer_memory const& memory, index_t offset, packed_offsets batch,
                     cudaStream_t stream, caller here = caller::here()) const {
         check_call(from, memory, offset, batch, here);
         enqueue(from, memory, offset, batch, stream, here);
     }
 
     /// The same for arguments that `check_call` has passed.
-    void enqueue(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch, cudaStream_t stream,
-                 caller here = caller::here()) const {
+    void enqueue(rows<T const> from, peer_memory const& memory, index_t offset, packed_offsets batch,
+                 cudaStream_t stream, caller here = caller::here()) const {
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
         auto const range = named_range<"cpx relayout, one kernel">();
         auto const kernel = kernels::relayout_push<source_side, target_side>;
@@ -146,7 +146,7 @@ public:
     }
 
     /// Throws `cpx::error` if a call with these arguments would.
-    void check_call(rows<T const> from, peer_memory const& memory, index offset, packed_offsets batch,
+    void check_call(rows<T const> from, peer_memory const& memory, index_t offset, packed_offsets batch,
                     caller here = caller::here()) const {
         char const* const where = "cuda::relayout";
         require(current_device() == memory.device, where, "current device", memory.device, current_device(), here);
@@ -172,7 +172,7 @@ public:
     }
 
     /// Returns what the kernel is told of the rows of a call; see there.
-    kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index offset,
+    kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index_t offset,
                                      packed_offsets batch) const {
         kernels::relayout_rows r{};
         r.offsets = batch.offsets;
@@ -182,15 +182,15 @@ public:
         r.first = memory.first;
         r.pieces = pieces_;
         r.source = reinterpret_cast<char const*>(from.data());
-        r.source_pitch = from.stride() * static_cast<index>(sizeof(T));
+        r.source_pitch = from.stride() * static_cast<index_t>(sizeof(T));
         r.source_rows = from.count();
-        index widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
+        index_t widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
         for (int peer = 0; peer < memory.meeting.ranks; ++peer) {
             part const& p = parts_[static_cast<std::size_t>(memory.first + peer)];
             r.target[peer] = memory.base[peer] + offset;
             r.target_pitch[peer] = p.pitch;
-            r.target_rows[peer] = p.pitch > 0 ? (memory.bytes - offset) / p.pitch : index{1} << 31;
-            index all_bytes = 0;
+            r.target_rows[peer] = p.pitch > 0 ? (memory.bytes - offset) / p.pitch : index_t{1} << 31;
+            index_t all_bytes = 0;
             for (int i = 0; i < pieces_; ++i) {
                 piece const& c = p.pieces[i];
                 int const vector = detail::vector_bytes({detail::address(r.source), detail::address(r.target[peer]),
@@ -214,11 +214,11 @@ private:
         return kernels::relayout_memory<source_side, target_side>(batch.sequences, memory.meeting.ranks);
     }
     struct piece {
-        index source, target, bytes; ///< from the beginnings of rows
+        index_t source, target, bytes; ///< from the beginnings of rows
     };
     /// What one rank gets of this one's rows.
     struct part {
-        index rows, pitch; ///< of its target; bytes
+        index_t rows, pitch; ///< of its target; bytes
         std::array<piece, kernels::most_sections> pieces;
     };
 
@@ -227,7 +227,7 @@ private:
     static std::vector<run> columns(relayout_plan<From, To> const& plan, int peer, std::span<section const> parts,
                                     Holder const& holder, int rank) {
         std::vector<run> list;
-        index first = 0;
+        index_t first = 0;
         for (section const& s : parts) {
             range const share = holder.heads(rank, s.heads);
             range const heads = cpx::detail::shipped_heads(plan.from, plan.to, plan.rank, peer, s.heads);
@@ -241,13 +241,13 @@ private:
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;
     int rank_, pieces_ = 0;
-    index source_rows_, source_width_ = 0;
+    index_t source_rows_, source_width_ = 0;
     std::vector<part> parts_; ///< of every rank's target
 };
 
 /// Returns the relayout of a plan: `make_relayout<float>(cpx::relayout(from, to, rank), width)`.
 template <class T, any_sharding From, any_sharding To>
-relayout<T, From, To> make_relayout(relayout_plan<From, To> const& plan, index width, caller here = caller::here()) {
+relayout<T, From, To> make_relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here()) {
     return {plan, width, here};
 }
 

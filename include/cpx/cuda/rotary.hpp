@@ -25,11 +25,11 @@ enum class axis_order {
 ///
 /// Throws `cpx::error` if a section is negative. Source: Hugging Face transformers, apply_multimodal_rotary_pos_emb of
 /// Qwen2-VL and apply_interleaved_mrope of Qwen3-VL.
-inline std::vector<int> rotary_axes(std::array<index, 3> section, axis_order order, caller here = caller::here()) {
+inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order order, caller here = caller::here()) {
     require(std::ranges::min(section) >= 0, "cuda::rotary_axes", "section", "not negative", std::ranges::min(section),
             here);
     std::vector<int> axes;
-    for (index i = 0; i < section[0] + section[1] + section[2]; ++i)
+    for (index_t i = 0; i < section[0] + section[1] + section[2]; ++i)
         if (order == axis_order::sectioned)
             axes.push_back((i >= section[0]) + (i >= section[0] + section[1]));
         else
@@ -64,7 +64,7 @@ public:
         axes_ = buffer<std::uint8_t>(std::span<std::uint8_t const>(bytes), here);
     }
 
-    index size() const { return turns_.size(); }
+    index_t size() const { return turns_.size(); }
     bool multimodal() const { return axes_.size() > 0; }
     std::uint64_t const* turns() const { return turns_.data(); }
     std::uint8_t const* axes() const { return axes_.data(); }
@@ -79,8 +79,8 @@ class segment_table {
 public:
     /// Room for `capacity` segments, at least those given. Throws `cpx::error` if the segments' rows do not follow
     /// each other from 0.
-    explicit segment_table(std::vector<segment> const& segments, index capacity = 0, caller here = caller::here())
-        : begins_(std::max({capacity, std::ssize(segments), index{1}}), here) {
+    explicit segment_table(std::vector<segment> const& segments, index_t capacity = 0, caller here = caller::here())
+        : begins_(std::max({capacity, std::ssize(segments), index_t{1}}), here) {
         write(segments, here);
     }
 
@@ -91,24 +91,24 @@ public:
         require(std::ssize(segments) <= begins_.size(), "cuda::segment_table", "segments",
                 "at most " + std::to_string(begins_.size()), segments.size(), here);
         std::vector<kernels::segment_begin> list;
-        index row = 0;
+        index_t row = 0;
         for (segment const& s : segments) {
             require(s.row == row && s.count >= 0, "cuda::segment_table", "first row of a segment", row, s.row, here);
             list.push_back({s.row, s.token});
             row += s.count;
         }
-        list.resize(static_cast<std::size_t>(begins_.size()), {std::numeric_limits<index>::max(), 0});
+        list.resize(static_cast<std::size_t>(begins_.size()), {std::numeric_limits<index_t>::max(), 0});
         begins_.write(list, here);
         rows_ = row;
     }
 
-    index rows() const { return rows_; }
+    index_t rows() const { return rows_; }
     kernels::segment_begin const* data() const { return begins_.data(); }
-    index capacity() const { return begins_.size(); }
+    index_t capacity() const { return begins_.size(); }
 
 private:
     buffer<kernels::segment_begin> begins_;
-    index rows_ = 0;
+    index_t rows_ = 0;
 };
 
 /// Positions of rows on the device: one a row, three a row as (3, rows), or the tokens of a table of segments.
@@ -131,8 +131,8 @@ public:
         view_.segment_count = static_cast<int>(table.capacity());
     }
 
-    index axes() const { return axes_; }
-    index count() const { return count_; }
+    index_t axes() const { return axes_; }
+    index_t count() const { return count_; }
     kernels::row_positions const& view() const { return view_; }
     /// Returns where on the device they are.
     void const* memory() const {
@@ -141,9 +141,9 @@ public:
     }
 
 private:
-    rotary_positions(index axes, index count) : axes_(axes), count_(count) {}
+    rotary_positions(index_t axes, index_t count) : axes_(axes), count_(count) {}
 
-    index axes_, count_;
+    index_t axes_, count_;
     kernels::row_positions view_{};
 };
 
@@ -157,9 +157,9 @@ struct rotated {
 namespace detail {
 
 template <gpu_number T>
-void rotary(char const* where, std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
+void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
             rotary_positions const& positions, float direction, cudaStream_t stream, caller here) {
-    index const half = pairs.size(), element = static_cast<index>(sizeof(T)), most = kernels::most_rotated;
+    index_t const half = pairs.size(), element = static_cast<index_t>(sizeof(T)), most = kernels::most_rotated;
     require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", "1 to " + std::to_string(most),
             tensors.size(), here);
     require(head_dim > 0 && head_dim <= (1 << 20), where, "head_dim", "1 to 2^20", head_dim, here);
@@ -168,8 +168,8 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
             "positions a row", pairs.multimodal() ? "1 or 3" : "1, for pairs have no axes", positions.axes(), here);
 
     kernels::rotary_call call{};
-    index all = head_dim * element | half * element;
-    index heads = 0;
+    index_t all = head_dim * element | half * element;
+    index_t heads = 0;
     bool moves = false;
     for (std::size_t i = 0; i < static_cast<std::size_t>(most); ++i) {
         call.tensor[i].first_head = static_cast<int>(heads);
@@ -215,15 +215,15 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
 
     with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
-        auto const shares = [](index count, index of) { return (count + of - 1) / of; };
+        auto const shares = [](index_t count, index_t of) { return (count + of - 1) / of; };
         // Without pairs there are only channels to copy.
-        index const lanes = std::clamp<index>(half / at_once, 1, std::min(threads, kernels::most_angles / at_once));
-        index const all_groups = shares(heads, kernels::rotary_heads), parts = shares(all_groups, threads / lanes);
-        index const groups = shares(all_groups, parts), across = lanes * groups;
-        index const rows = std::min<index>(threads / across, kernels::most_angles / (lanes * at_once));
+        index_t const lanes = std::clamp<index_t>(half / at_once, 1, std::min(threads, kernels::most_angles / at_once));
+        index_t const all_groups = shares(heads, kernels::rotary_heads), parts = shares(all_groups, threads / lanes);
+        index_t const groups = shares(all_groups, parts), across = lanes * groups;
+        index_t const rows = std::min<index_t>(threads / across, kernels::most_angles / (lanes * at_once));
         call.lanes = static_cast<int>(lanes);
         dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(parts),
-                        static_cast<unsigned>(std::max<index>(1, shares(half, lanes * at_once))));
+                        static_cast<unsigned>(std::max<index_t>(1, shares(half, lanes * at_once))));
         auto const launch = [&](auto whole_lines) {
             launch_early(kernels::rotary<T, at_once, whole_lines()>, grid,
                          dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), 0, stream, where, here,
@@ -231,8 +231,9 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
         };
         if constexpr (size == 16)
             if (!moves && 2 * half * element == 128 && head_dim * element > 128) {
-                index const warps = shares(heads, kernels::line_heads), y = std::min<index>(warps, kernels::line_warps);
-                index const z = kernels::line_warps / y;
+                index_t const warps = shares(heads, kernels::line_heads),
+                              y = std::min<index_t>(warps, kernels::line_warps);
+                index_t const z = kernels::line_warps / y;
                 dim3 const lines(static_cast<unsigned>(shares(call.rows, z)), static_cast<unsigned>(shares(warps, y)));
                 return launch_early(kernels::rotary_lines<T>, lines,
                                     dim3(32, static_cast<unsigned>(y), static_cast<unsigned>(z)), 0, stream, where,
@@ -257,7 +258,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index head_d
 /// Throws `cpx::error` if the shapes do not fit or memory is not the current device's, before anything is launched. Can
 /// be captured. Source: as of the host's `rotary`.
 template <gpu_number T>
-void rotary(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
+void rotary(std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
             rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
     auto const range = named_range<"cpx rotary">();
     detail::rotary<T>("cuda::rotary", tensors, head_dim, pairs, positions, 1, stream, here);
@@ -265,7 +266,7 @@ void rotary(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs co
 
 /// Computes dx, the y of `rotated`, from dy, its x: rotates by the angles negated. Arguments and errors as in `rotary`.
 template <gpu_number T>
-void rotary_backward(std::span<rotated<T> const> tensors, index head_dim, rotary_pairs const& pairs,
+void rotary_backward(std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
                      rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
     auto const range = named_range<"cpx rotary_backward">();
     detail::rotary<T>("cuda::rotary_backward", tensors, head_dim, pairs, positions, -1, stream, here);
@@ -277,7 +278,7 @@ void rotary_backward(std::span<rotated<T> const> tensors, index head_dim, rotary
 /// `segments(x.sharding(), rank)`, made once a batch. No communication. Bitwise the same on every sharding; all else as
 /// in the `rotary` of rows. Throws `cpx::error` if shapes or shardings do not fit, before anything is launched.
 template <gpu_number T, any_sharding S, elements_of<T> A>
-void rotary(sharded<A, S> const& x, index head_dim, rotary_pairs const& pairs, rotary_positions const& positions,
+void rotary(sharded<A, S> const& x, index_t head_dim, rotary_pairs const& pairs, rotary_positions const& positions,
             sharded<T, S> const& y, cudaStream_t stream, caller here = caller::here()) {
     require(y.sharding() == x.sharding(), "cuda::rotary", "sharding of y", "that of x", "another", here);
     rotated<T> const tensor{x.data(), y.data()};
@@ -286,7 +287,7 @@ void rotary(sharded<A, S> const& x, index head_dim, rotary_pairs const& pairs, r
 
 /// Computes dx from dy, the gradients of `rotary`. Arguments and errors as there; dx may be dy.
 template <gpu_number T, any_sharding S, elements_of<T> A>
-void rotary_backward(sharded<A, S> const& dy, index head_dim, rotary_pairs const& pairs,
+void rotary_backward(sharded<A, S> const& dy, index_t head_dim, rotary_pairs const& pairs,
                      rotary_positions const& positions, sharded<T, S> const& dx, cudaStream_t stream,
                      caller here = caller::here()) {
     require(dx.sharding() == dy.sharding(), "cuda::rotary_backward", "sharding of dx", "that of dy", "another", here);

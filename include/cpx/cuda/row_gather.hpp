@@ -48,13 +48,14 @@ using bytes_at_once = kernels::neighbours<
 /// Blocks and threads for `count` rows of `vectors` vectors: `each` a thread, but a warp's neighbours first.
 struct row_shape {
     dim3 grid, block;
-    row_shape(index count, index vectors, index each) {
-        index const wanted = std::clamp<index>((vectors + each - 1) / each, std::clamp<index>(vectors, 1, 32), 256);
+    row_shape(index_t count, index_t vectors, index_t each) {
+        index_t const wanted =
+            std::clamp<index_t>((vectors + each - 1) / each, std::clamp<index_t>(vectors, 1, 32), 256);
         auto const columns = std::bit_ceil(static_cast<unsigned>(wanted)), rows = 256 / columns;
-        index const across = (vectors + columns * each - 1) / (columns * each);
+        index_t const across = (vectors + columns * each - 1) / (columns * each);
         block = dim3(columns, rows);
         grid = dim3(static_cast<unsigned>((count + rows - 1) / rows),
-                    static_cast<unsigned>(std::clamp<index>(across, 1, 65535)));
+                    static_cast<unsigned>(std::clamp<index_t>(across, 1, 65535)));
     }
 };
 
@@ -76,8 +77,8 @@ void require_listed(char const* where, rows<T const> from, std::span<I const> li
 }
 
 template <bool Scatter, class T, class I>
-void move_rows(rows<T const> from, I const* list, index count, rows<T> to, cudaStream_t stream, caller here) {
-    index const width = to.width() * static_cast<index>(sizeof(T));
+void move_rows(rows<T const> from, I const* list, index_t count, rows<T> to, cudaStream_t stream, caller here) {
+    index_t const width = to.width() * static_cast<index_t>(sizeof(T));
     if (count == 0 || width == 0) return;
     int const bytes = vector_bytes({address(from.data()), address(to.data()), row_bytes(from), row_bytes(to)});
     with_bytes<1>(bytes, [&](auto size) {
@@ -86,8 +87,8 @@ void move_rows(rows<T const> from, I const* list, index count, rows<T> to, cudaS
             kernels::move_rows<Scatter, bytes_at_once<size>, I>, shape.grid, shape.block, 0, stream, "move_rows", here,
             kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()), reinterpret_cast<char*>(to.data()),
                                     list, nullptr, count, Scatter ? to.count() : from.count(), width,
-                                    from.stride() * static_cast<index>(sizeof(T)),
-                                    to.stride() * static_cast<index>(sizeof(T))});
+                                    from.stride() * static_cast<index_t>(sizeof(T)),
+                                    to.stride() * static_cast<index_t>(sizeof(T))});
     });
 }
 
@@ -143,7 +144,7 @@ void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I cons
         {detail::address(from.data()), detail::address(to.data()), detail::row_bytes(from), detail::row_bytes(to)});
     detail::with_bytes<sizeof(T)>(bytes, [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T));
-        index const element = static_cast<index>(sizeof(T));
+        index_t const element = static_cast<index_t>(sizeof(T));
         detail::row_shape const shape(from.count(), from.width() / at_once, 1);
         launch_early(kernels::add_rows<T, at_once, I>, shape.grid, shape.block, 0, stream, "add_rows", here,
                      kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()),

@@ -107,7 +107,7 @@ template <class T>
 class buffer {
 public:
     buffer() = default;
-    explicit buffer(index count, caller here = caller::here()) : count_(count) {
+    explicit buffer(index_t count, caller here = caller::here()) : count_(count) {
         require(count >= 0, "cuda::buffer", "elements", "not negative", count, here);
         if (count > 0)
             check(cudaMalloc(reinterpret_cast<void**>(&data_), static_cast<std::size_t>(count) * sizeof(T)),
@@ -129,7 +129,7 @@ public:
     }
 
     T* data() const { return data_; }
-    index size() const { return count_; }
+    index_t size() const { return count_; }
 
     void write(std::span<T const> values, caller here = caller::here()) {
         require(std::ssize(values) == count_, "cuda::buffer", "elements to write", count_, values.size(), here);
@@ -149,7 +149,7 @@ public:
 
 private:
     T* data_ = nullptr;
-    index count_ = 0;
+    index_t count_ = 0;
 };
 
 /// What a stream was given, to be given again at once.

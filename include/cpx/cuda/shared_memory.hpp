@@ -23,7 +23,8 @@ public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
     /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
     /// `cpx::error` as `nccl_window` does.
-    shared_memory(nccl& comm, index bytes, int most = kernels::most_ranks, int blocks = 0, caller here = caller::here())
+    shared_memory(nccl& comm, index_t bytes, int most = kernels::most_ranks, int blocks = 0,
+                  caller here = caller::here())
         : comm_(comm) {
         auto const groups = find_groups(comm, most, here);
         bool const alone = std::ranges::all_of(groups, [](range g) { return g.size() == 1; });
@@ -46,7 +47,7 @@ public:
     bool any_kernel() const { return window_ != nullptr; }
     bool one_kernel() const { return window_ && group_.size() == comm_.ranks(); }
     char* data() const { return window_ ? window_->data() : plain_.data(); }
-    index bytes() const { return window_ ? window_->bytes() : plain_.size(); }
+    index_t bytes() const { return window_ ? window_->bytes() : plain_.size(); }
 
     /// Returns the group's memory as the one-kernel relayout wants it. Throws if an earlier kernel found ranks at
     /// fault.
@@ -106,7 +107,7 @@ private:
     /// Returns for every rank the neighbouring ranks of its host, `most` at most.
     static std::vector<range> find_groups(nccl& comm, int most, caller here) {
         require(most >= 1, "cuda::shared_memory", "ranks of a group", "at least 1", most, here);
-        index const rank = comm.rank(), size = std::min(most, kernels::most_ranks);
+        index_t const rank = comm.rank(), size = std::min(most, kernels::most_ranks);
         range group{rank, rank + 1};
         while (group.first > 0 && comm.on_this_host(static_cast<int>(group.first - 1))) --group.first;
         while (group.last < comm.ranks() && comm.on_this_host(static_cast<int>(group.last))) ++group.last;
@@ -115,16 +116,16 @@ private:
 
         struct answer {
             range group;
-            index most;
+            index_t most;
         } const mine{group, most};
         std::vector<answer> all(static_cast<std::size_t>(comm.ranks()));
         comm.gather(&mine, all.data(), sizeof mine, here);
         std::vector<range> groups;
-        for (index r = 0; r < comm.ranks(); ++r) {
+        for (index_t r = 0; r < comm.ranks(); ++r) {
             answer const& a = all[static_cast<std::size_t>(r)];
             require(a.most == most, "cuda::shared_memory", "ranks of a group, on all ranks", most, a.most, here);
             bool agreed = true; // else hosts look different from different ranks
-            for (index peer = a.group.first; peer < a.group.last; ++peer)
+            for (index_t peer = a.group.first; peer < a.group.last; ++peer)
                 agreed = agreed && all[static_cast<std::size_t>(peer)].group == a.group;
             groups.push_back(agreed ? a.group : range{r, r + 1});
         }
@@ -147,8 +148,8 @@ public:
     /// `offset`: bytes in the memory at which the target begins, the same on every rank; `capacity`: bytes of it, for
     /// calls with other offsets than the plan's, 0: all that follow. Collective: ranks compare what they are about to
     /// run. Throws `cpx::error` as `relayout` and `exchange` do.
-    shared_relayout(relayout_plan<From, To> const& plan, index width, shared_memory& memory, index offset = 0,
-                    index capacity = 0, caller here = caller::here())
+    shared_relayout(relayout_plan<From, To> const& plan, index_t width, shared_memory& memory, index_t offset = 0,
+                    index_t capacity = 0, caller here = caller::here())
         : memory_(memory), offset_(offset), end_(capacity ? offset + capacity : memory.bytes()),
           rows_(plan.target_rows), width_(plan.target_width ? plan.target_width : width) {
         nccl& comm = memory.comm();
@@ -159,7 +160,7 @@ public:
             require(other == mine, "cuda::shared_relayout", "offset and end of the target, on all ranks",
                     std::to_string(offset) + ", " + std::to_string(end_),
                     std::to_string(other.first) + ", " + std::to_string(other.last), here);
-        index const bytes = rows_ * width_ * static_cast<index>(sizeof(T));
+        index_t const bytes = rows_ * width_ * static_cast<index_t>(sizeof(T));
         require(offset >= 0 && offset % 16 == 0 && offset + bytes <= end_ && end_ <= memory.bytes(),
                 "cuda::shared_relayout", "place of the target",
                 "a multiple of 16 with " + std::to_string(bytes) + " bytes after it in the memory", offset, here);
@@ -172,7 +173,7 @@ public:
         }
         exchange_ = std::make_unique<exchange<T>>(plan, width, comm, 0, 0, kernel_ ? memory.group() : range{}, here);
         auto const offsets = plan.from.batch().offsets();
-        for (index i = 0; i < std::ssize(offsets); ++i)
+        for (index_t i = 0; i < std::ssize(offsets); ++i)
             digest_ += kernels::offset_digest(i, offsets[static_cast<std::size_t>(i)]);
         digest_ |= 1;
     }
@@ -220,7 +221,7 @@ private:
     }
 
     shared_memory& memory_;
-    index offset_, end_, rows_, width_;
+    index_t offset_, end_, rows_, width_;
     std::uint32_t digest_ = 0; ///< of the plan's offsets, where some rows are sent
     std::optional<std::conditional_t<by_kernel, relayout<T, From, To>, no_kernel>> kernel_;
     std::unique_ptr<exchange<T>> exchange_; ///< with the ranks that the kernel does not reach
@@ -229,8 +230,8 @@ private:
 /// Returns the relayout of a plan: `make_shared_relayout<float>(cpx::relayout(from, to, rank), width, memory)`. Its
 /// arguments are those of the constructor.
 template <class T, any_sharding From, any_sharding To>
-shared_relayout<T, From, To> make_shared_relayout(relayout_plan<From, To> const& plan, index width,
-                                                  shared_memory& memory, index offset = 0, index capacity = 0,
+shared_relayout<T, From, To> make_shared_relayout(relayout_plan<From, To> const& plan, index_t width,
+                                                  shared_memory& memory, index_t offset = 0, index_t capacity = 0,
                                                   caller here = caller::here()) {
     return {plan, width, memory, offset, capacity, here};
 }

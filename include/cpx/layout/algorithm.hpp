@@ -12,7 +12,7 @@ namespace cpx {
 /// where to look first. Cost: O(1) if the guess is right, else O(log count).
 CPX_CALLS_BACK
 template <class Begins>
-CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, Begins const& begins) {
+CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess, Begins const& begins) {
     int low = 0, high = count;
     if (begins(guess) <= at) {
         low = guess;
@@ -29,7 +29,7 @@ CPX_HOST_DEVICE constexpr int last_at_or_before(index at, int count, int guess, 
 
 /// Returns the chunk that holds token `t` of a run of `n`, `0 <= t < n`.
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index t, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index_t t, index_t n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
     return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n),
                              [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
@@ -37,7 +37,7 @@ CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index t, index n, C cons
 
 /// Returns the tokens of chunk `c` in a run of `n`.
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index_t n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
     auto const begin = [&](int chunk) { return chunk == chunks ? n : cut.snap(cut.begin(chunk, chunks, n), n); };
     return {begin(c), begin(c + 1)};
@@ -45,7 +45,7 @@ CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index n, C con
 
 /// Returns where token `t` of a run of `n` lives. Law: `token(p, locate(p, t, n), n) == t`. Cost: O(chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr slot locate(P const& policy, index t, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr slot locate(P const& policy, index_t t, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
     int const chunk = chunk_of(policy, t, n, cut);
     slot place{l.owner(chunk), t - tokens_of(policy, chunk, n, cut).first};
@@ -56,9 +56,9 @@ CPX_HOST_DEVICE constexpr slot locate(P const& policy, index t, index n, C const
 
 /// Returns how many of `n` tokens `rank` holds. Cost: O(chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr index rows_of(P const& policy, int rank, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr index_t rows_of(P const& policy, int rank, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
-    index rows = 0;
+    index_t rows = 0;
     for (int c = 0; c < l.chunks(); ++c)
         if (l.owner(c) == rank) rows += tokens_of(policy, c, n, cut).size();
     return rows;
@@ -66,7 +66,7 @@ CPX_HOST_DEVICE constexpr index rows_of(P const& policy, int rank, index n, C co
 
 /// Returns the token that lives at `place` in a run of `n`, or -1 if that rank has no such row. Cost: O(chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr index token(P const& policy, slot place, index n, C const& cut = {}) {
+CPX_HOST_DEVICE constexpr index_t token(P const& policy, slot place, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
     for (int c = 0; c < l.chunks(); ++c) {
         if (l.owner(c) != place.rank) continue;
@@ -82,10 +82,10 @@ CPX_HOST_DEVICE constexpr index token(P const& policy, slot place, index n, C co
 /// A constant expression, so that a layout can prove it where it is defined:
 /// `static_assert(cpx::is_partition(my_layout{}, 64));`. Cost: O(n chunks).
 template <layout_policy P, cut C = balanced>
-CPX_HOST_DEVICE constexpr bool is_partition(P const& policy, index n, C const& cut = {}) {
-    index rows = 0;
+CPX_HOST_DEVICE constexpr bool is_partition(P const& policy, index_t n, C const& cut = {}) {
+    index_t rows = 0;
     for (int rank = 0; rank < policy.ranks(); ++rank) rows += rows_of(policy, rank, n, cut);
-    for (index t = 0; t < n; ++t) {
+    for (index_t t = 0; t < n; ++t) {
         slot const place = locate(policy, t, n, cut);
         if (place.rank < 0 || place.rank >= policy.ranks() || token(policy, place, n, cut) != t) return false;
     }

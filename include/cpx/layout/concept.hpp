@@ -26,7 +26,7 @@ concept layout = std::copyable<L> && requires(L const l, int chunk) {
 ///
 /// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.
 template <class R>
-concept length_rule = std::copy_constructible<R> && requires(R const r, index n) {
+concept length_rule = std::copy_constructible<R> && requires(R const r, index_t n) {
     { r.ranks() } -> std::same_as<int>;
     { r.at(n) } -> layout;
 };
@@ -42,7 +42,7 @@ concept static_layout = layout<L> && std::is_empty_v<L> && std::default_initiali
 
 /// Returns the layout with which `policy` cuts a run of `n` tokens.
 template <layout_policy P>
-CPX_HOST_DEVICE constexpr auto layout_at(P const& policy, [[maybe_unused]] index n) {
+CPX_HOST_DEVICE constexpr auto layout_at(P const& policy, [[maybe_unused]] index_t n) {
     if constexpr (layout<P>)
         return policy;
     else

@@ -16,15 +16,15 @@ namespace cpx {
 /// sequence that holds token `t`. Two steps, because a run may be the whole batch: the first looks at the run only, the
 /// second at the sequence that is cut.
 template <class C>
-concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index n) {
-    { k.begin(c, c, n) } -> std::same_as<index>;
-    { k.snap(n, n) } -> std::same_as<index>;
+concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index_t n) {
+    { k.begin(c, c, n) } -> std::same_as<index_t>;
+    { k.snap(n, n) } -> std::same_as<index_t>;
 };
 
 /// floor(n c / C): equal parts when C divides n, otherwise parts that differ by one token.
 struct balanced {
-    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return n * c / chunks; }
-    CPX_HOST_DEVICE constexpr index snap(index t, index) const { return t; }
+    CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
+    CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
     friend constexpr bool operator==(balanced, balanced) = default;
 };
 
@@ -41,9 +41,11 @@ struct aligned : private extent<Unit> {
         : extent<Unit>(unit) {}
 
     CPX_HOST_DEVICE constexpr int unit() const { return this->get(); }
-    CPX_HOST_DEVICE constexpr index begin(int c, int chunks, index n) const { return balanced{}.begin(c, chunks, n); }
-    CPX_HOST_DEVICE constexpr index snap(index t, index n) const {
-        index const nearest = (t + unit() / 2) / unit() * unit();
+    CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const {
+        return balanced{}.begin(c, chunks, n);
+    }
+    CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t n) const {
+        index_t const nearest = (t + unit() / 2) / unit() * unit();
         return nearest < n ? nearest : n;
     }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;

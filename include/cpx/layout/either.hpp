@@ -24,17 +24,17 @@ struct either {
 ///
 /// miles' rule, "zigzag where 2W divides the length, else sequential":
 ///
-///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index n) { return n % 8 == 0; }};
+///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index_t n) { return n % 8 == 0; }};
 ///
 /// `Rule` must be copyable and give the same answer on every rank.
-template <layout A, layout B, std::predicate<index> Rule>
+template <layout A, layout B, std::predicate<index_t> Rule>
 struct by_length {
     A first;
     B second;
     Rule rule;
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
-    CPX_HOST_DEVICE constexpr either<A, B> at(index n) const { return {first, second, rule(n)}; }
+    CPX_HOST_DEVICE constexpr either<A, B> at(index_t n) const { return {first, second, rule(n)}; }
 };
 
 template <class A, class B, class Rule>

@@ -22,14 +22,14 @@ public:
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
-    index rows(int) const { return batch_.tokens(); }
+    index_t rows(int) const { return batch_.tokens(); }
 
     template <class F>
     void for_each_piece(int, F&& f) const {
         if (batch_.tokens() > 0) f(range{0, batch_.tokens()});
     }
     template <class F>
-    void for_each_holder(range rows, index&, F&& f) const {
+    void for_each_holder(range rows, index_t&, F&& f) const {
         for (int rank = 0; rank < ranks(); ++rank) f(rank, rows);
     }
     friend bool operator==(every_row_sharding const& a, every_row_sharding const& b) {
@@ -65,9 +65,9 @@ public:
     std::span<section const> sections() const { return *sections_; }
 
     /// Returns the heads that `rank` holds of a section of `heads` heads.
-    range heads(int rank, index heads) const {
-        index const first = groups_ * rank / this->ranks();
-        index const last = std::max(first + 1, groups_ * (rank + 1) / this->ranks());
+    range heads(int rank, index_t heads) const {
+        index_t const first = groups_ * rank / this->ranks();
+        index_t const last = std::max(first + 1, groups_ * (rank + 1) / this->ranks());
         return {first * heads / groups_, (last * heads + groups_ - 1) / groups_};
     }
 
@@ -92,7 +92,7 @@ private:
         sections_ = std::make_shared<std::vector<section> const>(std::move(sections));
     }
 
-    index groups_ = 1;
+    index_t groups_ = 1;
     std::shared_ptr<std::vector<section> const> sections_;
 };
 
@@ -108,7 +108,7 @@ public:
         : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch)) {}
 
     std::span<section const> sections() const { return {}; }
-    range heads(int, index heads) const { return {0, heads}; }
+    range heads(int, index_t heads) const { return {0, heads}; }
 };
 
 } // namespace cpx

@@ -23,7 +23,7 @@ public:
     S const& sharding() const { return sharding_; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
-    sharded columns(index first, index width) const { return {data_.columns(first, width), sharding_}; }
+    sharded columns(index_t first, index_t width) const { return {data_.columns(first, width), sharding_}; }
 
 private:
     rows<T> data_;

@@ -16,8 +16,8 @@ enum class scope { sequence, batch };
 
 /// A group of `heads` equal heads of `width` elements in the feature axis, e.g. q = {16, 128}.
 struct section {
-    index heads = 1;
-    index width = 1;
+    index_t heads = 1;
+    index_t width = 1;
     friend constexpr bool operator==(section, section) = default;
 };
 
@@ -41,10 +41,10 @@ struct takes_holder {
 ///   is a hint, where to look first, and is left at the run of the last row; begin with 0.
 /// - `sections()`, `heads(rank, h)`: which of the `h` heads of a section a rank holds; no sections: whole rows.
 template <class S>
-concept any_sharding = std::copy_constructible<S> && requires(S const s, int rank, index& run) {
+concept any_sharding = std::copy_constructible<S> && requires(S const s, int rank, index_t& run) {
     { s.ranks() } -> std::same_as<int>;
     { s.batch() } -> std::same_as<thd const&>;
-    { s.rows(rank) } -> std::same_as<index>;
+    { s.rows(rank) } -> std::same_as<index_t>;
     { s.sections() } -> std::convertible_to<std::span<section const>>;
     { s.heads(rank, run) } -> std::same_as<range>;
     { S::every_row } -> std::convertible_to<bool>;
@@ -78,12 +78,12 @@ public:
     P const& policy() const { return policy_; }
     Cut const& cut() const { return cut_; }
     std::span<section const> sections() const { return {}; }
-    range heads(int, index heads) const { return {0, heads}; }
+    range heads(int, index_t heads) const { return {0, heads}; }
 
     /// Returns the runs that are cut: the sequences, or 1.
-    index runs() const { return Scope == scope::sequence ? batch_.sequences() : 1; }
+    index_t runs() const { return Scope == scope::sequence ? batch_.sequences() : 1; }
     /// Returns the global rows of run `i`.
-    range run(index i) const {
+    range run(index_t i) const {
         if constexpr (Scope == scope::sequence)
             return {batch_.offset(i), batch_.offset(i + 1)};
         else
@@ -91,8 +91,8 @@ public:
     }
 
     /// Returns how many rows `rank` holds. Cost: O(runs * chunks of the rank).
-    index rows(int rank) const {
-        index count = 0;
+    index_t rows(int rank) const {
+        index_t count = 0;
         for_each_piece(rank, [&](range piece) { count += piece.size(); });
         return count;
     }
@@ -100,7 +100,7 @@ public:
     template <class F>
     void for_each_piece(int rank, F&& f) const {
         std::vector<int> owned; // a rank owns few of the chunks, and most layouts are asked for them once
-        for (index i = 0; i < runs(); ++i) {
+        for (index_t i = 0; i < runs(); ++i) {
             range const rows = run(i);
             auto const l = layout_at(policy_, rows.size());
             int const chunks = l.chunks();
@@ -122,7 +122,7 @@ public:
     }
 
     template <class F>
-    void for_each_holder(range rows, index& i, F&& f) const {
+    void for_each_holder(range rows, index_t& i, F&& f) const {
         while (!rows.empty()) {
             while (run(i).first > rows.first) --i;
             while (run(i).last <= rows.first) ++i;
@@ -133,8 +133,8 @@ public:
             int const chunks = l.chunks();
             int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
             int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
-            for (index first = part.first; first < part.last; ++c) {
-                index const last = std::min(begin(whole, c + 1, chunks), part.last);
+            for (index_t first = part.first; first < part.last; ++c) {
+                index_t const last = std::min(begin(whole, c + 1, chunks), part.last);
                 if (first < last) f(l.owner(c), range{first, last});
                 first = last;
             }
@@ -164,7 +164,7 @@ private:
     template <layout L>
     void check(L const& l) const {
         require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
-        require(batch_.tokens() < (index{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
+        require(batch_.tokens() < (index_t{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
                 batch_.tokens());
         for (int c = 0; c < l.chunks(); ++c)
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): a length rule's layouts may have others
@@ -172,14 +172,14 @@ private:
                             "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
     }
 
-    index begin(range rows, int c, int chunks) const {
+    index_t begin(range rows, int c, int chunks) const {
         if (c == chunks) return rows.last;
-        index const at = cut_.begin(c, chunks, rows.size());
+        index_t const at = cut_.begin(c, chunks, rows.size());
         if constexpr (Scope == scope::sequence) {
             return rows.first + cut_.snap(at, rows.size());
         } else {
             if (at >= rows.last) return rows.last;
-            index const s = batch_.sequence(at);
+            index_t const s = batch_.sequence(at);
             return batch_.offset(s) + cut_.snap(at - batch_.offset(s), batch_.length(s));
         }
     }

@@ -14,7 +14,7 @@ namespace cpx {
 template <class T, any_sharding S>
 class tensor {
 public:
-    tensor(S const& sharding, int rank, index width)
+    tensor(S const& sharding, int rank, index_t width)
         : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
           values_(static_cast<std::size_t>(count_ * width)) {}
 
@@ -23,17 +23,17 @@ public:
     sharded<T, S> view() { return {data(), sharding_}; }
     sharded<T const, S> view() const { return {data(), sharding_}; }
     S const& sharding() const { return sharding_; }
-    index width() const { return width_; }
+    index_t width() const { return width_; }
 
 private:
     S sharding_;
-    index width_, count_;
+    index_t width_, count_;
     std::vector<T> values_;
 };
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
 template <class T, any_sharding S>
-tensor<T, S> make_tensor(S const& sharding, int rank, index width) {
+tensor<T, S> make_tensor(S const& sharding, int rank, index_t width) {
     return {sharding, rank, width};
 }
 

@@ -27,37 +27,37 @@ enum class layer_type { linear_attention, full_attention };
 ///
 /// Only what the file says counts: a setting that it leaves out is an error, never the default of some library version.
 struct qwen3_5_config {
-    index hidden_size = 0;
-    index intermediate_size = 0; // of a dense model; 0 in a mixture of experts
-    index vocab_size = 0;
-    index num_hidden_layers = 0;
+    index_t hidden_size = 0;
+    index_t intermediate_size = 0; // of a dense model; 0 in a mixture of experts
+    index_t vocab_size = 0;
+    index_t num_hidden_layers = 0;
     std::vector<layer_type> layer_types; // one a layer
     double rms_norm_eps = 0;
     bool tie_word_embeddings = false;
 
-    index num_experts = 0; // mixture of experts; all are 0 in a dense model
-    index num_experts_per_tok = 0;
-    index moe_intermediate_size = 0;
-    index shared_expert_intermediate_size = 0;
+    index_t num_experts = 0; // mixture of experts; all are 0 in a dense model
+    index_t num_experts_per_tok = 0;
+    index_t moe_intermediate_size = 0;
+    index_t shared_expert_intermediate_size = 0;
 
-    index num_attention_heads = 0; // full attention
-    index num_key_value_heads = 0;
-    index head_dim = 0;
+    index_t num_attention_heads = 0; // full attention
+    index_t num_key_value_heads = 0;
+    index_t head_dim = 0;
 
-    index linear_num_key_heads = 0; // linear attention
-    index linear_num_value_heads = 0;
-    index linear_key_head_dim = 0;
-    index linear_value_head_dim = 0;
-    index linear_conv_kernel_dim = 0;
+    index_t linear_num_key_heads = 0; // linear attention
+    index_t linear_num_value_heads = 0;
+    index_t linear_key_head_dim = 0;
+    index_t linear_value_head_dim = 0;
+    index_t linear_conv_kernel_dim = 0;
 
     double rope_theta = 0;
     double partial_rotary_factor = 0;
-    std::vector<index> mrope_section; // rotary pairs of the axes t, h, w; empty if the file has none
+    std::vector<index_t> mrope_section; // rotary pairs of the axes t, h, w; empty if the file has none
 
     /// Returns whether the MLPs are mixtures of experts.
     bool moe() const { return num_experts > 0; }
     /// Returns how many of the first channels of a head are rotated: `head_dim * partial_rotary_factor`, rounded down.
-    index rotary_dim() const { return static_cast<index>(static_cast<double>(head_dim) * partial_rotary_factor); }
+    index_t rotary_dim() const { return static_cast<index_t>(static_cast<double>(head_dim) * partial_rotary_factor); }
 
     /// Reads a config.json. Throws `cpx::error` as `parse` does, and if the file is not readable or not JSON.
     static qwen3_5_config read(std::filesystem::path const& path) { return parse(json_value::read(path)); }
@@ -158,7 +158,7 @@ inline json_value qwen3_5_text(json_value const& document) {
 }
 
 inline void read_layers(qwen3_5_config& config, json_value const& text, config_problems& problems) {
-    config.num_hidden_layers = problems.positive<index>(text, "num_hidden_layers");
+    config.num_hidden_layers = problems.positive<index_t>(text, "num_hidden_layers");
     auto const before = problems.count();
     auto const names = problems.get<std::vector<std::string>>(text, "layer_types");
     if (problems.count() != before) return;
@@ -177,13 +177,13 @@ inline void read_layers(qwen3_5_config& config, json_value const& text, config_p
 /// Reads the sizes of the MLPs: of a dense model, or of experts.
 inline void read_mlp(qwen3_5_config& config, json_value const& text, config_problems& problems) {
     if (text.at("model_type").got() == R"("qwen3_5_text")") {
-        config.intermediate_size = problems.positive<index>(text, "intermediate_size");
+        config.intermediate_size = problems.positive<index_t>(text, "intermediate_size");
         return;
     }
-    config.num_experts = problems.positive<index>(text, "num_experts");
-    config.num_experts_per_tok = problems.positive<index>(text, "num_experts_per_tok");
-    config.moe_intermediate_size = problems.positive<index>(text, "moe_intermediate_size");
-    config.shared_expert_intermediate_size = problems.positive<index>(text, "shared_expert_intermediate_size");
+    config.num_experts = problems.positive<index_t>(text, "num_experts");
+    config.num_experts_per_tok = problems.positive<index_t>(text, "num_experts_per_tok");
+    config.moe_intermediate_size = problems.positive<index_t>(text, "moe_intermediate_size");
+    config.shared_expert_intermediate_size = problems.positive<index_t>(text, "shared_expert_intermediate_size");
     problems.require(config.num_experts == 0 || config.num_experts_per_tok <= config.num_experts, text,
                      "num_experts_per_tok", "at most num_experts, " + std::to_string(config.num_experts),
                      std::to_string(config.num_experts_per_tok));
@@ -219,7 +219,7 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
     auto const section = problems.get<std::vector<std::int32_t>>(parameters, "mrope_section");
     if (problems.count() != before) return;
     config.mrope_section.assign(section.begin(), section.end());
-    auto const sum = std::accumulate(section.begin(), section.end(), index{0});
+    auto const sum = std::accumulate(section.begin(), section.end(), index_t{0});
     problems.require(section.size() == 3 && std::ranges::min(section) >= 0 && sum == rotary / 2, parameters,
                      "mrope_section", "3 sizes of at least 0 with the sum " + std::to_string(rotary / 2),
                      std::to_string(section.size()) + " with the sum " + std::to_string(sum));
@@ -242,7 +242,7 @@ inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
                                       {"linear_key_head_dim", &qwen3_5_config::linear_key_head_dim},
                                       {"linear_value_head_dim", &qwen3_5_config::linear_value_head_dim},
                                       {"linear_conv_kernel_dim", &qwen3_5_config::linear_conv_kernel_dim}})
-        config.*member = problems.positive<index>(text, key);
+        config.*member = problems.positive<index_t>(text, key);
     config.rms_norm_eps = problems.positive<double>(text, "rms_norm_eps");
     auto const& outer = document.has("tie_word_embeddings") ? document : text;
     config.tie_word_embeddings = problems.get<bool>(outer, "tie_word_embeddings");
@@ -252,7 +252,7 @@ inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
     problems.only(text, "hidden_act", std::string("silu"), R"("silu")");
     if (text.has("attention_bias")) problems.only(text, "attention_bias", false, "false");
     if (text.has("attn_output_gate")) problems.only(text, "attn_output_gate", true, "true");
-    auto const multiple = [&](char const* key, index many, char const* of, index few) {
+    auto const multiple = [&](char const* key, index_t many, char const* of, index_t few) {
         problems.require(many == 0 || few == 0 || many % few == 0, text, key,
                          "a multiple of " + std::string(of) + ", " + std::to_string(few), std::to_string(many));
     };

@@ -46,10 +46,10 @@ public:
     struct tensor_view {
         std::string name;
         safetensors::dtype dtype = dtype::f32;
-        std::vector<index> shape;
+        std::vector<index_t> shape;
         std::span<std::byte const> bytes;
 
-        index elements() const { return static_cast<index>(bytes.size() / size_of(dtype)); }
+        index_t elements() const { return static_cast<index_t>(bytes.size() / size_of(dtype)); }
     };
 
     /// Reads the whole file. Throws `cpx::error` that names the file and the first fault in it.
@@ -86,13 +86,13 @@ public:
     /// Returns a tensor without copying it. Throws `cpx::error` that lists the names most like `name` if it is missing.
     tensor_view const& tensor(std::string_view name) const { return lookup(tensors_, "tensor ", name); }
 
-    /// Returns the elements of a tensor, row-major, as float, double or index.
+    /// Returns the elements of a tensor, row-major, as float, double or index_t.
     ///
     /// Floating-point numbers become double exactly and are rounded to nearest to become float. Integers keep their
     /// value, BOOL becomes 0 or 1. Throws `cpx::error` where an integer cannot or a finite number overflows float, if a
-    /// floating-point tensor is read as index, and if the tensor is missing.
+    /// floating-point tensor is read as index_t, and if the tensor is missing.
     template <class T>
-        requires std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, index>
+        requires std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, index_t>
     std::vector<T> read(std::string_view name) const {
         auto const& view = tensor(name);
         std::vector<T> values(static_cast<std::size_t>(view.elements()));
@@ -118,9 +118,9 @@ public:
     ///
     /// Throws as the other `read` does, and if the shape is another.
     template <class T>
-    std::vector<T> read(std::string_view name, std::vector<index> const& expected) const {
+    std::vector<T> read(std::string_view name, std::vector<index_t> const& expected) const {
         auto const& view = tensor(name);
-        auto const same = [](index want, index have) { return want == -1 || want == have; };
+        auto const same = [](index_t want, index_t have) { return want == -1 || want == have; };
         if (!std::ranges::equal(expected, view.shape, same))
             throw error(where_, "shape of tensor " + detail::quote(name), show(expected), show(view.shape));
         return read<T>(name);
@@ -169,18 +169,18 @@ private:
                         detail::quote(code));
         auto const type = static_cast<dtype>(known - dtype_names.begin());
 
-        auto shape = entry.get<std::vector<index>>("shape");
-        index needed = static_cast<index>(size_of(type));
-        for (index const n : shape) {
+        auto shape = entry.get<std::vector<index_t>>("shape");
+        index_t needed = static_cast<index_t>(size_of(type));
+        for (index_t const n : shape) {
             if (n < 0) throw wrong("shape", "sizes of at least 0", show(shape));
-            if (n > 0 && needed > std::numeric_limits<index>::max() / n)
+            if (n > 0 && needed > std::numeric_limits<index_t>::max() / n)
                 throw wrong("shape", "fewer than 2^63 bytes", show(shape));
             needed *= n;
         }
-        auto const offsets = entry.get<std::vector<index>>("data_offsets");
+        auto const offsets = entry.get<std::vector<index_t>>("data_offsets");
         if (offsets.size() != 2) throw wrong("data_offsets", "2 numbers", std::to_string(offsets.size()));
         range const taken = {offsets[0], offsets[1]};
-        auto const have = static_cast<index>(data_.size());
+        auto const have = static_cast<index_t>(data_.size());
         if (taken.first < 0 || taken.last < taken.first || taken.last > have)
             throw wrong("data_offsets", "0 <= begin <= end <= " + std::to_string(have), show(offsets));
         if (taken.size() != needed)
@@ -195,7 +195,7 @@ private:
     /// Throws unless the ranges, laid in order, fill the data exactly.
     void check_cover(std::vector<std::pair<range, std::string const*>> ranges) const {
         std::ranges::sort(ranges, {}, [](auto const& item) { return std::pair(item.first.first, item.first.last); });
-        index covered = 0;
+        index_t covered = 0;
         for (auto const& [taken, name] : ranges) {
             if (taken.first != covered)
                 throw error(where_,
@@ -204,7 +204,7 @@ private:
                             "a begin of " + std::to_string(covered), std::to_string(taken.first));
             covered = taken.last;
         }
-        if (covered != static_cast<index>(data_.size()))
+        if (covered != static_cast<index_t>(data_.size()))
             throw error(where_, "bytes that belong to no tensor", std::to_string(covered) + " bytes of data",
                         std::to_string(data_.size()));
     }
@@ -213,13 +213,13 @@ private:
     typename Map::mapped_type const& lookup(Map const& map, char const* kind, std::string_view name) const {
         if (auto const found = map.find(name); found != map.end()) return found->second;
         // Most like: the longest common beginning and end together, which suits dotted names.
-        std::vector<std::pair<index, std::string_view>> near;
+        std::vector<std::pair<index_t, std::string_view>> near;
         for (auto const& [other, value] : map) {
             auto const head = std::mismatch(name.begin(), name.end(), other.begin(), other.end()).first - name.begin();
             auto const tail = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first;
-            near.emplace_back(-std::min<index>(head + (tail - name.rbegin()), std::ssize(other)), other);
+            near.emplace_back(-std::min<index_t>(head + (tail - name.rbegin()), std::ssize(other)), other);
         }
-        auto const shown = near.begin() + std::min<index>(3, std::ssize(near));
+        auto const shown = near.begin() + std::min<index_t>(3, std::ssize(near));
         std::ranges::partial_sort(near, shown);
         std::string names;
         for (auto item = near.begin(); item != shown; ++item)
@@ -228,7 +228,7 @@ private:
                     "one of the " + std::to_string(map.size()) + " in the file" + names, "none of that name");
     }
 
-    static std::string show(std::vector<index> const& numbers) {
+    static std::string show(std::vector<index_t> const& numbers) {
         std::string text;
         for (std::size_t i = 0; i < numbers.size() && i < 9; ++i)
             text += (i ? ", " : "") + (i == 8 ? "..." : std::to_string(numbers[i]));
@@ -249,7 +249,7 @@ private:
                 decoded const value = decode(stored);
                 if (!detail::holds<T>(value))
                     throw error(where_, "element " + std::to_string(i) + " of tensor " + detail::quote(view.name),
-                                std::same_as<T, index>   ? "an int64"
+                                std::same_as<T, index_t> ? "an int64"
                                 : std::same_as<T, float> ? "a float"
                                                          : "a double",
                                 nlohmann::json(value).dump());

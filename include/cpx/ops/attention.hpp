@@ -10,8 +10,8 @@ namespace cpx {
 
 /// Heads of an attention, over all ranks. `query_heads` is a multiple of `key_heads`.
 struct attention_heads {
-    index query_heads = 1, key_heads = 1;
-    index dim = 1;
+    index_t query_heads = 1, key_heads = 1;
+    index_t dim = 1;
 };
 
 /// Computes `o = softmax(scale q K^T) V` for every query, over the keys of its sequence up to its own token.
@@ -37,10 +37,10 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
     require(o.sharding() == q.sharding(), where, "sharding of o", "that of q", "another", here);
     thd const& batch = q.sharding().batch();
     range const queries = q.sharding().heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
-    index const group = heads.query_heads / heads.key_heads, dim = heads.dim;
+    index_t const group = heads.query_heads / heads.key_heads, dim = heads.dim;
     require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
             "key heads on this rank", "those that its query heads read", "others", here);
-    index const held = q.sharding().rows(rank);
+    index_t const held = q.sharding().rows(rank);
     detail::require_shape(where, "q", q.data(), held, queries.size() * dim, here);
     detail::require_shape(where, "o", o.data(), held, queries.size() * dim, here);
     detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
@@ -52,8 +52,8 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
     auto const segments = cpx::segments(q.sharding(), rank);
     auto const tokens = positions(segments);
     for (segment const& s : segments)
-        for (index h = 0; h < queries.size(); ++h) {
-            index const key_head = (queries.first + h) / group - keys.first;
+        for (index_t h = 0; h < queries.size(); ++h) {
+            index_t const key_head = (queries.first + h) / group - keys.first;
             auto const seen = [&](sharded<B, K> const& x) -> rows<T const> { // later keys are masked for all of these
                 return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
             };
@@ -62,7 +62,7 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
                 rows<T const>(q.data()).sub(s.row, s.count).columns(h * dim, dim),
                 std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)), seen(k),
                 seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim), std::span(of_head));
-            for (index i = 0; i < std::ssize(of_head); ++i) lse(s.row + i, h) = of_head[static_cast<std::size_t>(i)];
+            for (index_t i = 0; i < std::ssize(of_head); ++i) lse(s.row + i, h) = of_head[static_cast<std::size_t>(i)];
         }
 }
 

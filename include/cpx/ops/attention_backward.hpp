@@ -24,8 +24,8 @@ template <class T>
 class queries_of_head {
 public:
     template <any_sharding Q>
-    queries_of_head(attention_queries<T, Q> const& from, segment const& s, index head, index dim) {
-        for (index i = 0; i < s.count; ++i) {
+    queries_of_head(attention_queries<T, Q> const& from, segment const& s, index_t head, index_t dim) {
+        for (index_t i = 0; i < s.count; ++i) {
             tokens_.push_back(s.token + i);
             lse_.push_back(from.lse.data()(s.row + i, head));
             delta_.push_back(from.delta.data()(s.row + i, head));
@@ -37,7 +37,7 @@ public:
 
 private:
     rows<T const> q_, dout_;
-    std::vector<index> tokens_;
+    std::vector<index_t> tokens_;
     std::vector<T> lse_, delta_;
 };
 
@@ -49,7 +49,7 @@ void check_queries(char const* where, int rank, attention_queries<T, Q> const& f
     for (auto const* x : {&from.dout, &from.lse, &from.delta})
         require(x->sharding() == from.q.sharding(), where, "sharding of dout, lse and delta", "that of q", "another",
                 here);
-    index const held = from.q.sharding().rows(rank), n = from.q.sharding().heads(rank, heads.query_heads).size();
+    index_t const held = from.q.sharding().rows(rank), n = from.q.sharding().heads(rank, heads.query_heads).size();
     require_shape(where, "q", from.q.data(), held, n * heads.dim, here);
     require_shape(where, "dout", from.dout.data(), held, n * heads.dim, here);
     require_shape(where, "lse", from.lse.data(), held, n, here);
@@ -63,18 +63,18 @@ void check_queries(char const* where, int rank, attention_queries<T, Q> const& f
 /// o, dout: (rows, heads * dim), delta: (rows, heads), all of one sharding. No communication.
 /// Throws `cpx::error` on shapes or shardings that do not fit.
 template <class T, any_sharding Q, elements_of<T> A, elements_of<T> B>
-void attention_delta(sharded<A, Q> const& o, sharded<B, Q> const& dout, index dim, sharded<T, Q> const& delta,
+void attention_delta(sharded<A, Q> const& o, sharded<B, Q> const& dout, index_t dim, sharded<T, Q> const& delta,
                      caller here = caller::here()) {
     require(dout.sharding() == o.sharding() && delta.sharding() == o.sharding(), "attention_delta",
             "sharding of dout and delta", "that of o", "another", here);
-    index const count = o.data().count(), heads = delta.data().width();
+    index_t const count = o.data().count(), heads = delta.data().width();
     detail::require_shape("attention_delta", "o", o.data(), count, heads * dim, here);
     detail::require_shape("attention_delta", "dout", dout.data(), count, heads * dim, here);
     detail::require_shape("attention_delta", "delta", delta.data(), count, heads, here);
     std::vector<T> of_head(static_cast<std::size_t>(count));
-    for (index h = 0; h < heads; ++h) {
+    for (index_t h = 0; h < heads; ++h) {
         attend_head_delta<T>(o.data().columns(h * dim, dim), dout.data().columns(h * dim, dim), std::span(of_head));
-        for (index row = 0; row < count; ++row) delta.data()(row, h) = of_head[static_cast<std::size_t>(row)];
+        for (index_t row = 0; row < count; ++row) delta.data()(row, h) = of_head[static_cast<std::size_t>(row)];
     }
 }
 
@@ -98,15 +98,15 @@ void attention_backward_queries(int rank, attention_queries<T, Q> const& from, s
             "the queries' batch", "another", here);
     require(dq.sharding() == sharding, where, "sharding of dq", "that of q", "another", here);
     range const queries = sharding.heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
-    index const group = heads.query_heads / heads.key_heads, dim = heads.dim;
+    index_t const group = heads.query_heads / heads.key_heads, dim = heads.dim;
     require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
             "key heads on this rank", "those that its query heads read", "others", here);
     detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
     detail::require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
     detail::require_shape(where, "dq", dq.data(), from.q.data().count(), from.q.data().width(), here);
     for (segment const& s : segments(sharding, rank))
-        for (index h = 0; h < queries.size(); ++h) {
-            index const key_head = (queries.first + h) / group - keys.first;
+        for (index_t h = 0; h < queries.size(); ++h) {
+            index_t const key_head = (queries.first + h) / group - keys.first;
             auto const seen = [&](sharded<A, K> const& x) -> rows<T const> {
                 return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
             };
@@ -148,7 +148,7 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
     range const queries = from.q.sharding().heads(rank, heads.query_heads);
     require(queries == sharding.heads(rank, heads.query_heads), where, "query heads on this rank",
             "those of the keys' sharding", "others", here);
-    index const held = sharding.rows(rank), dim = heads.dim, n = queries.size();
+    index_t const held = sharding.rows(rank), dim = heads.dim, n = queries.size();
     range const keys = sharding.heads(rank, heads.key_heads);
     for (auto const* x : {&dk, &dv})
         detail::require_shape(where, "dk and dv", x->data(), held, keys.size() * dim, here);
@@ -158,7 +158,7 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
     rows<T> const parts(shares.data(), held, 2 * n * dim);
     auto of_queries = segments(from.q.sharding(), rank);
     std::ranges::sort(of_queries, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });
-    index const group = heads.query_heads / heads.key_heads;
+    index_t const group = heads.query_heads / heads.key_heads;
     auto const tokens = positions(segments(sharding, rank));
     for (segment const& s : segments(sharding, rank)) {
         auto const own = std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count));
@@ -166,8 +166,8 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
         auto const last = std::ranges::upper_bound(of_queries, s.sequence, {}, &segment::sequence);
         for (auto seen = first; seen != last; ++seen) {
             if (seen->token + seen->count <= s.token) continue; // all of them before these keys
-            for (index h = 0; h < n; ++h) {
-                index const key_head = (queries.first + h) / group - keys.first;
+            for (index_t h = 0; h < n; ++h) {
+                index_t const key_head = (queries.first + h) / group - keys.first;
                 detail::queries_of_head<T> const q(from, *seen, h, dim);
                 rows<T> const part = parts.sub(s.row, s.count);
                 attend_head_backward_key<T>(q.get(), k.data().sub(s.row, s.count).columns(key_head * dim, dim),

@@ -20,11 +20,11 @@ template <class T, any_sharding S>
 rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const> own, rows<T const> halo,
                           std::vector<T>& buffer, std::span<T const> preceding = {}) {
     buffer.assign(preceding.begin(), preceding.end());
-    index count = own.width() > 0 ? std::ssize(preceding) / own.width() : 0;
+    index_t count = own.width() > 0 ? std::ssize(preceding) / own.width() : 0;
     for (std::size_t k = plan.begin[i]; k < plan.begin[i + 1]; ++k) {
         halo_part const& part = plan.parts[k];
         rows<T const> const from = (part.halo ? halo : own).sub(part.first, part.count);
-        for (index row = 0; row < part.count; ++row)
+        for (index_t row = 0; row < part.count; ++row)
             buffer.insert(buffer.end(), from.row(row), from.row(row) + own.width());
         count += part.count;
     }
@@ -66,13 +66,13 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
             "the plan's", "another", here);
     require(plan.reach == weight.width() - 1 && plan.where == side::before, "causal_conv1d",
             "rows before a segment in the plan", weight.width() - 1, plan.where == side::before ? plan.reach : 0, here);
-    index const channels = x.data().width();
+    index_t const channels = x.data().width();
     require(bias.empty() || std::ssize(bias) == channels, "causal_conv1d", "size of bias", channels, bias.size(), here);
     detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels, here);
     detail::require_shape("causal_conv1d", "y", y.data(), plan.source_rows, channels, here);
     detail::require_shape("causal_conv1d", "weight", weight, channels, weight.width(), here);
     thd const& batch = plan.sharding.batch();
-    index const taps = weight.width(), window = taps * channels;
+    index_t const taps = weight.width(), window = taps * channels;
     rows<T const> const all_states[] = {states.initial, states.final};
     for (rows<T const> const& given : all_states)
         if (given.data()) detail::require_shape("causal_conv1d", "states", given, batch.sequences(), window, here);
@@ -80,13 +80,13 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange(plan, x.data(), halo, comm, here);
     std::vector<T> history, newest;
-    auto const finish = [&](index sequence, rows<T const> before, rows<T const> own) {
+    auto const finish = [&](index_t sequence, rows<T const> before, rows<T const> own) {
         if (!states.final.data()) return;
         newest.assign(static_cast<std::size_t>(window), T{});
         if (states.initial.data()) std::copy_n(states.initial.row(sequence), window, newest.data());
         rows<T const> const parts[] = {before, own};
         for (rows<T const> const& part : parts) // of all these the last K rows
-            for (index row = std::max<index>(0, part.count() - taps); row < part.count(); ++row)
+            for (index_t row = std::max<index_t>(0, part.count() - taps); row < part.count(); ++row)
                 newest.insert(newest.end(), part.row(row), part.row(row) + channels);
         std::copy_n(newest.end() - window, window, states.final.row(sequence));
     };
@@ -100,11 +100,11 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
         convolve_segment<T>(before, own, weight, bias.empty() ? nullptr : bias.data(), act,
                             y.data().sub(s.row, s.count));
-        index const skip = std::ssize(preceding) / std::max<index>(1, channels);
+        index_t const skip = std::ssize(preceding) / std::max<index_t>(1, channels);
         if (s.token + s.count == batch.length(s.sequence))
             finish(s.sequence, before.sub(skip, before.count() - skip), own);
     }
-    for (index s = 0; s < batch.sequences(); ++s)
+    for (index_t s = 0; s < batch.sequences(); ++s)
         if (batch.length(s) == 0 && (S::every_row || plan.rank == 0)) finish(s, {}, {});
 }
 
@@ -137,7 +137,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         require(x.sharding() == plan->sharding, where, "sharding of x", "that of the plans", "another", here);
     require(dy.sharding() == x.sharding() && to.dx.sharding() == x.sharding(), where, "sharding of dy and dx",
             "that of x", "another", here);
-    index const channels = x.data().width(), reach = weight.width() - 1;
+    index_t const channels = x.data().width(), reach = weight.width() - 1;
     require(before.reach == reach && before.where == side::before && after.reach == reach && after.where == side::after,
             where, "rows beside a segment in the plans", std::to_string(reach) + " before and after", "others", here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
@@ -149,7 +149,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
     require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
             here);
 
-    auto const buffer = [&](index count) { return std::vector<T>(static_cast<std::size_t>(count * channels)); };
+    auto const buffer = [&](index_t count) { return std::vector<T>(static_cast<std::size_t>(count * channels)); };
     auto unwanted = buffer(to.dweight.data() || to.dbias.empty() ? 0 : weight.width());
     rows<T> const dweight = to.dweight.data() ? to.dweight : rows<T>(unwanted, weight.width());
     auto x_values = buffer(before.target_rows), dz_values = buffer(before.source_rows), beside = buffer(0);
@@ -174,7 +174,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         auto const all_dz = sums.template share<T>(sharded(dz, x.sharding()), channels, comm, here);
         range const own = all_x.share;
         thd const& batch = x.sharding().batch();
-        for (index s = 0; !own.empty() && s < batch.sequences(); ++s)
+        for (index_t s = 0; !own.empty() && s < batch.sequences(); ++s)
             convolve_segment_backward_weight<T>(
                 {nullptr, 0, own.size()}, all_x.data.sub(batch.offset(s), batch.length(s)),
                 all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),

@@ -13,10 +13,10 @@ template <any_sharding S>
     requires(!S::every_row)
 sharding<table, scope::batch> sequence_ends(S const& s) {
     thd const& batch = s.batch();
-    std::vector<int> owners(static_cast<std::size_t>(std::max<index>(1, batch.sequences()))); // no table is empty
-    index hint = 0;
-    for (index i = 0; i < batch.sequences(); ++i) {
-        index const end = batch.offset(i + 1);
+    std::vector<int> owners(static_cast<std::size_t>(std::max<index_t>(1, batch.sequences()))); // no table is empty
+    index_t hint = 0;
+    for (index_t i = 0; i < batch.sequences(); ++i) {
+        index_t const end = batch.offset(i + 1);
         if (batch.length(i) > 0)
             s.for_each_holder(range{end - 1, end}, hint,
                               [&](int rank, range) { owners[static_cast<std::size_t>(i)] = rank; });
@@ -43,7 +43,7 @@ public:
     }
 
 private:
-    index sequences_, conv_width_, recurrent_width_;
+    index_t sequences_, conv_width_, recurrent_width_;
     std::vector<T> conv_, recurrent_;
 };
 
@@ -121,14 +121,14 @@ public:
         target_.check("states of the target", to, here);
         std::vector<T> leaving, coming(target_.size());
         leaving.reserve(source_.size());
-        for (index const s : source_.sequences) {
+        for (index_t const s : source_.sequences) {
             leaving.insert(leaving.end(), from.conv.row(s), from.conv.row(s) + source_.conv);
             leaving.insert(leaving.end(), from.recurrent.row(s), from.recurrent.row(s) + source_.recurrent);
         }
         exchange(plan_, rows<T const>(leaving.data(), std::ssize(source_.sequences), source_.width()),
                  rows<T>(coming.data(), std::ssize(target_.sequences), target_.width()), comm, here);
         T const* next = coming.data();
-        for (index const s : target_.sequences) {
+        for (index_t const s : target_.sequences) {
             std::copy_n(next, target_.conv, to.conv.row(s));
             std::copy_n(next + target_.conv, target_.recurrent, to.recurrent.row(s));
             next += target_.width();
@@ -147,13 +147,13 @@ private:
         for (auto const given : {from.sections(), to.sections()})
             require(given.empty() || std::ranges::equal(given, of_layer), where, "sections of a sharding by heads",
                     "those of the layer", "others", here);
-        for (index s = 0; !To::every_row && s < to.batch().sequences(); ++s)
+        for (index_t s = 0; !To::every_row && s < to.batch().sequences(); ++s)
             if (to.batch().length(s) > 1)
                 throw error(where, "tokens of sequence " + std::to_string(s) + " in the target",
                             "at most 1, or a sharding of whole sequences, such as replicated",
                             std::to_string(to.batch().length(s)), here);
         std::vector<section> sections;
-        for (index tap = 0; tap < config.kernel; ++tap)
+        for (index_t tap = 0; tap < config.kernel; ++tap)
             sections.insert(sections.end(), of_layer.begin(), of_layer.begin() + 3);
         sections.push_back({config.heads.value_heads, config.heads.key_dim * config.heads.value_dim});
         return relayout(detail::state_sharding(from, sections), detail::state_sharding(to, sections), rank, here);
@@ -161,8 +161,8 @@ private:
 
     /// The states that a rank has: of which sequences, and how wide.
     struct held_states {
-        index all, conv, recurrent;
-        std::vector<index> sequences = {};
+        index_t all, conv, recurrent;
+        std::vector<index_t> sequences = {};
 
         template <class Held, class S>
         held_states(Held const& held, S const& sharding, int rank, gated_delta_net_config const& config)
@@ -171,10 +171,10 @@ private:
             conv = n.conv;
             recurrent = n.recurrent;
             held.for_each_piece(rank, [&](range piece) {
-                for (index s = piece.first; s < piece.last; ++s) sequences.push_back(s);
+                for (index_t s = piece.first; s < piece.last; ++s) sequences.push_back(s);
             });
         }
-        index width() const { return conv + recurrent; }
+        index_t width() const { return conv + recurrent; }
         std::size_t size() const { return sequences.size() * static_cast<std::size_t>(width()); }
 
         template <class A>

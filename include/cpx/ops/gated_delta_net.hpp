@@ -16,11 +16,11 @@ namespace cpx {
 
 /// Sizes of a gated delta net layer.
 struct gated_delta_net_config {
-    index hidden = 1;
+    index_t hidden = 1;
     delta_rule_heads heads;
-    index kernel = 4;  ///< taps of the convolution
-    index chunk = 64;  ///< tokens a chunk of the delta rule
-    double eps = 1e-6; ///< of the gated norm
+    index_t kernel = 4; ///< taps of the convolution
+    index_t chunk = 64; ///< tokens a chunk of the delta rule
+    double eps = 1e-6;  ///< of the gated norm
 
     /// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
     std::vector<section> sections() const {
@@ -46,8 +46,8 @@ struct gated_delta_net_parameters {
 /// Calls `f(name, rows, count, width)` for each parameter, const or not, with its name in a checkpoint and its shape.
 template <class Parameters, class F>
 void for_each_parameter(Parameters& p, gated_delta_net_config const& c, F&& f) {
-    index const heads = c.heads.value_heads, v = heads * c.heads.value_dim;
-    index const qkv = 2 * c.heads.key_heads * c.heads.key_dim + v, one = 1;
+    index_t const heads = c.heads.value_heads, v = heads * c.heads.value_dim;
+    index_t const qkv = 2 * c.heads.key_heads * c.heads.key_dim + v, one = 1;
     f("in_proj_qkv.weight", p.in_proj_qkv, qkv, c.hidden);
     f("in_proj_z.weight", p.in_proj_z, v, c.hidden);
     f("in_proj_b.weight", p.in_proj_b, heads, c.hidden);
@@ -96,7 +96,7 @@ namespace detail {
 /// How wide this rank's columns of q (and of k), v, of the gates and of the states are.
 template <any_sharding S>
 struct gated_delta_widths {
-    index q, v, values, conv, recurrent;
+    index_t q, v, values, conv, recurrent;
 
     gated_delta_widths(gated_delta_net_config const& config, S const& sharding, int rank)
         : q(sharding.heads(rank, config.heads.key_heads).size() * config.heads.key_dim),
@@ -105,7 +105,7 @@ struct gated_delta_widths {
         conv = config.kernel * qkv();
         recurrent = v * config.heads.key_dim;
     }
-    index qkv() const { return 2 * q + v; }
+    index_t qkv() const { return 2 * q + v; }
 };
 
 /// The convolution, the gates and the delta rule: what needs neighbours, on the sharding `S`.
@@ -114,7 +114,7 @@ struct gated_delta_mixer {
     halo_plan<S> before, after;
     carry_plan<S> states;
 
-    gated_delta_mixer(S const& sharding, int rank, index kernel)
+    gated_delta_mixer(S const& sharding, int rank, index_t kernel)
         : before(halo(sharding, rank, kernel - 1)), after(halo(sharding, rank, kernel - 1, side::after)),
           states(carry(sharding, rank)) {}
 
@@ -149,8 +149,8 @@ struct gated_delta_mixer {
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
         auto const b = x.data().columns(n.qkv(), n.values), a = x.data().columns(n.qkv() + n.values, n.values);
-        for (index row = 0; row < a.count(); ++row)
-            for (index h = 0; h < n.values; ++h) {
+        for (index_t row = 0; row < a.count(); ++row)
+            for (index_t h = 0; h < n.values; ++h) {
                 auto const head = static_cast<std::size_t>(h);
                 gates.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
                 gates.data()(row, n.values + h) = sigmoid(b(row, h));
@@ -220,8 +220,8 @@ public:
         require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
         check(where, w, here);
         check(where, memory.state, here);
-        index const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
-        index const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
+        index_t const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
+        index_t const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
         rows<T const> const in = x.data();
         int const rank = comm.rank();
         tensor<T, S> projected(sharding(), rank, qkv + 2 * heads), z(sharding(), rank, v), o(sharding(), rank, v);
@@ -275,7 +275,7 @@ private:
         delta_rule_heads const& heads = config_.heads;
         require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
                 "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
-        for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index count, index width) {
+        for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index_t count, index_t width) {
             detail::require_shape(where, name, weight, count, width, here);
         });
     }
@@ -285,7 +285,7 @@ private:
     void check(char const* where, gated_delta_net_state<T> const& state, caller here) const {
         Mix const& mix = mixer_.states.sharding;
         detail::gated_delta_widths<Mix> const n(config_, mix, mixer_.states.rank);
-        index const sequences = mix.batch().sequences();
+        index_t const sequences = mix.batch().sequences();
         if (state.conv.data()) detail::require_shape(where, "conv state", state.conv, sequences, n.conv, here);
         if (state.recurrent.data())
             detail::require_shape(where, "recurrent state", state.recurrent, sequences, n.recurrent, here);

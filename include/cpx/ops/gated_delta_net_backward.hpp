@@ -31,7 +31,7 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     gated_delta_widths<S> const n(config, sharding, rank);
     auto const sections = config.sections();
     auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
-    auto const buffer = [](index count) { return std::vector<T>(static_cast<std::size_t>(count)); };
+    auto const buffer = [](index_t count) { return std::vector<T>(static_cast<std::size_t>(count)); };
 
     tensor<T, S> dmixed(sharding, rank, n.qkv()), dgates(sharding, rank, 2 * n.values), o(sharding, rank, n.v);
     auto t = mixer.delta_rule(n, *saved.mixed, *saved.gates, o.view());
@@ -53,11 +53,11 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     weight_sums<S>(sharding, rank, order)
         .terms(
             std::span(sums),
-            [&](index row, std::span<T> into) {
+            [&](index_t row, std::span<T> into) {
                 T const* const b = x.row(row) + n.qkv();
                 T* const db = dx.data().row(row) + n.qkv();
                 T const* const dg = dgates.data().row(row);
-                for (index h = 0; h < n.values; ++h) {
+                for (index_t h = 0; h < n.values; ++h) {
                     auto const head = static_cast<std::size_t>(h), next = static_cast<std::size_t>(n.values + h);
                     auto const gate = delta_rule_gate_backward(b[n.values + h], A_log[head], dt_bias[head], dg[h]);
                     db[h] = sigmoid_backward(b[h], dg[n.values + h]);
@@ -105,8 +105,8 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
     require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
             ran ? "those of another sharding" : "none", here);
-    index const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
-    index const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
+    index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
+    index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
     rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
     for (rows<T const> const& in : hidden) detail::require_shape(where, "x, dy and dx", in, count, config.hidden, here);
     int const rank = comm.rank();
@@ -119,10 +119,10 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
     sums.template linear<T>(sums.template whole<T>(normed.view(), comm), dy, to.weights.out_proj, comm);
     linear_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
-    auto const one = [](auto& of, index row) { return of.data().sub(row, 1); };
+    auto const one = [](auto& of, index_t row) { return of.data().sub(row, 1); };
     sums.terms(
         std::span(to.weights.norm.data(), gain.size()),
-        [&](index row, std::span<T> dgain) {
+        [&](index_t row, std::span<T> dgain) {
             gated_rms_norm_backward<T>(one(o, row), one(z, row), gain, eps, one(dnormed, row), one(dout, row),
                                        one(dz, row), dgain);
         },
@@ -142,12 +142,12 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     tensor<T, S> part(sharding, rank, config.hidden);
     linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
     sums.template linear<T>(in, dz.view(), to.weights.in_proj_z, comm);
-    auto const projection = [&](index first, rows<T const> weight, rows<T> dweight) {
+    auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
         auto const d = dprojected.view().columns(first, weight.count());
         sums.template linear<T>(in, d, dweight, comm);
         linear_backward_input<T>(d.data(), weight, part.data());
-        for (index row = 0; row < count; ++row)
-            for (index j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += part.data()(row, j);
+        for (index_t row = 0; row < count; ++row)
+            for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += part.data()(row, j);
     };
     projection(0, w.in_proj_qkv, to.weights.in_proj_qkv);
     projection(qkv, w.in_proj_b, to.weights.in_proj_b);

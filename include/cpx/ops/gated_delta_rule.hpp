@@ -13,8 +13,8 @@ namespace cpx {
 /// Heads of a gated delta rule, over all ranks. `value_heads` is a multiple of `key_heads`: value head h reads
 /// q and k of head h / (value_heads / key_heads).
 struct delta_rule_heads {
-    index key_heads = 1, value_heads = 1;
-    index key_dim = 1, value_dim = 1;
+    index_t key_heads = 1, value_heads = 1;
+    index_t key_dim = 1, value_dim = 1;
 };
 
 /// What the backward of a gated delta rule needs of its forward: the state before every segment of the rank and, with
@@ -50,25 +50,25 @@ public:
         : plan_(plan), heads_(heads), keys_(plan.sharding.heads(plan.rank, heads.key_heads)),
           values_(plan.sharding.heads(plan.rank, heads.value_heads)) {}
 
-    index state_width() const { return values_.size() * heads_.key_dim * heads_.value_dim; }
-    index map_width() const { return values_.size() * heads_.key_dim * heads_.key_dim; }
+    index_t state_width() const { return values_.size() * heads_.key_dim * heads_.value_dim; }
+    index_t map_width() const { return values_.size() * heads_.key_dim * heads_.key_dim; }
 
 protected:
     segment const& segment_at(std::size_t i) const { return plan_.segments[i]; }
 
     /// Returns head `head` of states of (key_dim, width) a head.
     template <class A>
-    rows<A> matrix_at(A* states, index head, index width) const {
+    rows<A> matrix_at(A* states, index_t head, index_t width) const {
         return {states + head * heads_.key_dim * width, heads_.key_dim, width};
     }
     template <class A>
-    rows<A> columns(sharded<A, S> const& x, segment const& s, index head, index width) const {
+    rows<A> columns(sharded<A, S> const& x, segment const& s, index_t head, index_t width) const {
         return x.data().sub(s.row, s.count).columns(head * width, width);
     }
     /// Returns the columns of q or k that value head `value_head` reads.
     template <class A>
-    rows<A> key_columns(sharded<A, S> const& x, segment const& s, index value_head) const {
-        index const group = heads_.value_heads / heads_.key_heads;
+    rows<A> key_columns(sharded<A, S> const& x, segment const& s, index_t value_head) const {
+        index_t const group = heads_.value_heads / heads_.key_heads;
         return columns(x, s, (values_.first + value_head) / group - keys_.first, heads_.key_dim);
     }
 
@@ -91,9 +91,9 @@ public:
     /// Writes the outputs of segment `i`; `state` is its start state before and its end state after.
     void forward(std::size_t i, T* state) const {
         segment const& s = this->segment_at(i);
-        index const width = this->state_width(), dim = this->heads_.value_dim;
-        if (t_.saved) std::copy_n(state, width, t_.saved->starts.data() + static_cast<index>(i) * width);
-        for (index h = 0; h < this->values_.size(); ++h)
+        index_t const width = this->state_width(), dim = this->heads_.value_dim;
+        if (t_.saved) std::copy_n(state, width, t_.saved->starts.data() + static_cast<index_t>(i) * width);
+        for (index_t h = 0; h < this->values_.size(); ++h)
             delta_rule_forward<T>(this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h),
                                   this->columns(t_.v, s, h, dim), this->columns(t_.g, s, h, 1),
                                   this->columns(t_.beta, s, h, 1), s.token, options_, this->matrix_at(state, h, dim),
@@ -103,8 +103,8 @@ public:
     /// Folds segment `i`: `end` is its end state from a zero start, `map` takes its M.
     void fold(std::size_t i, T* end, T* map) const {
         segment const& s = this->segment_at(i);
-        index const dim = this->heads_.value_dim;
-        for (index h = 0; h < this->values_.size(); ++h)
+        index_t const dim = this->heads_.value_dim;
+        for (index_t h = 0; h < this->values_.size(); ++h)
             delta_rule_fold<T>(this->key_columns(t_.k, s, h), this->columns(t_.v, s, h, dim),
                                this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token, options_,
                                this->matrix_at(end, h, dim), this->matrix_at(map, h, this->heads_.key_dim));
@@ -117,7 +117,7 @@ public:
     /// Computes `state = M state + E` for every head.
     void join(T const* map, T const* end, T* state) const {
         matrix<T> next;
-        for (index h = 0; h < this->values_.size(); ++h) {
+        for (index_t h = 0; h < this->values_.size(); ++h) {
             auto const s = cpx::map(this->matrix_at(state, h, this->heads_.value_dim));
             next = cpx::map(this->matrix_at(map, h, this->heads_.key_dim)) * s +
                    cpx::map(this->matrix_at(end, h, this->heads_.value_dim));
@@ -140,9 +140,9 @@ void check_delta_rule(char const* where, carry_plan<S> const& plan, delta_rule_t
     for (auto const* x : {&t.q, &t.k, &t.v, &t.g, &t.beta})
         require(x->sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
     require(t.o.sharding() == plan.sharding, where, "sharding of o", "the plan's", "another", here);
-    index const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
-    index const keys = plan.sharding.heads(plan.rank, heads.key_heads).size();
-    index const values = plan.sharding.heads(plan.rank, heads.value_heads).size();
+    index_t const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
+    index_t const keys = plan.sharding.heads(plan.rank, heads.key_heads).size();
+    index_t const values = plan.sharding.heads(plan.rank, heads.value_heads).size();
     require_shape(where, "q", t.q.data(), rows_held, keys * heads.key_dim, here);
     require_shape(where, "k", t.k.data(), rows_held, keys * heads.key_dim, here);
     require_shape(where, "v", t.v.data(), rows_held, values * heads.value_dim, here);
@@ -162,7 +162,7 @@ void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& 
         if (level == 0) states.resize(members.size() * static_cast<std::size_t>(width));
         for (std::size_t i = 0; i < members.size(); ++i) {
             auto const member = static_cast<std::size_t>(members[i]);
-            T* const state = states.data() + static_cast<index>(i) * width;
+            T* const state = states.data() + static_cast<index_t>(i) * width;
             if (level == 0) start(plan.segments[member], state);
             run.forward(member, state);
             if (!plan.links[member].has_successor) finish(plan.segments[member], state);
@@ -180,15 +180,15 @@ void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& 
 template <class T, any_sharding S, class Comm, class Start, class Finish>
 void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& plan, Start start, Finish finish,
                   Comm& comm, caller here) {
-    index const width = run.state_width(), map_width = run.map_width();
-    auto const buffer = [](index count, index columns) {
+    index_t const width = run.state_width(), map_width = run.map_width();
+    auto const buffer = [](index_t count, index_t columns) {
         return std::vector<T>(static_cast<std::size_t>(count * columns));
     };
     auto ends = buffer(plan.ends.source_rows, width), all_ends = buffer(plan.ends.target_rows, width);
     auto maps = buffer(plan.maps.source_rows, map_width), all_maps = buffer(plan.maps.target_rows, map_width);
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
-        link const& place = plan.links[i];
-        T* const end = ends.data() + static_cast<index>(i) * width;
+        carry_link const& place = plan.links[i];
+        T* const end = ends.data() + static_cast<index_t>(i) * width;
         if (place.level == 0) { // its start is known: no need to fold it
             start(plan.segments[i], end);
             run.forward(i, end);
@@ -204,12 +204,13 @@ void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& pl
     run.save_maps(maps);
     auto state = buffer(1, width);
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
-        link const& place = plan.links[i];
+        carry_link const& place = plan.links[i];
         if (place.level == 0) continue;
         T const* end = all_ends.data() + place.ends * width;
         T const* map = all_maps.data() + place.maps * map_width;
         std::copy_n(end, width, state.data());
-        for (index level = 1; level < place.level; ++level, map += map_width) run.join(map, end += width, state.data());
+        for (index_t level = 1; level < place.level; ++level, map += map_width)
+            run.join(map, end += width, state.data());
         run.forward(i, state.data());
         if (!place.has_successor) finish(plan.segments[i], state.data());
     }
@@ -234,10 +235,10 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
     char const* const where = "gated_delta_rule";
     detail::check_delta_rule(where, plan, t, heads, options, here);
     detail::delta_rule_run<T, S> const run(plan, t, heads, options);
-    index const sequences = plan.sharding.batch().sequences(), width = run.state_width();
+    index_t const sequences = plan.sharding.batch().sequences(), width = run.state_width();
     if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width, here);
-    auto const start_of = [&](index sequence, T* state) {
+    auto const start_of = [&](index_t sequence, T* state) {
         if (t.initial.data())
             std::copy_n(t.initial.row(sequence), width, state);
         else
@@ -248,7 +249,7 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
         if (t.final.data()) std::copy_n(state, width, t.final.row(s.sequence));
     };
     detail::carry_states(how, run, plan, start, finish, comm, here);
-    for (index s = 0; t.final.data() && s < sequences; ++s)
+    for (index_t s = 0; t.final.data() && s < sequences; ++s)
         if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) start_of(s, t.final.row(s));
 }
 

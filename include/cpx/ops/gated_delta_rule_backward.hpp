@@ -36,11 +36,11 @@ public:
     /// Writes the gradients of segment `i`; `dstate` is that of its end state before and of its start state after.
     void backward(std::size_t i, T* dstate) {
         segment const& s = this->segment_at(i);
-        index const dim = this->heads_.value_dim;
-        T const* const start = t_.saved->starts.data() + static_cast<index>(i) * this->state_width();
-        index const keys = this->heads_.key_dim, values = this->values_.size();
+        index_t const dim = this->heads_.value_dim;
+        T const* const start = t_.saved->starts.data() + static_cast<index_t>(i) * this->state_width();
+        index_t const keys = this->heads_.key_dim, values = this->values_.size();
         rows<T> const dq_dk = shares().sub(s.row, s.count);
-        for (index h = 0; h < values; ++h)
+        for (index_t h = 0; h < values; ++h)
             delta_rule_backward<T>(
                 this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h), this->columns(t_.v, s, h, dim),
                 this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token, options_,
@@ -53,9 +53,9 @@ public:
     /// Sets `dstate` to what the outputs of segment `i` alone give the gradient of its start state.
     void fold(std::size_t i, T* dstate) const {
         segment const& s = this->segment_at(i);
-        index const dim = this->heads_.value_dim;
+        index_t const dim = this->heads_.value_dim;
         std::fill_n(dstate, this->state_width(), T{});
-        for (index h = 0; h < this->values_.size(); ++h)
+        for (index_t h = 0; h < this->values_.size(); ++h)
             delta_rule_backward_fold<T>(this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h),
                                         this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token,
                                         options_, this->columns(to_.dout, s, h, dim), this->matrix_at(dstate, h, dim));
@@ -65,7 +65,7 @@ public:
     void join(std::size_t i, T const* folded, T* dstate) const {
         T const* const maps = t_.saved->maps.data() + this->plan_.links[i].map_row * this->map_width();
         matrix<T> next;
-        for (index h = 0; h < this->values_.size(); ++h) {
+        for (index_t h = 0; h < this->values_.size(); ++h) {
             auto const ds = cpx::map(this->matrix_at(dstate, h, this->heads_.value_dim));
             next = cpx::map(this->matrix_at(maps, h, this->heads_.key_dim)).transpose() * ds +
                    cpx::map(this->matrix_at(folded, h, this->heads_.value_dim));
@@ -106,7 +106,7 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
     require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
     detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
     detail::delta_rule_backward_run<T, S> run(plan, t, to, heads, options);
-    index const width = run.state_width(), sequences = plan.sharding.batch().sequences();
+    index_t const width = run.state_width(), sequences = plan.sharding.batch().sequences();
     require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
             "saved states", "those of the forward", t.saved ? "others" : "none", here);
     if (to.dfinal.data()) detail::require_shape(where, "dfinal", to.dfinal, sequences, width, here);
@@ -114,7 +114,7 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
 
     constexpr bool folds = std::same_as<How, scan>;
     auto const states = [&](std::size_t count) { return std::vector<T>(count * static_cast<std::size_t>(width)); };
-    auto const at = [&](std::vector<T>& values, auto i) { return values.data() + static_cast<index>(i) * width; };
+    auto const at = [&](std::vector<T>& values, auto i) { return values.data() + static_cast<index_t>(i) * width; };
     auto folded = states(folds ? plan.segments.size() : 0), dends = states(folds ? plan.segments.size() : 0);
     for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
         if (plan.links[i].map_row >= 0) run.fold(i, at(folded, i));
@@ -145,7 +145,7 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
         if (plan.links[i].has_successor) run.backward(i, at(dends, i));
     sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, run.shares(),
                    std::array{to.dq.data(), to.dk.data()}, comm, here);
-    for (index s = 0; to.dinitial.data() && s < sequences; ++s)
+    for (index_t s = 0; to.dinitial.data() && s < sequences; ++s)
         if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) {
             std::fill_n(to.dinitial.row(s), width, T{});
             if (to.dfinal.data()) std::copy_n(to.dfinal.row(s), width, to.dinitial.row(s));

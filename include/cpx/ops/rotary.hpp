@@ -15,7 +15,7 @@ namespace cpx {
 ///
 /// Throws `cpx::error` if the shapes or shardings do not fit.
 template <class T, any_sharding S, elements_of<T> A>
-void rotary(int rank, sharded<A, S> const& x, index head_dim, rotary_options options, sharded<T, S> const& y,
+void rotary(int rank, sharded<A, S> const& x, index_t head_dim, rotary_options options, sharded<T, S> const& y,
             caller here = caller::here()) {
     require(y.sharding() == x.sharding(), "rotary", "sharding of y", "that of x", "another", here);
     auto const tokens = positions(segments(x.sharding(), rank));
@@ -25,8 +25,8 @@ void rotary(int rank, sharded<A, S> const& x, index head_dim, rotary_options opt
 
 /// Computes dx from dy, the gradients of `rotary`: rotates back. Arguments and errors as there; dx may be dy.
 template <class T, any_sharding S, elements_of<T> A>
-void rotary_backward(int rank, sharded<A, S> const& dy, index head_dim, rotary_options options, sharded<T, S> const& dx,
-                     caller here = caller::here()) {
+void rotary_backward(int rank, sharded<A, S> const& dy, index_t head_dim, rotary_options options,
+                     sharded<T, S> const& dx, caller here = caller::here()) {
     require(dx.sharding() == dy.sharding(), "rotary_backward", "sharding of dx", "that of dy", "another", here);
     auto const tokens = positions(segments(dy.sharding(), rank));
     detail::require_shape("rotary_backward", "dy", dy.data(), std::ssize(tokens), dy.data().width(), here);

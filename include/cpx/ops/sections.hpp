@@ -16,12 +16,12 @@ namespace cpx {
 template <class T, any_sharding S>
 std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> weight) {
     std::vector<T> local;
-    index all = 0, first = 0;
+    index_t all = 0, first = 0;
     for (section const& s : sections) all += s.heads * s.width;
     require(all == weight.count(), "local_rows", "rows of the weight", all, weight.count());
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads);
-        for (index row = first + heads.first * s.width; row < first + heads.last * s.width; ++row)
+        for (index_t row = first + heads.first * s.width; row < first + heads.last * s.width; ++row)
             local.insert(local.end(), weight.row(row), weight.row(row) + weight.width());
         first += s.heads * s.width;
     }
@@ -31,7 +31,7 @@ std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> 
 /// Returns the heads of a section for which `rank` speaks: those that it holds and no lower rank does. All of them
 /// where tokens are sharded, for there every rank has rows of its own.
 template <any_sharding S>
-range owned_heads(S const& sharding, int rank, index heads) {
+range owned_heads(S const& sharding, int rank, index_t heads) {
     range owned = sharding.heads(rank, heads);
     if (S::every_row && rank > 0) owned.first = std::max(owned.first, sharding.heads(rank - 1, heads).last);
     return {std::min(owned.first, owned.last), owned.last};
@@ -44,7 +44,7 @@ range owned_heads(S const& sharding, int rank, index heads) {
 template <class T, any_sharding S>
 void add_local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> local,
                     rows<T> weight) {
-    index all = 0, held = 0;
+    index_t all = 0, held = 0;
     for (section const& s : sections) {
         all += s.heads * s.width;
         held += sharding.heads(rank, s.heads).size() * s.width;
@@ -53,11 +53,11 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
             std::to_string(all) + " and " + std::to_string(held),
             std::to_string(weight.count()) + " and " + std::to_string(local.count()));
     require(local.width() == weight.width(), "add_local_rows", "width of the part", weight.width(), local.width());
-    index first = 0, taken = 0;
+    index_t first = 0, taken = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);
-        for (index row = owned.first * s.width; row < owned.last * s.width; ++row)
-            for (index column = 0; column < weight.width(); ++column)
+        for (index_t row = owned.first * s.width; row < owned.last * s.width; ++row)
+            for (index_t column = 0; column < weight.width(); ++column)
                 weight(first + row, column) += local(taken + row - heads.first * s.width, column);
         first += s.heads * s.width;
         taken += heads.size() * s.width;

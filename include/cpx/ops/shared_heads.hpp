@@ -19,14 +19,14 @@ public:
     static constexpr bool every_row = S::every_row;
     static constexpr int static_ranks = cpx::static_ranks<S>;
 
-    reader_sharding(S const& base, index shared, std::vector<section> sections, bool all)
+    reader_sharding(S const& base, index_t shared, std::vector<section> sections, bool all)
         : base_(base), shared_(shared), sections_(std::move(sections)), all_(all) {}
 
     int ranks() const { return base_.ranks(); }
     thd const& batch() const { return base_.batch(); }
-    index rows(int rank) const { return base_.rows(rank); }
+    index_t rows(int rank) const { return base_.rows(rank); }
     std::span<section const> sections() const { return sections_; }
-    range heads(int rank, index readers) const {
+    range heads(int rank, index_t readers) const {
         if (!all_) return base_.heads(rank, readers);
         range const held = base_.heads(rank, shared_);
         return {held.first * (readers / shared_), held.last * (readers / shared_)};
@@ -36,7 +36,7 @@ public:
         base_.for_each_piece(rank, std::forward<F>(f));
     }
     template <class F>
-    void for_each_holder(range rows, index& hint, F&& f) const {
+    void for_each_holder(range rows, index_t& hint, F&& f) const {
         base_.for_each_holder(rows, hint, std::forward<F>(f));
     }
     friend bool operator==(reader_sharding const& a, reader_sharding const& b) {
@@ -45,7 +45,7 @@ public:
 
 private:
     S base_;
-    index shared_;
+    index_t shared_;
     std::vector<section> sections_;
     bool all_;
 };
@@ -61,15 +61,15 @@ private:
 ///
 /// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws.
 template <class T, std::size_t N, any_sharding S, class Comm>
-void sum_readers(S const& sharding, int rank, index shared, index readers, index width, rows<T const> parts,
+void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width, rows<T const> parts,
                  std::array<rows<T>, N> const& sums, Comm& comm, caller here = caller::here()) {
     require(shared > 0 && readers % shared == 0, "sum_readers", "readers",
             "a multiple of the shared heads " + std::to_string(shared), readers, here);
-    index const group = readers / shared;
+    index_t const group = readers / shared;
     range held = sharding.heads(rank, readers);
     range const own = sharding.heads(rank, shared);
-    index const count = sharding.rows(rank);
-    detail::require_shape("sum_readers", "parts", parts, count, static_cast<index>(N) * held.size() * width, here);
+    index_t const count = sharding.rows(rank);
+    detail::require_shape("sum_readers", "parts", parts, count, static_cast<index_t>(N) * held.size() * width, here);
     for (rows<T> const& sum : sums) detail::require_shape("sum_readers", "sums", sum, count, own.size() * width, here);
     bool split = false;
     for (int r = 0; S::every_row && r < sharding.ranks(); ++r) {
@@ -89,14 +89,14 @@ void sum_readers(S const& sharding, int rank, index shared, index readers, index
         held = {own.first * group, own.last * group};
     }
     for (std::size_t i = 0; i < N; ++i)
-        for (index row = 0; row < parts.count(); ++row)
-            for (index head = own.first; head < own.last; ++head) {
+        for (index_t row = 0; row < parts.count(); ++row)
+            for (index_t head = own.first; head < own.last; ++head) {
                 T const* from =
-                    parts.row(row) + (static_cast<index>(i) * held.size() + head * group - held.first) * width;
+                    parts.row(row) + (static_cast<index_t>(i) * held.size() + head * group - held.first) * width;
                 T* const to = sums[i].row(row) + (head - own.first) * width;
                 std::copy_n(from, width, to);
-                for (index reader = 1; reader < group; ++reader)
-                    for (index column = 0; column < width; ++column) to[column] += from[reader * width + column];
+                for (index_t reader = 1; reader < group; ++reader)
+                    for (index_t column = 0; column < width; ++column) to[column] += from[reader * width + column];
             }
 }
 

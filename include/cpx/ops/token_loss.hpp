@@ -22,33 +22,33 @@ namespace cpx {
 /// Collective: one exchange of the halo, at most one token a segment; none where every rank holds every row.
 ///
 /// Throws `cpx::error` on shapes and shardings that do not fit, and what `exchange` throws.
-template <any_sharding S, elements_of<index> A, transport Comm>
-void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sharded<index, S> const& labels,
+template <any_sharding S, elements_of<index_t> A, transport Comm>
+void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sharded<index_t, S> const& labels,
                        Comm& comm, caller here = caller::here()) {
     char const* const where = "next_token_labels";
     require(tokens.sharding() == plan.sharding && labels.sharding() == plan.sharding, where,
             "sharding of tokens and labels", "the plan's", "another", here);
     require(plan.reach == 1 && plan.where == side::after, where, "rows after a segment in the plan", 1,
             plan.where == side::after ? plan.reach : 0, here);
-    index const count = plan.sharding.rows(plan.rank);
+    index_t const count = plan.sharding.rows(plan.rank);
     detail::require_shape(where, "tokens", tokens.data(), count, 1, here);
     detail::require_shape(where, "labels", labels.data(), count, 1, here);
-    std::vector<index> received(static_cast<std::size_t>(plan.target_rows));
-    rows<index> const halo(received.data(), plan.target_rows, 1);
+    std::vector<index_t> received(static_cast<std::size_t>(plan.target_rows));
+    rows<index_t> const halo(received.data(), plan.target_rows, 1);
     exchange(plan, tokens.data(), halo, comm, here);
 
     thd const& batch = plan.sharding.batch();
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
         segment const& s = plan.segments[i];
-        for (index k = 0; k < s.count; ++k) {
-            index& label = labels.data()(s.row + k, 0);
+        for (index_t k = 0; k < s.count; ++k) {
+            index_t& label = labels.data()(s.row + k, 0);
             if (s.token + k + 1 >= batch.valid(s.sequence)) {
                 label = ignored;
             } else if (k + 1 < s.count) {
                 label = tokens.data()(s.row + k + 1, 0);
             } else {
                 halo_part const next = plan.parts[plan.begin[i]];
-                label = (next.halo ? rows<index const>(halo) : rows<index const>(tokens.data()))(next.first, 0);
+                label = (next.halo ? rows<index_t const>(halo) : rows<index_t const>(tokens.data()))(next.first, 0);
             }
         }
     }
@@ -65,14 +65,14 @@ namespace detail {
 
 /// Returns what a row counts: 0 without a label, else its weight, or 1 if there are no weights.
 template <class T>
-double weight_of(index label, std::span<T const> weights, index row) {
+double weight_of(index_t label, std::span<T const> weights, index_t row) {
     if (label < 0) return 0;
     return weights.empty() ? 1 : static_cast<double>(weights[static_cast<std::size_t>(row)]);
 }
 
 /// Throws `cpx::error` unless labels are (count, 1) and weights, if there are any, are `count` numbers not negative.
 template <class T>
-void require_weights(char const* where, rows<index const> labels, std::span<T const> weights, index count,
+void require_weights(char const* where, rows<index_t const> labels, std::span<T const> weights, index_t count,
                      caller here) {
     require_shape(where, "labels", labels, count, 1, here);
     if (!weights.empty())
@@ -97,7 +97,7 @@ void require_weights(char const* where, rows<index const> labels, std::span<T co
 /// every rank holds every row.
 ///
 /// Throws `cpx::error` on shapes, shardings or weights that do not fit, and what `exchange` throws.
-template <class A, any_sharding S, elements_of<index> B, transport Comm>
+template <class A, any_sharding S, elements_of<index_t> B, transport Comm>
 token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& labels, Comm& comm,
                            std::span<std::remove_const_t<A> const> weights = {}, caller here = caller::here()) {
     char const* const where = "mean_token_loss";
@@ -108,7 +108,7 @@ token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& label
     rows<double> const own = terms.data();
     detail::require_shape(where, "logp", logp.data(), own.count(), 1, here);
     detail::require_weights(where, labels.data(), weights, own.count(), here);
-    for (index row = 0; row < own.count(); ++row) {
+    for (index_t row = 0; row < own.count(); ++row) {
         double const weight = detail::weight_of(labels.data()(row, 0), weights, row);
         if (weight == 0) continue; // 0 times -inf would be NaN
         own(row, 0) = -weight * static_cast<double>(logp.data()(row, 0));
@@ -117,7 +117,7 @@ token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& label
 
     token_loss loss;
     auto const add = [&](rows<double const> all) {
-        for (index row = 0; row < all.count(); ++row) {
+        for (index_t row = 0; row < all.count(); ++row) {
             loss.mean += all(row, 0);
             loss.weight += all(row, 1);
         }
@@ -140,16 +140,16 @@ token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& label
 /// the sum of all weights.
 ///
 /// Throws `cpx::error` on shapes, shardings or weights that do not fit.
-template <class T, any_sharding S, elements_of<index> B>
+template <class T, any_sharding S, elements_of<index_t> B>
 void mean_token_loss_backward(token_loss const& loss, sharded<B, S> const& labels, double upstream,
                               sharded<T, S> const& dlogp, std::span<std::type_identity_t<T> const> weights = {},
                               caller here = caller::here()) {
     char const* const where = "mean_token_loss_backward";
     require(dlogp.sharding() == labels.sharding(), where, "sharding of dlogp", "that of labels", "another", here);
-    index const count = labels.data().count();
+    index_t const count = labels.data().count();
     detail::require_shape(where, "dlogp", dlogp.data(), count, 1, here);
     detail::require_weights(where, labels.data(), weights, count, here);
-    for (index row = 0; row < count; ++row) {
+    for (index_t row = 0; row < count; ++row) {
         double const weight = detail::weight_of(labels.data()(row, 0), weights, row);
         dlogp.data()(row, 0) = weight == 0 ? T(0) : static_cast<T>(-upstream * weight / loss.weight);
     }

@@ -53,7 +53,7 @@ public:
 
     /// Returns the rows to add up, with this rank's columns of sections of `columns` columns each, the same of each.
     template <class T, elements_of<T> A, transport Comm>
-    summed_rows<T> share(sharded<A, S> const& x, index columns, Comm& comm, caller here = caller::here()) const {
+    summed_rows<T> share(sharded<A, S> const& x, index_t columns, Comm& comm, caller here = caller::here()) const {
         if (!speaks()) return {x.data().sub(0, 0), {0, 0}, {}};
         if (!moves()) return {x.data(), {0, columns}, {}};
         std::vector<section> const sections(static_cast<std::size_t>(x.data().width() / columns), {columns, 1});
@@ -80,24 +80,24 @@ public:
     /// By row, the terms of a row are added up first, then the rows. `term` is called once a row, rows ascending.
     template <class T, class Term, transport Comm>
     void terms(std::span<T> sums, Term&& term, Comm& comm, caller here = caller::here()) const {
-        index const count = sharding_.rows(rank_), width = std::ssize(sums);
+        index_t const count = sharding_.rows(rank_), width = std::ssize(sums);
         if (!moves()) {
             std::vector<T> unheard(speaks() ? 0 : sums.size());
-            for (index row = 0; row < count; ++row) term(row, speaks() ? sums : std::span(unheard));
+            for (index_t row = 0; row < count; ++row) term(row, speaks() ? sums : std::span(unheard));
             return;
         }
         tensor<T, S> of_rows(sharding_, rank_, width);
-        for (index row = 0; row < count; ++row)
+        for (index_t row = 0; row < count; ++row)
             term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
         auto const part = share<T>(of_rows.view(), width, comm, here);
-        for (index row = 0; row < part.data.count(); ++row)
-            for (index column = part.share.first; column < part.share.last; ++column)
+        for (index_t row = 0; row < part.data.count(); ++row)
+            for (index_t column = part.share.first; column < part.share.last; ++column)
                 sums[static_cast<std::size_t>(column)] += part.data(row, column - part.share.first);
     }
 
 private:
     template <class T, class A, class To, class Comm>
-    summed_rows<T> gather(sharded<A, S> const& x, To const& to, index width, Comm& comm, caller here) const {
+    summed_rows<T> gather(sharded<A, S> const& x, To const& to, index_t width, Comm& comm, caller here) const {
         auto const plan = relayout(sharding_, to, rank_, here);
         summed_rows<T> all{{}, {0, width}, std::vector<T>(static_cast<std::size_t>(plan.target_rows * width))};
         rows<T> const target(all.memory.data(), plan.target_rows, width);

@@ -25,7 +25,7 @@ concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 /// one rank and where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only,
 /// with `scan` on several ranks never.
 template <carry_kind How, any_sharding S>
-constexpr bool is_exact(S const& sharding, index chunk) {
+constexpr bool is_exact(S const& sharding, index_t chunk) {
     if constexpr (S::every_row)
         return true;
     else if constexpr (std::same_as<How, serial> && requires { sharding.cut().unit(); })
@@ -35,26 +35,26 @@ constexpr bool is_exact(S const& sharding, index chunk) {
 }
 
 /// The place of one segment in the chain of its sequence's segments.
-struct link {
-    index level = 0;            ///< how many segments come before it
+struct carry_link {
+    index_t level = 0;          ///< how many segments come before it
     bool has_successor = false; ///< whether a segment comes after it
-    index map_row = -1;         ///< its row among the rank's maps M; -1: its M is not needed
-    index ends = 0, maps = 0;   ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
+    index_t map_row = -1;       ///< its row among the rank's maps M; -1: its M is not needed
+    index_t ends = 0, maps = 0; ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
 };
 
 /// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
 ///
 /// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end
 /// states to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M
-/// (source rows: `link::map_row`) that come before a rank's last segment of a sequence, in level order from
-/// `link::ends` and `link::maps` on.
+/// (source rows: `carry_link::map_row`) that come before a rank's last segment of a sequence, in level order from
+/// `carry_link::ends` and `carry_link::maps` on.
 template <any_sharding S>
 struct carry_plan {
     S sharding;
     int rank = 0;
     std::vector<segment> segments;
-    std::vector<link> links;
-    std::vector<std::vector<index>> levels;
+    std::vector<carry_link> links;
+    std::vector<std::vector<index_t>> levels;
     std::vector<plan> steps;
     plan ends, maps;
 };
@@ -66,10 +66,10 @@ class state_plan {
 public:
     explicit state_plan(int ranks) : sends_(ranks), receives_(ranks) {}
 
-    void send(int peer, index row) { sends_.add(peer, row, apart()); }
+    void send(int peer, index_t row) { sends_.add(peer, row, apart()); }
     void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
-    index target_rows() const { return target_rows_; }
-    plan finish(int rank, index source_rows, identity const& id, bool local) {
+    index_t target_rows() const { return target_rows_; }
+    plan finish(int rank, index_t source_rows, identity const& id, bool local) {
         return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id, local};
     }
 
@@ -79,12 +79,12 @@ private:
         return {count_, count_ + 1};
     }
     message_list sends_, receives_;
-    index target_rows_ = 0, count_ = 0;
+    index_t target_rows_ = 0, count_ = 0;
 };
 
 /// Returns the ranks that hold the segments of `sequence`, in token order.
 template <any_sharding S>
-void find_chain(S const& sharding, int rank, index sequence, index& hint, std::vector<int>& chain) {
+void find_chain(S const& sharding, int rank, index_t sequence, index_t& hint, std::vector<int>& chain) {
     chain.clear();
     range const tokens{sharding.batch().offset(sequence), sharding.batch().offset(sequence + 1)};
     if (tokens.empty()) return;
@@ -113,17 +113,17 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     std::vector<detail::state_plan> steps;
     detail::state_plan ends(ranks), maps(ranks);
     std::vector<int> chain, last_level(static_cast<std::size_t>(ranks), -1);
-    index own_maps = 0, hint = 0;
+    index_t own_maps = 0, hint = 0;
     auto const at = [](auto& list, auto i) -> auto& { return list[static_cast<std::size_t>(i)]; };
 
-    for (index s = 0; s < sharding.batch().sequences(); ++s) {
+    for (index_t s = 0; s < sharding.batch().sequences(); ++s) {
         detail::find_chain(sharding, rank, s, hint, chain);
         int const length = static_cast<int>(chain.size());
         while (static_cast<int>(steps.size()) + 1 < length) steps.emplace_back(ranks);
         while (static_cast<int>(c.levels.size()) < length) c.levels.emplace_back();
         for (int l = 0; l < length; ++l) at(last_level, at(chain, l)) = l;
 
-        index const first_end = ends.target_rows(), first_map = maps.target_rows();
+        index_t const first_end = ends.target_rows(), first_map = maps.target_rows();
         for (int l = 0; l < length; ++l) {
             int const holder = at(chain, l);
             bool const has_successor = l + 1 < length, needs_map = l > 0 && has_successor;
@@ -132,8 +132,8 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
                 if (l > 0) maps.receive(holder);
             }
             if (holder != rank) continue;
-            index const mine = static_cast<index>(c.links.size());
-            if (has_successor) at(steps, l).send(at(chain, l + 1), static_cast<index>(at(c.levels, l).size()));
+            index_t const mine = static_cast<index_t>(c.links.size());
+            if (has_successor) at(steps, l).send(at(chain, l + 1), static_cast<index_t>(at(c.levels, l).size()));
             if (l > 0) at(steps, l - 1).receive(at(chain, l - 1));
             for (int r = 0; r < ranks; ++r) {
                 if (at(last_level, r) <= l) continue;
@@ -148,10 +148,10 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(rank, static_cast<index>(c.levels[l].size()), id, S::every_row));
+        c.steps.push_back(steps[l].finish(rank, static_cast<index_t>(c.levels[l].size()), id, S::every_row));
     identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
     identity::set(scanned.operation, "carry, scan");
-    c.ends = ends.finish(rank, static_cast<index>(c.segments.size()), scanned, S::every_row);
+    c.ends = ends.finish(rank, static_cast<index_t>(c.segments.size()), scanned, S::every_row);
     c.maps = maps.finish(rank, own_maps, scanned, S::every_row);
     return c;
 }

@@ -10,8 +10,8 @@ namespace cpx {
 /// Rows beside a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
 struct halo_part {
     bool halo = false;
-    index first = 0;
-    index count = 0;
+    index_t first = 0;
+    index_t count = 0;
     friend constexpr bool operator==(halo_part, halo_part) = default;
 };
 
@@ -27,7 +27,7 @@ enum class side { before, after };
 template <any_sharding S>
 struct halo_plan : plan {
     S sharding;
-    index reach = 0;
+    index_t reach = 0;
     side where = side::before;
     std::vector<segment> segments;
     std::vector<halo_part> parts;
@@ -39,13 +39,13 @@ namespace detail {
 /// Global rows, and the local row at which the first of them stands.
 struct placed_range {
     range rows;
-    index local = 0;
+    index_t local = 0;
 };
 
 /// Returns the range that holds global row `row`, among ranges that ascend.
-inline placed_range const& find(std::vector<placed_range> const& ranges, index row) {
+inline placed_range const& find(std::vector<placed_range> const& ranges, index_t row) {
     auto const after = std::upper_bound(ranges.begin(), ranges.end(), row,
-                                        [](index value, placed_range const& r) { return value < r.rows.first; });
+                                        [](index_t value, placed_range const& r) { return value < r.rows.first; });
     return *(after - 1);
 }
 
@@ -58,7 +58,7 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index r
 ///
 /// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative.
 template <any_sharding S>
-halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::before, caller here = caller::here()) {
+halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side::before, caller here = caller::here()) {
     require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
             here);
     require(reach >= 0, "halo", "rows beside a segment", "not negative", reach, here);
@@ -71,16 +71,16 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
 
     std::vector<detail::placed_range> own, foreign;
     for (segment const& s : p.segments) {
-        index const first = batch.offset(s.sequence) + s.token;
+        index_t const first = batch.offset(s.sequence) + s.token;
         own.push_back({{first, first + s.count}, s.row});
         p.source_rows += s.count;
     }
     // The rows of the sequence within reach of `rows`, on one side of them.
-    auto const beside = [&](range rows, index sequence, side which) -> range {
+    auto const beside = [&](range rows, index_t sequence, side which) -> range {
         if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
         return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
     };
-    index hint = 0;
+    index_t hint = 0;
 
     // What this rank needs. Windows ascend, so the last foreign row tells what is on its way already.
     detail::message_list receives(sharding.ranks());
@@ -90,7 +90,8 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
             sharding.for_each_holder(window, hint, [&](int holder, range part) {
                 auto const& places = holder == rank ? own : foreign;
                 if (holder != rank) {
-                    index const covered = foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
+                    index_t const covered =
+                        foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
                     range const fresh{covered, std::max(covered, part.last)};
                     if (!fresh.empty()) {
                         receives.add(holder, p.target_rows, fresh);
@@ -113,7 +114,7 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
     detail::message_list sends(sharding.ranks());
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const mine = own[i].rows;
-        index const sequence = p.segments[i].sequence;
+        index_t const sequence = p.segments[i].sequence;
         range const near = beside(mine, sequence, where == side::before ? side::after : side::before);
         if (near.empty() || S::every_row) continue;
         int peer = rank;
@@ -121,7 +122,7 @@ halo_plan<S> halo(S const& sharding, int rank, index reach, side where = side::b
         auto const give = [&] {
             if (peer == rank || theirs.empty()) return;
             range const needed = intersect(mine, beside(theirs, sequence, where));
-            index const from = std::max(needed.first, sends.end(peer));
+            index_t const from = std::max(needed.first, sends.end(peer));
             if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
         };
         sharding.for_each_holder(near, hint, [&](int holder, range part) {

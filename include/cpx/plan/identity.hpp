@@ -155,19 +155,19 @@ std::uint64_t sharding_hash(S const& s) {
     if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
         for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
     } else {
-        index const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
-        for (index i = 0; i < runs; ++i) {
+        index_t const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
+        for (index_t i = 0; i < runs; ++i) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
             for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
         }
-        for (index t = 1; t < index{1} << 32; t *= 2) // a cut is known by its answers
+        for (index_t t = 1; t < index_t{1} << 32; t *= 2) // a cut is known by its answers
             hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
     return hash;
 }
 
 template <any_sharding A, any_sharding B>
-identity identify(std::string_view operation, A const& from, B const& to, index parameter = 0) {
+identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
     identity id;
     identity::set(id.operation, operation);
     identity::set(id.source, sharding_name<A>());

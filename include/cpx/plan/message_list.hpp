@@ -15,7 +15,7 @@ public:
     explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
 
     /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
-    void add(int peer, index first, range rows) {
+    void add(int peer, index_t first, range rows) {
         entry& e = entries_[static_cast<std::size_t>(peer)];
         if (e.end == rows.first && !e.rows.empty())
             e.rows.back().count += rows.size();
@@ -25,7 +25,7 @@ public:
     }
 
     /// Returns one past the last global row added for `peer`.
-    index end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
+    index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
 
     /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
     template <class Columns>
@@ -46,7 +46,7 @@ public:
 private:
     struct entry {
         std::vector<run> rows;
-        index end = 0;
+        index_t end = 0;
     };
     std::vector<entry> entries_;
 };

@@ -11,13 +11,13 @@ namespace cpx {
 
 /// `count` consecutive rows or columns of one rank's buffer.
 struct run {
-    index first = 0;
-    index count = 0;
+    index_t first = 0;
+    index_t count = 0;
     friend constexpr bool operator==(run, run) = default;
 };
 
-inline index total(std::vector<run> const& runs) {
-    index count = 0;
+inline index_t total(std::vector<run> const& runs) {
+    index_t count = 0;
     for (run const r : runs) count += r.count;
     return count;
 }
@@ -44,8 +44,8 @@ enum class flow { moves, copies, sums, selects };
 /// Made by `relayout`, `halo`, `carry`, or `transposed` from another plan.
 struct plan {
     int rank = 0;
-    index source_rows = 0, target_rows = 0;
-    index source_width = 0, target_width = 0;
+    index_t source_rows = 0, target_rows = 0;
+    index_t source_width = 0, target_width = 0;
     std::vector<message> sends, receives;
     flow kind = flow::moves;
     identity id;
@@ -56,27 +56,27 @@ struct plan {
     std::uint64_t fingerprint() const { return id.fingerprint(); }
 
     /// Returns the messages to other ranks.
-    index messages() const {
-        index count = 0;
+    index_t messages() const {
+        index_t count = 0;
         for (message const& m : sends) count += m.peer != rank;
         return count;
     }
     /// Returns the rows, whole or in part, that leave this rank.
-    index sent_rows() const {
-        index count = 0;
+    index_t sent_rows() const {
+        index_t count = 0;
         for (message const& m : sends) count += m.peer != rank ? total(m.rows) : 0;
         return count;
     }
     /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
-    index sent_elements(index width) const {
-        index count = 0;
+    index_t sent_elements(index_t width) const {
+        index_t count = 0;
         for (message const& m : sends)
             if (m.peer != rank) count += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
         return count;
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
     bool covers_target() const {
-        index cells = 0;
+        index_t cells = 0;
         for (message const& m : receives) cells += total(m.rows) * (m.columns.empty() ? 1 : total(m.columns));
         return cells == target_rows * (target_width ? target_width : 1);
     }

@@ -21,11 +21,11 @@ namespace detail {
 /// Columns of one section that rank `i` ships to rank `j`: what `j` needs and `i` holds, unless `j` has it or another
 /// rank is to send it. Where ranks hold the same head, the lowest of them sends it (shares ascend with ranks).
 template <any_sharding From, any_sharding To>
-range shipped_heads(From const& from, To const& to, int i, int j, index heads) {
+range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
     range const held = from.heads(i, heads);
     range const needed = intersect(held, to.heads(j, heads));
     if (i == j || !From::every_row) return needed;
-    index const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
+    index_t const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
     range const own = from.heads(j, heads);
     range shipped{std::max(needed.first, lower), needed.last};
     if (j < i)
@@ -40,7 +40,7 @@ template <any_sharding From, any_sharding To, any_sharding Holder>
 std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
                                  Holder const& holder, int rank) {
     std::vector<run> columns;
-    index first = 0;
+    index_t first = 0;
     for (section const& s : sections) {
         range const share = holder.heads(rank, s.heads);
         range const heads = shipped_heads(from, to, i, j, s.heads);
@@ -55,10 +55,10 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
 
 /// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
 template <any_sharding Mine, any_sharding Other>
-index overlap(Mine const& mine, int rank, Other const& other, message_list& messages) {
-    index row = 0, hint = 0;
+index_t overlap(Mine const& mine, int rank, Other const& other, message_list& messages) {
+    index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
-        index next = piece.first;
+        index_t next = piece.first;
         other.for_each_holder(piece, hint, [&](int peer, range part) {
             if (!Other::every_row && part.first != next)
                 throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
@@ -73,20 +73,20 @@ index overlap(Mine const& mine, int rank, Other const& other, message_list& mess
 
 /// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
 template <any_sharding S>
-index local_width(S const& s, int rank, std::span<section const> sections) {
-    index width = 0;
+index_t local_width(S const& s, int rank, std::span<section const> sections) {
+    index_t width = 0;
     for (section const& part : sections) width += s.heads(rank, part.heads).size() * part.width;
     return width;
 }
 
-inline index brought(std::vector<message> const& messages) {
-    index rows = 0;
+inline index_t brought(std::vector<message> const& messages) {
+    index_t rows = 0;
     for (message const& m : messages) rows += total(m.rows);
     return rows;
 }
 
 /// Returns the rows of the message of `rank` to itself.
-inline index kept(std::vector<message> const& messages, int rank) {
+inline index_t kept(std::vector<message> const& messages, int rank) {
     for (message const& m : messages)
         if (m.peer == rank) return total(m.rows);
     return 0;
@@ -97,7 +97,7 @@ template <any_sharding S>
 bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
     if constexpr (S::every_row)
         for (section const& part : sections) {
-            index everywhere = 0;
+            index_t everywhere = 0;
             for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
             if (everywhere > part.heads) return true;
         }

@@ -10,10 +10,10 @@ namespace cpx {
 
 /// Tokens `token .. token + count` of `sequence`, in local rows `row .. row + count`.
 struct segment {
-    index sequence = 0;
-    index token = 0;
-    index row = 0;
-    index count = 0;
+    index_t sequence = 0;
+    index_t token = 0;
+    index_t row = 0;
+    index_t count = 0;
     friend constexpr bool operator==(segment, segment) = default;
 };
 
@@ -22,12 +22,12 @@ template <any_sharding S>
 std::vector<segment> segments(S const& s, int rank) {
     std::vector<segment> list;
     thd const& batch = s.batch();
-    index row = 0, sequence = 0;
+    index_t row = 0, sequence = 0;
     s.for_each_piece(rank, [&](range piece) {
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const part = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
-            index const token = part.first - batch.offset(sequence);
+            index_t const token = part.first - batch.offset(sequence);
             if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
                 list.back().count += part.size();
             else
@@ -40,17 +40,17 @@ std::vector<segment> segments(S const& s, int rank) {
 }
 
 /// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
-inline std::vector<index> offsets(std::vector<segment> const& segments) {
-    std::vector<index> list{0};
+inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
+    std::vector<index_t> list{0};
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }
 
 /// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
-inline std::vector<index> positions(std::vector<segment> const& segments) {
-    std::vector<index> list;
+inline std::vector<index_t> positions(std::vector<segment> const& segments) {
+    std::vector<index_t> list;
     for (segment const& s : segments)
-        for (index i = 0; i < s.count; ++i) list.push_back(s.token + i);
+        for (index_t i = 0; i < s.count; ++i) list.push_back(s.token + i);
     return list;
 }
 

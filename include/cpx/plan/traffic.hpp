@@ -12,9 +12,9 @@ namespace cpx {
 ///
 /// Counts rows of which at least one column goes from i to j. Cost: O(runs of the batch).
 template <any_sharding From, any_sharding To>
-std::vector<index> traffic(From const& from, To const& to) {
+std::vector<index_t> traffic(From const& from, To const& to) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
-    std::vector<index> rows(ranks * ranks);
+    std::vector<index_t> rows(ranks * ranks);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i);
         for (message const& m : p.sends)
@@ -25,8 +25,8 @@ std::vector<index> traffic(From const& from, To const& to) {
 
 /// Rows that move, whole or in part, and their elements.
 struct volume {
-    index rows = 0;
-    index elements = 0;
+    index_t rows = 0;
+    index_t elements = 0;
     friend constexpr bool operator==(volume, volume) = default;
 };
 
@@ -36,32 +36,32 @@ struct volume {
 /// them: the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
-volume lower_bound(From const& from, To const& to, index width = 1) {
+volume lower_bound(From const& from, To const& to, index_t width = 1) {
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
-    auto const holds = [](auto const& s, int rank, section const& part, index head) {
+    auto const holds = [](auto const& s, int rank, section const& part, index_t head) {
         range const heads = s.heads(rank, part.heads);
         return heads.first <= head && head < heads.last;
     };
     volume bound;
     for (int j = 0; j < to.ranks(); ++j) {
-        index needed_rows = to.rows(j);
+        index_t needed_rows = to.rows(j);
         if constexpr (From::every_row) {
-            std::vector<index> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
+            std::vector<index_t> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
             for (section const& s : sections)
-                for (index head = 0; head < s.heads; ++head) {
+                for (index_t head = 0; head < s.heads; ++head) {
                     int supplier = 0;
                     while (!holds(from, supplier, s, head)) ++supplier;
                     if (holds(to, j, s, head) && !holds(from, j, s, head))
                         supplied[static_cast<std::size_t>(supplier)] += s.width;
                 }
-            for (index const elements : supplied) {
+            for (index_t const elements : supplied) {
                 bound.rows += elements > 0 ? needed_rows : 0;
                 bound.elements += elements * needed_rows;
             }
         } else {
-            index hint = 0;
+            index_t hint = 0;
             from.for_each_piece(j, [&](range own) { // what j has already
                 to.for_each_holder(own, hint,
                                    [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
@@ -76,19 +76,19 @@ volume lower_bound(From const& from, To const& to, index width = 1) {
 /// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
 /// each once. Cost: O(W tokens); for reports and tests.
 template <any_sharding S>
-index halo_lower_bound(S const& sharding, index reach, side where = side::before) {
-    index bound = 0;
+index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::before) {
+    index_t bound = 0;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
         for (segment const& s : segments(sharding, rank)) {
-            index const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
-            index row = where == side::before ? std::max(first, start - reach) : end;
-            index const last =
+            index_t const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
+            index_t row = where == side::before ? std::max(first, start - reach) : end;
+            index_t const last =
                 where == side::before ? start : std::min(first + sharding.batch().length(s.sequence), end + reach);
             for (; row < last; ++row) needed[static_cast<std::size_t>(row)] = true;
         }
         sharding.for_each_piece(rank, [&](range own) {
-            for (index row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
+            for (index_t row = own.first; row < own.last; ++row) needed[static_cast<std::size_t>(row)] = false;
         });
         bound += std::ranges::count(needed, true);
     }

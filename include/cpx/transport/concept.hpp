@@ -20,12 +20,12 @@ template <class Byte>
 struct parcel {
     int peer = 0;
     Byte* base = nullptr;
-    index stride = 0;
-    index unit = 0;
+    index_t stride = 0;
+    index_t unit = 0;
     std::span<run const> rows, columns;
 
-    index bytes() const {
-        index row_count = 0, column_count = 0;
+    index_t bytes() const {
+        index_t row_count = 0, column_count = 0;
         for (run const r : rows) row_count += r.count;
         for (run const c : columns) column_count += c.count;
         return row_count * column_count * unit;
@@ -46,7 +46,7 @@ inline void copy(outgoing const& from, incoming const& to) {
             std::memcpy(target, source, static_cast<std::size_t>(from.rows[i].count * from.stride));
             continue;
         }
-        for (index row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
+        for (index_t row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
             for (std::size_t k = 0; k < from.columns.size(); ++k)
                 std::memcpy(target + to.columns[k].first * to.unit, source + from.columns[k].first * from.unit,
                             static_cast<std::size_t>(from.columns[k].count * from.unit));

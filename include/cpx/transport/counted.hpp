@@ -11,9 +11,9 @@ namespace cpx {
 
 /// What one rank has sent to other ranks.
 struct tally {
-    index messages = 0;
-    index rows = 0;
-    index bytes = 0;
+    index_t messages = 0;
+    index_t rows = 0;
+    index_t bytes = 0;
 
     tally& operator+=(tally const& other) {
         messages += other.messages;
@@ -37,7 +37,7 @@ public:
     void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         tally& sent = sent_[id.operation.data()];
         for (outgoing const& parcel : sends) {
-            index rows = 0;
+            index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
             sent += {1, rows, parcel.bytes()};
         }

@@ -26,7 +26,7 @@ template <class Byte, class T>
 std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
     std::vector<parcel<Byte>> list;
     list.reserve(messages.size());
-    index const element = static_cast<index>(sizeof(T));
+    index_t const element = static_cast<index_t>(sizeof(T));
     for (message const& m : messages) {
         bool const whole = m.columns.empty();
         list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
@@ -67,7 +67,7 @@ inline std::string disagreement(std::vector<identity> const& all, int field) {
 }
 
 template <class T>
-void check_buffer(char const* which, rows<T> const& buffer, index count, index width, caller here) {
+void check_buffer(char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
     std::string const where = std::string("exchange, ") + which;
     require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
     require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
@@ -91,7 +91,7 @@ void exchange_messages(plan const& p, identity const& id, rows<A> const& from, s
 
 /// Returns runs of the same counts, side by side from 0 on.
 inline std::vector<run> side_by_side(std::vector<run> runs) {
-    index first = 0;
+    index_t first = 0;
     for (run& r : runs) {
         r.first = first;
         first += r.count;
@@ -107,7 +107,7 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     std::vector<incoming> receives;
     compact.reserve(p.receives.size()); // parcels point into it
     for (message const& m : p.receives) {
-        index const width = m.columns.empty() ? to.width() : total(m.columns);
+        index_t const width = m.columns.empty() ? to.width() : total(m.columns);
         compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
         staged.emplace_back(static_cast<std::size_t>(total(m.rows) * width));
         rows<B> const buffer(staged.back(), width);
@@ -119,9 +119,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
         run const whole{0, to.width()};
         auto const& columns = p.receives[i].columns;
         for (run const r : p.receives[i].rows)
-            for (index row = r.first; row < r.first + r.count; ++row)
+            for (index_t row = r.first; row < r.first + r.count; ++row)
                 for (run const c : columns.empty() ? std::span(&whole, 1) : std::span(columns))
-                    for (index column = c.first; column < c.first + c.count; ++column) to(row, column) += *value++;
+                    for (index_t column = c.first; column < c.first + c.count; ++column) to(row, column) += *value++;
     }
 }
 
@@ -143,7 +143,7 @@ void agree(Comm& comm, identity const& mine) {
     std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
     std::vector<outgoing> sends;
     std::vector<incoming> receives;
-    index const bytes = static_cast<index>(sizeof(identity));
+    index_t const bytes = static_cast<index_t>(sizeof(identity));
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         auto& slot = all[static_cast<std::size_t>(peer)];
         if (peer == comm.rank()) {
@@ -191,7 +191,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     if (!p.local) agree(comm, id);
 
     if (p.kind == flow::sums || !p.covers_target())
-        for (index i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
     if constexpr (addable) {
         if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm);
     }

@@ -33,7 +33,7 @@ void for_each_piece(parcel<Byte> const& p, F&& f) {
         if (dense)
             f(row, static_cast<std::size_t>(r.count * p.stride));
         else
-            for (index i = 0; i < r.count; ++i, row += p.stride)
+            for (index_t i = 0; i < r.count; ++i, row += p.stride)
                 for (run const c : p.columns) f(row + c.first * p.unit, static_cast<std::size_t>(c.count * p.unit));
     }
 }
@@ -182,7 +182,7 @@ public:
     void gather(void const* mine, void* all, std::size_t bytes) {
         std::vector<outgoing> sends;
         std::vector<incoming> receives;
-        index const size = static_cast<index>(bytes);
+        index_t const size = static_cast<index_t>(bytes);
         auto* const places = static_cast<std::byte*>(all);
         for (int peer = 0; peer < ranks_; ++peer) {
             if (peer == rank_) continue;
@@ -198,12 +198,12 @@ private:
     enum tag { message_tag = 1, note_tag };
     static constexpr cpx::run one{0, 1};
     static constexpr std::size_t longest_note = 3000; // any transport of MPI takes so much without a receiver
-    static constexpr index block_bytes = 4096, blocks_from = 65536;
+    static constexpr index_t block_bytes = 4096, blocks_from = 65536;
 
     /// What stands in front of the bytes of a message.
     struct header {
         identity id;
-        index bytes = 0;
+        index_t bytes = 0;
     };
     static_assert(std::is_trivially_copyable_v<header>);
 
@@ -212,7 +212,7 @@ private:
         int peer = 0;
         incoming const* target = nullptr;
         std::unique_ptr<std::byte[]> data{};
-        index size = 0;
+        index_t size = 0;
         MPI_Request request = MPI_REQUEST_NULL;
     };
 
@@ -273,23 +273,23 @@ private:
         else
             std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    static identity named(char const* operation, index bytes) {
+    static identity named(char const* operation, index_t bytes) {
         identity id;
         identity::set(id.operation, operation);
         id[identity::parameter] = static_cast<std::uint64_t>(bytes);
         return id;
     }
     template <class Byte>
-    static parcel<Byte> whole(int peer, Byte* data, index bytes) {
+    static parcel<Byte> whole(int peer, Byte* data, index_t bytes) {
         return {peer, data, bytes, bytes, {&one, 1}, {&one, 1}};
     }
 
     /// MPI counts in int: a long message is a number of blocks, its last one filled up.
-    static index padded(index bytes) {
+    static index_t padded(index_t bytes) {
         return bytes < blocks_from ? bytes : (bytes + block_bytes - 1) / block_bytes * block_bytes;
     }
-    int count(index size) const { return static_cast<int>(size < blocks_from ? size : size / block_bytes); }
-    MPI_Datatype type(index size) const { return size < blocks_from ? MPI_BYTE : block_; }
+    int count(index_t size) const { return static_cast<int>(size < blocks_from ? size : size / block_bytes); }
+    MPI_Datatype type(index_t size) const { return size < blocks_from ? MPI_BYTE : block_; }
 
     void complete(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
                   std::vector<transfer>& transfers) {
@@ -311,7 +311,7 @@ private:
 
     void send(transfer& t, identity const& id, outgoing const& parcel) {
         header const head{id, parcel.bytes()};
-        t.size = padded(static_cast<index>(sizeof head) + head.bytes);
+        t.size = padded(static_cast<index_t>(sizeof head) + head.bytes);
         t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
         std::memcpy(t.data.get(), &head, sizeof head);
         std::byte* to = t.data.get() + sizeof head;
@@ -333,7 +333,7 @@ private:
             if (!done) return false;
             MPI_Count size = 0;
             check(MPI_Get_elements_x(&status, MPI_BYTE, &size), "MPI_Get_elements_x");
-            t.size = static_cast<index>(size);
+            t.size = static_cast<index_t>(size);
             t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
             check(MPI_Imrecv(t.data.get(), count(t.size), type(t.size), &message, &t.request), "MPI_Imrecv");
         }

@@ -62,7 +62,7 @@ public:
     /// many as pay, up to 128. Collective.
     ///
     /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
-    nccl_window(nccl& comm, index bytes, int blocks = 0, caller here = caller::here())
+    nccl_window(nccl& comm, index_t bytes, int blocks = 0, caller here = caller::here())
         : nccl_window(comm) { // which is whole: its destructor runs if what follows throws
         require(bytes >= 0, "nccl_window", "bytes", "not negative", bytes, here);
         bytes_ = (bytes + 255) / 256 * 256;
@@ -72,8 +72,8 @@ public:
         if (blocks == 0) blocks = std::min(128, most);
         require(blocks >= 1 && blocks <= most, "nccl_window", "blocks",
                 "1 to the multiprocessors, " + std::to_string(most), blocks, here);
-        std::vector<std::array<index, 2>> all(static_cast<std::size_t>(comm.ranks()));
-        std::array<index, 2> const mine{bytes, blocks};
+        std::vector<std::array<index_t, 2>> all(static_cast<std::size_t>(comm.ranks()));
+        std::array<index_t, 2> const mine{bytes, blocks};
         comm.gather(&mine, all.data(), sizeof mine, here);
         for (std::size_t r = 0; r < all.size(); ++r)
             require(all[r] == mine, "nccl_window", "bytes and blocks of all ranks",
@@ -144,7 +144,7 @@ public:
 
     /// Returns this rank's memory.
     char* data() const { return static_cast<char*>(memory_); }
-    index bytes() const { return bytes_; }
+    index_t bytes() const { return bytes_; }
     int blocks() const { return blocks_; }
     /// Returns the memory of `rank` as this device reaches it.
     char* of(int rank) const { return base_[rank]; }
@@ -226,7 +226,7 @@ private:
     };
 
     nccl& comm_;
-    index bytes_ = 0;
+    index_t bytes_ = 0;
     int blocks_ = 0;
     void* memory_ = nullptr;
     ncclWindow_t window_ = nullptr;

@@ -15,7 +15,7 @@ namespace cpx {
 /// 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <class T, transport Comm>
 void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
-    index const count = std::ssize(values);
+    index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);

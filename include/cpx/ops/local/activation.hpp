@@ -49,8 +49,8 @@ template <class T>
 void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y) {
     detail::require_shape("silu_mul", "up", up, gate.count(), gate.width());
     detail::require_shape("silu_mul", "y", y, gate.count(), gate.width());
-    for (index i = 0; i < y.count(); ++i)
-        for (index j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
+    for (index_t i = 0; i < y.count(); ++i)
+        for (index_t j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
 }
 
 /// Computes `dgate` and `dup` of `silu_mul`. All are (rows, width); a result may be one of the inputs.
@@ -63,8 +63,8 @@ void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, r
     detail::require_shape(where, "dy", dy, gate.count(), gate.width());
     detail::require_shape(where, "dgate", dgate, gate.count(), gate.width());
     detail::require_shape(where, "dup", dup, gate.count(), gate.width());
-    for (index i = 0; i < dy.count(); ++i)
-        for (index j = 0; j < dy.width(); ++j) {
+    for (index_t i = 0; i < dy.count(); ++i)
+        for (index_t j = 0; j < dy.width(); ++j) {
             T const g = gate(i, j), u = up(i, j), d = dy(i, j);
             dgate(i, j) = silu_backward(g, d * u);
             dup(i, j) = d * silu(g);

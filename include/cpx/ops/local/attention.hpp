@@ -13,8 +13,8 @@ namespace cpx {
 namespace detail {
 
 /// Throws `cpx::error` unless each of `tokens` is a token of a sequence of `count`.
-inline void require_tokens(char const* where, char const* what, std::span<index const> tokens, index count) {
-    for (index const token : tokens)
+inline void require_tokens(char const* where, char const* what, std::span<index_t const> tokens, index_t count) {
+    for (index_t const token : tokens)
         if (token < 0 || token >= count) require(false, where, what, "0 to " + std::to_string(count - 1), token);
 }
 
@@ -31,9 +31,9 @@ inline void require_tokens(char const* where, char const* what, std::span<index 
 ///
 /// Throws `cpx::error` if the shapes do not fit or a position is not a token of the sequence.
 template <class T>
-void attend_head(rows<T const> q, std::span<index const> positions, rows<T const> k, rows<T const> v, T scale,
+void attend_head(rows<T const> q, std::span<index_t const> positions, rows<T const> k, rows<T const> v, T scale,
                  rows<T> o, std::span<T> lse = {}) {
-    auto const queries = static_cast<index>(positions.size());
+    auto const queries = static_cast<index_t>(positions.size());
     detail::require_shape("attend_head", "q", q, queries, k.width());
     detail::require_shape("attend_head", "v", v, k.count(), v.width());
     detail::require_shape("attend_head", "o", o, queries, v.width());
@@ -43,25 +43,25 @@ void attend_head(rows<T const> q, std::span<index const> positions, rows<T const
     // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
     detail::padded<T> const keys(k), values(v);
     detail::padded<T> out(1, v.width());
-    index const block = detail::linear_rows;
+    index_t const block = detail::linear_rows;
     std::vector<T> weights(static_cast<std::size_t>(block * k.count()));
-    for (index first = 0; first < queries; first += block) {
+    for (index_t first = 0; first < queries; first += block) {
         auto const of_block = positions.subspan(static_cast<std::size_t>(first),
                                                 static_cast<std::size_t>(std::min(block, queries - first)));
-        index const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
+        index_t const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
         rows<T> const scores(weights.data(), std::ssize(of_block), visible);
         linear<T>(q.sub(first, scores.count()), keys.view().sub(0, visible), scores);
-        for (index i = 0; i < scores.count(); ++i) {
+        for (index_t i = 0; i < scores.count(); ++i) {
             T* const weight = scores.row(i);
-            index const count = of_block[static_cast<std::size_t>(i)] + 1;
-            for (index j = 0; j < count; ++j) weight[j] *= scale;
+            index_t const count = of_block[static_cast<std::size_t>(i)] + 1;
+            for (index_t j = 0; j < count; ++j) weight[j] *= scale;
             T const highest = *std::max_element(weight, weight + count);
             T total = 0;
-            for (index j = 0; j < count; ++j) total += weight[j] = std::exp(weight[j] - highest);
+            for (index_t j = 0; j < count; ++j) total += weight[j] = std::exp(weight[j] - highest);
             if (!lse.empty()) lse[static_cast<std::size_t>(first + i)] = highest + std::log(total);
             std::fill_n(out.row(0), out.stride(), T(0));
             detail::combine(weight, count, values, T(0), out.row(0));
-            for (index d = 0; d < v.width(); ++d) o(first + i, d) = out(0, d) / total;
+            for (index_t d = 0; d < v.width(); ++d) o(first + i, d) = out(0, d) / total;
         }
     }
 }

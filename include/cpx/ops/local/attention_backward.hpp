@@ -14,11 +14,11 @@ namespace cpx {
 /// What the backward of `attend_head` must know of some queries; row i is that of `positions[i]`.
 template <class T>
 struct attended_queries {
-    rows<T const> q;                  ///< (queries, Dk)
-    rows<T const> dout;               ///< (queries, Dv), the gradient of o
-    std::span<index const> positions; ///< the token of each query
-    std::span<T const> lse;           ///< as `attend_head` wrote it
-    std::span<T const> delta;         ///< as `attend_head_delta` wrote it
+    rows<T const> q;                    ///< (queries, Dk)
+    rows<T const> dout;                 ///< (queries, Dv), the gradient of o
+    std::span<index_t const> positions; ///< the token of each query
+    std::span<T const> lse;             ///< as `attend_head` wrote it
+    std::span<T const> delta;           ///< as `attend_head_delta` wrote it
 };
 
 /// Computes `delta_i = dout_i . o_i`, the mean of the gradients of the weights of a query. A function of the row alone.
@@ -28,7 +28,7 @@ template <class T>
 void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta) {
     detail::require_shape("attend_head_delta", "dout", dout, o.count(), o.width());
     require(std::ssize(delta) == o.count(), "attend_head_delta", "size of delta", o.count(), delta.size());
-    for (index i = 0; i < o.count(); ++i)
+    for (index_t i = 0; i < o.count(); ++i)
         delta[static_cast<std::size_t>(i)] = detail::dot(dout.row(i), o.row(i), o.width());
 }
 
@@ -36,7 +36,7 @@ namespace detail {
 
 template <class T>
 void require_attended(char const* where, attended_queries<T> const& to, rows<T const> k, rows<T const> v) {
-    auto const queries = static_cast<index>(to.positions.size());
+    auto const queries = static_cast<index_t>(to.positions.size());
     require_shape(where, "q", to.q, queries, k.width());
     require_shape(where, "dout", to.dout, queries, v.width());
     require_shape(where, "v", v, k.count(), v.width());
@@ -47,7 +47,7 @@ void require_attended(char const* where, attended_queries<T> const& to, rows<T c
 /// Turns the scaled score of query `i` and a key into the weight of the key's value, and `pull`, the gradient of this
 /// weight, into the gradient of the score.
 template <class T>
-void attention_pull(attended_queries<T> const& from, index i, T scale, T& score, T& pull) {
+void attention_pull(attended_queries<T> const& from, index_t i, T scale, T& score, T& pull) {
     auto const at = static_cast<std::size_t>(i);
     score = std::exp(score - from.lse[at]);
     pull = score * (pull - from.delta[at]) * scale;
@@ -67,25 +67,26 @@ template <class T>
 void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k, rows<T const> v, T scale,
                                 rows<T> dq) {
     char const* const where = "attend_head_backward_query";
-    auto const queries = static_cast<index>(from.positions.size());
+    auto const queries = static_cast<index_t>(from.positions.size());
     detail::require_attended(where, from, k, v);
     detail::require_shape(where, "dq", dq, queries, k.width());
     detail::require_tokens(where, "position", from.positions, k.count());
 
     detail::padded<T> const keys(k), values(v);
-    index const block = detail::linear_rows;
+    index_t const block = detail::linear_rows;
     detail::padded<T> out(1, k.width()), scores(block, k.count()), pulls(block, k.count());
-    for (index first = 0; first < queries; first += block) {
-        index const n = std::min(block, queries - first);
+    for (index_t first = 0; first < queries; first += block) {
+        index_t const n = std::min(block, queries - first);
         auto const of_block = from.positions.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n));
-        index const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
+        index_t const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
         linear<T>(from.q.sub(first, n), keys.view().sub(0, visible), scores.view().sub(0, n).columns(0, visible));
         linear<T>(from.dout.sub(first, n), values.view().sub(0, visible), pulls.view().sub(0, n).columns(0, visible));
-        for (index i = 0; i < n; ++i) {
-            index const count = of_block[static_cast<std::size_t>(i)] + 1;
+        for (index_t i = 0; i < n; ++i) {
+            index_t const count = of_block[static_cast<std::size_t>(i)] + 1;
             // Rounded as in the forward before lse is subtracted, so that no weight is above 1.
-            for (index j = 0; j < count; ++j) scores(i, j) *= scale;
-            for (index j = 0; j < count; ++j) detail::attention_pull(from, first + i, scale, scores(i, j), pulls(i, j));
+            for (index_t j = 0; j < count; ++j) scores(i, j) *= scale;
+            for (index_t j = 0; j < count; ++j)
+                detail::attention_pull(from, first + i, scale, scores(i, j), pulls(i, j));
             std::fill_n(out.row(0), out.stride(), T(0));
             detail::accumulate(pulls.row(i), 0, count, keys, out.row(0));
             std::copy_n(out.row(0), k.width(), dq.row(first + i));
@@ -107,9 +108,9 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
 /// Throws `cpx::error` if the shapes do not fit or the queries are not in order.
 template <class T>
 void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, rows<T const> v,
-                              std::span<index const> tokens, T scale, rows<T> dk, rows<T> dv) {
+                              std::span<index_t const> tokens, T scale, rows<T> dk, rows<T> dv) {
     char const* const where = "attend_head_backward_key";
-    auto const queries = static_cast<index>(from.positions.size()), keys = static_cast<index>(tokens.size());
+    auto const queries = static_cast<index_t>(from.positions.size()), keys = static_cast<index_t>(tokens.size());
     detail::require_attended(where, from, k, v);
     detail::require_shape(where, "k", k, keys, k.width());
     detail::require_shape(where, "dk", dk, keys, k.width());
@@ -118,21 +119,21 @@ void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, 
     require(unordered == from.positions.end(), where, "positions", "tokens in ascending order", "a later one first");
 
     detail::padded<T> const q(from.q), dout(from.dout);
-    index const block = detail::linear_rows;
+    index_t const block = detail::linear_rows;
     detail::padded<T> to_key(1, k.width()), to_value(1, v.width()), scores(block, queries), pulls(block, queries);
-    for (index begin = 0; begin < keys; begin += block) {
-        index const n = std::min(block, keys - begin);
+    for (index_t begin = 0; begin < keys; begin += block) {
+        index_t const n = std::min(block, keys - begin);
         auto const of_block = tokens.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(n));
-        auto const seen_from = [&](index token) { // the first query that sees it
+        auto const seen_from = [&](index_t token) { // the first query that sees it
             return std::lower_bound(from.positions.begin(), from.positions.end(), token) - from.positions.begin();
         };
-        index const first = seen_from(*std::min_element(of_block.begin(), of_block.end())), count = queries - first;
+        index_t const first = seen_from(*std::min_element(of_block.begin(), of_block.end())), count = queries - first;
         linear<T>(k.sub(begin, n), q.view().sub(first, count), scores.view().sub(0, n).columns(first, count));
         linear<T>(v.sub(begin, n), dout.view().sub(first, count), pulls.view().sub(0, n).columns(first, count));
-        for (index j = 0; j < n; ++j) {
-            index const own = seen_from(of_block[static_cast<std::size_t>(j)]);
-            for (index i = own; i < queries; ++i) scores(j, i) *= scale;
-            for (index i = own; i < queries; ++i) detail::attention_pull(from, i, scale, scores(j, i), pulls(j, i));
+        for (index_t j = 0; j < n; ++j) {
+            index_t const own = seen_from(of_block[static_cast<std::size_t>(j)]);
+            for (index_t i = own; i < queries; ++i) scores(j, i) *= scale;
+            for (index_t i = own; i < queries; ++i) detail::attention_pull(from, i, scale, scores(j, i), pulls(j, i));
             std::copy_n(dk.row(begin + j), k.width(), to_key.row(0));
             std::copy_n(dv.row(begin + j), v.width(), to_value.row(0));
             detail::accumulate(pulls.row(j), own, queries, q, to_key.row(0));

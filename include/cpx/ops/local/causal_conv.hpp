@@ -14,7 +14,7 @@ namespace detail {
 
 /// Returns row `token` of x, or of the rows just before or after it, or `zeros` where there is none.
 template <class T>
-T const* row_near(rows<T const> before, rows<T const> x, rows<T const> after, index token,
+T const* row_near(rows<T const> before, rows<T const> x, rows<T const> after, index_t token,
                   std::vector<T> const& zeros) {
     if (token < 0) return token + before.count() >= 0 ? before.row(token + before.count()) : zeros.data();
     if (token < x.count()) return x.row(token);
@@ -23,8 +23,8 @@ T const* row_near(rows<T const> before, rows<T const> x, rows<T const> after, in
 
 /// Throws `cpx::error` unless there are at most K - 1 rows of history or future, as wide as the segment.
 template <class T>
-void require_near(char const* where, char const* name, rows<T const> near, rows<T const> weight, index channels) {
-    index const taps = weight.width();
+void require_near(char const* where, char const* name, rows<T const> near, rows<T const> weight, index_t channels) {
+    index_t const taps = weight.width();
     require(taps >= 1, where, "width of weight", "at least 1", taps);
     require_shape(where, "weight", weight, channels, taps);
     require(near.count() < taps, where, (std::string("rows of ") + name).c_str(), "at most " + std::to_string(taps - 1),
@@ -36,19 +36,19 @@ void require_near(char const* where, char const* name, rows<T const> near, rows<
 template <class T>
 padded<T> by_tap(rows<T const> weight) {
     padded<T> result(weight.width(), weight.count());
-    for (index channel = 0; channel < weight.count(); ++channel)
-        for (index j = 0; j < weight.width(); ++j) result(j, channel) = weight(channel, j);
+    for (index_t channel = 0; channel < weight.count(); ++channel)
+        for (index_t j = 0; j < weight.width(); ++j) result(j, channel) = weight(channel, j);
     return result;
 }
 
 /// Computes `y = bias + sum_j weight_j window[j]`, all terms in ascending j.
 template <class T>
-void weigh(std::vector<T const*> const& window, padded<T> const& weight, T const* bias, index channels, T* y) {
-    for (index channel = 0; channel < channels; channel += lane_count<T>) {
-        index const valid = channels - channel;
+void weigh(std::vector<T const*> const& window, padded<T> const& weight, T const* bias, index_t channels, T* y) {
+    for (index_t channel = 0; channel < channels; channel += lane_count<T>) {
+        index_t const valid = channels - channel;
         lanes<T> z{}, w, values;
         if (bias != nullptr) load<T>(bias + channel, valid, z);
-        for (index j = 0; j < weight.count(); ++j) {
+        for (index_t j = 0; j < weight.count(); ++j) {
             load<T>(weight.row(j) + channel, w);
             load<T>(window[static_cast<std::size_t>(j)] + channel, valid, values);
             z += w * values;
@@ -74,19 +74,19 @@ template <class T>
 void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, activation act,
                       rows<T> y) {
     char const* const where = "convolve_segment";
-    index const taps = weight.width(), channels = x.width();
+    index_t const taps = weight.width(), channels = x.width();
     detail::require_near(where, "history", history, weight, channels);
     detail::require_shape(where, "y", y, x.count(), channels);
 
     auto const by_tap = detail::by_tap(weight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
     std::vector<T const*> window(static_cast<std::size_t>(taps));
-    for (index t = 0; t < x.count(); ++t) {
-        for (index j = 0; j < taps; ++j)
+    for (index_t t = 0; t < x.count(); ++t) {
+        for (index_t j = 0; j < taps; ++j)
             window[static_cast<std::size_t>(j)] = detail::row_near<T>(history, x, {}, t - (taps - 1) + j, zeros);
         detail::weigh(window, by_tap, bias, channels, y.row(t));
         if (act == activation::silu)
-            for (index channel = 0; channel < channels; ++channel) y(t, channel) = silu(y(t, channel));
+            for (index_t channel = 0; channel < channels; ++channel) y(t, channel) = silu(y(t, channel));
     }
 }
 
@@ -101,8 +101,8 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
                                     activation act, rows<T const> dy, rows<T> dz) {
     detail::require_shape("convolve_segment_backward_sums", "dy", dy, x.count(), x.width());
     if (act == activation::silu) convolve_segment<T>(history, x, weight, bias, activation::none, dz);
-    for (index t = 0; t < dz.count(); ++t)
-        for (index channel = 0; channel < dz.width(); ++channel)
+    for (index_t t = 0; t < dz.count(); ++t)
+        for (index_t channel = 0; channel < dz.width(); ++channel)
             dz(t, channel) = act == activation::silu ? silu_backward(dz(t, channel), dy(t, channel)) : dy(t, channel);
 }
 
@@ -117,14 +117,14 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
 template <class T>
 void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, rows<T const> weight, rows<T> dx) {
     char const* const where = "convolve_segment_backward_input";
-    index const taps = weight.width(), channels = dz.width();
+    index_t const taps = weight.width(), channels = dz.width();
     detail::require_near(where, "future", future, weight, channels);
     detail::require_shape(where, "dx", dx, dz.count(), channels);
     auto const by_tap = detail::by_tap(weight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
     std::vector<T const*> window(static_cast<std::size_t>(taps));
-    for (index t = 0; t < dz.count(); ++t) {
-        for (index j = 0; j < taps; ++j)
+    for (index_t t = 0; t < dz.count(); ++t) {
+        for (index_t j = 0; j < taps; ++j)
             window[static_cast<std::size_t>(j)] = detail::row_near<T>({}, dz, future, t + (taps - 1) - j, zeros);
         detail::weigh<T>(window, by_tap, nullptr, channels, dx.row(t));
     }
@@ -141,16 +141,16 @@ template <class T>
 void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, rows<T const> dz, rows<T> dweight,
                                       T* dbias) {
     char const* const where = "convolve_segment_backward_weight";
-    index const taps = dweight.width(), channels = x.width();
+    index_t const taps = dweight.width(), channels = x.width();
     detail::require_near<T>(where, "history", history, dweight, channels);
     detail::require_shape(where, "dz", dz, x.count(), channels);
     auto by_tap = detail::by_tap<T>(dweight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
-    for (index t = 0; t < x.count(); ++t) {
-        for (index j = 0; j < taps; ++j) {
+    for (index_t t = 0; t < x.count(); ++t) {
+        for (index_t j = 0; j < taps; ++j) {
             T const* const from = detail::row_near<T>(history, x, {}, t - (taps - 1) + j, zeros);
-            for (index channel = 0; channel < channels; channel += detail::lane_count<T>) {
-                index const valid = channels - channel;
+            for (index_t channel = 0; channel < channels; channel += detail::lane_count<T>) {
+                index_t const valid = channels - channel;
                 detail::lanes<T> sum, gradient, values;
                 detail::load<T>(by_tap.row(j) + channel, sum);
                 detail::load<T>(dz.row(t) + channel, valid, gradient);
@@ -159,10 +159,10 @@ void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, ro
             }
         }
         if (dbias != nullptr)
-            for (index channel = 0; channel < channels; ++channel) dbias[channel] += dz(t, channel);
+            for (index_t channel = 0; channel < channels; ++channel) dbias[channel] += dz(t, channel);
     }
-    for (index channel = 0; channel < channels; ++channel)
-        for (index j = 0; j < taps; ++j) dweight(channel, j) = by_tap(j, channel);
+    for (index_t channel = 0; channel < channels; ++channel)
+        for (index_t j = 0; j < taps; ++j) dweight(channel, j) = by_tap(j, channel);
 }
 
 } // namespace cpx

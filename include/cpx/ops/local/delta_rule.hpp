@@ -12,7 +12,7 @@
 namespace cpx {
 
 struct delta_rule_options {
-    index chunk = 64;      ///< tokens computed at once
+    index_t chunk = 64;    ///< tokens computed at once
     bool qk_l2norm = true; ///< divide q and k by sqrt(sum x^2 + 1e-6) first
     double scale = 0;      ///< factor of q; 0: 1 / sqrt(Dk)
 };
@@ -59,12 +59,13 @@ struct delta_chunk : delta_keys<T> {
 
     /// Returns (n, width of S).
     padded<T> fresh(padded<T> result, padded<T> const& state) const {
-        for (index i = 0; i < minus_w.count(); ++i) combine(minus_w.row(i), state.count(), state, T(1), result.row(i));
+        for (index_t i = 0; i < minus_w.count(); ++i)
+            combine(minus_w.row(i), state.count(), state, T(1), result.row(i));
         return result;
     }
 
     void advance(padded<T> const& fresh_rows, padded<T>& state) const {
-        for (index d = 0; d < state.count(); ++d)
+        for (index_t d = 0; d < state.count(); ++d)
             combine(onward.row(d), onward.width(), fresh_rows, this->decay_all.back(), state.row(d));
     }
 };
@@ -73,23 +74,23 @@ struct delta_chunk : delta_keys<T> {
 template <class T>
 padded<T> delta_rows(rows<T const> x, bool l2norm, T scale) {
     padded<T> result(x);
-    for (index i = 0; i < x.count(); ++i) {
+    for (index_t i = 0; i < x.count(); ++i) {
         T const factor = l2norm ? scale / std::sqrt(sum_of_squares(x.row(i), x.width()) + T(1e-6)) : scale;
-        for (index d = 0; d < x.width(); ++d) result(i, d) *= factor;
+        for (index_t d = 0; d < x.width(); ++d) result(i, d) *= factor;
     }
     return result;
 }
 
 template <class T>
 delta_keys<T> prepare_keys(rows<T const> k, rows<T const> g, bool l2norm) {
-    index const n = k.count();
+    index_t const n = k.count();
     delta_keys<T> c{delta_rows(k, l2norm, T(1)), {n, n}, {n, n}, std::vector<T>(static_cast<std::size_t>(n))};
     linear<T>(c.keys.view(), c.keys.view(), c.products.view());
     T until_now = 1;
-    for (index i = 0; i < n; ++i) {
+    for (index_t i = 0; i < n; ++i) {
         // A product of decays: a difference of sums of g would cancel, and a quotient of decays could be 0 / 0.
         T const decay = std::exp(g(i, 0));
-        for (index j = 0; j < i; ++j) c.decay(i, j) = decay * c.decay(i - 1, j);
+        for (index_t j = 0; j < i; ++j) c.decay(i, j) = decay * c.decay(i - 1, j);
         c.decay(i, i) = 1;
         c.decay_all[static_cast<std::size_t>(i)] = until_now *= decay;
     }
@@ -98,27 +99,27 @@ delta_keys<T> prepare_keys(rows<T const> k, rows<T const> g, bool l2norm) {
 
 template <class T>
 delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, bool l2norm) {
-    index const n = k.count();
+    index_t const n = k.count();
     delta_chunk<T> c{prepare_keys(k, g, l2norm), {n, k.width()}, {n, v.width()}, {k.width(), n}};
     std::vector<T> factors(static_cast<std::size_t>(n));
-    for (index i = 0; i < n; ++i) {
+    for (index_t i = 0; i < n; ++i) {
         // Row i of the two unit triangular systems (I + A) W = diag(beta decay_all) K and (I + A) U = diag(beta) V.
-        for (index j = 0; j < i; ++j)
+        for (index_t j = 0; j < i; ++j)
             factors[static_cast<std::size_t>(j)] = -(beta(i, 0) * c.products(i, j) * c.decay(i, j));
         T const until_now = c.decay_all[static_cast<std::size_t>(i)];
-        for (index d = 0; d < k.width(); ++d) c.minus_w(i, d) = -(beta(i, 0) * until_now * c.keys(i, d));
-        for (index d = 0; d < v.width(); ++d) c.u(i, d) = beta(i, 0) * v(i, d);
+        for (index_t d = 0; d < k.width(); ++d) c.minus_w(i, d) = -(beta(i, 0) * until_now * c.keys(i, d));
+        for (index_t d = 0; d < v.width(); ++d) c.u(i, d) = beta(i, 0) * v(i, d);
         combine(factors.data(), i, c.minus_w, T(1), c.minus_w.row(i));
         combine(factors.data(), i, c.u, T(1), c.u.row(i));
     }
-    for (index i = 0; i < n; ++i)
-        for (index d = 0; d < k.width(); ++d) c.onward(d, i) = c.decay(n - 1, i) * c.keys(i, d);
+    for (index_t i = 0; i < n; ++i)
+        for (index_t d = 0; d < k.width(); ++d) c.onward(d, i) = c.decay(n - 1, i) * c.keys(i, d);
     return c;
 }
 
 /// Checks the gates of `count` tokens, and the chunks.
 template <class T>
-void require_gates(char const* where, index count, rows<T const> g, rows<T const> beta, index first,
+void require_gates(char const* where, index_t count, rows<T const> g, rows<T const> beta, index_t first,
                    delta_rule_options const& options) {
     require_shape(where, "g", g, count, 1);
     require_shape(where, "beta", beta, count, 1);
@@ -128,18 +129,18 @@ void require_gates(char const* where, index count, rows<T const> g, rows<T const
 
 /// Returns the factor of queries of `dim` channels.
 template <class T>
-T delta_scale(delta_rule_options const& options, index dim) {
+T delta_scale(delta_rule_options const& options, index_t dim) {
     return static_cast<T>(options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dim)));
 }
 
 /// Calls `f(row, chunk)` for the chunks of a segment in turn; `row` is the chunk's first row.
 template <class T, class F>
 void for_each_chunk(char const* where, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
-                    index first, delta_rule_options const& options, F&& f) {
+                    index_t first, delta_rule_options const& options, F&& f) {
     require_shape(where, "v", v, k.count(), v.width());
     require_gates(where, k.count(), g, beta, first, options);
-    index n = 0;
-    for (index row = 0; row < k.count(); row += n) {
+    index_t n = 0;
+    for (index_t row = 0; row < k.count(); row += n) {
         n = std::min(options.chunk - (first + row) % options.chunk, k.count() - row);
         f(row, prepare_chunk<T>(k.sub(row, n), v.sub(row, n), g.sub(row, n), beta.sub(row, n), options.qk_l2norm));
     }
@@ -147,7 +148,7 @@ void for_each_chunk(char const* where, rows<T const> k, rows<T const> v, rows<T 
 
 template <class T>
 void copy_out(padded<T> const& from, rows<T> to) {
-    for (index i = 0; i < to.count(); ++i) std::copy_n(from.row(i), to.width(), to.row(i));
+    for (index_t i = 0; i < to.count(); ++i) std::copy_n(from.row(i), to.width(), to.row(i));
 }
 
 } // namespace detail
@@ -170,21 +171,21 @@ void copy_out(padded<T> const& from, rows<T> to) {
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
-                        index first, delta_rule_options const& options, rows<T> state, rows<T> o) {
+                        index_t first, delta_rule_options const& options, rows<T> state, rows<T> o) {
     char const* const where = "delta_rule_forward";
     detail::require_shape(where, "q", q, k.count(), k.width());
     detail::require_shape(where, "state", state, k.width(), v.width());
     detail::require_shape(where, "o", o, k.count(), v.width());
     T const scale = detail::delta_scale<T>(options, k.width());
     detail::padded<T> s(state);
-    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index row, detail::delta_chunk<T> const& chunk) {
-        index const n = chunk.keys.count();
+    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
+        index_t const n = chunk.keys.count();
         auto const queries = detail::delta_rows(q.sub(row, n), options.qk_l2norm, scale);
         auto const fresh = chunk.fresh(chunk.u, s);
         detail::padded<T> weights(n, n), out(n, v.width());
         linear<T>(queries.view(), chunk.keys.view(), weights.view());
-        for (index i = 0; i < n; ++i) {
-            for (index j = 0; j <= i; ++j) weights(i, j) *= chunk.decay(i, j);
+        for (index_t i = 0; i < n; ++i) {
+            for (index_t j = 0; j <= i; ++j) weights(i, j) *= chunk.decay(i, j);
             detail::combine(queries.row(i), s.count(), s, T(0), out.row(i));
             detail::combine(weights.row(i), i + 1, fresh, chunk.decay_all[static_cast<std::size_t>(i)], out.row(i));
         }
@@ -204,7 +205,7 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index first,
+void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
                      delta_rule_options const& options, rows<T> end, rows<T> map) {
     char const* const where = "delta_rule_fold";
     bool const with_map = map.data() != nullptr;
@@ -212,8 +213,8 @@ void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T c
     if (with_map) detail::require_shape(where, "map", map, k.width(), k.width());
     detail::padded<T> e(end), m;
     if (with_map) m = {k.width(), k.width()};
-    for (index d = 0; d < m.count(); ++d) m(d, d) = 1;
-    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index, detail::delta_chunk<T> const& chunk) {
+    for (index_t d = 0; d < m.count(); ++d) m(d, d) = 1;
+    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
         chunk.advance(chunk.fresh(chunk.u, e), e);
         if (with_map) chunk.advance(chunk.fresh({chunk.keys.count(), k.width()}, m), m);
     });

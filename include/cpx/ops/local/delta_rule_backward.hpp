@@ -25,15 +25,15 @@ struct delta_reverse {
 
     /// Turns the gradient of the state after the chunk into that of the state before it.
     void retreat(rows<T const> beta, padded<T>& dstate) const {
-        index const n = queries.count();
+        index_t const n = queries.count();
         padded<T> read(dstate.count(), n), erased(dstate.count(), n);
-        for (index i = 0; i < n; ++i)
-            for (index d = 0; d < dstate.count(); ++d) {
+        for (index_t i = 0; i < n; ++i)
+            for (index_t d = 0; d < dstate.count(); ++d) {
                 T const decay = keys.decay_all[static_cast<std::size_t>(i)];
                 read(d, i) = decay * queries(i, d);
                 erased(d, i) = -(beta(i, 0) * decay * keys.keys(i, d));
             }
-        for (index d = 0; d < dstate.count(); ++d) {
+        for (index_t d = 0; d < dstate.count(); ++d) {
             combine(read.row(d), n, dout, keys.decay_all.back(), dstate.row(d));
             combine(erased.row(d), n, right, T(1), dstate.row(d));
         }
@@ -43,7 +43,7 @@ struct delta_reverse {
 template <class T>
 delta_reverse<T> reverse_chunk(rows<T const> q, rows<T const> k, rows<T const> g, rows<T const> beta,
                                rows<T const> dout, delta_rule_options const& options, padded<T> const& dstate) {
-    index const n = q.count(), dim = q.width();
+    index_t const n = q.count(), dim = q.width();
     delta_reverse<T> c{prepare_keys(k, g, options.qk_l2norm),
                        delta_rows(q, options.qk_l2norm, T(1)),
                        delta_rows(dout, false, delta_scale<T>(options, dim)),
@@ -52,13 +52,13 @@ delta_reverse<T> reverse_chunk(rows<T const> q, rows<T const> k, rows<T const> g
     auto const& [keys, products, decay, decay_all] = c.keys;
     linear<T>(c.queries.view(), keys.view(), c.weights.view());
     padded<T> read_by(n, n), minus_a(n, n), onward(1, dim); // row i: the tokens from i on
-    for (index i = 0; i < n; ++i) {
-        for (index j = 0; j < n; ++j) c.weights(i, j) = j <= i ? c.weights(i, j) * decay(i, j) : 0;
-        for (index j = 0; j <= i; ++j) read_by(j, i) = c.weights(i, j);
-        for (index j = 0; j < i; ++j) minus_a(j, i) = -(beta(i, 0) * products(i, j) * decay(i, j));
+    for (index_t i = 0; i < n; ++i) {
+        for (index_t j = 0; j < n; ++j) c.weights(i, j) = j <= i ? c.weights(i, j) * decay(i, j) : 0;
+        for (index_t j = 0; j <= i; ++j) read_by(j, i) = c.weights(i, j);
+        for (index_t j = 0; j < i; ++j) minus_a(j, i) = -(beta(i, 0) * products(i, j) * decay(i, j));
     }
-    for (index i = n - 1; i >= 0; --i) {
-        for (index d = 0; d < dim; ++d) onward(0, d) = decay(n - 1, i) * keys(i, d);
+    for (index_t i = n - 1; i >= 0; --i) {
+        for (index_t d = 0; d < dim; ++d) onward(0, d) = decay(n - 1, i) * keys(i, d);
         accumulate(onward.row(0), 0, dim, dstate, c.right.row(i));
         accumulate(read_by.row(i), i, n, c.dout, c.right.row(i));
         accumulate(minus_a.row(i), i + 1, n, c.right, c.right.row(i));
@@ -68,9 +68,9 @@ delta_reverse<T> reverse_chunk(rows<T const> q, rows<T const> k, rows<T const> g
 
 /// Calls `f(row, n)` for the chunks of a segment, the last one first.
 template <class F>
-void for_each_chunk_reversed(index count, index first, delta_rule_options const& options, F&& f) {
-    for (index end = count, row = 0; end > 0; end = row) {
-        row = std::max<index>((first + end - 1) / options.chunk * options.chunk - first, 0);
+void for_each_chunk_reversed(index_t count, index_t first, delta_rule_options const& options, F&& f) {
+    for (index_t end = count, row = 0; end > 0; end = row) {
+        row = std::max<index_t>((first + end - 1) / options.chunk * options.chunk - first, 0);
         f(row, end - row);
     }
 }
@@ -78,10 +78,10 @@ void for_each_chunk_reversed(index count, index first, delta_rule_options const&
 /// Adds the gradient of x to `dx`, given that of `y = delta_rows(x, l2norm, 1)`.
 template <class T>
 void delta_rows_backward(rows<T const> x, padded<T> const& y, padded<T> const& dy, bool l2norm, rows<T> dx) {
-    for (index i = 0; i < x.count(); ++i) {
+    for (index_t i = 0; i < x.count(); ++i) {
         T const factor = l2norm ? 1 / std::sqrt(sum_of_squares(x.row(i), x.width()) + T(1e-6)) : 1;
         T const inner = l2norm ? dot(y.row(i), dy.row(i), x.width()) : 0;
-        for (index d = 0; d < x.width(); d += lane_count<T>) {
+        for (index_t d = 0; d < x.width(); d += lane_count<T>) {
             lanes<T> of_y, of_dy, of_dx;
             load<T>(y.row(i) + d, of_y);
             load<T>(dy.row(i) + d, of_dy);
@@ -102,7 +102,7 @@ struct delta_chunk_gradients {
 template <class T>
 delta_chunk_gradients<T> differentiate_chunk(delta_reverse<T> const& c, padded<T> const& fresh, rows<T const> v,
                                              rows<T const> beta, padded<T> const& state, padded<T> const& dstate) {
-    index const n = c.queries.count(), dim = c.queries.width();
+    index_t const n = c.queries.count(), dim = c.queries.width();
     auto const& [keys, products, decay, decay_all] = c.keys;
     auto const times = [](padded<T> const& a, padded<T> const& b) { // a b^T
         padded<T> result(a.count(), b.count());
@@ -119,9 +119,9 @@ delta_chunk_gradients<T> differentiate_chunk(delta_reverse<T> const& c, padded<T
     padded<T> pairs(n, n), pairs_by_key(n, n), keys_with_keys(n, n);
     std::vector<T> erasing(static_cast<std::size_t>(n));
     T whole = 0, before = 0; // what all tokens' decays multiply, and what the tokens so far leave to the end
-    for (index d = 0; d < dim; ++d) whole += dot(state.row(d), dstate.row(d), state.width());
+    for (index_t d = 0; d < dim; ++d) whole += dot(state.row(d), dstate.row(d), state.width());
     whole *= decay_all.back();
-    for (index i = 0; i < n; ++i) {
+    for (index_t i = 0; i < n; ++i) {
         auto const at = static_cast<std::size_t>(i);
         T const kept = decay(n - 1, i), until_now = decay_all[at], b = beta(i, 0);
         erasing[at] = -(b * until_now);
@@ -133,18 +133,18 @@ delta_chunk_gradients<T> differentiate_chunk(delta_reverse<T> const& c, padded<T
         // Every term of dg holds the decay of its token as a factor: a sum of decayed products, never a difference.
         T decayed = until_now * dot(c.queries.row(i), dqueries.row(i), dim) + erasing[at] * unread;
         dg[0] += decayed;
-        for (index j = 0; j < i; ++j) {
+        for (index_t j = 0; j < i; ++j) {
             T const of_product = -(of_a(i, j) * decay(i, j));
             dbeta[at] += of_product * products(i, j);
             keys_with_keys(i, j) = keys_with_keys(j, i) = b * of_product;
             decayed += of_weights(i, j) * c.weights(i, j) + b * of_product * products(i, j);
             dg[static_cast<std::size_t>(j + 1)] += decayed;
         }
-        for (index j = 0; j <= i; ++j) pairs(i, j) = pairs_by_key(j, i) = of_weights(i, j) * decay(i, j);
+        for (index_t j = 0; j <= i; ++j) pairs(i, j) = pairs_by_key(j, i) = of_weights(i, j) * decay(i, j);
 
         combine(pairs.row(i), i + 1, keys, until_now, dqueries.row(i));
     }
-    for (index i = 0; i < n; ++i) {
+    for (index_t i = 0; i < n; ++i) {
         combine(keys_with_keys.row(i), n, keys, decay(n - 1, i), dkeys.row(i));
         accumulate(erasing.data(), i, i + 1, erased, dkeys.row(i));
         accumulate(pairs_by_key.row(i), i, n, c.queries, dkeys.row(i));
@@ -180,10 +180,10 @@ struct delta_rule_gradients {
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
-                         index first, delta_rule_options const& options, rows<T const> state, rows<T const> dout,
+                         index_t first, delta_rule_options const& options, rows<T const> state, rows<T const> dout,
                          rows<T> dstate, delta_rule_gradients<T> const& to) {
     char const* const where = "delta_rule_backward";
-    index const count = k.count(), dim = k.width(), value_dim = v.width();
+    index_t const count = k.count(), dim = k.width(), value_dim = v.width();
     detail::require_shape(where, "q", q, count, dim);
     detail::require_shape(where, "state", state, dim, value_dim);
     detail::require_shape(where, "dout", dout, count, value_dim);
@@ -196,20 +196,20 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
 
     std::vector<detail::padded<T>> states, written; // before each chunk, and by it
     detail::padded<T> s(state), ds(dstate);
-    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
         states.push_back(s);
         written.push_back(chunk.fresh(chunk.u, s));
         chunk.advance(written.back(), s);
     });
-    detail::for_each_chunk_reversed(count, first, options, [&](index row, index n) {
+    detail::for_each_chunk_reversed(count, first, options, [&](index_t row, index_t n) {
         auto const part = [&](auto const& x) { return x.sub(row, n); };
         auto const reverse = detail::reverse_chunk<T>(part(q), part(k), part(g), part(beta), part(dout), options, ds);
         auto const chunk =
             detail::differentiate_chunk<T>(reverse, written.back(), part(v), part(beta), states.back(), ds);
         detail::delta_rows_backward<T>(part(q), reverse.queries, chunk.dqueries, options.qk_l2norm, part(to.dq));
         detail::delta_rows_backward<T>(part(k), reverse.keys.keys, chunk.dkeys, options.qk_l2norm, part(to.dk));
-        for (index i = 0; i < n; ++i) {
-            for (index d = 0; d < value_dim; ++d) to.dv(row + i, d) = beta(row + i, 0) * reverse.right(i, d);
+        for (index_t i = 0; i < n; ++i) {
+            for (index_t d = 0; d < value_dim; ++d) to.dv(row + i, d) = beta(row + i, 0) * reverse.right(i, d);
             to.dg(row + i, 0) = chunk.dg[static_cast<std::size_t>(i)];
             to.dbeta(row + i, 0) = chunk.dbeta[static_cast<std::size_t>(i)];
         }
@@ -228,7 +228,7 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g, rows<T const> beta, index first,
+void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g, rows<T const> beta, index_t first,
                               delta_rule_options const& options, rows<T const> dout, rows<T> dstate) {
     char const* const where = "delta_rule_backward_fold";
     detail::require_shape(where, "q", q, k.count(), k.width());
@@ -236,7 +236,7 @@ void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g,
     detail::require_shape(where, "dstate", dstate, k.width(), dout.width());
     detail::require_gates(where, k.count(), g, beta, first, options);
     detail::padded<T> ds(dstate);
-    detail::for_each_chunk_reversed(k.count(), first, options, [&](index row, index n) {
+    detail::for_each_chunk_reversed(k.count(), first, options, [&](index_t row, index_t n) {
         auto const part = [&](rows<T const> x) { return x.sub(row, n); };
         detail::reverse_chunk<T>(part(q), part(k), part(g), part(beta), part(dout), options, ds)
             .retreat(part(beta), ds);

@@ -12,9 +12,9 @@
 namespace cpx::detail {
 
 /// The bytes of one vector register, and the elements it holds.
-inline constexpr index lane_bytes = __BIGGEST_ALIGNMENT__;
+inline constexpr index_t lane_bytes = __BIGGEST_ALIGNMENT__;
 template <class T>
-inline constexpr index lane_count = lane_bytes / static_cast<index>(sizeof(T));
+inline constexpr index_t lane_count = lane_bytes / static_cast<index_t>(sizeof(T));
 
 template <class T>
 struct lanes_of {
@@ -37,7 +37,7 @@ void load(T const* from, lanes<T>& to) {
 
 /// Reads the first `valid` elements, zeros after them.
 template <class T>
-void load(T const* from, index valid, lanes<T>& to) {
+void load(T const* from, index_t valid, lanes<T>& to) {
     if (valid >= lane_count<T>) return load<T>(from, to);
     to = lanes<T>{};
     std::memcpy(&to, from, static_cast<std::size_t>(valid) * sizeof(T));
@@ -45,7 +45,7 @@ void load(T const* from, index valid, lanes<T>& to) {
 
 /// Writes the first `valid` elements.
 template <class T>
-void store(lanes<T> const& from, T* to, index valid = lane_count<T>) {
+void store(lanes<T> const& from, T* to, index_t valid = lane_count<T>) {
     if (valid >= lane_count<T>)
         std::memcpy(to, &from, sizeof from);
     else
@@ -56,15 +56,15 @@ void store(lanes<T> const& from, T* to, index valid = lane_count<T>) {
 template <class T>
 T sum(lanes<T> const& values) {
     T result = 0;
-    for (index lane = 0; lane < lane_count<T>; ++lane) result += values[lane];
+    for (index_t lane = 0; lane < lane_count<T>; ++lane) result += values[lane];
     return result;
 }
 
 /// Returns the sum of the squares of `width` elements.
 template <class T>
-T sum_of_squares(T const* row, index width) {
+T sum_of_squares(T const* row, index_t width) {
     lanes<T> squares{};
-    for (index column = 0; column < width; column += lane_count<T>) {
+    for (index_t column = 0; column < width; column += lane_count<T>) {
         lanes<T> values;
         load<T>(row + column, width - column, values);
         squares += values * values;
@@ -74,9 +74,9 @@ T sum_of_squares(T const* row, index width) {
 
 /// Returns the sum of the products of `width` elements.
 template <class T>
-T dot(T const* a, T const* b, index width) {
+T dot(T const* a, T const* b, index_t width) {
     lanes<T> products{};
-    for (index column = 0; column < width; column += lane_count<T>) {
+    for (index_t column = 0; column < width; column += lane_count<T>) {
         lanes<T> of_a, of_b;
         load<T>(a + column, width - column, of_a);
         load<T>(b + column, width - column, of_b);
@@ -102,29 +102,29 @@ class padded {
 public:
     padded() = default;
     /// All zeros.
-    padded(index count, index width) : count_(count), width_(width) {
-        constexpr index block = static_cast<index>(lanes_in_flight) * lane_count<T>;
+    padded(index_t count, index_t width) : count_(count), width_(width) {
+        constexpr index_t block = static_cast<index_t>(lanes_in_flight) * lane_count<T>;
         stride_ = (width + block - 1) / block * block;
         values_.resize(static_cast<std::size_t>(count * stride_));
     }
     /// A copy of `source`.
     explicit padded(rows<T const> source) : padded(source.count(), source.width()) {
-        for (index i = 0; i < count_; ++i) std::copy_n(source.row(i), width_, row(i));
+        for (index_t i = 0; i < count_; ++i) std::copy_n(source.row(i), width_, row(i));
     }
 
-    index count() const { return count_; }
-    index width() const { return width_; }
+    index_t count() const { return count_; }
+    index_t width() const { return width_; }
     /// Returns the elements from row to row, the zeros at the end included.
-    index stride() const { return stride_; }
-    T* row(index i) { return values_.data() + i * stride_; }
-    T const* row(index i) const { return values_.data() + i * stride_; }
-    T& operator()(index i, index j) { return row(i)[j]; }
-    T operator()(index i, index j) const { return row(i)[j]; }
+    index_t stride() const { return stride_; }
+    T* row(index_t i) { return values_.data() + i * stride_; }
+    T const* row(index_t i) const { return values_.data() + i * stride_; }
+    T& operator()(index_t i, index_t j) { return row(i)[j]; }
+    T operator()(index_t i, index_t j) const { return row(i)[j]; }
     rows<T> view() { return {values_.data(), count_, width_, stride_}; }
     rows<T const> view() const { return {values_.data(), count_, width_, stride_}; }
 
 private:
-    index count_ = 0, width_ = 0, stride_ = 0;
+    index_t count_ = 0, width_ = 0, stride_ = 0;
     std::vector<T> values_;
 };
 
@@ -133,11 +133,11 @@ private:
 /// The sum starts at zero and runs over ascending j, so a factor of zero changes no bit (unless its row holds an
 /// infinity or a NaN). `target` has the stride of `source` and is none of the rows summed.
 template <class T>
-void combine(T const* factors, index count, padded<T> const& source, T scale, T* target) {
-    constexpr index step = lane_count<T>;
-    for (index column = 0; column < source.stride(); column += static_cast<index>(lanes_in_flight) * step) {
+void combine(T const* factors, index_t count, padded<T> const& source, T scale, T* target) {
+    constexpr index_t step = lane_count<T>;
+    for (index_t column = 0; column < source.stride(); column += static_cast<index_t>(lanes_in_flight) * step) {
         lanes<T> sums[lanes_in_flight] = {};
-        for (index j = 0; j < count; ++j) {
+        for (index_t j = 0; j < count; ++j) {
             T const* const from = source.row(j) + column;
             T const factor = factors[j];
             unroll<lanes_in_flight>([&](auto c) {
@@ -159,12 +159,12 @@ void combine(T const* factors, index count, padded<T> const& source, T scale, T*
 /// So these rows may be split between calls, in order, without changing a bit. `target` has the stride of `source` and
 /// is none of the rows added.
 template <class T>
-void accumulate(T const* factors, index first, index last, padded<T> const& source, T* target) {
-    constexpr index step = lane_count<T>;
-    for (index column = 0; column < source.stride(); column += static_cast<index>(lanes_in_flight) * step) {
+void accumulate(T const* factors, index_t first, index_t last, padded<T> const& source, T* target) {
+    constexpr index_t step = lane_count<T>;
+    for (index_t column = 0; column < source.stride(); column += static_cast<index_t>(lanes_in_flight) * step) {
         lanes<T> sums[lanes_in_flight];
         unroll<lanes_in_flight>([&](auto c) { load<T>(target + column + c * step, sums[c]); });
-        for (index j = first; j < last; ++j) {
+        for (index_t j = first; j < last; ++j) {
             T const* const from = source.row(j) + column;
             T const factor = factors[j];
             unroll<lanes_in_flight>([&](auto c) {

@@ -21,8 +21,8 @@ inline constexpr std::size_t linear_rows = 4, linear_outputs = 2;
 /// the rows beside it hold, and whether they are there at all, cannot change its bits.
 template <class T>
 std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear_rows> x,
-                                                     std::array<T const*, linear_outputs> weight, index channels) {
-    index const whole = channels / lane_count<T> * lane_count<T>;
+                                                     std::array<T const*, linear_outputs> weight, index_t channels) {
+    index_t const whole = channels / lane_count<T> * lane_count<T>;
     lanes<T> sums[linear_rows][linear_outputs] = {};
     lanes<T> tails[linear_rows + linear_outputs];
     // First the whole lanes, then copies of the last ones: one loop, so that both are rounded alike.
@@ -36,7 +36,7 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
             for (std::size_t i = 0; i < linear_rows; ++i) fill(x[i], tails[i]);
             for (std::size_t j = 0; j < linear_outputs; ++j) fill(weight[j], tails[linear_rows + j]);
         }
-        for (index channel = 0; channel < (last ? 1 : whole); channel += lane_count<T>) {
+        for (index_t channel = 0; channel < (last ? 1 : whole); channel += lane_count<T>) {
             lanes<T> of_x[linear_rows];
             unroll<linear_rows>([&](auto i) { load<T>(x[i] + channel, of_x[i]); });
             unroll<linear_outputs>([&](auto j) {
@@ -57,22 +57,23 @@ std::array<T, linear_rows * linear_outputs> products(std::array<T const*, linear
 template <class T>
 void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
     constexpr std::size_t at_once = 2;
-    constexpr index block = static_cast<index>(lanes_in_flight) * lane_count<T>, tile = 256;
-    padded<T> sums(static_cast<index>(at_once), block);
-    for (index begin = 0; begin < terms.count(); begin += tile)
-        for (index column = 0; column < target.width(); column += block) {
-            index const count = std::min(tile, terms.count() - begin), width = std::min(block, target.width() - column);
+    constexpr index_t block = static_cast<index_t>(lanes_in_flight) * lane_count<T>, tile = 256;
+    padded<T> sums(static_cast<index_t>(at_once), block);
+    for (index_t begin = 0; begin < terms.count(); begin += tile)
+        for (index_t column = 0; column < target.width(); column += block) {
+            index_t const count = std::min(tile, terms.count() - begin),
+                          width = std::min(block, target.width() - column);
             padded<T> const panel(terms.sub(begin, count).columns(column, width)); // stays in the cache
-            for (index row = 0; row < target.count(); row += at_once) {
-                index const valid = std::min<index>(at_once, target.count() - row);
-                for (index i = 0; i < valid; ++i) std::copy_n(target.row(row + i) + column, width, sums.row(i));
+            for (index_t row = 0; row < target.count(); row += at_once) {
+                index_t const valid = std::min<index_t>(at_once, target.count() - row);
+                for (index_t i = 0; i < valid; ++i) std::copy_n(target.row(row + i) + column, width, sums.row(i));
                 lanes<T> held[at_once][lanes_in_flight];
                 T const* from[at_once];
                 unroll<at_once>([&](auto i) {
-                    from[i] = factors.row(row + std::min<index>(i, valid - 1)) + begin;
+                    from[i] = factors.row(row + std::min<index_t>(i, valid - 1)) + begin;
                     unroll<lanes_in_flight>([&](auto c) { load<T>(sums.row(i) + c * lane_count<T>, held[i][c]); });
                 });
-                for (index j = 0; j < count; ++j)
+                for (index_t j = 0; j < count; ++j)
                     unroll<lanes_in_flight>([&](auto c) {
                         lanes<T> values;
                         load<T>(panel.row(j) + c * lane_count<T>, values);
@@ -81,7 +82,7 @@ void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
                 unroll<at_once>([&](auto i) {
                     unroll<lanes_in_flight>([&](auto c) { store<T>(held[i][c], sums.row(i) + c * lane_count<T>); });
                 });
-                for (index i = 0; i < valid; ++i) std::copy_n(sums.row(i), width, target.row(row + i) + column);
+                for (index_t i = 0; i < valid; ++i) std::copy_n(sums.row(i), width, target.row(row + i) + column);
             }
         }
 }
@@ -100,18 +101,18 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y) {
     detail::require_shape("linear", "weight", weight, weight.count(), x.width());
     detail::require_shape("linear", "y", y, x.count(), weight.count());
     // The rows of x pass over a tile of the weight that stays in the cache.
-    index const tile = std::max<index>(32, (index{1} << 15) / std::max<index>(x.width(), 1));
-    for (index begin = 0; begin < weight.count(); begin += tile) {
-        index const end = std::min(begin + tile, weight.count());
-        for (index row = 0; row < x.count(); row += detail::linear_rows) {
+    index_t const tile = std::max<index_t>(32, (index_t{1} << 15) / std::max<index_t>(x.width(), 1));
+    for (index_t begin = 0; begin < weight.count(); begin += tile) {
+        index_t const end = std::min(begin + tile, weight.count());
+        for (index_t row = 0; row < x.count(); row += detail::linear_rows) {
             std::array<T const*, detail::linear_rows> from;
-            for (index i = 0; i < std::ssize(from); ++i) from[i] = x.row(std::min(row + i, x.count() - 1));
-            for (index out = begin; out < end; out += detail::linear_outputs) {
+            for (index_t i = 0; i < std::ssize(from); ++i) from[i] = x.row(std::min(row + i, x.count() - 1));
+            for (index_t out = begin; out < end; out += detail::linear_outputs) {
                 std::array<T const*, detail::linear_outputs> w;
-                for (index j = 0; j < std::ssize(w); ++j) w[j] = weight.row(std::min(out + j, end - 1));
+                for (index_t j = 0; j < std::ssize(w); ++j) w[j] = weight.row(std::min(out + j, end - 1));
                 auto const result = detail::products(from, w, x.width());
-                for (index i = 0; i < std::min<index>(std::ssize(from), x.count() - row); ++i)
-                    for (index j = 0; j < std::min<index>(std::ssize(w), end - out); ++j)
+                for (index_t i = 0; i < std::min<index_t>(std::ssize(from), x.count() - row); ++i)
+                    for (index_t j = 0; j < std::min<index_t>(std::ssize(w), end - out); ++j)
                         y(row + i, out + j) = result[i * std::ssize(w) + j];
             }
         }
@@ -128,7 +129,7 @@ template <class T>
 void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) {
     detail::require_shape("linear_backward_input", "weight", weight, dy.width(), weight.width());
     detail::require_shape("linear_backward_input", "dx", dx, dy.count(), weight.width());
-    for (index row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
+    for (index_t row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
     detail::add_products<T>(dy, weight, dx);
 }
 
@@ -143,12 +144,12 @@ template <class T>
 void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight) {
     detail::require_shape("linear_backward_weight", "x", x, dy.count(), x.width());
     detail::require_shape("linear_backward_weight", "dweight", dweight, dy.width(), x.width());
-    constexpr index tile = 256;
-    for (index begin = 0; begin < dy.count(); begin += tile) {
-        index const count = std::min(tile, dy.count() - begin);
+    constexpr index_t tile = 256;
+    for (index_t begin = 0; begin < dy.count(); begin += tile) {
+        index_t const count = std::min(tile, dy.count() - begin);
         detail::padded<T> turned(dy.width(), count);
-        for (index row = 0; row < count; ++row)
-            for (index out = 0; out < dy.width(); ++out) turned(out, row) = dy(begin + row, out);
+        for (index_t row = 0; row < count; ++row)
+            for (index_t out = 0; out < dy.width(); ++out) turned(out, row) = dy(begin + row, out);
         detail::add_products<T>(turned.view(), x.sub(begin, count), dweight);
     }
 }

@@ -11,7 +11,7 @@
 namespace cpx {
 
 /// The label of a row that has none: padding, the last token of a sequence, a token that the loss leaves out.
-inline constexpr index ignored = -1;
+inline constexpr index_t ignored = -1;
 
 namespace detail {
 
@@ -25,14 +25,14 @@ struct softmax_scale {
 /// Reads one row of `width` > 0 logits, in the order of its columns; the total is a double for the sake of vocabularies
 /// of 10^5 floats. A NaN in any column makes the total NaN.
 template <class T>
-softmax_scale<T> scale_of(T const* logits, index width) {
+softmax_scale<T> scale_of(T const* logits, index_t width) {
     softmax_scale<T> s{*std::max_element(logits, logits + width)};
-    for (index j = 0; j < width; ++j) s.total += static_cast<double>(std::exp(logits[j] - s.highest));
+    for (index_t j = 0; j < width; ++j) s.total += static_cast<double>(std::exp(logits[j] - s.highest));
     return s;
 }
 
 /// Throws `cpx::error` that names the first row whose label is neither `ignored` nor one of `vocabulary` tokens.
-inline void require_labels(char const* where, std::span<index const> labels, index count, index vocabulary,
+inline void require_labels(char const* where, std::span<index_t const> labels, index_t count, index_t vocabulary,
                            caller here) {
     require(std::ssize(labels) == count, where, "number of labels", count, labels.size(), here);
     for (std::size_t row = 0; row < labels.size(); ++row)
@@ -51,12 +51,12 @@ inline void require_labels(char const* where, std::span<index const> labels, ind
 ///
 /// Throws `cpx::error` if the shapes do not fit or a label is no token, before it writes.
 template <class T>
-void log_probabilities(rows<T const> logits, std::span<index const> labels, std::span<T> out,
+void log_probabilities(rows<T const> logits, std::span<index_t const> labels, std::span<T> out,
                        caller here = caller::here()) {
     detail::require_labels("log_probabilities", labels, logits.count(), logits.width(), here);
     require(out.size() == labels.size(), "log_probabilities", "size of out", labels.size(), out.size(), here);
-    for (index i = 0; i < logits.count(); ++i) {
-        index const label = labels[static_cast<std::size_t>(i)];
+    for (index_t i = 0; i < logits.count(); ++i) {
+        index_t const label = labels[static_cast<std::size_t>(i)];
         T& result = out[static_cast<std::size_t>(i)];
         result = 0;
         if (label == ignored) continue;
@@ -73,21 +73,21 @@ void log_probabilities(rows<T const> logits, std::span<index const> labels, std:
 ///
 /// Throws `cpx::error` if the shapes do not fit or a label is no token, before it writes.
 template <class T>
-void log_probabilities_backward(rows<T const> logits, std::span<index const> labels, std::span<T const> dlogp,
+void log_probabilities_backward(rows<T const> logits, std::span<index_t const> labels, std::span<T const> dlogp,
                                 rows<T> dlogits, caller here = caller::here()) {
     char const* const where = "log_probabilities_backward";
     detail::require_labels(where, labels, logits.count(), logits.width(), here);
     require(dlogp.size() == labels.size(), where, "size of dlogp", labels.size(), dlogp.size(), here);
     detail::require_shape(where, "dlogits", dlogits, logits.count(), logits.width(), here);
-    for (index i = 0; i < logits.count(); ++i) {
-        index const label = labels[static_cast<std::size_t>(i)];
+    for (index_t i = 0; i < logits.count(); ++i) {
+        index_t const label = labels[static_cast<std::size_t>(i)];
         if (label == ignored) {
             std::fill_n(dlogits.row(i), dlogits.width(), T(0));
             continue;
         }
         auto const [highest, total] = detail::scale_of(logits.row(i), logits.width());
         T const gradient = dlogp[static_cast<std::size_t>(i)], divisor = static_cast<T>(total);
-        for (index j = 0; j < logits.width(); ++j) {
+        for (index_t j = 0; j < logits.width(); ++j) {
             T const p = std::exp(logits(i, j) - highest) / divisor;
             dlogits(i, j) = gradient * (j == label ? 1 - p : -p);
         }

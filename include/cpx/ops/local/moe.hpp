@@ -20,16 +20,16 @@ template <class T>
 class row_buffer {
 public:
     row_buffer() = default;
-    row_buffer(index count, index width)
+    row_buffer(index_t count, index_t width)
         : count_(count), width_(width), values_(static_cast<std::size_t>(count * width)) {}
 
     rows<T> view() { return {values_.data(), count_, width_}; }
     rows<T const> view() const { return {values_.data(), count_, width_}; }
-    index count() const { return count_; }
-    index width() const { return width_; }
+    index_t count() const { return count_; }
+    index_t width() const { return width_; }
 
 private:
-    index count_ = 0, width_ = 0;
+    index_t count_ = 0, width_ = 0;
     std::vector<T> values_;
 };
 
@@ -37,14 +37,14 @@ namespace detail {
 
 /// The expert of `chosen(row, number)`.
 struct choice {
-    index row = 0, number = 0;
+    index_t row = 0, number = 0;
 };
 
 /// Throws `cpx::error` unless every choice is an expert.
-inline void require_experts(char const* where, rows<index const> chosen, index experts) {
-    for (index row = 0; row < chosen.count(); ++row)
-        for (index number = 0; number < chosen.width(); ++number)
-            if (index const expert = chosen(row, number); expert < 0 || expert >= experts)
+inline void require_experts(char const* where, rows<index_t const> chosen, index_t experts) {
+    for (index_t row = 0; row < chosen.count(); ++row)
+        for (index_t number = 0; number < chosen.width(); ++number)
+            if (index_t const expert = chosen(row, number); expert < 0 || expert >= experts)
                 require(false, where, "chosen expert", "0 to " + std::to_string(experts - 1), expert);
 }
 
@@ -52,29 +52,29 @@ inline void require_experts(char const* where, rows<index const> chosen, index e
 ///
 /// Throws `cpx::error` before the first call if a choice is no expert. Cost: O(choices + experts).
 template <class F>
-void for_each_expert(char const* where, rows<index const> chosen, index experts, F f) {
+void for_each_expert(char const* where, rows<index_t const> chosen, index_t experts, F f) {
     require_experts(where, chosen, experts);
     std::vector<std::size_t> begin(static_cast<std::size_t>(experts) + 1);
-    for (index row = 0; row < chosen.count(); ++row)
-        for (index number = 0; number < chosen.width(); ++number)
+    for (index_t row = 0; row < chosen.count(); ++row)
+        for (index_t number = 0; number < chosen.width(); ++number)
             ++begin[static_cast<std::size_t>(chosen(row, number)) + 1];
     for (std::size_t expert = 1; expert < begin.size(); ++expert) begin[expert] += begin[expert - 1];
     std::vector<choice> all(begin.back());
     auto next = begin;
-    for (index row = 0; row < chosen.count(); ++row)
-        for (index number = 0; number < chosen.width(); ++number)
+    for (index_t row = 0; row < chosen.count(); ++row)
+        for (index_t number = 0; number < chosen.width(); ++number)
             all[next[static_cast<std::size_t>(chosen(row, number))]++] = {row, number};
     for (std::size_t expert = 0; expert + 1 < begin.size(); ++expert)
         if (auto const count = begin[expert + 1] - begin[expert]; count > 0)
-            f(static_cast<index>(expert), std::span<choice const>(all).subspan(begin[expert], count));
+            f(static_cast<index_t>(expert), std::span<choice const>(all).subspan(begin[expert], count));
 }
 
 /// Copies the `width` columns of each choice into rows of their own. `from` has `width` columns, the same for all
 /// choices of a row, or `width` for each choice in turn.
 template <class T>
-row_buffer<T> gather(std::span<choice const> choices, rows<T const> from, index width) {
+row_buffer<T> gather(std::span<choice const> choices, rows<T const> from, index_t width) {
     row_buffer<T> to(std::ssize(choices), width);
-    for (index i = 0; i < to.count(); ++i) {
+    for (index_t i = 0; i < to.count(); ++i) {
         auto const [row, number] = choices[static_cast<std::size_t>(i)];
         std::copy_n(from.row(row) + (from.width() == width ? 0 : number * width), width, to.view().row(i));
     }
@@ -84,14 +84,14 @@ row_buffer<T> gather(std::span<choice const> choices, rows<T const> from, index 
 /// Copies rows back to the columns of their choices.
 template <class T>
 void scatter(rows<T const> from, std::span<choice const> choices, rows<T> to) {
-    for (index i = 0; i < from.count(); ++i) {
+    for (index_t i = 0; i < from.count(); ++i) {
         auto const [row, number] = choices[static_cast<std::size_t>(i)];
         std::copy_n(from.row(i), from.width(), to.row(row) + number * from.width());
     }
 }
 
 /// Returns the outputs of each expert. Throws `cpx::error` unless `stacked` holds a matrix of some for each.
-inline index outputs_of_expert(char const* where, char const* what, index stacked, index experts) {
+inline index_t outputs_of_expert(char const* where, char const* what, index_t stacked, index_t experts) {
     require(experts > 0, where, "experts", "at least 1", experts);
     require(stacked % experts == 0, where, what, "a multiple of the experts, " + std::to_string(experts), stacked);
     return stacked / experts;
@@ -99,7 +99,7 @@ inline index outputs_of_expert(char const* where, char const* what, index stacke
 
 /// Throws `cpx::error` unless `x` has `width` columns for all choices or for each.
 template <class T>
-void require_of_choices(char const* where, char const* name, rows<T> x, rows<index const> chosen, index width) {
+void require_of_choices(char const* where, char const* name, rows<T> x, rows<index_t const> chosen, index_t width) {
     if (x.width() != width) require_shape(where, name, x, chosen.count(), chosen.width() * width);
     require_shape(where, name, x, chosen.count(), x.width());
 }
@@ -115,12 +115,12 @@ void require_of_choices(char const* where, char const* name, rows<T> x, rows<ind
 ///
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
-void expert_linear(rows<index const> chosen, index experts, rows<T const> x, rows<T const> weight, rows<T> y) {
+void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x, rows<T const> weight, rows<T> y) {
     char const* const where = "expert_linear";
-    index const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts);
+    index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts);
     detail::require_of_choices(where, "x", x, chosen, weight.width());
     detail::require_shape(where, "y", y, chosen.count(), chosen.width() * out);
-    detail::for_each_expert(where, chosen, experts, [&](index expert, std::span<detail::choice const> choices) {
+    detail::for_each_expert(where, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const in = detail::gather(choices, x, weight.width());
         row_buffer<T> result(in.count(), out);
         linear<T>(in.view(), weight.sub(expert * out, out), result.view());
@@ -136,26 +136,26 @@ void expert_linear(rows<index const> chosen, index experts, rows<T const> x, row
 ///
 /// Throws `cpx::error` if the shapes do not fit or there are fewer experts than choices.
 template <class T>
-void choose_experts(rows<T const> logits, rows<index> chosen, rows<T> weights) {
+void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights) {
     char const* const where = "choose_experts";
-    index const experts = logits.width(), choices = chosen.width();
+    index_t const experts = logits.width(), choices = chosen.width();
     require(choices >= 1 && choices <= experts, where, "choices", "1 to the experts, " + std::to_string(experts),
             choices);
     detail::require_shape(where, "chosen", chosen, logits.count(), choices);
     detail::require_shape(where, "weights", weights, logits.count(), choices);
     std::vector<T> probabilities(static_cast<std::size_t>(experts));
-    for (index row = 0; row < logits.count(); ++row) {
+    for (index_t row = 0; row < logits.count(); ++row) {
         T const* const logit = logits.row(row);
         T const highest = *std::max_element(logit, logit + experts);
         T total = 0;
-        for (index e = 0; e < experts; ++e)
+        for (index_t e = 0; e < experts; ++e)
             total += probabilities[static_cast<std::size_t>(e)] = std::exp(logit[e] - highest);
         for (T& p : probabilities) p /= total;
         T of_chosen = 0;
-        for (index number = 0; number < choices; ++number) {
+        for (index_t number = 0; number < choices; ++number) {
             // Not a sort: this is right for NaN, too, in that it chooses experts, and none of them twice.
-            index best = -1;
-            for (index e = 0; e < experts; ++e) {
+            index_t best = -1;
+            for (index_t e = 0; e < experts; ++e) {
                 auto const end = chosen.row(row) + number;
                 if (std::find(chosen.row(row), end, e) != end) continue;
                 if (best < 0 || probabilities[static_cast<std::size_t>(e)] > weights(row, number)) {
@@ -166,7 +166,7 @@ void choose_experts(rows<T const> logits, rows<index> chosen, rows<T> weights) {
             chosen(row, number) = best;
             of_chosen += weights(row, number);
         }
-        for (index number = 0; number < choices; ++number) weights(row, number) /= of_chosen;
+        for (index_t number = 0; number < choices; ++number) weights(row, number) /= of_chosen;
     }
 }
 
@@ -188,7 +188,7 @@ struct moe_weights {
 /// after choice.
 template <class T>
 struct moe_saved {
-    row_buffer<index> chosen;        ///< (rows, choices), the experts, by descending weight
+    row_buffer<index_t> chosen;      ///< (rows, choices), the experts, by descending weight
     row_buffer<T> weights;           ///< (rows, choices)
     row_buffer<T> gate_up;           ///< (rows, choices * 2 * inner)
     row_buffer<T> activation;        ///< (rows, choices * inner), the input of down_proj
@@ -203,12 +203,12 @@ namespace detail {
 
 /// Sizes of a mixture of experts.
 struct moe_sizes {
-    index experts = 1, choices = 1, hidden = 1, inner = 1, shared = 1;
+    index_t experts = 1, choices = 1, hidden = 1, inner = 1, shared = 1;
 };
 
 /// Throws `cpx::error` that names `where` unless the weights fit each other and rows of `hidden` channels.
 template <class T>
-moe_sizes require_moe(char const* where, moe_weights<T> const& w, index hidden, index choices) {
+moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden, index_t choices) {
     moe_sizes const n{w.gate.count(), choices, hidden, w.down_proj.width(), w.shared_gate_proj.count()};
     require(choices >= 1 && choices <= n.experts, where, "choices", "1 to the experts, " + std::to_string(n.experts),
             choices);
@@ -238,9 +238,9 @@ moe_sizes require_moe(char const* where, moe_weights<T> const& w, index hidden, 
 ///
 /// Throws `cpx::error` if the shapes do not fit or there are fewer experts than choices.
 template <class T>
-moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index choices, rows<T> y) {
+moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index_t choices, rows<T> y) {
     auto const n = detail::require_moe("moe", w, x.width(), choices);
-    index const count = x.count();
+    index_t const count = x.count();
     detail::require_shape("moe", "y", y, count, n.hidden);
     moe_saved<T> saved{.chosen = {count, choices},
                        .weights = {count, choices},
@@ -255,9 +255,9 @@ moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index choices, rows<T
     linear<T>(x, w.gate, logits.view());
     choose_experts<T>(logits.view(), saved.chosen.view(), saved.weights.view());
 
-    rows<index const> const chosen = saved.chosen.view();
+    rows<index_t const> const chosen = saved.chosen.view();
     expert_linear<T>(chosen, n.experts, x, w.gate_up_proj, saved.gate_up.view());
-    for (index s = 0; s < choices; ++s) {
+    for (index_t s = 0; s < choices; ++s) {
         auto const gate_up = saved.gate_up.view().columns(s * 2 * n.inner, 2 * n.inner);
         silu_mul<T>(gate_up.columns(0, n.inner), gate_up.columns(n.inner, n.inner),
                     saved.activation.view().columns(s * n.inner, n.inner));
@@ -274,8 +274,8 @@ moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index choices, rows<T
 
     std::vector<T> factors(static_cast<std::size_t>(choices + 1));
     detail::padded<T> terms(choices + 1, n.hidden), sum(1, n.hidden);
-    for (index row = 0; row < count; ++row) {
-        for (index s = 0; s < choices; ++s) {
+    for (index_t row = 0; row < count; ++row) {
+        for (index_t s = 0; s < choices; ++s) {
             factors[static_cast<std::size_t>(s)] = saved.weights.view()(row, s);
             std::copy_n(saved.output.view().row(row) + s * n.hidden, n.hidden, terms.row(s));
         }

@@ -18,13 +18,13 @@ namespace cpx {
 ///
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
-void expert_linear_backward_input(rows<index const> chosen, index experts, rows<T const> dy, rows<T const> weight,
+void expert_linear_backward_input(rows<index_t const> chosen, index_t experts, rows<T const> dy, rows<T const> weight,
                                   rows<T> dx) {
     char const* const where = "expert_linear_backward_input";
-    index const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts);
+    index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts);
     detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * out);
     detail::require_shape(where, "dx", dx, chosen.count(), chosen.width() * weight.width());
-    detail::for_each_expert(where, chosen, experts, [&](index expert, std::span<detail::choice const> choices) {
+    detail::for_each_expert(where, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const of_outputs = detail::gather(choices, dy, out);
         row_buffer<T> result(of_outputs.count(), weight.width());
         linear_backward_input<T>(of_outputs.view(), weight.sub(expert * out, out), result.view());
@@ -43,17 +43,17 @@ void expert_linear_backward_input(rows<index const> chosen, index experts, rows<
 ///
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
-void expert_linear_backward_weight(rows<index const> chosen, index experts, rows<T const> dy, rows<T const> x,
-                                   rows<T> dweight, index first = 0) {
+void expert_linear_backward_weight(rows<index_t const> chosen, index_t experts, rows<T const> dy, rows<T const> x,
+                                   rows<T> dweight, index_t first = 0) {
     char const* const where = "expert_linear_backward_weight";
-    index const out = detail::outputs_of_expert(where, "rows of dweight", dweight.count(), experts);
+    index_t const out = detail::outputs_of_expert(where, "rows of dweight", dweight.count(), experts);
     require(chosen.width() >= 1, where, "choices", "at least 1", chosen.width());
-    index const n = dy.width() / chosen.width();
+    index_t const n = dy.width() / chosen.width();
     detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * n);
     require(first >= 0 && first + n <= out, where, "outputs", "at least 0 and at most " + std::to_string(out),
             std::to_string(first) + " to " + std::to_string(first + n));
     detail::require_of_choices(where, "x", x, chosen, dweight.width());
-    detail::for_each_expert(where, chosen, experts, [&](index expert, std::span<detail::choice const> choices) {
+    detail::for_each_expert(where, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const of_outputs = detail::gather(choices, dy, n);
         auto const in = detail::gather(choices, x, dweight.width());
         linear_backward_weight<T>(of_outputs.view(), in.view(), dweight.sub(expert * out + first, n));
@@ -91,8 +91,8 @@ struct moe_gradients {
 template <class T>
 moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved, rows<T const> dy, rows<T> dx) {
     char const* const where = "moe_backward";
-    rows<index const> const chosen = saved.chosen.view();
-    index const count = chosen.count(), choices = chosen.width();
+    rows<index_t const> const chosen = saved.chosen.view();
+    index_t const count = chosen.count(), choices = chosen.width();
     auto const n = detail::require_moe(where, w, dy.width(), choices);
     detail::require_experts(where, chosen, n.experts);
     detail::require_shape(where, "dy", dy, count, n.hidden);
@@ -110,23 +110,23 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved
                        .dshared_output = {count, n.hidden},
                        .dshared_gate = {count, 1}};
 
-    for (index row = 0; row < count; ++row) {
+    for (index_t row = 0; row < count; ++row) {
         T const* const weight = saved.weights.view().row(row);
         T* const dlogit = g.dlogits.view().row(row);
         // Divided by their sum, the largest probabilities are the softmax of their own logits: the others cancel.
         T mean = 0;
-        for (index s = 0; s < choices; ++s) {
+        for (index_t s = 0; s < choices; ++s) {
             T const* const output = saved.output.view().row(row) + s * n.hidden;
             dlogit[chosen(row, s)] = detail::dot(dy.row(row), output, n.hidden);
             mean += weight[s] * dlogit[chosen(row, s)];
         }
-        for (index s = 0; s < choices; ++s) dlogit[chosen(row, s)] = weight[s] * (dlogit[chosen(row, s)] - mean);
+        for (index_t s = 0; s < choices; ++s) dlogit[chosen(row, s)] = weight[s] * (dlogit[chosen(row, s)] - mean);
 
         T const shared_gate = saved.shared_gate.view()(row, 0), opened = sigmoid(shared_gate);
         T const dgate = detail::dot(dy.row(row), saved.shared_output.view().row(row), n.hidden);
         g.dshared_gate.view()(row, 0) = sigmoid_backward(shared_gate, dgate);
-        for (index j = 0; j < n.hidden; ++j) {
-            for (index s = 0; s < choices; ++s) g.doutput.view()(row, s * n.hidden + j) = weight[s] * dy(row, j);
+        for (index_t j = 0; j < n.hidden; ++j) {
+            for (index_t s = 0; s < choices; ++s) g.doutput.view()(row, s * n.hidden + j) = weight[s] * dy(row, j);
             g.dshared_output.view()(row, j) = opened * dy(row, j);
         }
     }
@@ -134,11 +134,11 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved
     row_buffer<T> dactivation(count, choices * n.inner), terms(count, choices * n.hidden);
     expert_linear_backward_input<T>(chosen, n.experts, g.doutput.view(), w.down_proj, dactivation.view());
     auto const open = [](rows<T const> gate_up, rows<T const> of_activation, rows<T> of_gate_up) {
-        index const width = of_activation.width();
+        index_t const width = of_activation.width();
         silu_mul_backward<T>(gate_up.columns(0, width), gate_up.columns(width, width), of_activation,
                              of_gate_up.columns(0, width), of_gate_up.columns(width, width));
     };
-    for (index s = 0; s < choices; ++s)
+    for (index_t s = 0; s < choices; ++s)
         open(saved.gate_up.view().columns(s * 2 * n.inner, 2 * n.inner),
              dactivation.view().columns(s * n.inner, n.inner), g.dgate_up.view().columns(s * 2 * n.inner, 2 * n.inner));
     expert_linear_backward_input<T>(chosen, n.experts, g.dgate_up.view(), w.gate_up_proj, terms.view());
@@ -147,16 +147,16 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved
     linear_backward_input<T>(g.dshared_output.view(), w.shared_down_proj, dshared_activation.view());
     open(saved.shared_gate_up.view(), dshared_activation.view(), g.dshared_gate_up.view());
 
-    for (index row = 0; row < count; ++row) std::fill_n(dx.row(row), n.hidden, T(0));
+    for (index_t row = 0; row < count; ++row) std::fill_n(dx.row(row), n.hidden, T(0));
     auto const add = [&](rows<T const> some) {
-        for (index row = 0; row < count; ++row)
-            for (index j = 0; j < n.hidden; ++j) dx(row, j) += some(row, j);
+        for (index_t row = 0; row < count; ++row)
+            for (index_t j = 0; j < n.hidden; ++j) dx(row, j) += some(row, j);
     };
     auto const add_input_of = [&](rows<T const> of_outputs, rows<T const> weight) {
         linear_backward_input<T>(of_outputs, weight, term.view());
         add(term.view());
     };
-    for (index s = 0; s < choices; ++s) add(terms.view().columns(s * n.hidden, n.hidden));
+    for (index_t s = 0; s < choices; ++s) add(terms.view().columns(s * n.hidden, n.hidden));
     add_input_of(g.dlogits.view(), w.gate);
     add_input_of(g.dshared_gate_up.view().columns(0, n.shared), w.shared_gate_proj);
     add_input_of(g.dshared_gate_up.view().columns(n.shared, n.shared), w.shared_up_proj);

@@ -18,12 +18,12 @@ namespace detail {
 /// Calls `each(row, column, normed)` with `x / sqrt(mean x^2 + eps)` for every element; the mean is over heads of
 /// `head_dim` neighbouring columns.
 template <class T, class F>
-void normalize_heads(rows<T const> x, index head_dim, T eps, F each) {
-    for (index i = 0; i < x.count(); ++i)
-        for (index head = 0; head < x.width(); head += head_dim) {
+void normalize_heads(rows<T const> x, index_t head_dim, T eps, F each) {
+    for (index_t i = 0; i < x.count(); ++i)
+        for (index_t head = 0; head < x.width(); head += head_dim) {
             T const mean = sum_of_squares(x.row(i) + head, head_dim) / static_cast<T>(head_dim);
             T const factor = 1 / std::sqrt(mean + eps);
-            for (index j = head; j < head + head_dim; ++j) each(i, j, x(i, j) * factor);
+            for (index_t j = head; j < head + head_dim; ++j) each(i, j, x(i, j) * factor);
         }
 }
 
@@ -32,23 +32,23 @@ void normalize_heads(rows<T const> x, index head_dim, T eps, F each) {
 /// `each(row, column, j, normed)` returns the gradient of a normed element and the term that it adds to `dweight[j]`.
 /// dx and dweight are left out where they are empty.
 template <class T, class F>
-void normalize_heads_backward(rows<T const> x, index head_dim, T eps, rows<T> dx, std::span<T> dweight, F each) {
+void normalize_heads_backward(rows<T const> x, index_t head_dim, T eps, rows<T> dx, std::span<T> dweight, F each) {
     padded<T> scratch(3, head_dim), sums(1, head_dim);
     T *const normed = scratch.row(0), *const pulled = scratch.row(1), *const terms = scratch.row(2);
     std::copy(dweight.begin(), dweight.end(), sums.row(0));
-    for (index i = 0; i < x.count(); ++i)
-        for (index head = 0; head < x.width(); head += head_dim) {
+    for (index_t i = 0; i < x.count(); ++i)
+        for (index_t head = 0; head < x.width(); head += head_dim) {
             T const mean = sum_of_squares(x.row(i) + head, head_dim) / static_cast<T>(head_dim);
             T const factor = 1 / std::sqrt(mean + eps);
-            for (index j = 0; j < head_dim; ++j) {
+            for (index_t j = 0; j < head_dim; ++j) {
                 normed[j] = x(i, head + j) * factor;
                 std::tie(pulled[j], terms[j]) = each(i, head + j, j, normed[j]);
             }
             if (!dweight.empty())
-                for (index j = 0; j < head_dim; ++j) sums(0, j) += terms[j];
+                for (index_t j = 0; j < head_dim; ++j) sums(0, j) += terms[j];
             if (dx.data() == nullptr) continue;
             T const inner = dot(pulled, normed, head_dim) / static_cast<T>(head_dim);
-            for (index j = 0; j < head_dim; j += lane_count<T>) {
+            for (index_t j = 0; j < head_dim; j += lane_count<T>) {
                 lanes<T> of_normed, of_pulled;
                 load<T>(normed + j, of_normed);
                 load<T>(pulled + j, of_pulled);
@@ -59,7 +59,7 @@ void normalize_heads_backward(rows<T const> x, index head_dim, T eps, rows<T> dx
 }
 
 /// Throws `cpx::error` unless rows of `width` elements are whole heads of `weight`.
-inline void require_heads(char const* where, index width, index weight) {
+inline void require_heads(char const* where, index_t width, index_t weight) {
     require(weight > 0 && width % weight == 0, where, "width of x",
             "a multiple of the size of weight, " + std::to_string(weight), width);
 }
@@ -85,10 +85,10 @@ void require_norm_backward(char const* where, rows<T const> x, std::span<T const
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T> y) {
-    auto const size = static_cast<index>(weight.size());
+    auto const size = static_cast<index_t>(weight.size());
     detail::require_heads("rms_norm", x.width(), size);
     detail::require_shape("rms_norm", "y", y, x.count(), x.width());
-    detail::normalize_heads(x, size, eps, [&](index i, index j, T normed) {
+    detail::normalize_heads(x, size, eps, [&](index_t i, index_t j, T normed) {
         y(i, j) = normed * (gain_offset + weight[static_cast<std::size_t>(j % size)]);
     });
 }
@@ -98,11 +98,11 @@ void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, 
 /// x, z, y: (rows, heads * weight.size()), y may be x or z. Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T> y) {
-    auto const size = static_cast<index>(weight.size());
+    auto const size = static_cast<index_t>(weight.size());
     detail::require_heads("gated_rms_norm", x.width(), size);
     detail::require_shape("gated_rms_norm", "z", z, x.count(), x.width());
     detail::require_shape("gated_rms_norm", "y", y, x.count(), x.width());
-    detail::normalize_heads(x, size, eps, [&](index i, index j, T normed) {
+    detail::normalize_heads(x, size, eps, [&](index_t i, index_t j, T normed) {
         y(i, j) = normed * weight[static_cast<std::size_t>(j % size)] * silu(z(i, j));
     });
 }
@@ -119,7 +119,7 @@ void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain
                        std::span<T> dweight) {
     detail::require_norm_backward("rms_norm_backward", x, weight, dy, dx, dweight);
     detail::normalize_heads_backward(
-        x, std::ssize(weight), eps, dx, dweight, [&](index i, index column, index j, T normed) {
+        x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
             T const gradient = dy(i, column);
             return std::pair(gradient * (gain_offset + weight[static_cast<std::size_t>(j)]), gradient * normed);
         });
@@ -138,7 +138,7 @@ void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const
     detail::require_shape(where, "z", z, x.count(), x.width());
     if (dz.data() != nullptr) detail::require_shape(where, "dz", dz, x.count(), x.width());
     detail::normalize_heads_backward(
-        x, std::ssize(weight), eps, dx, dweight, [&](index i, index column, index j, T normed) {
+        x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
             T const gradient = dy(i, column), gate = z(i, column), gain = weight[static_cast<std::size_t>(j)];
             T const opened = gradient * silu(gate);
             if (dz.data() != nullptr) dz(i, column) = silu_backward(gate, gradient * (normed * gain));

@@ -14,7 +14,7 @@ namespace cpx {
 
 struct rotary_options {
     double theta = 10000;
-    index rotary_dim = 0; ///< channels at the front of each head that are rotated; even
+    index_t rotary_dim = 0; ///< channels at the front of each head that are rotated; even
 };
 
 /// Returns `theta^(-2 i / rotary_dim)` for `i < rotary_dim / 2`, computed in T as transformers does.
@@ -22,10 +22,10 @@ struct rotary_options {
 /// Throws `cpx::error` if `rotary_dim` is odd or negative.
 template <class T>
 std::vector<T> rotary_frequencies(rotary_options options) {
-    index const dim = options.rotary_dim;
+    index_t const dim = options.rotary_dim;
     require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", dim);
     std::vector<T> result;
-    for (index i = 0; i < dim; i += 2)
+    for (index_t i = 0; i < dim; i += 2)
         result.push_back(1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim)));
     return result;
 }
@@ -34,12 +34,12 @@ std::vector<T> rotary_frequencies(rotary_options options) {
 ///
 /// cos, sin: (positions.size(), frequencies.size()). Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void rotary_table(std::span<index const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin) {
-    auto const count = static_cast<index>(positions.size()), half = static_cast<index>(frequencies.size());
+void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin) {
+    auto const count = static_cast<index_t>(positions.size()), half = static_cast<index_t>(frequencies.size());
     detail::require_shape("rotary_table", "cos", cos, count, half);
     detail::require_shape("rotary_table", "sin", sin, count, half);
-    for (index row = 0; row < count; ++row)
-        for (index i = 0; i < half; ++i) {
+    for (index_t row = 0; row < count; ++row)
+        for (index_t i = 0; i < half; ++i) {
             T const angle =
                 static_cast<T>(positions[static_cast<std::size_t>(row)]) * frequencies[static_cast<std::size_t>(i)];
             cos(row, i) = std::cos(angle);
@@ -57,20 +57,20 @@ void rotary_table(std::span<index const> positions, std::span<T const> frequenci
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void rotary(rows<T const> x, index head_dim, rows<T const> cos, rows<T const> sin, rows<T> y) {
-    index const half = cos.width();
+void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> y) {
+    index_t const half = cos.width();
     require(head_dim > 0 && x.width() % head_dim == 0, "rotary", "width of x",
             "a multiple of head_dim, " + std::to_string(head_dim), x.width());
     require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half);
     detail::require_shape("rotary", "cos", cos, x.count(), half);
     detail::require_shape("rotary", "sin", sin, x.count(), half);
     detail::require_shape("rotary", "y", y, x.count(), x.width());
-    for (index row = 0; row < x.count(); ++row)
-        for (index head = 0; head < x.width(); head += head_dim) {
+    for (index_t row = 0; row < x.count(); ++row)
+        for (index_t head = 0; head < x.width(); head += head_dim) {
             T const* const from = x.row(row) + head;
             T* const to = y.row(row) + head;
-            for (index i = 0; i < half; i += detail::lane_count<T>) {
-                index const valid = half - i;
+            for (index_t i = 0; i < half; i += detail::lane_count<T>) {
+                index_t const valid = half - i;
                 detail::lanes<T> c, s, low, high;
                 detail::load<T>(cos.row(row) + i, valid, c);
                 detail::load<T>(sin.row(row) + i, valid, s);
@@ -85,9 +85,9 @@ void rotary(rows<T const> x, index head_dim, rows<T const> cos, rows<T const> si
 
 /// Computes the same with ordinary positions, one a row.
 template <class T>
-void rotary(rows<T const> x, index head_dim, std::span<index const> positions, rotary_options options, rows<T> y) {
+void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> positions, rotary_options options, rows<T> y) {
     auto const frequencies = rotary_frequencies<T>(options);
-    index const half = static_cast<index>(frequencies.size());
+    index_t const half = static_cast<index_t>(frequencies.size());
     std::vector<T> cos(positions.size() * frequencies.size()), sin(cos.size());
     rows<T> const c(cos.data(), std::ssize(positions), half), s(sin.data(), std::ssize(positions), half);
     rotary_table<T>(positions, frequencies, c, s);
@@ -96,21 +96,21 @@ void rotary(rows<T const> x, index head_dim, std::span<index const> positions, r
 
 /// Computes `dx` from `dy`: rotates back, by the angles negated. Arguments as in `rotary`; dx may be dy.
 template <class T>
-void rotary_backward(rows<T const> dy, index head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx) {
+void rotary_backward(rows<T const> dy, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx) {
     std::vector<T> negated(static_cast<std::size_t>(sin.count() * sin.width()));
     rows<T> const back(negated.data(), sin.count(), sin.width());
-    for (index row = 0; row < sin.count(); ++row)
-        for (index i = 0; i < sin.width(); ++i) back(row, i) = -sin(row, i);
+    for (index_t row = 0; row < sin.count(); ++row)
+        for (index_t i = 0; i < sin.width(); ++i) back(row, i) = -sin(row, i);
     rotary<T>(dy, head_dim, cos, back, dx);
 }
 
 /// Computes the same with ordinary positions, one a row.
 template <class T>
-void rotary_backward(rows<T const> dy, index head_dim, std::span<index const> positions, rotary_options options,
+void rotary_backward(rows<T const> dy, index_t head_dim, std::span<index_t const> positions, rotary_options options,
                      rows<T> dx) {
-    std::vector<index> negated(positions.begin(), positions.end());
-    for (index& position : negated) position = -position;
-    rotary<T>(dy, head_dim, std::span<index const>(negated), options, dx);
+    std::vector<index_t> negated(positions.begin(), positions.end());
+    for (index_t& position : negated) position = -position;
+    rotary<T>(dy, head_dim, std::span<index_t const>(negated), options, dx);
 }
 
 } // namespace cpx

@@ -11,10 +11,10 @@ namespace cpx::detail {
 
 /// Throws `cpx::error` that names `where` and `name` unless `view` is (count, width).
 template <class T>
-void require_shape(char const* where, char const* name, rows<T> view, index count, index width,
+void require_shape(char const* where, char const* name, rows<T> view, index_t count, index_t width,
                    caller here = caller::here()) {
     if (view.count() == count && view.width() == width) return;
-    auto const shape = [](index n, index w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
+    auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     throw error(where, std::string("shape of ") + name, shape(count, width), shape(view.count(), view.width()), here);
 }
 
