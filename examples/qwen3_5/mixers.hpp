@@ -59,8 +59,8 @@ public:
         at_.linear(name("self_attn.k_proj.weight"), s.x.view(), s.raw.view().columns(q_, kv_));
         at_.linear(name("self_attn.v_proj.weight"), s.x.view(), s.raw.view().columns(q_ + kv_, kv_));
         for (cpx::index_t head = 0; head < heads_.query_heads; ++head) // q_proj gives each head's query, then its gate
-            cpx::map(s.raw.data().columns(head * dim_, dim_)) =
-                cpx::map(s.q_and_gate.data().columns(2 * head * dim_, dim_));
+            cpx::as_matrix(s.raw.data().columns(head * dim_, dim_)) =
+                cpx::as_matrix(s.q_and_gate.data().columns(2 * head * dim_, dim_));
         s.qkv = s.raw;
         for (auto const& [weight, first, width] : normed()) {
             auto const part = s.qkv.view().columns(first, width);
@@ -113,7 +113,7 @@ private:
     void attend_gathered(saved& s) const {
         cpx::replicated<> const everywhere(at_.sharding.ranks(), at_.sharding.batch());
         auto keys = at_.make(2 * kv_);
-        cpx::map(keys.data()) = cpx::map(s.qkv.data().columns(q_, 2 * kv_));
+        cpx::as_matrix(keys.data()) = cpx::as_matrix(s.qkv.data().columns(q_, 2 * kv_));
         s.keys = exchange(relayout(at_.sharding, everywhere, at_.rank()), keys, at_.comm);
         attention(at_.rank(), s.qkv.view().columns(0, q_), s.keys->view().columns(0, kv_),
                   s.keys->view().columns(kv_, kv_), heads_, scale_, s.o.view(), lse(s.lse, s.o, heads_.query_heads));
@@ -158,8 +158,8 @@ private:
         }
         for (cpx::index_t head = 0; head < heads_.query_heads; ++head) {
             auto const both = dq_and_gate.data().columns(2 * head * dim_, 2 * dim_);
-            cpx::map(both.columns(0, dim_)) = cpx::map(dqkv.data().columns(head * dim_, dim_));
-            cpx::map(both.columns(dim_, dim_)) = cpx::map(dgate.data().columns(head * dim_, dim_));
+            cpx::as_matrix(both.columns(0, dim_)) = cpx::as_matrix(dqkv.data().columns(head * dim_, dim_));
+            cpx::as_matrix(both.columns(dim_, dim_)) = cpx::as_matrix(dgate.data().columns(head * dim_, dim_));
         }
         auto const whole = at_.whole(s.x.view());
         at_.linear_backward(name("self_attn.q_proj.weight"), whole, dq_and_gate.view(), dx.view());
@@ -177,9 +177,9 @@ private:
         cpx::replicated<> const everywhere(at_.sharding.ranks(), at_.sharding.batch());
         auto of_queries = at_.make(2 * q_ + 2 * n); // q, dout, lse, delta
         auto const all = of_queries.view();
-        cpx::map(all.data().columns(0, q_)) = cpx::map(s.qkv.data().columns(0, q_));
-        cpx::map(all.data().columns(q_, q_)) = cpx::map(d_o.data());
-        cpx::map(all.data().columns(2 * q_, n)) = cpx::map(cpx::rows<T const>(s.lse, n));
+        cpx::as_matrix(all.data().columns(0, q_)) = cpx::as_matrix(s.qkv.data().columns(0, q_));
+        cpx::as_matrix(all.data().columns(q_, q_)) = cpx::as_matrix(d_o.data());
+        cpx::as_matrix(all.data().columns(2 * q_, n)) = cpx::as_matrix(cpx::rows<T const>(s.lse, n));
         attention_delta(s.o.view(), d_o.view(), dim_, all.columns(2 * q_ + n, n));
         auto const queries = [&]<class Q>(cpx::sharded<T const, Q> const& x) {
             return cpx::attention_queries<T, Q>{x.columns(0, q_), x.columns(q_, q_), x.columns(2 * q_, n),

@@ -111,7 +111,7 @@ public:
         add(part.data(), dx.data());
     }
 
-    static void add(cpx::rows<T const> x, cpx::rows<T> h) { cpx::map(h) += cpx::map(x); }
+    static void add(cpx::rows<T const> x, cpx::rows<T> h) { cpx::as_matrix(h) += cpx::as_matrix(x); }
 
     checkpoint<T> const& model;
     gradients<T>& grads;

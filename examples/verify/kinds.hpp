@@ -92,7 +92,8 @@ outputs<T> gated_delta_rule(job const& j) {
         if (i < 3) shape.push_back(in[i].width);
         auto const values = j.file.read<T>(names[i], shape);
         cpx::index_t const columns = in[i].heads * in[i].width;
-        cpx::map(cpx::rows<T>(whole, width).columns(first, columns)) = cpx::map(cpx::rows<T const>(values, columns));
+        cpx::as_matrix(cpx::rows<T>(whole, width).columns(first, columns)) =
+            cpx::as_matrix(cpx::rows<T const>(values, columns));
         first += columns;
     }
 
@@ -161,8 +162,8 @@ outputs<T> gated_delta_rule(job const& j) {
                 cpx::index_t const columns = in[i].heads * in[i].width;
                 auto& gradient = result[std::string("d") + names[i]];
                 gradient.resize(static_cast<std::size_t>(j.tokens() * columns));
-                cpx::map(cpx::rows<T>(gradient, columns)) =
-                    cpx::map(cpx::rows<T>(gradients, width).columns(column, columns));
+                cpx::as_matrix(cpx::rows<T>(gradient, columns)) =
+                    cpx::as_matrix(cpx::rows<T>(gradients, width).columns(column, columns));
                 column += columns;
             }
         });

@@ -107,10 +107,10 @@ private:
             static_assert(Taps * V % wide == 0);
 #pragma unroll
             for (int first = 0; first < Taps * V; first += wide) {
-                float part[wide];
-                widen<W, wide>(load<W, wide>(weight + channel * Taps + first), part);
+                float wide_weight[wide];
+                widen<W, wide>(load<W, wide>(weight + channel * Taps + first), wide_weight);
 #pragma unroll
-                for (int i = 0; i < wide; ++i) at[Taps - 1 - (first + i) % Taps][(first + i) / Taps] = part[i];
+                for (int i = 0; i < wide; ++i) at[Taps - 1 - (first + i) % Taps][(first + i) / Taps] = wide_weight[i];
             }
         } else {
 #pragma unroll

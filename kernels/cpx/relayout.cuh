@@ -27,7 +27,7 @@ struct every_row_side {
 };
 
 /// Columns that go to one peer: `units` of `vector` bytes from byte `source` of a row to byte `target` of the peer's.
-struct column_piece {
+struct column_run {
     std::int64_t source, target;
     std::int32_t units, vector;
 };
@@ -49,12 +49,12 @@ struct relayout_rows {
     bool wide;
     std::uint32_t digest; ///< of the only offsets that will do, 0: any
     int first;
-    int pieces, lanes;
+    int runs, lanes;
     char const* source;
     std::int64_t source_pitch, source_rows; ///< rows: at most
     char* target[most_ranks];
     std::int64_t target_pitch[most_ranks], target_rows[most_ranks];
-    column_piece piece[most_ranks][most_sections];
+    column_run columns[most_ranks][most_sections];
 };
 
 namespace detail {
@@ -178,9 +178,9 @@ __device__ __forceinline__ void copy_units(char const* source, char* target, int
 }
 
 /// Copies the columns of one row that go to one peer. Called by `lanes` neighbouring threads.
-__device__ inline void copy_pieces(column_piece const* pieces, int count, char const* source, char* target, int lanes) {
+__device__ inline void copy_columns(column_run const* columns, int count, char const* source, char* target, int lanes) {
     for (int i = 0; i < count; ++i) {
-        column_piece const p = pieces[i];
+        column_run const p = columns[i];
         if (p.units == 0) continue;
         char const* const from = source + p.source;
         char* const to = target + p.target;
@@ -217,24 +217,24 @@ __device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offset
 
 /// Stores the rows of one rank that belong to the ranks that meet.
 template <class Source, class Target>
-__device__ void store_pieces(Source const& source, Target const& target, relayout_rows const& r, meeting const& m,
-                             column_piece const* pieces) {
+__device__ void store_to_peers(Source const& source, Target const& target, relayout_rows const& r, meeting const& m,
+                               column_run const* columns) {
     // Rows from all over the source at a time, so that no peer is stored to by all ranks at once: from many places
     // where all ranks walk along the same rows. More than needed are slower: 1 to 8 % from 32 on.
     constexpr int places = Source::every_row || Target::every_row ? 32 : 8;
-    std::int64_t const rows = source.rows(r.first + m.rank), parts = places * m.ranks;
-    std::int64_t const part_rows = (rows + parts - 1) / parts;
+    std::int64_t const rows = source.rows(r.first + m.rank), shares = places * m.ranks;
+    std::int64_t const share_rows = (rows + shares - 1) / shares;
     int const group = static_cast<int>(threadIdx.x) / r.lanes, groups = static_cast<int>(blockDim.x) / r.lanes;
     std::int64_t const stride = static_cast<std::int64_t>(gridDim.x) * groups;
-    for (std::int64_t item = static_cast<std::int64_t>(group) * gridDim.x + blockIdx.x; item < parts * part_rows;
+    for (std::int64_t item = static_cast<std::int64_t>(group) * gridDim.x + blockIdx.x; item < shares * share_rows;
          item += stride) {
-        std::int64_t const row = (item + m.rank) % parts * part_rows + item / parts;
+        std::int64_t const row = (item + m.rank) % shares * share_rows + item / shares;
         if (row >= rows) continue;
         std::int32_t const global = source.global(r.first + m.rank, static_cast<std::int32_t>(row));
         char const* const at = r.source + row * r.source_pitch;
         auto const store = [&](int peer, std::int64_t place) {
-            copy_pieces(pieces + peer * most_sections, r.pieces, at, r.target[peer] + place * r.target_pitch[peer],
-                        r.lanes);
+            copy_columns(columns + peer * most_sections, r.runs, at, r.target[peer] + place * r.target_pitch[peer],
+                         r.lanes);
         };
         if constexpr (Target::every_row) {
             for (int i = 0; i < m.ranks; ++i) store(static_cast<int>((i + row + m.rank) % m.ranks), global);
@@ -254,15 +254,15 @@ constexpr std::size_t relayout_memory(int sequences, int ranks) {
     std::size_t const tables =
         1 + (From::by_sequence ? 1 : 0) + (To::by_sequence ? static_cast<std::size_t>(ranks) : 0);
     return tables * (static_cast<std::size_t>(sequences) + 1) * sizeof(std::int32_t) +
-           sizeof(column_piece) * most_ranks * most_sections;
+           sizeof(column_run) * most_ranks * most_sections;
 }
 
 /// Stores every row of one rank where it belongs in its peers' targets: the work of one block of `relayout_push`.
 template <class From, class To>
 __device__ void store_rows(From const& from, To const& to, relayout_rows const& r, meeting const& m) {
-    extern __shared__ column_piece pieces[]; // (ranks, sections), then the tables of offsets
-    __shared__ std::uint32_t digest;         // of the offsets, never 0
-    auto* const offsets = reinterpret_cast<std::int32_t*>(pieces + most_ranks * most_sections);
+    extern __shared__ column_run columns[]; // (ranks, sections), then the tables of offsets
+    __shared__ std::uint32_t digest;        // of the offsets, never 0
+    auto* const offsets = reinterpret_cast<std::int32_t*>(columns + most_ranks * most_sections);
     int const n = r.sequences, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     int const rank = r.first + m.rank;
     if (threadIdx.x == 0) digest = 0;
@@ -275,7 +275,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     arrive(m, epoch + 1);
 
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
-        pieces[i] = r.piece[i / most_sections][i % most_sections];
+        columns[i] = r.columns[i / most_sections][i % most_sections];
     bool fits = __syncthreads_and(ascend) && (r.digest == 0 || r.digest == (digest | 1));
     detail::sequences const all{offsets, fits ? n : 0};
     std::int32_t *const of_source = offsets + n + 1, *const of_target = of_source + (From::by_sequence ? n + 1 : 0);
@@ -293,7 +293,7 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     if (int const peer = static_cast<int>(threadIdx.x); fits && peer < m.ranks)
         fits = target.rows(r.first + peer) <= r.target_rows[peer];
     fits = __syncthreads_and(fits && source.rows(rank) <= r.source_rows);
-    if (fits) detail::store_pieces(source, target, r, m, pieces);
+    if (fits) detail::store_to_peers(source, target, r, m, columns);
 
     std::uint32_t const word = fits ? digest | 1 : 0;
     arrive(m, epoch + 2, word);

@@ -164,8 +164,8 @@ __device__ __forceinline__ void turn(Words& low, Words& high, float const (&cosi
 /// Computes the cosine and the sine of the angle of a pair of a row.
 __device__ __forceinline__ void find_angle(rotary_call const& a, index_t row, int pair, float& cosine, float& sine) {
     std::uint64_t const here = position(a.positions, row, a.axes ? a.axes[pair] : 0);
-    auto const part = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
-    sincospif(static_cast<float>(part) * 0x1p-31f, &sine, &cosine);
+    auto const turn = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
+    sincospif(static_cast<float>(turn) * 0x1p-31f, &sine, &cosine);
     sine *= a.direction;
 }
 

@@ -980,18 +980,18 @@ public:
             while (run(i).first > rows.first) --i;
             while (run(i).last <= rows.first) ++i;
             range const whole = run(i);
-            range const part = intersect(rows, whole);
+            range const common = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
             if constexpr (!layout<P>) check(l);
             int const chunks = l.chunks();
-            int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
-            int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
-            for (index_t first = part.first; first < part.last; ++c) {
-                index_t const last = std::min(begin(whole, c + 1, chunks), part.last);
+            int const guess = static_cast<int>(((common.first - whole.first + 1) * chunks - 1) / whole.size());
+            int c = last_at_or_before(common.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
+            for (index_t first = common.first; first < common.last; ++c) {
+                index_t const last = std::min(begin(whole, c + 1, chunks), common.last);
                 if (first < last) f(l.owner(c), range{first, last});
                 first = last;
             }
-            rows.first = part.last;
+            rows.first = common.last;
         }
     }
 
@@ -1491,7 +1491,7 @@ std::string sharding_name() {
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
     std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
-    for (section const& part : s.sections()) hash = mix_all(hash, std::array{part.heads, part.width});
+    for (section const& group : s.sections()) hash = mix_all(hash, std::array{group.heads, group.width});
     if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
         for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
     } else {
@@ -1698,14 +1698,14 @@ std::vector<segment> segments(S const& s, int rank) {
     s.for_each_piece(rank, [&](range piece) {
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
-            range const part = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
-            index_t const token = part.first - batch.offset(sequence);
+            range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
+            index_t const token = common.first - batch.offset(sequence);
             if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
-                list.back().count += part.size();
+                list.back().count += common.size();
             else
-                list.push_back({sequence, token, row, part.size()});
-            row += part.size();
-            piece.first = part.last;
+                list.push_back({sequence, token, row, common.size()});
+            row += common.size();
+            piece.first = common.last;
         }
     });
     return list;
@@ -1739,7 +1739,7 @@ namespace cpx {
 /// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
 struct serial {};
 
-/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a
+/// `scan` folds every segment into its step S -> M S + E, exchanges E (and M where a segment has both a
 /// predecessor and a successor) at once, and joins them on every rank that needs them. Equal to one rank within
 /// rounding.
 struct scan {};
@@ -1890,11 +1890,11 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 namespace cpx {
 
 /// Rows beside a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
-struct halo_part {
+struct halo_run {
     bool halo = false;
     index_t first = 0;
     index_t count = 0;
-    friend constexpr bool operator==(halo_part, halo_part) = default;
+    friend constexpr bool operator==(halo_run, halo_run) = default;
 };
 
 /// Which rows of its sequence a halo brings to a segment: those before it, as a causal convolution reads them, or those
@@ -1903,7 +1903,7 @@ enum class side { before, after };
 
 /// Brings the rows beside a rank's segments: source, its rows; target, the halo rows, each of them once.
 ///
-/// The `reach` rows beside segment i are, in order, `parts[begin[i]] .. parts[begin[i + 1]]`; fewer only where
+/// The `reach` rows beside segment i are, in order, `runs[begin[i]] .. runs[begin[i + 1]]`; fewer only where
 /// the sequence begins or ends. Rows that the rank holds itself are named, not copied. The transposed plan carries the
 /// gradients of halo rows home and adds them in rank order.
 template <any_sharding S>
@@ -1912,7 +1912,7 @@ struct halo_plan : plan {
     index_t reach = 0;
     side where = side::before;
     std::vector<segment> segments;
-    std::vector<halo_part> parts;
+    std::vector<halo_run> runs;
     std::vector<std::size_t> begin;
 };
 
@@ -1969,26 +1969,26 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const window = beside(own[i].rows, p.segments[i].sequence, where);
         if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
-            sharding.for_each_holder(window, hint, [&](int holder, range part) {
+            sharding.for_each_holder(window, hint, [&](int holder, range held) {
                 auto const& places = holder == rank ? own : foreign;
                 if (holder != rank) {
                     index_t const covered =
-                        foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
-                    range const fresh{covered, std::max(covered, part.last)};
+                        foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
+                    range const fresh{covered, std::max(covered, held.last)};
                     if (!fresh.empty()) {
                         receives.add(holder, p.target_rows, fresh);
                         foreign.push_back({fresh, p.target_rows});
                         p.target_rows += fresh.size();
                     }
                 }
-                while (!part.empty()) {
-                    auto const& place = detail::find(places, part.first);
-                    range const known = intersect(part, place.rows);
-                    p.parts.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
-                    part.first = known.last;
+                while (!held.empty()) {
+                    auto const& place = detail::find(places, held.first);
+                    range const known = intersect(held, place.rows);
+                    p.runs.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
+                    held.first = known.last;
                 }
             });
-        p.begin.push_back(p.parts.size());
+        p.begin.push_back(p.runs.size());
     }
     p.receives = receives.finish();
 
@@ -2007,14 +2007,14 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
             index_t const from = std::max(needed.first, sends.end(peer));
             if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
         };
-        sharding.for_each_holder(near, hint, [&](int holder, range part) {
+        sharding.for_each_holder(near, hint, [&](int holder, range held) {
             if (holder == peer) {
-                theirs.last = part.last;
+                theirs.last = held.last;
                 return;
             }
             give();
             peer = holder;
-            theirs = part;
+            theirs = held;
         });
         give();
     }
@@ -2067,8 +2067,8 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
         range const share = holder.heads(rank, s.heads);
         range const heads = shipped_heads(from, to, i, j, s.heads);
         if (!heads.empty()) {
-            run const part{first + (heads.first - share.first) * s.width, heads.size() * s.width};
-            columns.push_back(part);
+            run const shipped{first + (heads.first - share.first) * s.width, heads.size() * s.width};
+            columns.push_back(shipped);
         }
         first += share.size() * s.width;
     }
@@ -2081,12 +2081,12 @@ index_t overlap(Mine const& mine, int rank, Other const& other, message_list& me
     index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
         index_t next = piece.first;
-        other.for_each_holder(piece, hint, [&](int peer, range part) {
-            if (!Other::every_row && part.first != next)
+        other.for_each_holder(piece, hint, [&](int peer, range common) {
+            if (!Other::every_row && common.first != next)
                 throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(part.first));
-            messages.add(peer, row + part.first - piece.first, part);
-            next = part.last;
+                            "row " + std::to_string(common.first));
+            messages.add(peer, row + common.first - piece.first, common);
+            next = common.last;
         });
         row += piece.size();
     });
@@ -2097,7 +2097,7 @@ index_t overlap(Mine const& mine, int rank, Other const& other, message_list& me
 template <any_sharding S>
 index_t local_width(S const& s, int rank, std::span<section const> sections) {
     index_t width = 0;
-    for (section const& part : sections) width += s.heads(rank, part.heads).size() * part.width;
+    for (section const& group : sections) width += s.heads(rank, group.heads).size() * group.width;
     return width;
 }
 
@@ -2118,21 +2118,21 @@ inline index_t kept(std::vector<message> const& messages, int rank) {
 template <any_sharding S>
 bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
     if constexpr (S::every_row)
-        for (section const& part : sections) {
+        for (section const& group : sections) {
             index_t everywhere = 0;
-            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
-            if (everywhere > part.heads) return true;
+            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, group.heads).size();
+            if (everywhere > group.heads) return true;
         }
     return false;
 }
 
 } // namespace detail
 
-/// Returns the plan by which `rank` takes part in moving a tensor from one sharding to another, in one exchange.
+/// Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
 ///
 /// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
 /// columns that their new holder does not have, in at most one message a peer.
-/// Pure: no communication; every rank makes its own part. Cost: O(runs that meet), about 0.1 us each.
+/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each.
 ///
 /// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
 /// give every token to exactly one rank.
@@ -2150,7 +2150,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
             "those of the source", "others", here);
     constexpr section whole_row; // stands for the sections where only replicas decide who sends
     bool const whole_rows = sections.empty();
-    auto const parts = whole_rows ? std::span(&whole_row, 1) : sections;
+    auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
     bool const by_columns = !whole_rows || From::every_row;
 
     relayout_plan<From, To> p{{}, from, to};
@@ -2165,14 +2165,14 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.source_rows = detail::overlap(from, rank, to, sends);
     p.target_rows = detail::overlap(to, rank, from, receives);
     p.sends = sends.finish(!by_columns,
-                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, parts, from, rank); });
+                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); });
     p.receives = receives.finish(
-        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, parts, to, rank); });
+        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); });
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();
-    if (detail::has_replicas(from, parts)) p.kind = flow::selects;
-    if (detail::has_replicas(to, parts)) p.kind = flow::copies;
+    if (detail::has_replicas(from, groups)) p.kind = flow::selects;
+    if (detail::has_replicas(to, groups)) p.kind = flow::copies;
     require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
             detail::brought(p.receives), here);
     // A row that stays is named twice, by two walks: as it leaves and as it arrives.
@@ -2299,8 +2299,8 @@ volume lower_bound(From const& from, To const& to, index_t width = 1) {
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
-    auto const holds = [](auto const& s, int rank, section const& part, index_t head) {
-        range const heads = s.heads(rank, part.heads);
+    auto const holds = [](auto const& s, int rank, section const& group, index_t head) {
+        range const heads = s.heads(rank, group.heads);
         return heads.first <= head && head < heads.last;
     };
     volume bound;
@@ -2323,7 +2323,7 @@ volume lower_bound(From const& from, To const& to, index_t width = 1) {
             index_t hint = 0;
             from.for_each_piece(j, [&](range own) { // what j has already
                 to.for_each_holder(own, hint,
-                                   [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
+                                   [&](int holder, range common) { needed_rows -= holder == j ? common.size() : 0; });
             });
             bound.rows += needed_rows;
             bound.elements += needed_rows * detail::local_width(to, j, sections);
@@ -2404,17 +2404,17 @@ inline void copy(outgoing const& from, incoming const& to) {
 
 /// Moves messages between the ranks of a group. Ranks are group-local, 0 .. ranks() - 1.
 ///
-/// `exchange(id, sends, receives)` runs one rank's part of an exchange and returns when its sends have been taken and
-/// its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the transport.
-/// It throws `cpx::error` when a peer fails, runs another plan (as far as the transport can see) or misses the
-/// deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
+/// `transfer(id, sends, receives)` carries one rank's messages of an exchange and returns when its sends have been
+/// taken and its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the
+/// transport. It throws `cpx::error` when a peer fails, executes another plan (as far as the transport can see) or
+/// misses the deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
 template <class T>
 concept transport =
     requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         { t.rank() } -> std::same_as<int>;
         { t.ranks() } -> std::same_as<int>;
         { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
-        t.exchange(id, sends, receives);
+        t.transfer(id, sends, receives);
     };
 
 } // namespace cpx
@@ -2449,14 +2449,14 @@ public:
     int ranks() const { return comm_.ranks(); }
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
-    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         tally& sent = sent_[id.operation.data()];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
             sent += {1, rows, parcel.bytes()};
         }
-        comm_.exchange(id, sends, receives);
+        comm_.transfer(id, sends, receives);
     }
 
     /// Returns what has been sent for `operation`.
@@ -2555,7 +2555,7 @@ void exchange_messages(plan const& p, identity const& id, rows<A> const& from, s
     require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
             own.bytes(), kept.bytes());
     copy(own, kept);
-    comm.exchange(id, sends, receives);
+    comm.transfer(id, sends, receives);
 }
 
 /// Returns runs of the same counts, side by side from 0 on.
@@ -2624,7 +2624,7 @@ void agree(Comm& comm, identity const& mine) {
         receives.push_back(
             {peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
     }
-    comm.exchange(agreement, sends, receives);
+    comm.transfer(agreement, sends, receives);
     for (int field = 0; field < identity::fields; ++field)
         for (identity const& other : all)
             if (other.value(field) != mine.value(field))
@@ -2701,8 +2701,8 @@ namespace cpx {
 /// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
 /// every rank has its share.
 ///
-/// Collective; all ranks have equally many values. Each rank adds one part and hands it to the others, so that it sends
-/// 2 (W - 1) / W times the values. Throws what `exchange` throws.
+/// Collective; all ranks have equally many values. Each rank adds up its share of them and hands it to the others, so
+/// that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <class T, transport Comm>
 void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
@@ -2710,9 +2710,9 @@ void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here(
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
     rows<T> const all(values.data(), count, 1);
-    tensor<T, sharding<sequential<>>> part(plan.from, comm.rank(), 1);
-    exchange(plan.transposed(), sharded(all, whole), part.view(), comm, here);
-    exchange(plan, part.view(), sharded(all, whole), comm, here);
+    tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1);
+    exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
+    exchange(plan, share.view(), sharded(all, whole), comm, here);
 }
 
 } // namespace cpx
@@ -2754,7 +2754,7 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
     /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs.
-    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         std::unique_lock lock(world_.mutex);
         auto const deadline = std::chrono::steady_clock::now() + world_.deadline;
         try {

@@ -105,7 +105,7 @@ TEST_SUITE("layout") {
         for (int r = 0; r < 3; ++r) {
             auto const fixed = cpx::shard(batch, my::snake<3>{});
             auto const loose = cpx::shard(batch, my::snake<>{3});
-            CHECK(cpx::halo(fixed, r, 3).parts == cpx::halo(loose, r, 3).parts);
+            CHECK(cpx::halo(fixed, r, 3).runs == cpx::halo(loose, r, 3).runs);
             CHECK(cpx::carry(fixed, r).levels == cpx::carry(loose, r).levels);
             CHECK(cpx::halo(fixed, r, 3).sends == cpx::halo(loose, r, 3).sends);
         }

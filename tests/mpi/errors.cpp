@@ -57,7 +57,7 @@ void send_all(cpx::mpi& comm, std::span<int const> mine, char const* operation =
                             {&one, 1},
                             {&one, 1}});
     }
-    comm.exchange(id, sends, receives);
+    comm.transfer(id, sends, receives);
 }
 
 void send_all(cpx::mpi& comm) { send_all(comm, std::array{1}); }
@@ -256,7 +256,7 @@ TEST_SUITE("mpi") {
             static constexpr cpx::run one{0, 1};
             cpx::outgoing const send{comm.ranks(), reinterpret_cast<std::byte const*>(&value), 4, 4, {&one, 1},
                                      {&one, 1}};
-            comm.exchange({}, {&send, 1}, {});
+            comm.transfer({}, {&send, 1}, {});
         });
         check_parts(text, {"mpi: MPI_Isend: expected success, got MPI_ERR_RANK"});
     }

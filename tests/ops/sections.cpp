@@ -122,13 +122,13 @@ TEST_SUITE("ops") {
             support::rejects({"add_local_rows: " + part}, f);
             CHECK(all == std::vector<int>(40, 1));
         };
-        std::string const counts = "rows of the weight and of its part: expected 18 and 8, got ";
+        std::string const counts = "rows of the weight, and of it on this rank: expected 18 and 8, got ";
         rejects(counts + "17 and 8", call(from.sub(0, 8), 17, 2));
         rejects(counts + "19 and 8", call(from.sub(0, 8), 19, 2));
         rejects(counts + "18 and 7", call(from.sub(0, 7), 18, 2));
         rejects(counts + "18 and 9", call(from, 18, 2));
-        rejects("width of the part: expected 1, got 2", call(from.sub(0, 8), 18, 1));
-        rejects("width of the part: expected 2, got 1", call(from.sub(0, 8).columns(0, 1), 18, 2));
+        rejects("width of the rows on this rank: expected 1, got 2", call(from.sub(0, 8), 18, 1));
+        rejects("width of the rows on this rank: expected 2, got 1", call(from.sub(0, 8).columns(0, 1), 18, 2));
         CHECK(support::message(call(from.sub(0, 8), 18, 2)) == "");
     }
 }

@@ -23,14 +23,14 @@ std::vector<int> const many_ranks = {1, 2, 3, 4, 5, 8, 11};
 
 /// Returns whole sums: the readers of each shared head, ascending.
 template <class T>
-std::vector<T> plain_sums(std::vector<T> const& parts, heads_case const& c) {
-    index_t const group = c.readers / c.shared, rows = std::ssize(parts) / (c.readers * c.width);
+std::vector<T> plain_sums(std::vector<T> const& terms, heads_case const& c) {
+    index_t const group = c.readers / c.shared, rows = std::ssize(terms) / (c.readers * c.width);
     std::vector<T> sums;
     for (index_t row = 0; row < rows; ++row)
         for (index_t head = 0; head < c.shared; ++head)
             for (index_t column = 0; column < c.width; ++column) {
                 auto const at = [&](index_t reader) {
-                    return parts[static_cast<std::size_t>((row * c.readers + reader) * c.width + column)];
+                    return terms[static_cast<std::size_t>((row * c.readers + reader) * c.width + column)];
                 };
                 T sum = at(head * group);
                 for (index_t reader = head * group + 1; reader < (head + 1) * group; ++reader) sum += at(reader);
@@ -41,7 +41,7 @@ std::vector<T> plain_sums(std::vector<T> const& parts, heads_case const& c) {
 
 /// Runs `sum_readers` for N tensors side by side and returns the sums side by side; disagreeing ranks give poison.
 template <std::size_t N, class T, cpx::any_sharding S>
-std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& parts, heads_case const& c, S const& sharding) {
+std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& terms, heads_case const& c, S const& sharding) {
     std::array<std::vector<T>, N> result;
     for (std::size_t which = 0; which < N; ++which)
         result[which] = assemble<T>(sharding, {{c.shared, c.width}}, [&](cpx::threads& comm) {
@@ -52,7 +52,7 @@ std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& parts, he
             std::vector<cpx::tensor<T, S>> sums(N, poisoned<T>(sharding, rank, own));
             std::array<cpx::rows<T>, N> views;
             for (std::size_t i = 0; i < N; ++i) {
-                auto const local = part(parts[i], {{c.readers, c.width}}, sharding, rank);
+                auto const local = part(terms[i], {{c.readers, c.width}}, sharding, rank);
                 for (index_t row = 0; row < local.data().count(); ++row)
                     std::copy_n(local.data().row(row), held, together.data().row(row) + static_cast<index_t>(i) * held);
                 views[i] = sums[i].data();
@@ -77,13 +77,13 @@ TEST_SUITE("ops") {
                 CAPTURE(c.shared);
                 CAPTURE(c.readers);
                 support::splitmix numbers(static_cast<std::uint64_t>(c.readers));
-                std::array<std::vector<T>, 3> parts;
-                for (auto& one : parts) one = uniform<T>(numbers, batch.tokens() * c.readers * c.width, 1e3);
+                std::array<std::vector<T>, 3> terms;
+                for (auto& one : terms) one = uniform<T>(numbers, batch.tokens() * c.readers * c.width, 1e3);
                 auto const check = [&](auto const& sharding) {
-                    auto const two = run<2, T>({parts[0], parts[1]}, c, sharding);
-                    auto const three = run<3, T>(parts, c, sharding);
-                    for (std::size_t i = 0; i < 2; ++i) CHECK(same_bits(two[i], plain_sums(parts[i], c)));
-                    for (std::size_t i = 0; i < 3; ++i) CHECK(same_bits(three[i], plain_sums(parts[i], c)));
+                    auto const two = run<2, T>({terms[0], terms[1]}, c, sharding);
+                    auto const three = run<3, T>(terms, c, sharding);
+                    for (std::size_t i = 0; i < 2; ++i) CHECK(same_bits(two[i], plain_sums(terms[i], c)));
+                    for (std::size_t i = 0; i < 3; ++i) CHECK(same_bits(three[i], plain_sums(terms[i], c)));
                 };
                 for (int const ranks : many_ranks) {
                     CAPTURE(ranks);
@@ -123,7 +123,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("sums of readers reject what does not fit, before anything is written") {
         cpx::head_sharded<> const split(1, lengths({4, 1}), {{2, 3}, {4, 3}});
-        std::vector<float> parts(2 * 5 * 12), sums(5 * 6);
+        std::vector<float> terms(2 * 5 * 12), sums(5 * 6);
         auto const call = [&](index_t shared, cpx::rows<float const> from, cpx::rows<float> to) {
             return [=, &split] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
@@ -131,8 +131,8 @@ TEST_SUITE("ops") {
                 });
             };
         };
-        std::ranges::fill(parts, 1.f);
-        cpx::rows<float const> const from(parts, 24);
+        std::ranges::fill(terms, 1.f);
+        cpx::rows<float const> const from(terms, 24);
         cpx::rows<float> const to(sums, 6);
         auto const rejects = [&](std::string const& part, auto const& f) {
             support::rejects({"shared_heads.cpp", "sum_readers: " + part}, f);
@@ -140,8 +140,8 @@ TEST_SUITE("ops") {
         };
         rejects("readers: expected a multiple of the shared heads 3, got 4", call(3, from, to));
         rejects("readers: expected a multiple of the shared heads 0, got 4", call(0, from, to));
-        rejects("shape of parts: expected (5, 24), got (4, 24)", call(2, from.sub(0, 4), to));
-        rejects("shape of parts: expected (5, 24), got (5, 12)", call(2, from.columns(0, 12), to));
+        rejects("shape of terms: expected (5, 24), got (4, 24)", call(2, from.sub(0, 4), to));
+        rejects("shape of terms: expected (5, 24), got (5, 12)", call(2, from.columns(0, 12), to));
         rejects("shape of sums: expected (5, 6), got (5, 5)", call(2, from, to.columns(0, 5)));
         rejects("shape of sums: expected (5, 6), got (3, 6)", call(2, from, to.sub(0, 3)));
         CHECK(support::message(call(2, from, to)) == "");

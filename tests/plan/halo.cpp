@@ -49,9 +49,9 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index_t rea
                 if (a.owners[static_cast<std::size_t>(row)] != static_cast<int>(r)) foreign.insert(row);
             }
             for (std::size_t h = halo.begin[i]; h < halo.begin[i + 1]; ++h)
-                for (index_t k = 0; k < halo.parts[h].count; ++k)
-                    got.push_back((halo.parts[h].halo ? arrived[r] : a.rows[r])
-                                      .at(static_cast<std::size_t>(halo.parts[h].first + k)));
+                for (index_t k = 0; k < halo.runs[h].count; ++k)
+                    got.push_back((halo.runs[h].halo ? arrived[r] : a.rows[r])
+                                      .at(static_cast<std::size_t>(halo.runs[h].first + k)));
             if (got != want) return who + ", segment " + std::to_string(i) + " has the wrong rows beside it";
         }
         if (arrived[r] != std::vector<index_t>(foreign.begin(), foreign.end()))
@@ -129,9 +129,9 @@ TEST_SUITE("plan") {
         // A table that gives every second chunk of two tokens to rank 0: its halo reaches over the other's tokens.
         auto const p = cpx::halo(cpx::shard(lengths({8}), cpx::table(2, {0, 1, 0, 1})), 0, 3);
         CHECK(p.target_rows == 2); // tokens 2 and 3
-        REQUIRE(p.parts.size() == 2);
-        CHECK(p.parts[0] == cpx::halo_part{false, 1, 1}); // token 1, its own
-        CHECK(p.parts[1] == cpx::halo_part{true, 0, 2});
+        REQUIRE(p.runs.size() == 2);
+        CHECK(p.runs[0] == cpx::halo_run{false, 1, 1}); // token 1, its own
+        CHECK(p.runs[1] == cpx::halo_run{true, 0, 2});
     }
 
     TEST_CASE("halos of shardings in which every rank holds every row are empty") {
@@ -149,7 +149,7 @@ TEST_SUITE("plan") {
             auto const loose = cpx::halo(cpx::shard(batch, cpx::zigzag<>{3}), r, 4);
             CHECK(fixed.sends == loose.sends);
             CHECK(fixed.receives == loose.receives);
-            CHECK(fixed.parts == loose.parts);
+            CHECK(fixed.runs == loose.runs);
         }
     }
 

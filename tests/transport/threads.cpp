@@ -34,7 +34,7 @@ std::vector<int> all_to_all(cpx::threads& comm, int value, char const* operation
                             {&one, 1},
                             {&one, 1}});
     }
-    comm.exchange(id, sends, receives);
+    comm.transfer(id, sends, receives);
     return got;
 }
 
@@ -171,10 +171,10 @@ TEST_SUITE("transport") {
             if (comm.rank() == 0) {
                 cpx::outgoing const send{1,        reinterpret_cast<std::byte const*>(source.data()), 4, 4, {&two, 1},
                                          {&one, 1}};
-                comm.exchange(id, {&send, 1}, {});
+                comm.transfer(id, {&send, 1}, {});
             } else {
                 cpx::incoming const receive{0, reinterpret_cast<std::byte*>(&target), 4, 4, {&one, 1}, {&one, 1}};
-                comm.exchange(id, {}, {&receive, 1});
+                comm.transfer(id, {}, {&receive, 1});
             }
         });
         CHECK(target == 7);

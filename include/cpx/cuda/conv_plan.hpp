@@ -81,8 +81,8 @@ private:
         for (std::size_t i = 0; i < p.segments.size(); ++i) {
             auto to = table.begin() + static_cast<index_t>(i + 1) * reach_;
             for (std::size_t k = p.begin[i + 1]; k-- > p.begin[i];)
-                for (index_t row = p.parts[k].count; row-- > 0;)
-                    *--to = p.parts[k].first + row + (p.parts[k].halo ? rows_ : 0);
+                for (index_t row = p.runs[k].count; row-- > 0;)
+                    *--to = p.runs[k].first + row + (p.runs[k].halo ? rows_ : 0);
         }
         first_ = upload(offsets(p.segments), here);
         before_ = upload(table, here);
@@ -111,8 +111,8 @@ private:
         for (std::size_t i = 0; i < segments.size(); ++i) {
             auto to = table.begin() + static_cast<index_t>(i) * reach_;
             for (std::size_t k = p.begin[i]; k < p.begin[i + 1]; ++k)
-                for (index_t row = p.parts[k].first; row < p.parts[k].first + p.parts[k].count; ++row)
-                    *to++ = p.parts[k].halo ? std::ssize(edge) + row : place(row);
+                for (index_t row = p.runs[k].first; row < p.runs[k].first + p.runs[k].count; ++row)
+                    *to++ = p.runs[k].halo ? std::ssize(edge) + row : place(row);
         }
 
         std::vector<index_t> places; // (edge rows, taps): what each is computed from

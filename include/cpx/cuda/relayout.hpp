@@ -87,35 +87,35 @@ public:
                 plan.from.batch().tokens(), here);
         auto const sections = plan.from.sections().empty() ? plan.to.sections() : plan.from.sections();
         constexpr section whole;
-        auto const parts = sections.empty() ? std::span(&whole, 1) : sections;
-        require(std::ssize(parts) <= kernels::most_sections, "cuda::relayout", "sections",
-                "at most " + std::to_string(kernels::most_sections), parts.size(), here);
+        auto const groups = sections.empty() ? std::span(&whole, 1) : sections;
+        require(std::ssize(groups) <= kernels::most_sections, "cuda::relayout", "sections",
+                "at most " + std::to_string(kernels::most_sections), groups.size(), here);
         // Where code is loaded when it is first wanted, that would wait for kernels that wait for this one.
         cudaFuncAttributes loaded{};
         check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
               here);
         index_t const element = static_cast<index_t>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
-        pieces_ = static_cast<int>(parts.size());
+        runs_ = static_cast<int>(groups.size());
         for (int rank = 0; rank < plan.ranks(); ++rank) {
             index_t const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, rank, sections);
             require(std::max(source_width_, target_width) * element < index_t{1} << 31, "cuda::relayout",
                     "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
-            part& p = parts_.emplace_back();
+            peer_target& p = targets_.emplace_back();
             p.rows = plan.to.rows(rank);
             p.pitch = target_width * element;
-            auto const out = columns(plan, rank, parts, plan.from, rank_),
-                       in = columns(plan, rank, parts, plan.to, rank);
+            auto const out = columns(plan, rank, groups, plan.from, rank_),
+                       in = columns(plan, rank, groups, plan.to, rank);
             for (std::size_t i = 0; i < out.size(); ++i) {
                 index_t const bytes = out[i].count == 0 ? 0 : (sections.empty() ? width : out[i].count) * element;
-                p.pieces[i] = {out[i].first * element, in[i].first * element, bytes};
+                p.columns[i] = {out[i].first * element, in[i].first * element, bytes};
             }
         }
     }
 
-    /// Returns the bytes that `rank` needs for its part of the target.
+    /// Returns the bytes of the target of `rank`.
     index_t target_bytes(int rank) const {
-        part const& p = parts_[static_cast<std::size_t>(rank)];
+        peer_target const& p = targets_[static_cast<std::size_t>(rank)];
         return p.rows * p.pitch;
     }
 
@@ -152,7 +152,7 @@ public:
         require(current_device() == memory.device, where, "current device", memory.device, current_device(), here);
         require(from.width() == source_width_, where, "width of the source", source_width_, from.width(), here);
         require(from.count() >= source_rows_, where, "rows of the source", source_rows_, from.count(), here);
-        int const peers = memory.meeting.ranks, ranks = static_cast<int>(parts_.size());
+        int const peers = memory.meeting.ranks, ranks = static_cast<int>(targets_.size());
         require(memory.first + memory.meeting.rank == rank_ && memory.first + peers <= ranks, where,
                 "ranks of the memory", std::to_string(rank_) + " of " + std::to_string(ranks),
                 std::to_string(memory.first + memory.meeting.rank) + " of " + std::to_string(memory.first + peers),
@@ -180,22 +180,22 @@ public:
         r.wide = batch.wide;
         r.digest = batch.digest;
         r.first = memory.first;
-        r.pieces = pieces_;
+        r.runs = runs_;
         r.source = reinterpret_cast<char const*>(from.data());
         r.source_pitch = from.stride() * static_cast<index_t>(sizeof(T));
         r.source_rows = from.count();
         index_t widest = 0; // of what a peer gets of a row; a thread is to hold 8 vectors of it at a time
         for (int peer = 0; peer < memory.meeting.ranks; ++peer) {
-            part const& p = parts_[static_cast<std::size_t>(memory.first + peer)];
+            peer_target const& p = targets_[static_cast<std::size_t>(memory.first + peer)];
             r.target[peer] = memory.base[peer] + offset;
             r.target_pitch[peer] = p.pitch;
             r.target_rows[peer] = p.pitch > 0 ? (memory.bytes - offset) / p.pitch : index_t{1} << 31;
             index_t all_bytes = 0;
-            for (int i = 0; i < pieces_; ++i) {
-                piece const& c = p.pieces[i];
+            for (int i = 0; i < runs_; ++i) {
+                column_run const& c = p.columns[i];
                 int const vector = detail::vector_bytes({detail::address(r.source), detail::address(r.target[peer]),
                                                          r.source_pitch, p.pitch, c.source, c.target, c.bytes});
-                r.piece[peer][i] = {c.source, c.target, static_cast<std::int32_t>(c.bytes / vector), vector};
+                r.columns[peer][i] = {c.source, c.target, static_cast<std::int32_t>(c.bytes / vector), vector};
                 all_bytes += c.bytes;
             }
             widest = std::max(widest, all_bytes);
@@ -213,22 +213,22 @@ private:
     static std::size_t tables(peer_memory const& memory, packed_offsets batch) {
         return kernels::relayout_memory<source_side, target_side>(batch.sequences, memory.meeting.ranks);
     }
-    struct piece {
+    struct column_run {
         index_t source, target, bytes; ///< from the beginnings of rows
     };
     /// What one rank gets of this one's rows.
-    struct part {
+    struct peer_target {
         index_t rows, pitch; ///< of its target; bytes
-        std::array<piece, kernels::most_sections> pieces;
+        std::array<column_run, kernels::most_sections> columns;
     };
 
     /// Returns the columns that this rank ships to `peer`, one run a section, as places of `holder` on `rank`.
     template <any_sharding Holder>
-    static std::vector<run> columns(relayout_plan<From, To> const& plan, int peer, std::span<section const> parts,
+    static std::vector<run> columns(relayout_plan<From, To> const& plan, int peer, std::span<section const> groups,
                                     Holder const& holder, int rank) {
         std::vector<run> list;
         index_t first = 0;
-        for (section const& s : parts) {
+        for (section const& s : groups) {
             range const share = holder.heads(rank, s.heads);
             range const heads = cpx::detail::shipped_heads(plan.from, plan.to, plan.rank, peer, s.heads);
             list.push_back(heads.empty() ? run{}
@@ -240,9 +240,9 @@ private:
 
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;
-    int rank_, pieces_ = 0;
+    int rank_, runs_ = 0;
     index_t source_rows_, source_width_ = 0;
-    std::vector<part> parts_; ///< of every rank's target
+    std::vector<peer_target> targets_; ///< of every rank's target
 };
 
 /// Returns the relayout of a plan: `make_relayout<float>(cpx::relayout(from, to, rank), width)`.

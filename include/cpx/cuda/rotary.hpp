@@ -218,11 +218,11 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
         auto const shares = [](index_t count, index_t of) { return (count + of - 1) / of; };
         // Without pairs there are only channels to copy.
         index_t const lanes = std::clamp<index_t>(half / at_once, 1, std::min(threads, kernels::most_angles / at_once));
-        index_t const all_groups = shares(heads, kernels::rotary_heads), parts = shares(all_groups, threads / lanes);
-        index_t const groups = shares(all_groups, parts), across = lanes * groups;
+        index_t const all_groups = shares(heads, kernels::rotary_heads), cuts = shares(all_groups, threads / lanes);
+        index_t const groups = shares(all_groups, cuts), across = lanes * groups;
         index_t const rows = std::min<index_t>(threads / across, kernels::most_angles / (lanes * at_once));
         call.lanes = static_cast<int>(lanes);
-        dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(parts),
+        dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(cuts),
                         static_cast<unsigned>(std::max<index_t>(1, shares(half, lanes * at_once))));
         auto const launch = [&](auto whole_lines) {
             launch_early(kernels::rotary<T, at_once, whole_lines()>, grid,

@@ -127,18 +127,18 @@ public:
             while (run(i).first > rows.first) --i;
             while (run(i).last <= rows.first) ++i;
             range const whole = run(i);
-            range const part = intersect(rows, whole);
+            range const common = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
             if constexpr (!layout<P>) check(l);
             int const chunks = l.chunks();
-            int const guess = static_cast<int>(((part.first - whole.first + 1) * chunks - 1) / whole.size());
-            int c = last_at_or_before(part.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
-            for (index_t first = part.first; first < part.last; ++c) {
-                index_t const last = std::min(begin(whole, c + 1, chunks), part.last);
+            int const guess = static_cast<int>(((common.first - whole.first + 1) * chunks - 1) / whole.size());
+            int c = last_at_or_before(common.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
+            for (index_t first = common.first; first < common.last; ++c) {
+                index_t const last = std::min(begin(whole, c + 1, chunks), common.last);
                 if (first < last) f(l.owner(c), range{first, last});
                 first = last;
             }
-            rows.first = part.last;
+            rows.first = common.last;
         }
     }
 

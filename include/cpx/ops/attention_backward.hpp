@@ -154,8 +154,8 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
         detail::require_shape(where, "dk and dv", x->data(), held, keys.size() * dim, here);
     for (auto const* x : {&k, &v}) detail::require_shape(where, "k and v", x->data(), held, keys.size() * dim, here);
 
-    std::vector<T> shares(static_cast<std::size_t>(held * 2 * n * dim)); // of every query head
-    rows<T> const parts(shares.data(), held, 2 * n * dim);
+    std::vector<T> memory(static_cast<std::size_t>(held * 2 * n * dim)); // of every query head
+    rows<T> const terms(memory.data(), held, 2 * n * dim);
     auto of_queries = segments(from.q.sharding(), rank);
     std::ranges::sort(of_queries, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });
     index_t const group = heads.query_heads / heads.key_heads;
@@ -169,15 +169,15 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
             for (index_t h = 0; h < n; ++h) {
                 index_t const key_head = (queries.first + h) / group - keys.first;
                 detail::queries_of_head<T> const q(from, *seen, h, dim);
-                rows<T> const part = parts.sub(s.row, s.count);
+                rows<T> const own_terms = terms.sub(s.row, s.count);
                 attend_head_backward_key<T>(q.get(), k.data().sub(s.row, s.count).columns(key_head * dim, dim),
                                             v.data().sub(s.row, s.count).columns(key_head * dim, dim), own,
-                                            static_cast<T>(scale), part.columns(h * dim, dim),
-                                            part.columns((n + h) * dim, dim));
+                                            static_cast<T>(scale), own_terms.columns(h * dim, dim),
+                                            own_terms.columns((n + h) * dim, dim));
             }
         }
     }
-    sum_readers<T>(sharding, rank, heads.key_heads, heads.query_heads, dim, parts, std::array{dk.data(), dv.data()},
+    sum_readers<T>(sharding, rank, heads.key_heads, heads.query_heads, dim, terms, std::array{dk.data(), dv.data()},
                    comm, here);
 }
 

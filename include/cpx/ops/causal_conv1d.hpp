@@ -22,11 +22,11 @@ rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const>
     buffer.assign(preceding.begin(), preceding.end());
     index_t count = own.width() > 0 ? std::ssize(preceding) / own.width() : 0;
     for (std::size_t k = plan.begin[i]; k < plan.begin[i + 1]; ++k) {
-        halo_part const& part = plan.parts[k];
-        rows<T const> const from = (part.halo ? halo : own).sub(part.first, part.count);
-        for (index_t row = 0; row < part.count; ++row)
+        halo_run const& beside = plan.runs[k];
+        rows<T const> const from = (beside.halo ? halo : own).sub(beside.first, beside.count);
+        for (index_t row = 0; row < beside.count; ++row)
             buffer.insert(buffer.end(), from.row(row), from.row(row) + own.width());
-        count += part.count;
+        count += beside.count;
     }
     return {buffer.data(), count, own.width()};
 }
@@ -84,10 +84,10 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
         if (!states.final.data()) return;
         newest.assign(static_cast<std::size_t>(window), T{});
         if (states.initial.data()) std::copy_n(states.initial.row(sequence), window, newest.data());
-        rows<T const> const parts[] = {before, own};
-        for (rows<T const> const& part : parts) // of all these the last K rows
-            for (index_t row = std::max<index_t>(0, part.count() - taps); row < part.count(); ++row)
-                newest.insert(newest.end(), part.row(row), part.row(row) + channels);
+        rows<T const> const all[] = {before, own};
+        for (rows<T const> const& some : all) // the last K rows of all these
+            for (index_t row = std::max<index_t>(0, some.count() - taps); row < some.count(); ++row)
+                newest.insert(newest.end(), some.row(row), some.row(row) + channels);
         std::copy_n(newest.end() - window, window, states.final.row(sequence));
     };
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {

@@ -20,7 +20,7 @@ using column = Eigen::Matrix<T, Eigen::Dynamic, 1>;
 /// Eigen picks its loops by shape and alignment, so the bits of a sum over such a matrix may depend on both. Code
 /// whose rows must not depend on each other sums over fixed blocks instead, see ops/local/lanes.hpp.
 template <class T>
-auto map(rows<T> view) {
+auto as_matrix(rows<T> view) {
     using base = matrix<std::remove_const_t<T>>;
     using target = std::conditional_t<std::is_const_v<T>, base const, base>;
     return Eigen::Map<target, Eigen::Unaligned, Eigen::OuterStride<>>(view.data(), view.count(), view.width(),

@@ -139,15 +139,15 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     }
 
     auto const in = sums.template whole<T>(x, comm);
-    tensor<T, S> part(sharding, rank, config.hidden);
+    tensor<T, S> dx(sharding, rank, config.hidden);
     linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
     sums.template linear<T>(in, dz.view(), to.weights.in_proj_z, comm);
     auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
         auto const d = dprojected.view().columns(first, weight.count());
         sums.template linear<T>(in, d, dweight, comm);
-        linear_backward_input<T>(d.data(), weight, part.data());
+        linear_backward_input<T>(d.data(), weight, dx.data());
         for (index_t row = 0; row < count; ++row)
-            for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += part.data()(row, j);
+            for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += dx.data()(row, j);
     };
     projection(0, w.in_proj_qkv, to.weights.in_proj_qkv);
     projection(qkv, w.in_proj_b, to.weights.in_proj_b);

@@ -18,7 +18,7 @@ struct delta_rule_heads {
 };
 
 /// What the backward of a gated delta rule needs of its forward: the state before every segment of the rank and, with
-/// `scan`, the map M of the segments that lie between two others (rows as in `carry_plan::maps`).
+/// `scan`, the maps M of the segments that lie between two others (rows as in `carry_plan::maps`).
 template <class T>
 struct delta_rule_saved {
     std::vector<T> starts, maps;
@@ -77,12 +77,12 @@ protected:
     range keys_, values_;
 };
 
-/// One rank's part of a gated delta rule: runs segments, head by head.
+/// One rank goes over the segments of a gated delta rule, head by head.
 template <class T, any_sharding S>
-class delta_rule_run : public delta_rule_views<T, S> {
+class delta_rule_pass : public delta_rule_views<T, S> {
 public:
-    delta_rule_run(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& tensors, delta_rule_heads const& heads,
-                   delta_rule_options const& options)
+    delta_rule_pass(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& tensors, delta_rule_heads const& heads,
+                    delta_rule_options const& options)
         : delta_rule_views<T, S>(plan, heads), t_(tensors), options_(options) {
         if (t_.saved)
             t_.saved->starts.assign(plan.segments.size() * static_cast<std::size_t>(this->state_width()), T{});
@@ -118,10 +118,10 @@ public:
     void join(T const* map, T const* end, T* state) const {
         matrix<T> next;
         for (index_t h = 0; h < this->values_.size(); ++h) {
-            auto const s = cpx::map(this->matrix_at(state, h, this->heads_.value_dim));
-            next = cpx::map(this->matrix_at(map, h, this->heads_.key_dim)) * s +
-                   cpx::map(this->matrix_at(end, h, this->heads_.value_dim));
-            cpx::map(this->matrix_at(state, h, this->heads_.value_dim)) = next;
+            auto const s = cpx::as_matrix(this->matrix_at(state, h, this->heads_.value_dim));
+            next = cpx::as_matrix(this->matrix_at(map, h, this->heads_.key_dim)) * s +
+                   cpx::as_matrix(this->matrix_at(end, h, this->heads_.value_dim));
+            cpx::as_matrix(this->matrix_at(state, h, this->heads_.value_dim)) = next;
         }
     }
 
@@ -151,11 +151,11 @@ void check_delta_rule(char const* where, carry_plan<S> const& plan, delta_rule_t
     require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim, here);
 }
 
-/// Runs the segments level by level and hands each end state to the next segment's rank.
+/// Goes over the segments level by level and hands each end state to the next segment's rank.
 template <class T, any_sharding S, class Comm, class Start, class Finish>
-void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& plan, Start start, Finish finish,
+void carry_states(serial, delta_rule_pass<T, S> const& pass, carry_plan<S> const& plan, Start start, Finish finish,
                   Comm& comm, caller here) {
-    auto const width = run.state_width();
+    auto const width = pass.state_width();
     std::vector<T> states;
     for (std::size_t level = 0; level < plan.levels.size(); ++level) {
         auto const& members = plan.levels[level];
@@ -164,7 +164,7 @@ void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& 
             auto const member = static_cast<std::size_t>(members[i]);
             T* const state = states.data() + static_cast<index_t>(i) * width;
             if (level == 0) start(plan.segments[member], state);
-            run.forward(member, state);
+            pass.forward(member, state);
             if (!plan.links[member].has_successor) finish(plan.segments[member], state);
         }
         if (level == plan.steps.size()) break;
@@ -176,11 +176,11 @@ void carry_states(serial, delta_rule_run<T, S> const& run, carry_plan<S> const& 
     }
 }
 
-/// Folds the segments, gathers what comes before each of them, then runs them all.
+/// Folds the segments, gathers what comes before each of them, then goes over them all.
 template <class T, any_sharding S, class Comm, class Start, class Finish>
-void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& plan, Start start, Finish finish,
+void carry_states(scan, delta_rule_pass<T, S> const& pass, carry_plan<S> const& plan, Start start, Finish finish,
                   Comm& comm, caller here) {
-    index_t const width = run.state_width(), map_width = run.map_width();
+    index_t const width = pass.state_width(), map_width = pass.map_width();
     auto const buffer = [](index_t count, index_t columns) {
         return std::vector<T>(static_cast<std::size_t>(count * columns));
     };
@@ -191,17 +191,17 @@ void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& pl
         T* const end = ends.data() + static_cast<index_t>(i) * width;
         if (place.level == 0) { // its start is known: no need to fold it
             start(plan.segments[i], end);
-            run.forward(i, end);
+            pass.forward(i, end);
             if (!place.has_successor) finish(plan.segments[i], end);
         } else if (place.has_successor) {
-            run.fold(i, end, maps.data() + place.map_row * map_width);
+            pass.fold(i, end, maps.data() + place.map_row * map_width);
         }
     }
     exchange(plan.ends, rows<T const>(ends.data(), plan.ends.source_rows, width),
              rows<T>(all_ends.data(), plan.ends.target_rows, width), comm, here);
     exchange(plan.maps, rows<T const>(maps.data(), plan.maps.source_rows, map_width),
              rows<T>(all_maps.data(), plan.maps.target_rows, map_width), comm, here);
-    run.save_maps(maps);
+    pass.save_maps(maps);
     auto state = buffer(1, width);
     for (std::size_t i = 0; i < plan.segments.size(); ++i) {
         carry_link const& place = plan.links[i];
@@ -210,8 +210,8 @@ void carry_states(scan, delta_rule_run<T, S> const& run, carry_plan<S> const& pl
         T const* map = all_maps.data() + place.maps * map_width;
         std::copy_n(end, width, state.data());
         for (index_t level = 1; level < place.level; ++level, map += map_width)
-            run.join(map, end += width, state.data());
-        run.forward(i, state.data());
+            pass.join(map, end += width, state.data());
+        pass.forward(i, state.data());
         if (!place.has_successor) finish(plan.segments[i], state.data());
     }
 }
@@ -234,8 +234,8 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
                       caller here = caller::here()) {
     char const* const where = "gated_delta_rule";
     detail::check_delta_rule(where, plan, t, heads, options, here);
-    detail::delta_rule_run<T, S> const run(plan, t, heads, options);
-    index_t const sequences = plan.sharding.batch().sequences(), width = run.state_width();
+    detail::delta_rule_pass<T, S> const pass(plan, t, heads, options);
+    index_t const sequences = plan.sharding.batch().sequences(), width = pass.state_width();
     if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width, here);
     auto const start_of = [&](index_t sequence, T* state) {
@@ -248,7 +248,7 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
     auto const finish = [&](segment const& s, T const* state) {
         if (t.final.data()) std::copy_n(state, width, t.final.row(s.sequence));
     };
-    detail::carry_states(how, run, plan, start, finish, comm, here);
+    detail::carry_states(how, pass, plan, start, finish, comm, here);
     for (index_t s = 0; t.final.data() && s < sequences; ++s)
         if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) start_of(s, t.final.row(s));
 }

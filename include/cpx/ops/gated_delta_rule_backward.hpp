@@ -23,13 +23,13 @@ struct delta_rule_gradient_tensors {
 
 namespace detail {
 
-/// One rank's part of the backward: runs segments from their end to their start, head by head.
+/// One rank goes over the segments of the backward, each from its end to its start, head by head.
 template <class T, any_sharding S>
-class delta_rule_backward_run : public delta_rule_views<T, S> {
+class delta_rule_backward_pass : public delta_rule_views<T, S> {
 public:
-    delta_rule_backward_run(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
-                            delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
-                            delta_rule_options const& options)
+    delta_rule_backward_pass(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+                             delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
+                             delta_rule_options const& options)
         : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options),
           dq_dk_(static_cast<std::size_t>(t.q.data().count() * 2 * this->values_.size() * heads.key_dim)) {}
 
@@ -39,7 +39,7 @@ public:
         index_t const dim = this->heads_.value_dim;
         T const* const start = t_.saved->starts.data() + static_cast<index_t>(i) * this->state_width();
         index_t const keys = this->heads_.key_dim, values = this->values_.size();
-        rows<T> const dq_dk = shares().sub(s.row, s.count);
+        rows<T> const dq_dk = terms().sub(s.row, s.count);
         for (index_t h = 0; h < values; ++h)
             delta_rule_backward<T>(
                 this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h), this->columns(t_.v, s, h, dim),
@@ -66,15 +66,15 @@ public:
         T const* const maps = t_.saved->maps.data() + this->plan_.links[i].map_row * this->map_width();
         matrix<T> next;
         for (index_t h = 0; h < this->values_.size(); ++h) {
-            auto const ds = cpx::map(this->matrix_at(dstate, h, this->heads_.value_dim));
-            next = cpx::map(this->matrix_at(maps, h, this->heads_.key_dim)).transpose() * ds +
-                   cpx::map(this->matrix_at(folded, h, this->heads_.value_dim));
-            cpx::map(this->matrix_at(dstate, h, this->heads_.value_dim)) = next;
+            auto const ds = cpx::as_matrix(this->matrix_at(dstate, h, this->heads_.value_dim));
+            next = cpx::as_matrix(this->matrix_at(maps, h, this->heads_.key_dim)).transpose() * ds +
+                   cpx::as_matrix(this->matrix_at(folded, h, this->heads_.value_dim));
+            cpx::as_matrix(this->matrix_at(dstate, h, this->heads_.value_dim)) = next;
         }
     }
 
     /// Returns what every value head contributes to dq, then to dk, of the key head that it reads.
-    rows<T> shares() { return {dq_dk_.data(), t_.q.data().count(), 2 * this->values_.size() * this->heads_.key_dim}; }
+    rows<T> terms() { return {dq_dk_.data(), t_.q.data().count(), 2 * this->values_.size() * this->heads_.key_dim}; }
 
 private:
     delta_rule_tensors<T, S> const& t_;
@@ -105,8 +105,8 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
                              options, here);
     require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
     detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
-    detail::delta_rule_backward_run<T, S> run(plan, t, to, heads, options);
-    index_t const width = run.state_width(), sequences = plan.sharding.batch().sequences();
+    detail::delta_rule_backward_pass<T, S> pass(plan, t, to, heads, options);
+    index_t const width = pass.state_width(), sequences = plan.sharding.batch().sequences();
     require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
             "saved states", "those of the forward", t.saved ? "others" : "none", here);
     if (to.dfinal.data()) detail::require_shape(where, "dfinal", to.dfinal, sequences, width, here);
@@ -117,7 +117,7 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
     auto const at = [&](std::vector<T>& values, auto i) { return values.data() + static_cast<index_t>(i) * width; };
     auto folded = states(folds ? plan.segments.size() : 0), dends = states(folds ? plan.segments.size() : 0);
     for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
-        if (plan.links[i].map_row >= 0) run.fold(i, at(folded, i));
+        if (plan.links[i].map_row >= 0) pass.fold(i, at(folded, i));
 
     std::vector<T> later; // gradients of the start states of the level above
     for (std::size_t level = plan.levels.size(); level-- > 0;) {
@@ -135,15 +135,15 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
             if (last && to.dfinal.data()) std::copy_n(to.dfinal.row(plan.segments[i].sequence), width, dstate);
             if (folds) std::copy_n(dstate, width, at(dends, i));
             if (!folds || last)
-                run.backward(i, dstate);
+                pass.backward(i, dstate);
             else if (level > 0)
-                run.join(i, at(folded, i), dstate);
+                pass.join(i, at(folded, i), dstate);
         }
         later = std::move(dstates);
     }
     for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
-        if (plan.links[i].has_successor) run.backward(i, at(dends, i));
-    sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, run.shares(),
+        if (plan.links[i].has_successor) pass.backward(i, at(dends, i));
+    sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, pass.terms(),
                    std::array{to.dq.data(), to.dk.data()}, comm, here);
     for (index_t s = 0; to.dinitial.data() && s < sequences; ++s)
         if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) {

@@ -37,7 +37,7 @@ range owned_heads(S const& sharding, int rank, index_t heads) {
     return {std::min(owned.first, owned.last), owned.last};
 }
 
-/// Adds rows in local order to where `local_rows` took them from: the gradient of a weight from that of a rank's part.
+/// Adds rows in local order to where `local_rows` took them from: to the gradient of a weight that of this rank's rows.
 ///
 /// Where several ranks hold a head and so its whole gradient, the lowest of them adds it (see `owned_heads`): the sum
 /// over all ranks counts it once.
@@ -49,10 +49,11 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
         all += s.heads * s.width;
         held += sharding.heads(rank, s.heads).size() * s.width;
     }
-    require(all == weight.count() && held == local.count(), "add_local_rows", "rows of the weight and of its part",
-            std::to_string(all) + " and " + std::to_string(held),
+    require(all == weight.count() && held == local.count(), "add_local_rows",
+            "rows of the weight, and of it on this rank", std::to_string(all) + " and " + std::to_string(held),
             std::to_string(weight.count()) + " and " + std::to_string(local.count()));
-    require(local.width() == weight.width(), "add_local_rows", "width of the part", weight.width(), local.width());
+    require(local.width() == weight.width(), "add_local_rows", "width of the rows on this rank", weight.width(),
+            local.width());
     index_t first = 0, taken = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);

@@ -54,14 +54,14 @@ private:
 
 /// Adds what the readers of shared heads contribute to them, such as the query heads of a group to the keys.
 ///
-/// `readers` heads of `width` read `shared` heads, readers / shared neighbours each. `parts`: (rows, n * readers held *
-/// width), one contribution a reader for each of n tensors; `sums[i]`: (rows, shared heads held * width), written.
+/// `readers` heads of `width` read `shared` heads, readers / shared neighbours each. `terms`: (rows, n * readers held *
+/// width), one term a reader for each of n tensors; `sums[i]`: (rows, shared heads held * width), written.
 /// Every rank that holds a shared head gets its whole sum, readers ascending: bitwise the same on every sharding.
-/// Collective, if a rank holds a part of a group only: one exchange; else nothing moves.
+/// Collective, if a group of readers is split between ranks: one exchange; else nothing moves.
 ///
 /// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws.
 template <class T, std::size_t N, any_sharding S, class Comm>
-void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width, rows<T const> parts,
+void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width, rows<T const> terms,
                  std::array<rows<T>, N> const& sums, Comm& comm, caller here = caller::here()) {
     require(shared > 0 && readers % shared == 0, "sum_readers", "readers",
             "a multiple of the shared heads " + std::to_string(shared), readers, here);
@@ -69,7 +69,7 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
     range held = sharding.heads(rank, readers);
     range const own = sharding.heads(rank, shared);
     index_t const count = sharding.rows(rank);
-    detail::require_shape("sum_readers", "parts", parts, count, static_cast<index_t>(N) * held.size() * width, here);
+    detail::require_shape("sum_readers", "terms", terms, count, static_cast<index_t>(N) * held.size() * width, here);
     for (rows<T> const& sum : sums) detail::require_shape("sum_readers", "sums", sum, count, own.size() * width, here);
     bool split = false;
     for (int r = 0; S::every_row && r < sharding.ranks(); ++r) {
@@ -84,15 +84,15 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
             relayout(R(sharding, shared, sections, false), R(sharding, shared, sections, true), rank, here);
         whole.resize(static_cast<std::size_t>(plan.target_rows * plan.target_width));
         rows<T> const all(whole.data(), plan.target_rows, plan.target_width);
-        exchange(plan, parts, all, comm, here);
-        parts = all;
+        exchange(plan, terms, all, comm, here);
+        terms = all;
         held = {own.first * group, own.last * group};
     }
     for (std::size_t i = 0; i < N; ++i)
-        for (index_t row = 0; row < parts.count(); ++row)
+        for (index_t row = 0; row < terms.count(); ++row)
             for (index_t head = own.first; head < own.last; ++head) {
                 T const* from =
-                    parts.row(row) + (static_cast<index_t>(i) * held.size() + head * group - held.first) * width;
+                    terms.row(row) + (static_cast<index_t>(i) * held.size() + head * group - held.first) * width;
                 T* const to = sums[i].row(row) + (head - own.first) * width;
                 std::copy_n(from, width, to);
                 for (index_t reader = 1; reader < group; ++reader)

@@ -47,7 +47,7 @@ void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sh
             } else if (k + 1 < s.count) {
                 label = tokens.data()(s.row + k + 1, 0);
             } else {
-                halo_part const next = plan.parts[plan.begin[i]];
+                halo_run const next = plan.runs[plan.begin[i]];
                 label = (next.halo ? rows<index_t const>(halo) : rows<index_t const>(tokens.data()))(next.first, 0);
             }
         }

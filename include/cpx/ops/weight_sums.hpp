@@ -18,7 +18,7 @@ namespace cpx {
 /// another number of ranks.
 enum class sum_order { by_rank, by_row };
 
-/// All the rows, and some of the columns, of which a rank adds up its part of a weight's gradient.
+/// All the rows, and some of the columns, of which a rank adds up its share of a weight's gradient.
 template <class T>
 struct summed_rows {
     rows<T const> data;
@@ -28,7 +28,7 @@ struct summed_rows {
 
 /// Adds up gradients of weights of operators whose rows are sharded by `S`, in the order that was asked for.
 ///
-/// Every rank ends with a part of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
+/// Every rank ends with its share of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
 /// every rank holds every row, by heads, sums are in the order of the batch already, over the rank's own columns; then
 /// `add_local_rows` puts them in their places.
 /// Members that take `comm` are collective.
@@ -70,9 +70,9 @@ public:
     void linear(summed_rows<T> const& x, sharded<A, S> const& dy, rows<T> dweight, Comm& comm,
                 caller here = caller::here()) const {
         detail::require_shape("weight_sums::linear", "dweight", dweight, dy.data().width(), x.data.width(), here);
-        auto const part = share<T>(dy, dy.data().width(), comm, here);
-        if (part.share.empty()) return;
-        linear_backward_weight<T>(part.data, x.data, dweight.sub(part.share.first, part.share.size()));
+        auto const own = share<T>(dy, dy.data().width(), comm, here);
+        if (own.share.empty()) return;
+        linear_backward_weight<T>(own.data, x.data, dweight.sub(own.share.first, own.share.size()));
     }
 
     /// Adds what `term(row, sums)` adds for every row of this rank to `sums`: the gradients of a norm or a bias.
@@ -89,10 +89,10 @@ public:
         tensor<T, S> of_rows(sharding_, rank_, width);
         for (index_t row = 0; row < count; ++row)
             term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
-        auto const part = share<T>(of_rows.view(), width, comm, here);
-        for (index_t row = 0; row < part.data.count(); ++row)
-            for (index_t column = part.share.first; column < part.share.last; ++column)
-                sums[static_cast<std::size_t>(column)] += part.data(row, column - part.share.first);
+        auto const own = share<T>(of_rows.view(), width, comm, here);
+        for (index_t row = 0; row < own.data.count(); ++row)
+            for (index_t column = own.share.first; column < own.share.last; ++column)
+                sums[static_cast<std::size_t>(column)] += own.data(row, column - own.share.first);
     }
 
 private:

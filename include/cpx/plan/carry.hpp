@@ -13,7 +13,7 @@ namespace cpx {
 /// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
 struct serial {};
 
-/// `scan` folds every segment into an affine map, S -> M S + E, exchanges E (and M where a segment has both a
+/// `scan` folds every segment into its step S -> M S + E, exchanges E (and M where a segment has both a
 /// predecessor and a successor) at once, and joins them on every rank that needs them. Equal to one rank within
 /// rounding.
 struct scan {};

@@ -8,11 +8,11 @@
 namespace cpx {
 
 /// Rows beside a segment: `count` rows from `first` on, of the halo rows or of the rank's own.
-struct halo_part {
+struct halo_run {
     bool halo = false;
     index_t first = 0;
     index_t count = 0;
-    friend constexpr bool operator==(halo_part, halo_part) = default;
+    friend constexpr bool operator==(halo_run, halo_run) = default;
 };
 
 /// Which rows of its sequence a halo brings to a segment: those before it, as a causal convolution reads them, or those
@@ -21,7 +21,7 @@ enum class side { before, after };
 
 /// Brings the rows beside a rank's segments: source, its rows; target, the halo rows, each of them once.
 ///
-/// The `reach` rows beside segment i are, in order, `parts[begin[i]] .. parts[begin[i + 1]]`; fewer only where
+/// The `reach` rows beside segment i are, in order, `runs[begin[i]] .. runs[begin[i + 1]]`; fewer only where
 /// the sequence begins or ends. Rows that the rank holds itself are named, not copied. The transposed plan carries the
 /// gradients of halo rows home and adds them in rank order.
 template <any_sharding S>
@@ -30,7 +30,7 @@ struct halo_plan : plan {
     index_t reach = 0;
     side where = side::before;
     std::vector<segment> segments;
-    std::vector<halo_part> parts;
+    std::vector<halo_run> runs;
     std::vector<std::size_t> begin;
 };
 
@@ -87,26 +87,26 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     for (std::size_t i = 0; i < p.segments.size(); ++i) {
         range const window = beside(own[i].rows, p.segments[i].sequence, where);
         if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
-            sharding.for_each_holder(window, hint, [&](int holder, range part) {
+            sharding.for_each_holder(window, hint, [&](int holder, range held) {
                 auto const& places = holder == rank ? own : foreign;
                 if (holder != rank) {
                     index_t const covered =
-                        foreign.empty() ? part.first : std::max(part.first, foreign.back().rows.last);
-                    range const fresh{covered, std::max(covered, part.last)};
+                        foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
+                    range const fresh{covered, std::max(covered, held.last)};
                     if (!fresh.empty()) {
                         receives.add(holder, p.target_rows, fresh);
                         foreign.push_back({fresh, p.target_rows});
                         p.target_rows += fresh.size();
                     }
                 }
-                while (!part.empty()) {
-                    auto const& place = detail::find(places, part.first);
-                    range const known = intersect(part, place.rows);
-                    p.parts.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
-                    part.first = known.last;
+                while (!held.empty()) {
+                    auto const& place = detail::find(places, held.first);
+                    range const known = intersect(held, place.rows);
+                    p.runs.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
+                    held.first = known.last;
                 }
             });
-        p.begin.push_back(p.parts.size());
+        p.begin.push_back(p.runs.size());
     }
     p.receives = receives.finish();
 
@@ -125,14 +125,14 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
             index_t const from = std::max(needed.first, sends.end(peer));
             if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
         };
-        sharding.for_each_holder(near, hint, [&](int holder, range part) {
+        sharding.for_each_holder(near, hint, [&](int holder, range held) {
             if (holder == peer) {
-                theirs.last = part.last;
+                theirs.last = held.last;
                 return;
             }
             give();
             peer = holder;
-            theirs = part;
+            theirs = held;
         });
         give();
     }

@@ -151,7 +151,7 @@ std::string sharding_name() {
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
     std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
-    for (section const& part : s.sections()) hash = mix_all(hash, std::array{part.heads, part.width});
+    for (section const& group : s.sections()) hash = mix_all(hash, std::array{group.heads, group.width});
     if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
         for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
     } else {

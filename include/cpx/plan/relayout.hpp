@@ -45,8 +45,8 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
         range const share = holder.heads(rank, s.heads);
         range const heads = shipped_heads(from, to, i, j, s.heads);
         if (!heads.empty()) {
-            run const part{first + (heads.first - share.first) * s.width, heads.size() * s.width};
-            columns.push_back(part);
+            run const shipped{first + (heads.first - share.first) * s.width, heads.size() * s.width};
+            columns.push_back(shipped);
         }
         first += share.size() * s.width;
     }
@@ -59,12 +59,12 @@ index_t overlap(Mine const& mine, int rank, Other const& other, message_list& me
     index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
         index_t next = piece.first;
-        other.for_each_holder(piece, hint, [&](int peer, range part) {
-            if (!Other::every_row && part.first != next)
+        other.for_each_holder(piece, hint, [&](int peer, range common) {
+            if (!Other::every_row && common.first != next)
                 throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(part.first));
-            messages.add(peer, row + part.first - piece.first, part);
-            next = part.last;
+                            "row " + std::to_string(common.first));
+            messages.add(peer, row + common.first - piece.first, common);
+            next = common.last;
         });
         row += piece.size();
     });
@@ -75,7 +75,7 @@ index_t overlap(Mine const& mine, int rank, Other const& other, message_list& me
 template <any_sharding S>
 index_t local_width(S const& s, int rank, std::span<section const> sections) {
     index_t width = 0;
-    for (section const& part : sections) width += s.heads(rank, part.heads).size() * part.width;
+    for (section const& group : sections) width += s.heads(rank, group.heads).size() * group.width;
     return width;
 }
 
@@ -96,21 +96,21 @@ inline index_t kept(std::vector<message> const& messages, int rank) {
 template <any_sharding S>
 bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
     if constexpr (S::every_row)
-        for (section const& part : sections) {
+        for (section const& group : sections) {
             index_t everywhere = 0;
-            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, part.heads).size();
-            if (everywhere > part.heads) return true;
+            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, group.heads).size();
+            if (everywhere > group.heads) return true;
         }
     return false;
 }
 
 } // namespace detail
 
-/// Returns the plan by which `rank` takes part in moving a tensor from one sharding to another, in one exchange.
+/// Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
 ///
 /// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
 /// columns that their new holder does not have, in at most one message a peer.
-/// Pure: no communication; every rank makes its own part. Cost: O(runs that meet), about 0.1 us each.
+/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each.
 ///
 /// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
 /// give every token to exactly one rank.
@@ -128,7 +128,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
             "those of the source", "others", here);
     constexpr section whole_row; // stands for the sections where only replicas decide who sends
     bool const whole_rows = sections.empty();
-    auto const parts = whole_rows ? std::span(&whole_row, 1) : sections;
+    auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
     bool const by_columns = !whole_rows || From::every_row;
 
     relayout_plan<From, To> p{{}, from, to};
@@ -143,14 +143,14 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.source_rows = detail::overlap(from, rank, to, sends);
     p.target_rows = detail::overlap(to, rank, from, receives);
     p.sends = sends.finish(!by_columns,
-                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, parts, from, rank); });
+                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); });
     p.receives = receives.finish(
-        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, parts, to, rank); });
+        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); });
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();
-    if (detail::has_replicas(from, parts)) p.kind = flow::selects;
-    if (detail::has_replicas(to, parts)) p.kind = flow::copies;
+    if (detail::has_replicas(from, groups)) p.kind = flow::selects;
+    if (detail::has_replicas(to, groups)) p.kind = flow::copies;
     require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
             detail::brought(p.receives), here);
     // A row that stays is named twice, by two walks: as it leaves and as it arrives.

@@ -26,14 +26,14 @@ std::vector<segment> segments(S const& s, int rank) {
     s.for_each_piece(rank, [&](range piece) {
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
-            range const part = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
-            index_t const token = part.first - batch.offset(sequence);
+            range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
+            index_t const token = common.first - batch.offset(sequence);
             if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
-                list.back().count += part.size();
+                list.back().count += common.size();
             else
-                list.push_back({sequence, token, row, part.size()});
-            row += part.size();
-            piece.first = part.last;
+                list.push_back({sequence, token, row, common.size()});
+            row += common.size();
+            piece.first = common.last;
         }
     });
     return list;

@@ -40,8 +40,8 @@ volume lower_bound(From const& from, To const& to, index_t width = 1) {
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
-    auto const holds = [](auto const& s, int rank, section const& part, index_t head) {
-        range const heads = s.heads(rank, part.heads);
+    auto const holds = [](auto const& s, int rank, section const& group, index_t head) {
+        range const heads = s.heads(rank, group.heads);
         return heads.first <= head && head < heads.last;
     };
     volume bound;
@@ -64,7 +64,7 @@ volume lower_bound(From const& from, To const& to, index_t width = 1) {
             index_t hint = 0;
             from.for_each_piece(j, [&](range own) { // what j has already
                 to.for_each_holder(own, hint,
-                                   [&](int holder, range part) { needed_rows -= holder == j ? part.size() : 0; });
+                                   [&](int holder, range common) { needed_rows -= holder == j ? common.size() : 0; });
             });
             bound.rows += needed_rows;
             bound.elements += needed_rows * detail::local_width(to, j, sections);

@@ -55,17 +55,17 @@ inline void copy(outgoing const& from, incoming const& to) {
 
 /// Moves messages between the ranks of a group. Ranks are group-local, 0 .. ranks() - 1.
 ///
-/// `exchange(id, sends, receives)` runs one rank's part of an exchange and returns when its sends have been taken and
-/// its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the transport.
-/// It throws `cpx::error` when a peer fails, runs another plan (as far as the transport can see) or misses the
-/// deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
+/// `transfer(id, sends, receives)` carries one rank's messages of an exchange and returns when its sends have been
+/// taken and its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the
+/// transport. It throws `cpx::error` when a peer fails, executes another plan (as far as the transport can see) or
+/// misses the deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
 template <class T>
 concept transport =
     requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         { t.rank() } -> std::same_as<int>;
         { t.ranks() } -> std::same_as<int>;
         { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
-        t.exchange(id, sends, receives);
+        t.transfer(id, sends, receives);
     };
 
 } // namespace cpx

@@ -34,14 +34,14 @@ public:
     int ranks() const { return comm_.ranks(); }
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
-    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         tally& sent = sent_[id.operation.data()];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
             sent += {1, rows, parcel.bytes()};
         }
-        comm_.exchange(id, sends, receives);
+        comm_.transfer(id, sends, receives);
     }
 
     /// Returns what has been sent for `operation`.

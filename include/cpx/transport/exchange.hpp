@@ -86,7 +86,7 @@ void exchange_messages(plan const& p, identity const& id, rows<A> const& from, s
     require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
             own.bytes(), kept.bytes());
     copy(own, kept);
-    comm.exchange(id, sends, receives);
+    comm.transfer(id, sends, receives);
 }
 
 /// Returns runs of the same counts, side by side from 0 on.
@@ -155,7 +155,7 @@ void agree(Comm& comm, identity const& mine) {
         receives.push_back(
             {peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
     }
-    comm.exchange(agreement, sends, receives);
+    comm.transfer(agreement, sends, receives);
     for (int field = 0; field < identity::fields; ++field)
         for (identity const& other : all)
             if (other.value(field) != mine.value(field))

@@ -23,9 +23,9 @@ namespace detail {
 /// Whether a transport of this process has failed, so that MPI_Finalize might wait for ranks that never come.
 inline std::atomic<bool> mpi_failed = false;
 
-/// Calls `f(bytes, count)` for the pieces of a parcel, in the order in which both ends have them.
+/// Calls `f(bytes, count)` for the runs of consecutive bytes of a parcel, in the order in which both ends have them.
 template <class Byte, class F>
-void for_each_piece(parcel<Byte> const& p, F&& f) {
+void for_each_run(parcel<Byte> const& p, F&& f) {
     if (p.unit == 0) return; // rows without elements may be without memory, too
     bool const dense = p.columns.size() == 1 && p.columns[0].count * p.unit == p.stride;
     for (run const r : p.rows) {
@@ -139,13 +139,13 @@ public:
 
     /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs; nothing
     /// of its message is written then.
-    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         require(broken_.empty(), "mpi", "communicator", "one that has not failed", broken_);
-        auto transfers = std::make_unique<std::vector<transfer>>();
+        auto shipments = std::make_unique<std::vector<shipment>>();
         try {
-            complete(id, sends, receives, *transfers);
+            complete(id, sends, receives, *shipments);
         } catch (std::exception const& e) {
-            static_cast<void>(transfers.release()); // MPI may still read or fill the buffers
+            static_cast<void>(shipments.release()); // MPI may still read or fill the buffers
             fail(e.what());
             throw;
         }
@@ -175,7 +175,7 @@ public:
         if (rank_ > 0) receives.push_back(whole(0, bytes.data(), std::ssize(bytes)));
         for (int peer = 1; rank_ == 0 && peer < ranks_; ++peer)
             sends.push_back(whole<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
-        exchange(named("broadcast", std::ssize(bytes)), sends, receives);
+        transfer(named("broadcast", std::ssize(bytes)), sends, receives);
     }
 
     /// Gathers `bytes` of every rank into `all`, in rank order; for records at set-up. Collective.
@@ -190,7 +190,7 @@ public:
             receives.push_back(whole(peer, places + peer * size, size));
         }
         if (bytes > 0) std::memmove(places + rank_ * size, mine, bytes);
-        exchange(named("gather", size), sends, receives);
+        transfer(named("gather", size), sends, receives);
     }
 
 private:
@@ -208,7 +208,7 @@ private:
     static_assert(std::is_trivially_copyable_v<header>);
 
     /// A message on its way. It begins with its header; `target` is where a received one is to go.
-    struct transfer {
+    struct shipment {
         int peer = 0;
         incoming const* target = nullptr;
         std::unique_ptr<std::byte[]> data{};
@@ -292,30 +292,30 @@ private:
     MPI_Datatype type(index_t size) const { return size < blocks_from ? MPI_BYTE : block_; }
 
     void complete(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
-                  std::vector<transfer>& transfers) {
-        transfers.reserve(sends.size() + receives.size());
-        for (outgoing const& parcel : sends) send(transfers.emplace_back(transfer{parcel.peer}), id, parcel);
-        for (incoming const& parcel : receives) transfers.push_back({parcel.peer, &parcel});
-        std::vector<transfer*> open;
-        for (transfer& t : transfers) open.push_back(&t);
+                  std::vector<shipment>& shipments) {
+        shipments.reserve(sends.size() + receives.size());
+        for (outgoing const& parcel : sends) send(shipments.emplace_back(shipment{parcel.peer}), id, parcel);
+        for (incoming const& parcel : receives) shipments.push_back({parcel.peer, &parcel});
+        std::vector<shipment*> open;
+        for (shipment& t : shipments) open.push_back(&t);
         auto const end = clock::now() + deadline_;
         for (int round = 0;; ++round) {
-            if (std::erase_if(open, [&](transfer* t) { return advance(*t, id); }) > 0) round = 0;
+            if (std::erase_if(open, [&](shipment* t) { return advance(*t, id); }) > 0) round = 0;
             if (open.empty()) return;
             if (round % 16 == 0) listen();
             if (clock::now() > end) late(id, open);
-            bool const idle = std::ranges::all_of(open, [](transfer* t) { return t->target && !t->data; });
+            bool const idle = std::ranges::all_of(open, [](shipment* t) { return t->target && !t->data; });
             pause(idle ? round : 0); // long messages advance only while MPI is called
         }
     }
 
-    void send(transfer& t, identity const& id, outgoing const& parcel) {
+    void send(shipment& t, identity const& id, outgoing const& parcel) {
         header const head{id, parcel.bytes()};
         t.size = padded(static_cast<index_t>(sizeof head) + head.bytes);
         t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
         std::memcpy(t.data.get(), &head, sizeof head);
         std::byte* to = t.data.get() + sizeof head;
-        detail::for_each_piece(parcel, [&](std::byte const* from, std::size_t bytes) {
+        detail::for_each_run(parcel, [&](std::byte const* from, std::size_t bytes) {
             std::memcpy(to, from, bytes);
             to += bytes;
         });
@@ -324,7 +324,7 @@ private:
     }
 
     /// Returns whether a message has been taken, or has arrived and been delivered.
-    bool advance(transfer& t, identity const& id) {
+    bool advance(shipment& t, identity const& id) {
         int done = 0;
         if (t.target && !t.data) { // however long it is: a wrong one must be seen to be named
             MPI_Message message;
@@ -343,7 +343,7 @@ private:
         return done != 0;
     }
 
-    void deliver(transfer const& t, identity const& id) const {
+    void deliver(shipment const& t, identity const& id) const {
         header head;
         std::memcpy(&head, t.data.get(), sizeof head);
         if (int const field = id.first_difference(head.id); field >= 0)
@@ -352,7 +352,7 @@ private:
                         head.id.value(field) + " on rank " + std::to_string(t.peer) + " (" + head.id.text() + ")");
         require(head.bytes == t.target->bytes(), "mpi", "bytes of a message", t.target->bytes(), head.bytes);
         std::byte const* from = t.data.get() + sizeof head;
-        detail::for_each_piece(*t.target, [&](std::byte* to, std::size_t bytes) {
+        detail::for_each_run(*t.target, [&](std::byte* to, std::size_t bytes) {
             std::memcpy(to, from, bytes);
             from += bytes;
         });
@@ -373,11 +373,11 @@ private:
         throw error("mpi", note);
     }
 
-    [[noreturn]] void late(identity const& id, std::vector<transfer*> const& open) {
+    [[noreturn]] void late(identity const& id, std::vector<shipment*> const& open) {
         listen();
         std::string silent, deaf, what = id.text();
         if (what.ends_with(' ')) what.pop_back();
-        for (transfer const* t : open) (t->target ? silent : deaf) += ' ' + std::to_string(t->peer);
+        for (shipment const* t : open) (t->target ? silent : deaf) += ' ' + std::to_string(t->peer);
         throw error("mpi",
                     "rank " + std::to_string(rank_) + " waited in " + what +
                         (silent.empty() ? "" : " for messages of ranks" + silent) +

@@ -11,8 +11,8 @@ namespace cpx {
 /// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
 /// every rank has its share.
 ///
-/// Collective; all ranks have equally many values. Each rank adds one part and hands it to the others, so that it sends
-/// 2 (W - 1) / W times the values. Throws what `exchange` throws.
+/// Collective; all ranks have equally many values. Each rank adds up its share of them and hands it to the others, so
+/// that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
 template <class T, transport Comm>
 void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
@@ -20,9 +20,9 @@ void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here(
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
     rows<T> const all(values.data(), count, 1);
-    tensor<T, sharding<sequential<>>> part(plan.from, comm.rank(), 1);
-    exchange(plan.transposed(), sharded(all, whole), part.view(), comm, here);
-    exchange(plan, part.view(), sharded(all, whole), comm, here);
+    tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1);
+    exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
+    exchange(plan, share.view(), sharded(all, whole), comm, here);
 }
 
 } // namespace cpx

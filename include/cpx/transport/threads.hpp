@@ -46,7 +46,7 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
     /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs.
-    void exchange(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         std::unique_lock lock(world_.mutex);
         auto const deadline = std::chrono::steady_clock::now() + world_.deadline;
         try {

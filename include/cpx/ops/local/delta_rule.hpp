@@ -195,13 +195,13 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
     detail::copy_out(s, state);
 }
 
-/// Folds one segment into the map `S_end = map S_start + end` of the state, without outputs.
+/// Folds one segment into its step `S_end = M S_start + E` of the state, without outputs: `map` takes M, `end` E.
 ///
 /// k: (tokens, Dk), v: (tokens, Dv), g, beta: (tokens, 1), `first` and the chunks as in `delta_rule_forward`.
 /// end: (Dk, Dv), on entry the state that is already known: zero where a predecessor's state will come later, else the
 /// state before the segment; on return the same carried to the end, with the bits of `delta_rule_forward`.
 /// map: (Dk, Dk), written; a view without data if it is not wanted.
-/// Law: the map of two segments in turn is (map2 map1, map2 end1 + end2).
+/// Law: two segments in turn make the step (map2 map1, map2 end1 + end2).
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>

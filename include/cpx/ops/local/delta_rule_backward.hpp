@@ -202,18 +202,17 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
         chunk.advance(written.back(), s);
     });
     detail::for_each_chunk_reversed(count, first, options, [&](index_t row, index_t n) {
-        auto const part = [&](auto const& x) { return x.sub(row, n); };
-        auto const reverse = detail::reverse_chunk<T>(part(q), part(k), part(g), part(beta), part(dout), options, ds);
-        auto const chunk =
-            detail::differentiate_chunk<T>(reverse, written.back(), part(v), part(beta), states.back(), ds);
-        detail::delta_rows_backward<T>(part(q), reverse.queries, chunk.dqueries, options.qk_l2norm, part(to.dq));
-        detail::delta_rows_backward<T>(part(k), reverse.keys.keys, chunk.dkeys, options.qk_l2norm, part(to.dk));
+        auto const of = [&](auto const& x) { return x.sub(row, n); };
+        auto const reverse = detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds);
+        auto const chunk = detail::differentiate_chunk<T>(reverse, written.back(), of(v), of(beta), states.back(), ds);
+        detail::delta_rows_backward<T>(of(q), reverse.queries, chunk.dqueries, options.qk_l2norm, of(to.dq));
+        detail::delta_rows_backward<T>(of(k), reverse.keys.keys, chunk.dkeys, options.qk_l2norm, of(to.dk));
         for (index_t i = 0; i < n; ++i) {
             for (index_t d = 0; d < value_dim; ++d) to.dv(row + i, d) = beta(row + i, 0) * reverse.right(i, d);
             to.dg(row + i, 0) = chunk.dg[static_cast<std::size_t>(i)];
             to.dbeta(row + i, 0) = chunk.dbeta[static_cast<std::size_t>(i)];
         }
-        reverse.retreat(part(beta), ds);
+        reverse.retreat(of(beta), ds);
         states.pop_back();
         written.pop_back();
     });
@@ -223,7 +222,7 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
 /// Takes the gradient of the state through one segment, without other gradients.
 ///
 /// Arguments as in `delta_rule_backward`, whose dstate it returns bit for bit. From a dstate of zero it gives the E of
-/// the map `dstate_start = M^T dstate_end + E`, where M is the map that `delta_rule_fold` returned for the segment.
+/// the step `dstate_start = M^T dstate_end + E`, where M is the map that `delta_rule_fold` wrote for the segment.
 /// Neither the values nor the state before the segment matter.
 ///
 /// Throws `cpx::error` if the shapes do not fit.
@@ -237,9 +236,8 @@ void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g,
     detail::require_gates(where, k.count(), g, beta, first, options);
     detail::padded<T> ds(dstate);
     detail::for_each_chunk_reversed(k.count(), first, options, [&](index_t row, index_t n) {
-        auto const part = [&](rows<T const> x) { return x.sub(row, n); };
-        detail::reverse_chunk<T>(part(q), part(k), part(g), part(beta), part(dout), options, ds)
-            .retreat(part(beta), ds);
+        auto const of = [&](rows<T const> x) { return x.sub(row, n); };
+        detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds).retreat(of(beta), ds);
     });
     detail::copy_out(ds, dstate);
 }
