@@ -52,6 +52,78 @@ enum class activation { none, silu };
 #define CPX_CALLS_BACK
 #endif
 
+// cpx/core/printable.hpp
+// Bytes of unknown origin as text that is safe to print: errors show names and values from files and command lines.
+
+namespace cpx::detail {
+
+/// A character at the start of a text: how many bytes it has, and whether it may be shown as it is.
+struct leading_character {
+    std::size_t bytes = 1;
+    bool shown = false;
+};
+
+/// Returns the character that `text`, which is not empty, begins with. A byte that begins none in UTF-8 stands alone.
+///
+/// Not shown are control characters, and those of Unicode that are invisible or change the direction of others.
+inline leading_character first_character(std::string_view text) {
+    auto const byte = [&](std::size_t i) { return std::uint32_t{static_cast<unsigned char>(text[i])}; };
+    std::size_t const n = byte(0) < 0x80   ? 1
+                          : byte(0) < 0xc2 ? 0
+                          : byte(0) < 0xe0 ? 2
+                          : byte(0) < 0xf0 ? 3
+                          : byte(0) < 0xf5 ? 4
+                                           : 0;
+    if (n == 0 || n > text.size()) return {};
+    std::uint32_t code = n == 1 ? byte(0) : byte(0) & 0xffu >> (n + 1);
+    for (std::size_t i = 1; i < n; ++i) {
+        if ((byte(i) & 0xc0) != 0x80) return {};
+        code = code << 6 | (byte(i) & 0x3f);
+    }
+    constexpr std::array<std::uint32_t, 5> least = {0, 0, 0x80, 0x800, 0x10000};
+    auto const within = [&](std::uint32_t first, std::uint32_t last) { return first <= code && code <= last; };
+    if (code < least[n] || code > 0x10ffff || within(0xd800, 0xdfff)) return {};
+    return {n, !(within(0, 0x1f) || within(0x7f, 0x9f) || within(0x200b, 0x200f) || within(0x2028, 0x202e) ||
+                 within(0x2060, 0x206f) || code == 0xfeff)};
+}
+
+/// Returns `text` with every byte that must not be printed as \xHH; line feeds stay if `lines`.
+///
+/// What was made printable is not changed again: a backslash stays one.
+inline std::string printable(std::string_view text, bool lines = false) {
+    constexpr char const* digits = "0123456789abcdef";
+    std::string safe;
+    safe.reserve(text.size());
+    while (!text.empty()) {
+        auto const [bytes, shown] = first_character(text);
+        if (shown || (lines && text[0] == '\n'))
+            safe += text.substr(0, bytes);
+        else
+            for (char const c : text.substr(0, bytes))
+                ((safe += "\\x") += digits[static_cast<unsigned char>(c) >> 4]) += digits[c & 15];
+        text.remove_prefix(bytes);
+    }
+    return safe;
+}
+
+/// Returns `text` printable and in quotes, where quotes and backslashes have a backslash before them: at most its first
+/// 64 bytes, so that it does not flood a message.
+inline std::string quote(std::string_view text) {
+    constexpr std::size_t most = 64;
+    std::string shown;
+    std::size_t end = 0;
+    while (end < text.size()) {
+        auto const next = text.substr(end, first_character(text.substr(end)).bytes);
+        if (end + next.size() > most) break;
+        if (next == "\"" || next == "\\") shown += '\\';
+        shown += printable(next);
+        end += next.size();
+    }
+    return '"' + shown + (end < text.size() ? "\"..." : "\"");
+}
+
+} // namespace cpx::detail
+
 // cpx/core/error.hpp
 // The one exception of cpx: what is wrong, where, what was expected and what was found.
 
@@ -70,13 +142,18 @@ struct caller {
 
 /// Everything cpx throws. `what()` reads "file:line: WHERE: WHAT: expected E, got G".
 ///
-/// The parts can be read back one by one, so that a caller can act on them or print them in another form.
+/// The parts can be read back one by one, so that a caller can act on them or print them in another form. Bytes that
+/// must not be printed, which names and values from files may have, stand in all of them as \xHH.
 class error : public std::runtime_error {
 public:
     error(std::string where, std::string what, std::string expected = "", std::string got = "",
           caller from = caller::here())
-        : std::runtime_error(text(where, what, expected, got, from)), where_(std::move(where)),
-          problem_(std::move(what)), expected_(std::move(expected)), got_(std::move(got)) {}
+        : std::runtime_error(place(from) + text(where, what, expected, got)), where_(detail::printable(where)),
+          problem_(detail::printable(what, true)), expected_(detail::printable(expected)),
+          got_(detail::printable(got)) {}
+
+    /// Returns `what()` without file and line, as a program tells it whose users look for a mistake of theirs.
+    std::string message() const { return text(where_, problem_, expected_, got_); }
 
     /// Returns the function, file or object that rejects its input.
     std::string const& where() const noexcept { return where_; }
@@ -86,14 +163,17 @@ public:
     std::string const& got() const noexcept { return got_; }
 
 private:
-    static std::string text(std::string const& where, std::string const& what, std::string const& expected,
-                            std::string const& got, caller from) {
+    static std::string place(caller from) {
         std::string file = from.file;
         auto const slash = file.find_last_of('/');
         if (slash != std::string::npos) file.erase(0, slash + 1);
-        std::string message = file + ':' + std::to_string(from.line) + ": " + where + ": " + what;
-        if (!expected.empty()) message += ": expected " + expected;
-        if (!got.empty()) message += ", got " + got;
+        return file + ':' + std::to_string(from.line) + ": ";
+    }
+    static std::string text(std::string const& where, std::string const& what, std::string const& expected,
+                            std::string const& got) {
+        std::string message = detail::printable(where) + ": " + detail::printable(what, true);
+        if (!expected.empty()) message += ": expected " + detail::printable(expected);
+        if (!got.empty()) message += ", got " + detail::printable(got);
         return message;
     }
 

@@ -22,6 +22,31 @@ TEST_SUITE("core") {
         CHECK(e.got() == "7");
     }
 
+    TEST_CASE("a message is what is said without file and line") {
+        CHECK(cpx::error("--ranks", "number", "1", "0", {"f.cpp", 1}).message() ==
+              "--ranks: number: expected 1, got 0");
+    }
+
+    TEST_CASE("what must not be printed is shown by its bytes, and text of any language as it is") {
+        auto const shown = [](std::string const& text) { return cpx::error("f", "x", text, text).got(); };
+        for (std::string const text : {"", "a\\ ~", "\xc3\xa9\xe6\xbc\xa2\xf0\x9f\x98\x80"}) CHECK(shown(text) == text);
+        CHECK(shown(std::string("a\0\n\x1b[31m\x7f", 9)) == R"(a\x00\x0a\x1b[31m\x7f)");
+        CHECK(shown("\xff \xc3") == R"(\xff \xc3)");
+        CHECK(shown("\xc0\xaf \xed\xa0\x80") == R"(\xc0\xaf \xed\xa0\x80)"); // too long for "/", half of a pair
+        CHECK(shown("\xf4\x90\x80\x80 \xf9\x80\x80\x80") == R"(\xf4\x90\x80\x80 \xf9\x80\x80\x80)");
+        CHECK(shown("\xc2\x9b \xe2\x80\xae") == R"(\xc2\x9b \xe2\x80\xae)"); // begins a control sequence, turns text
+        cpx::error const e("a\nb", "two\nlines\r", "\x1b", "", {"f.cpp", 1});
+        CHECK(e.what() == std::string("f.cpp:1: ") + R"(a\x0ab: two)" + '\n' + R"(lines\x0d: expected \x1b)");
+        CHECK(e.message() == cpx::error(e.where(), e.problem(), e.expected()).message());
+    }
+
+    TEST_CASE("a quoted text is short, and no character of it is cut") {
+        CHECK(cpx::detail::quote("a \"b\" \\") == R"("a \"b\" \\")");
+        CHECK(cpx::detail::quote(std::string(64, 'n')) == '"' + std::string(64, 'n') + '"');
+        CHECK(cpx::detail::quote(std::string(63, 'n') + "\xc3\xa9") == '"' + std::string(63, 'n') + "\"...");
+        CHECK(cpx::detail::quote("\x1b") == R"("\x1b")");
+    }
+
     TEST_CASE("parts that are empty leave no trace") {
         CHECK(std::string(cpx::error("here", "broken", "", "", {"f.cpp", 1}).what()) == "f.cpp:1: here: broken");
         CHECK(std::string(cpx::error("here", "broken", "", "3", {"f.cpp", 1}).what()) ==

@@ -33,6 +33,7 @@ std::vector<third_party> const allowed = {
     {std::regex("mpi\\.h"), std::regex("cpx/transport/mpi\\.hpp")},
     {std::regex("nccl(_device)?\\.h"), std::regex("cpx/transport/nccl[a-z_]*\\.hpp")},
     {std::regex("(fcntl|signal|unistd|sys/mman)\\.h"), std::regex("cpx/transport/roll_call\\.hpp")},
+    {std::regex("(fcntl|unistd|sys/stat)\\.h"), std::regex("cpx/model/file\\.hpp")},
     {std::regex("(cuda_runtime|cuda_bf16|cuda_fp16|cublas_v2|nvtx3/.*)\\.h(pp)?"), std::regex("cpx/cuda/.*")},
 };
 

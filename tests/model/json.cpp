@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include <unistd.h>
+
 using cpx::json_value;
 using faults::contains;
 using faults::message;
@@ -56,7 +58,7 @@ TEST_SUITE("model") {
     TEST_CASE("an error names the document, the pointer, what was expected and what is there") {
         auto const root = json_value::parse(
             R"({"a": {"b/~c": [1, "two"]}, "n": 4.0, "big": 2147483648, "huge": 18446744073709551616, "neg": -1,
-                "u\u001b\u009b": 1, "obj": {}})",
+                "u\u001b\u009b": 1, "obj": {}, "wide": 1e300})",
             "x.json");
         auto const read = [&]<class T>(char const* key, T) { return message([&] { root.get<T>(key); }); };
         CHECK(contains(message([&] { root.at("a").get<std::vector<int>>("b/~c"); }),
@@ -65,6 +67,8 @@ TEST_SUITE("model") {
         CHECK(contains(read("n", 0), "got 4.0"));
         CHECK(contains(read("big", 0), "got 2147483648"));
         CHECK(contains(read("huge", std::uint64_t{}), "expected an integer from 0 to 18446744073709551615, got 1.8"));
+        CHECK(contains(read("wide", 1.0f), "/wide: expected a number of at most 3.4028234663852886e+38, got 1e+300"));
+        CHECK(read("huge", 1.0f) == "nothing thrown");
         CHECK(contains(read("neg", 0u), "expected an integer from 0 to 4294967295, got -1"));
         CHECK(contains(read("neg", true), "expected true or false, got -1"));
         CHECK(contains(read("neg", std::string()), "expected a string, got -1"));
@@ -156,6 +160,13 @@ TEST_SUITE("model") {
         }
     }
 
+    TEST_CASE("an array under a long key is read in time proportional to its length") {
+        std::string text = "{\"" + std::string(1'000'000, '/') + "\": [0";
+        for (int i = 0; i < 200'000; ++i) text += ",0";
+        auto const root = json_value::parse(text + "]}", "x.json");
+        CHECK(root.get<std::vector<int>>(root.keys().front()).size() == 200'001);
+    }
+
     TEST_CASE("an object of many members is parsed in time proportional to its length") {
         std::string text = "{";
         for (int i = 0; i < 200'000; ++i) text += (i ? ",\"" : "\"") + std::to_string(i) + "\":{}";
@@ -168,10 +179,26 @@ TEST_SUITE("model") {
         CHECK(json_value::read(path).get<int>("a") == 1);
         CHECK(json_value::read(path).where() == path.string());
         CHECK(contains(message([&] { json_value::read(place.path() / "b.json"); }),
-                       (place.path() / "b.json").string() + ": cannot open: expected a file, got no such file"));
-        CHECK(contains(message([&] { json_value::read(place.path()); }), "expected a regular file"));
+                       (place.path() / "b.json").string() +
+                           ": cannot open: expected a file that can be read, got No such file or directory"));
+        CHECK(contains(message([&] { json_value::read(place.path()); }), "expected a regular file, got a directory"));
         CHECK(contains(message([&] { json_value::read("/dev/zero"); }), "expected a regular file"));
         CHECK(contains(message([&] { json_value::read(path, {.bytes = 3}); }), "too long: expected at most 3 bytes"));
+    }
+
+    TEST_CASE("a file that cannot be opened is refused for the system's reason, and its name printed safely") {
+        faults::directory const place;
+        auto const said = [&](std::string const& name) {
+            return message([&] { json_value::read(place.path() / name); });
+        };
+        std::filesystem::create_symlink("loop", place.path() / "loop");
+        CHECK(contains(said("loop"), "got Too many levels of symbolic links"));
+        CHECK(contains(said(place.write("a.json", "1").filename().string() + "/b"), "got Not a directory"));
+        CHECK(contains(said("\x1b[31m\xff\n"), R"(/\x1b[31m\xff\x0a: cannot open)"));
+        std::filesystem::permissions(place.write("locked", "1"), std::filesystem::perms::none);
+        bool const root = ::geteuid() == 0, lowered = !root || ::seteuid(65534) == 0;
+        if (lowered) CHECK(contains(said("locked"), "got Permission denied"));
+        if (root && lowered) REQUIRE(::seteuid(0) == 0);
     }
 
     TEST_CASE("damaged text is parsed or refused with cpx::error") {

@@ -201,8 +201,11 @@ TEST_SUITE("model") {
             {{{"vocab_size", 3'000'000'000}}, "/vocab_size: expected an integer"},
             {{{"intermediate_size", nullptr}}, "/intermediate_size: expected an integer"},
             {{{"rms_norm_eps", 0}}, "/rms_norm_eps: expected more than 0, got 0"},
+            {{{"rms_norm_eps", 1e300}}, "/rms_norm_eps: expected a number of at most 3.40"},
+            {{{"rms_norm_eps", 1e-300}}, "/rms_norm_eps: expected at least 1.2e-38, got 1e-300"},
             {{{"rms_norm_eps", "1e-6"}}, "/rms_norm_eps: expected a number"},
             {{{"hidden_act", "gelu"}}, R"(/hidden_act: expected "silu", got "gelu")"},
+            {{{"hidden_act", "\x1b[31m\n"}}, R"(/hidden_act: expected "silu", got "\x1b[31m\x0a")"},
             {{{"attention_bias", true}}, "/attention_bias: expected false, got true"},
             {{{"attn_output_gate", false}}, "/attn_output_gate: expected true, got false"},
             {{{"tie_word_embeddings", 1}}, "/tie_word_embeddings: expected true or false, got 1"},
@@ -226,7 +229,11 @@ TEST_SUITE("model") {
              "/partial_rotary_factor: expected a value, got none"},
             {{{"rope_parameters", {{"partial_rotary_factor", 1.5}}}},
              "/rope_parameters/partial_rotary_factor: expected at most 1, got 1.5"},
-            {{{"rope_parameters", {{"partial_rotary_factor", 1e300}}}}, "expected at most 1, got 1e+300"},
+            {{{"rope_parameters", {{"partial_rotary_factor", 1e30}}}}, "expected at most 1, got 1e+30"},
+            {{{"rope_parameters", {{"rope_theta", 1e39}}}}, "/rope_theta: expected a number of at most 3.40"},
+            {{{"num_attention_heads", 1 << 30}},
+             "/head_dim: expected 2147483647 at most when multiplied by num_attention_heads, 1073741824, got 32"},
+            {{{"linear_value_head_dim", 2147483647}}, "/linear_value_head_dim: expected 2147483647 at most when"},
             {{{"rope_parameters", {{"partial_rotary_factor", 0.1}}}}, "at least 2, got 3 of head_dim 32"},
             {{{"rope_parameters", {{"partial_rotary_factor", 0.01}}}}, "at least 2, got 0 of head_dim 32"},
             {{{"rope_parameters", {{"mrope_section", {3, 3, 3}}}}},
@@ -280,6 +287,14 @@ TEST_SUITE("model") {
         CHECK(contains(text, "\n  /num_attention_heads: expected a multiple of num_key_value_heads, 3, got 4"));
         CHECK(contains(text, "\n  /rope_parameters/rope_type: expected \"default\", got \"linear\""));
         CHECK(contains(text, "\n  /head_dim: expected a value, got none"));
+    }
+
+    TEST_CASE("of very many settings that are wrong some are told, and how many more there are") {
+        auto const text = said([](json& settings) { settings["layer_types"] = json(200'000, "sliding_attention"); });
+        CHECK(contains(text, "config.json: 200001 settings are wrong\n  /layer_types/0: expected"));
+        CHECK(contains(text, "/layer_types/7: expected"));
+        CHECK(contains(text, "\n  and 199993 more"));
+        CHECK(text.size() < 2000);
     }
 
     TEST_CASE("a file that is not there, not JSON, or says a thing twice is refused by name") {

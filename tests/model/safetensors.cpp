@@ -89,6 +89,7 @@ TEST_SUITE("model") {
         CHECK(b.shape == std::vector<cpx::index_t>{2, 3});
         CHECK(b.elements() == 6);
         CHECK(b.bytes.size() == 24);
+        CHECK(b.bytes.last == std::ssize(file(two, two_data)));
         CHECK(f.read<float>("b.weight", {2, -1}) == std::vector<float>{1, 2, 3, 4, 5, 6});
         CHECK(f.read<cpx::index_t>("a", {}) == std::vector<cpx::index_t>{-5});
         CHECK(f.read<double>("empty", {4, 0}).empty());
@@ -279,6 +280,10 @@ TEST_SUITE("model") {
             {file(entry("\"F32\"", "[4294967296,4294967296]", "[0,0]")), "expected fewer than 2^63 bytes"},
             {file(entry("\"F32\"", "[2305843009213693952]", "[0,0]")), "expected fewer than 2^63 bytes"},
             {file(entry("\"F64\"", "[9223372036854775807,0]", "[0,0]")), "expected fewer than 2^63 bytes"},
+            {file(entry("\"F64\"", "[0,9223372036854775807]", "[0,0]")),
+             "fewer than 2^63 bytes, were sizes of 0 left out"},
+            {file(entry("\"U8\"", "[0,1,1099511627776]", "[0,8]"), data),
+             "0 bytes for U8 [0, 1, 1099511627776], got 8"},
             {file(entry("\"F32\"", "[3]", "[0,8]"), data), R"(tensor "x": expected 12 bytes for F32 [3], got 8)"},
             {file(entry("\"F32\"", "[1]", "[0,8]"), data), "expected 4 bytes for F32 [1], got 8"},
             {file(entry("\"F32\"", "[1000000000000]", "[0,8]"), data), "expected 4000000000000 bytes"},
@@ -313,6 +318,38 @@ TEST_SUITE("model") {
     TEST_CASE("a header of more than 100 MB is refused although the file holds it") {
         CHECK(contains(parse_message(claim(100'000'001, std::string(100'000'001, ' '))),
                        "length of the header: expected at most 100000000 bytes, got 100000001"));
+    }
+
+    TEST_CASE("a tensor without elements may have any other sizes whose product is a number") {
+        auto const f = safetensors::parse(file(entry("\"F32\"", "[0,1,1099511627776]", "[0,0]")), "x");
+        CHECK(f.read<float>("x", {0, 1, -1}).empty());
+    }
+
+    TEST_CASE("of a file of 10 TB the header is read, and a tensor that no memory holds is refused") {
+        faults::directory const place;
+        std::uint64_t const elements = 10'000'000'000'000;
+        auto const end = std::to_string(elements);
+        auto const header = R"({"small":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"x":{"dtype":"U8","shape":[)" +
+                            std::to_string(elements - 2) + R"(],"data_offsets":[2,)" + end + "]}}";
+        auto const path = place.write("large.safetensors", file(header, "ab"));
+        std::error_code refused; // by file systems without holes
+        std::filesystem::resize_file(path, 8 + header.size() + elements, refused);
+        if (refused) return;
+        safetensors const f(path);
+        CHECK(f.read<cpx::index_t>("small") == std::vector<cpx::index_t>{'a', 'b'});
+        CHECK(contains(message([&] { f.read<float>("x"); }),
+                       R"(memory for tensor "x": expected 9999999999998 elements of 4 bytes, got std::bad_alloc)"));
+        CHECK(contains(message([&] { f.read<float>("x", {2}); }), "expected [2], got [9999999999998]"));
+        std::filesystem::resize_file(path, 8 + header.size());
+        CHECK(contains(message([&] { f.read<float>("small"); }), "cannot read: expected 2 bytes from"));
+    }
+
+    TEST_CASE("a long name costs time once, not for every size of a shape") {
+        std::string shape = "[0";
+        for (int i = 0; i < 100'000; ++i) shape += ",1";
+        auto const name = std::string(1'000'000, 'n');
+        auto const header = "{\"" + name + R"(":{"dtype":"F32","shape":)" + shape + R"(],"data_offsets":[0,0]}})";
+        CHECK(safetensors::parse(file(header), "x").tensor(name).shape.size() == 100'001);
     }
 
     TEST_CASE("a damaged file is read or refused with cpx::error") {

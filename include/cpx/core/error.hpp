@@ -2,6 +2,8 @@
 // The one exception of cpx: what is wrong, where, what was expected and what was found.
 #pragma once
 
+#include <cpx/core/printable.hpp>
+
 #include <concepts>
 #include <stdexcept>
 #include <string>
@@ -21,13 +23,18 @@ struct caller {
 
 /// Everything cpx throws. `what()` reads "file:line: WHERE: WHAT: expected E, got G".
 ///
-/// The parts can be read back one by one, so that a caller can act on them or print them in another form.
+/// The parts can be read back one by one, so that a caller can act on them or print them in another form. Bytes that
+/// must not be printed, which names and values from files may have, stand in all of them as \xHH.
 class error : public std::runtime_error {
 public:
     error(std::string where, std::string what, std::string expected = "", std::string got = "",
           caller from = caller::here())
-        : std::runtime_error(text(where, what, expected, got, from)), where_(std::move(where)),
-          problem_(std::move(what)), expected_(std::move(expected)), got_(std::move(got)) {}
+        : std::runtime_error(place(from) + text(where, what, expected, got)), where_(detail::printable(where)),
+          problem_(detail::printable(what, true)), expected_(detail::printable(expected)),
+          got_(detail::printable(got)) {}
+
+    /// Returns `what()` without file and line, as a program tells it whose users look for a mistake of theirs.
+    std::string message() const { return text(where_, problem_, expected_, got_); }
 
     /// Returns the function, file or object that rejects its input.
     std::string const& where() const noexcept { return where_; }
@@ -37,14 +44,17 @@ public:
     std::string const& got() const noexcept { return got_; }
 
 private:
-    static std::string text(std::string const& where, std::string const& what, std::string const& expected,
-                            std::string const& got, caller from) {
+    static std::string place(caller from) {
         std::string file = from.file;
         auto const slash = file.find_last_of('/');
         if (slash != std::string::npos) file.erase(0, slash + 1);
-        std::string message = file + ':' + std::to_string(from.line) + ": " + where + ": " + what;
-        if (!expected.empty()) message += ": expected " + expected;
-        if (!got.empty()) message += ", got " + got;
+        return file + ':' + std::to_string(from.line) + ": ";
+    }
+    static std::string text(std::string const& where, std::string const& what, std::string const& expected,
+                            std::string const& got) {
+        std::string message = detail::printable(where) + ": " + detail::printable(what, true);
+        if (!expected.empty()) message += ": expected " + detail::printable(expected);
+        if (!got.empty()) message += ", got " + detail::printable(got);
         return message;
     }
 

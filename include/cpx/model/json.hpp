@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cpx/core/error.hpp>
+#include <cpx/core/printable.hpp>
+#include <cpx/model/element.hpp>
 #include <cpx/model/file.hpp>
 #include <cpx/model/json_builder.hpp>
 
@@ -35,9 +37,7 @@ public:
     ///
     /// Throws `cpx::error` for a text that is longer or deeper than `limits`, is not JSON in UTF-8, or repeats a key.
     static json_value parse(std::string_view text, std::string where, json_limits limits = {}) {
-        if (text.size() > limits.bytes)
-            throw error(where, "too long", "at most " + std::to_string(limits.bytes) + " bytes",
-                        std::to_string(text.size()));
+        check_length(text.size(), where, limits);
         // nlohmann takes a NUL for the end of the text, so that what follows it would be accepted unread.
         if (auto const nul = text.find('\0'); nul != text.npos)
             throw error(where, "not JSON", "text without NUL", "NUL at byte " + std::to_string(nul));
@@ -51,13 +51,19 @@ public:
 
     /// Parses a file. Throws as `parse` does, and if the file cannot be read.
     static json_value read(std::filesystem::path const& path, json_limits limits = {}) {
-        return parse(detail::read_file(path, limits.bytes), path.string(), limits);
+        detail::byte_source const file(path);
+        check_length(file.size(), file.name(), limits);
+        return parse(file.read(0, file.size()), file.name(), limits);
     }
 
     /// Returns the name of the document.
     std::string const& where() const { return *where_; }
     /// Returns the JSON pointer of this value; empty for the whole document.
-    std::string const& pointer() const { return pointer_; }
+    std::string pointer() const {
+        std::string text;
+        for (auto at = place_.get(); at; at = at->outer.get()) text = '/' + escape(at->key) + text;
+        return text;
+    }
 
     bool is_null() const { return value_->is_null(); }
     bool is_object() const { return value_->is_object(); }
@@ -82,14 +88,14 @@ public:
     json_value at(std::string_view key) const {
         if (!is_object()) fail("an object");
         auto const member = value_->find(std::string(key));
-        auto pointer = pointer_ + '/' + escape(key);
-        if (member == value_->end()) throw error(where(), show(pointer), "a value", "none");
-        return {std::shared_ptr<nlohmann::json const>(value_, &*member), where_, std::move(pointer)};
+        if (member == value_->end()) throw error(where(), show(pointer() + '/' + escape(key)), "a value", "none");
+        return inner(*member, std::string(key));
     }
 
     /// Returns this value as `T`: bool, an integer, a floating-point number, std::string, or a std::vector of those.
     ///
-    /// Throws `cpx::error` for a value of another type and for an integer that `T` cannot hold. 4.0 is not an integer.
+    /// Throws `cpx::error` for a value of another type and for a number that `T` cannot hold. 4.0 is not an integer; to
+    /// become a floating-point number, one may be rounded, but not to infinity.
     template <class T>
     T as() const {
         if constexpr (std::same_as<T, bool>) {
@@ -104,8 +110,9 @@ public:
             fail("an integer from " + std::to_string(std::numeric_limits<T>::min()) + " to " +
                  std::to_string(std::numeric_limits<T>::max()));
         } else if constexpr (std::floating_point<T>) {
-            if (value_->is_number()) return value_->get<T>();
-            fail("a number");
+            if (!value_->is_number()) fail("a number");
+            if (detail::holds<T>(value_->get<double>())) return value_->get<T>();
+            fail("a number of at most " + nlohmann::json(std::numeric_limits<T>::max()).dump());
         } else if constexpr (std::same_as<T, std::string>) {
             if (value_->is_string()) return value_->get<std::string>();
             fail("a string");
@@ -115,9 +122,7 @@ public:
             T values;
             values.reserve(value_->size());
             for (auto const& element : *value_)
-                values.push_back(json_value(std::shared_ptr<nlohmann::json const>(value_, &element), where_,
-                                            pointer_ + '/' + std::to_string(values.size()))
-                                     .template as<typename T::value_type>());
+                values.push_back(inner(element, std::to_string(values.size())).template as<typename T::value_type>());
             return values;
         }
     }
@@ -130,7 +135,7 @@ public:
 
     /// Throws the `cpx::error` that says this value is not what was `expected`.
     [[noreturn]] void fail(std::string expected) const {
-        throw error(where(), show(pointer_), std::move(expected), got());
+        throw error(where(), show(pointer()), std::move(expected), got());
     }
 
     /// Returns the value as an error shows it: short texts and numbers in full, arrays and objects by their size.
@@ -142,9 +147,25 @@ public:
     }
 
 private:
+    /// How a value is reached from the one around it. Pointers are put together where they are asked for: a key can be
+    /// as long as the text, and is that of all values inside.
+    struct step {
+        std::shared_ptr<step const> outer;
+        std::string key;
+    };
+
     json_value(std::shared_ptr<nlohmann::json const> value, std::shared_ptr<std::string const> where,
-               std::string pointer)
-        : value_(std::move(value)), where_(std::move(where)), pointer_(std::move(pointer)) {}
+               std::shared_ptr<step const> place)
+        : value_(std::move(value)), where_(std::move(where)), place_(std::move(place)) {}
+
+    json_value inner(nlohmann::json const& value, std::string key) const {
+        return {std::shared_ptr<nlohmann::json const>(value_, &value), where_,
+                std::make_shared<step const>(step{place_, std::move(key)})};
+    }
+    static void check_length(std::uint64_t bytes, std::string const& where, json_limits limits) {
+        if (bytes > limits.bytes)
+            throw error(where, "too long", "at most " + std::to_string(limits.bytes) + " bytes", std::to_string(bytes));
+    }
 
     static std::string escape(std::string_view key) {
         std::string escaped;
@@ -159,7 +180,7 @@ private:
 
     std::shared_ptr<nlohmann::json const> value_;
     std::shared_ptr<std::string const> where_;
-    std::string pointer_;
+    std::shared_ptr<step const> place_;
 };
 
 } // namespace cpx

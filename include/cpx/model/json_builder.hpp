@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cpx/core/error.hpp>
-#include <cpx/model/file.hpp>
+#include <cpx/core/printable.hpp>
 
 #include <nlohmann/json.hpp>
 

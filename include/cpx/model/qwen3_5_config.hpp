@@ -4,7 +4,7 @@
 
 #include <cpx/core/error.hpp>
 #include <cpx/core/index.hpp>
-#include <cpx/model/file.hpp>
+#include <cpx/core/printable.hpp>
 #include <cpx/model/json.hpp>
 
 #include <algorithm>
@@ -12,9 +12,11 @@
 #include <cstdint>
 #include <filesystem>
 #include <iterator>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -69,20 +71,24 @@ struct qwen3_5_config {
     /// Rotary settings in rope_parameters win over those beside it, as in transformers.
     /// Text gives the three axes of mrope_section equal positions, so that plain rotary embedding is the result.
     ///
-    /// Throws one `cpx::error` that names the document and lists every setting that is missing, of the wrong type,
-    /// out of range, at odds with another or not supported; or says that the model is not known.
+    /// Throws one `cpx::error` that names the document and lists the settings, of very many the first 8, that are
+    /// missing, of the wrong type, out of range, at odds with another or not supported; or says that the model is not
+    /// known.
     static qwen3_5_config parse(json_value const& document);
 };
 
 namespace detail {
 
-/// Collects what is wrong with a document, to report it at once.
+/// Collects what is wrong with a document, to report it at once: how much, and the first of it.
 class config_problems {
 public:
     explicit config_problems(std::string where) : where_(std::move(where)) {}
 
+    void add(error problem) {
+        if (++count_ <= shown) found_.push_back(std::move(problem));
+    }
     void add(std::string what, std::string expected, std::string got) {
-        found_.push_back(error(where_, std::move(what), std::move(expected), std::move(got)));
+        add(error(where_, std::move(what), std::move(expected), std::move(got)));
     }
 
     /// Notes a problem with `object`'s `key` unless `holds`.
@@ -96,22 +102,24 @@ public:
         try {
             return object.get<T>(key);
         } catch (error const& problem) {
-            found_.push_back(problem);
+            add(problem);
             return T{};
         }
     }
 
-    /// Returns the positive number under `key`, or 0 and notes the problem. Integers are those that an int can hold.
+    /// Returns the positive number under `key`, or 0 and notes the problem. Integers are those that an int can hold,
+    /// other numbers those that a float holds with all its digits, because models run in float, too.
     template <class T>
     T positive(json_value const& object, std::string_view key) {
         auto const before = count();
-        T value{};
-        if constexpr (std::integral<T>)
-            value = get<std::int32_t>(object, key);
-        else
-            value = get<T>(object, key);
-        if (count() == before) require(value > 0, object, key, "more than 0", object.at(key).got());
-        return value > 0 ? value : T{};
+        static_cast<void>(get<std::conditional_t<std::integral<T>, std::int32_t, float>>(object, key));
+        if (count() != before) return T{};
+        T const value = object.get<T>(key);
+        require(value > 0, object, key, "more than 0", object.at(key).got());
+        if constexpr (std::floating_point<T>)
+            require(value <= 0 || value >= std::numeric_limits<float>::min(), object, key, "at least 1.2e-38",
+                    object.at(key).got());
+        return std::max(value, T{});
     }
 
     /// Notes a problem unless the value under `key` is `value`.
@@ -122,20 +130,25 @@ public:
         if (count() == before) require(found == value, object, key, std::move(expected), object.at(key).got());
     }
 
-    std::size_t count() const { return found_.size(); }
+    std::size_t count() const { return count_; }
 
-    /// Throws if anything was noted: the problem itself, or all of them in one text.
+    /// Throws if anything was noted: the problem itself, or how many there are and the first of them in one text.
     void report() const {
-        if (found_.size() == 1) throw found_.front();
+        if (count_ == 0) return;
+        if (count_ == 1) throw found_.front();
         std::string all;
         for (auto const& one : found_)
             all += "\n  " + one.problem() + ": expected " + one.expected() + ", got " + one.got();
-        if (!found_.empty()) throw error(where_, std::to_string(found_.size()) + " settings are wrong" + all, "", "");
+        if (count_ > shown) all += "\n  and " + std::to_string(count_ - shown) + " more";
+        throw error(where_, std::to_string(count_) + " settings are wrong" + all);
     }
 
 private:
+    static constexpr std::size_t shown = 8;
+
     std::string where_;
-    std::vector<error> found_;
+    std::size_t count_ = 0;
+    std::vector<error> found_; // the first `shown`
 };
 
 /// Returns the object that holds the language model's settings. Throws `cpx::error` if it is not one of Qwen3.5.
@@ -259,6 +272,18 @@ inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
     multiple("num_attention_heads", config.num_attention_heads, "num_key_value_heads", config.num_key_value_heads);
     multiple("linear_num_value_heads", config.linear_num_value_heads, "linear_num_key_heads",
              config.linear_num_key_heads);
+    // The sides of weights are sums of a few of these, which do not wrap then.
+    auto const product = [&](char const* key, index_t size, char const* of, index_t many) {
+        index_t const most = std::numeric_limits<std::int32_t>::max();
+        problems.require(size * many <= most, text, key,
+                         std::to_string(most) + " at most when multiplied by " + of + ", " + std::to_string(many),
+                         std::to_string(size));
+    };
+    product("head_dim", config.head_dim, "num_attention_heads", config.num_attention_heads);
+    product("linear_key_head_dim", config.linear_key_head_dim, "linear_num_key_heads", config.linear_num_key_heads);
+    product("linear_value_head_dim", config.linear_value_head_dim, "linear_num_value_heads",
+            config.linear_num_value_heads);
+    product("moe_intermediate_size", config.moe_intermediate_size, "num_experts", config.num_experts);
     problems.report();
     return config;
 }
