@@ -719,6 +719,16 @@ concept layout = std::copyable<L> && requires(L const l, int chunk) {
     { l.owner(chunk) } -> std::same_as<int>;
 };
 
+/// A layout that also lists the chunks of a rank: `chunk(rank, i)` is its i-th, ascending, `0 <= i < chunks(rank)`.
+///
+/// No layout needs it. With it, what follows from a layout is found among the chunks of one rank, which may be few
+/// however many ranks there are; without it, among all chunks. Law: it lists the chunks that `owner` gives the rank.
+template <class L>
+concept listed_layout = layout<L> && requires(L const l, int number) {
+    { l.chunks(number) } -> std::same_as<int>;
+    { l.chunk(number, number) } -> std::same_as<int>;
+};
+
 /// Chooses a layout from the length of the run that it cuts: `at(n)` is the layout of a run of `n` tokens.
 ///
 /// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.
@@ -847,44 +857,56 @@ CPX_HOST_DEVICE constexpr range tokens_of(P const& policy, int c, index_t n, C c
     return {begin(c), begin(c + 1)};
 }
 
-/// Returns where token `t` of a run of `n` lives. Law: `token(p, locate(p, t, n), n) == t`. Cost: O(chunks).
+/// Calls `f(chunk)` for the chunks of `rank`, ascending. Cost: O(chunks), of a `listed_layout` O(chunks of the rank).
+CPX_CALLS_BACK
+template <layout L, class F>
+CPX_HOST_DEVICE constexpr void for_each_chunk(L const& l, int rank, F&& f) {
+    if constexpr (listed_layout<L>) {
+        for (int i = 0, count = l.chunks(rank); i < count; ++i) f(l.chunk(rank, i));
+    } else {
+        for (int c = 0, count = l.chunks(); c < count; ++c)
+            if (l.owner(c) == rank) f(c);
+    }
+}
+
+/// Returns where token `t` of a run of `n` lives. Law: `token(p, locate(p, t, n), n) == t`. Cost: as `for_each_chunk`.
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr slot locate(P const& policy, index_t t, index_t n, C const& cut = {}) {
     auto const l = layout_at(policy, n);
     int const chunk = chunk_of(policy, t, n, cut);
     slot place{l.owner(chunk), t - tokens_of(policy, chunk, n, cut).first};
-    for (int c = 0; c < chunk; ++c)
-        if (l.owner(c) == place.rank) place.row += tokens_of(policy, c, n, cut).size();
+    for_each_chunk(l, place.rank, [&](int c) {
+        if (c < chunk) place.row += tokens_of(policy, c, n, cut).size();
+    });
     return place;
 }
 
-/// Returns how many of `n` tokens `rank` holds. Cost: O(chunks).
+/// Returns how many of `n` tokens `rank` holds. Cost: as `for_each_chunk`.
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr index_t rows_of(P const& policy, int rank, index_t n, C const& cut = {}) {
-    auto const l = layout_at(policy, n);
     index_t rows = 0;
-    for (int c = 0; c < l.chunks(); ++c)
-        if (l.owner(c) == rank) rows += tokens_of(policy, c, n, cut).size();
+    for_each_chunk(layout_at(policy, n), rank, [&](int c) { rows += tokens_of(policy, c, n, cut).size(); });
     return rows;
 }
 
-/// Returns the token that lives at `place` in a run of `n`, or -1 if that rank has no such row. Cost: O(chunks).
+/// Returns the token that lives at `place` in a run of `n`, or -1 if that rank has no such row. Cost: as
+/// `for_each_chunk`.
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr index_t token(P const& policy, slot place, index_t n, C const& cut = {}) {
-    auto const l = layout_at(policy, n);
-    for (int c = 0; c < l.chunks(); ++c) {
-        if (l.owner(c) != place.rank) continue;
+    index_t found = -1;
+    for_each_chunk(layout_at(policy, n), place.rank, [&](int c) {
+        if (found >= 0) return;
         range const tokens = tokens_of(policy, c, n, cut);
-        if (place.row < tokens.size()) return tokens.first + place.row;
+        if (place.row < tokens.size()) found = tokens.first + place.row;
         place.row -= tokens.size();
-    }
-    return -1;
+    });
+    return found;
 }
 
 /// Returns whether every token of a run of `n` has exactly one slot and every slot exactly one token.
 ///
 /// A constant expression, so that a layout can prove it where it is defined:
-/// `static_assert(cpx::is_partition(my_layout{}, 64));`. Cost: O(n chunks).
+/// `static_assert(cpx::is_partition(my_layout{}, 64));`. Cost: O(n) times `for_each_chunk`.
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr bool is_partition(P const& policy, index_t n, C const& cut = {}) {
     index_t rows = 0;
@@ -914,6 +936,16 @@ struct either {
     CPX_HOST_DEVICE constexpr int chunks() const { return use_first ? first.chunks() : second.chunks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const {
         return use_first ? first.owner(chunk) : second.owner(chunk);
+    }
+    CPX_HOST_DEVICE constexpr int chunks(int rank) const
+        requires listed_layout<A> && listed_layout<B>
+    {
+        return use_first ? first.chunks(rank) : second.chunks(rank);
+    }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int i) const
+        requires listed_layout<A> && listed_layout<B>
+    {
+        return use_first ? first.chunk(rank, i) : second.chunk(rank, i);
     }
 };
 
@@ -1040,8 +1072,7 @@ public:
             if (!layout<P> || i == 0) {
                 if constexpr (!layout<P>) check(l);
                 owned.clear();
-                for (int c = 0; c < chunks; ++c)
-                    if (l.owner(c) == rank) owned.push_back(c);
+                for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
             }
             for (int const c : owned) {
                 range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
@@ -1256,6 +1287,8 @@ struct sequential : private extent<W> {
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk; }
+    CPX_HOST_DEVICE constexpr int chunks(int) const { return 1; }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int) const { return rank; }
     friend constexpr bool operator==(sequential const&, sequential const&) = default;
 };
 
@@ -1317,6 +1350,8 @@ struct striped : private extent<W> {
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return Stripes * ranks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk % ranks(); }
+    CPX_HOST_DEVICE constexpr int chunks(int) const { return Stripes; }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int i) const { return rank + i * ranks(); }
     friend constexpr bool operator==(striped const&, striped const&) = default;
 };
 
@@ -1422,6 +1457,8 @@ struct zigzag : private extent<W> {
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk < ranks() ? chunk : 2 * ranks() - 1 - chunk; }
+    CPX_HOST_DEVICE constexpr int chunks(int) const { return 2; }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int i) const { return i == 0 ? rank : 2 * ranks() - 1 - rank; }
     friend constexpr bool operator==(zigzag const&, zigzag const&) = default;
 };
 

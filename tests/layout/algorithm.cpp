@@ -73,6 +73,39 @@ void check_static() {
     check_cuts(cpx::striped<W>{}, {shape::striped, cpx::scope::sequence, 0, W});
 }
 
+/// Hides what a layout lists, so that all chunks are walked.
+template <cpx::layout L>
+struct unlisted {
+    L all;
+    int ranks() const { return all.ranks(); }
+    int chunks() const { return all.chunks(); }
+    int owner(int chunk) const { return all.owner(chunk); }
+};
+static_assert(cpx::listed_layout<cpx::zigzag<>> && !cpx::listed_layout<unlisted<cpx::zigzag<>>>);
+
+/// A layout lists the chunks that `owner` gives each rank, and slots, tokens and rows are those of a walk over all.
+template <cpx::listed_layout L, class Cut = cpx::balanced>
+void check_listed(L const& l, Cut const& cut = {}) {
+    int const ranks = l.ranks();
+    CAPTURE(ranks);
+    std::vector<std::vector<int>> listed(static_cast<std::size_t>(ranks)), owned = listed;
+    for (int r = 0; r < ranks; ++r)
+        for (int i = 0; i < l.chunks(r); ++i) listed[static_cast<std::size_t>(r)].push_back(l.chunk(r, i));
+    for (int c = 0; c < l.chunks(); ++c) owned[static_cast<std::size_t>(l.owner(c))].push_back(c);
+    CHECK(listed == owned);
+    unlisted<L> const walked{l};
+    splitmix numbers(static_cast<std::uint64_t>(ranks));
+    for (index_t const n : {index_t{1}, index_t{ranks}, index_t{5 * ranks + 3}, index_t{1000003}})
+        for (int i = 0; i < 50; ++i) {
+            index_t const t = numbers.between(0, n - 1);
+            cpx::slot const place = cpx::locate(l, t, n, cut);
+            if (place != cpx::locate(walked, t, n, cut)) FAIL("slot of token " << t << " of " << n);
+            if (cpx::token(l, place, n, cut) != t) FAIL("token at the slot of token " << t << " of " << n);
+            if (cpx::rows_of(l, place.rank, n, cut) != cpx::rows_of(walked, place.rank, n, cut))
+                FAIL("rows of rank " << place.rank << " of " << n);
+        }
+}
+
 TEST_SUITE("layout") {
     TEST_CASE("slots, tokens, chunks and rows are those of brute force, for 1 to 8 ranks and all cuts") {
         splitmix numbers(3);
@@ -93,6 +126,21 @@ TEST_SUITE("layout") {
         check_static<3>();
         check_static<4>();
         check_static<7>();
+    }
+
+    TEST_CASE("what layouts list of a rank is what they own, from 1 to 1024 ranks") {
+        for (int const w : {1, 2, 3, 5, 8, 64, 513, 1024}) {
+            check_listed(cpx::sequential<>{w});
+            check_listed(cpx::zigzag<>{w});
+            check_listed(cpx::striped<>{w});
+            check_listed(cpx::striped<cpx::dynamic, 3>{w}, cpx::aligned<64>{});
+            check_listed(cpx::zigzag<>{w}, cpx::aligned<64>{});
+            for (index_t const n : {4, 5})
+                check_listed(cpx::by_length{cpx::zigzag<>{w}, cpx::sequential<>{w}, &even}.at(n));
+        }
+        check_listed(cpx::zigzag<64>{});
+        check_listed(cpx::sequential<64>{});
+        check_listed(cpx::striped<64, 2>{});
     }
 
     TEST_CASE("runs of more than 2^40 tokens have exact slots") {

@@ -22,6 +22,16 @@ concept layout = std::copyable<L> && requires(L const l, int chunk) {
     { l.owner(chunk) } -> std::same_as<int>;
 };
 
+/// A layout that also lists the chunks of a rank: `chunk(rank, i)` is its i-th, ascending, `0 <= i < chunks(rank)`.
+///
+/// No layout needs it. With it, what follows from a layout is found among the chunks of one rank, which may be few
+/// however many ranks there are; without it, among all chunks. Law: it lists the chunks that `owner` gives the rank.
+template <class L>
+concept listed_layout = layout<L> && requires(L const l, int number) {
+    { l.chunks(number) } -> std::same_as<int>;
+    { l.chunk(number, number) } -> std::same_as<int>;
+};
+
 /// Chooses a layout from the length of the run that it cuts: `at(n)` is the layout of a run of `n` tokens.
 ///
 /// For rules such as "zigzag where 2W divides the length, else sequential"; see `either`.

@@ -18,6 +18,16 @@ struct either {
     CPX_HOST_DEVICE constexpr int owner(int chunk) const {
         return use_first ? first.owner(chunk) : second.owner(chunk);
     }
+    CPX_HOST_DEVICE constexpr int chunks(int rank) const
+        requires listed_layout<A> && listed_layout<B>
+    {
+        return use_first ? first.chunks(rank) : second.chunks(rank);
+    }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int i) const
+        requires listed_layout<A> && listed_layout<B>
+    {
+        return use_first ? first.chunk(rank, i) : second.chunk(rank, i);
+    }
 };
 
 /// `A` for the runs whose length the rule accepts, `B` for the others.

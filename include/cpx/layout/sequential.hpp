@@ -17,6 +17,8 @@ struct sequential : private extent<W> {
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk; }
+    CPX_HOST_DEVICE constexpr int chunks(int) const { return 1; }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int) const { return rank; }
     friend constexpr bool operator==(sequential const&, sequential const&) = default;
 };
 

@@ -107,8 +107,7 @@ public:
             if (!layout<P> || i == 0) {
                 if constexpr (!layout<P>) check(l);
                 owned.clear();
-                for (int c = 0; c < chunks; ++c)
-                    if (l.owner(c) == rank) owned.push_back(c);
+                for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
             }
             for (int const c : owned) {
                 range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};

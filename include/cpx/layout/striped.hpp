@@ -20,6 +20,8 @@ struct striped : private extent<W> {
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return Stripes * ranks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk % ranks(); }
+    CPX_HOST_DEVICE constexpr int chunks(int) const { return Stripes; }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int i) const { return rank + i * ranks(); }
     friend constexpr bool operator==(striped const&, striped const&) = default;
 };
 

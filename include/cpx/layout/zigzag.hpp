@@ -19,6 +19,8 @@ struct zigzag : private extent<W> {
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
     CPX_HOST_DEVICE constexpr int owner(int chunk) const { return chunk < ranks() ? chunk : 2 * ranks() - 1 - chunk; }
+    CPX_HOST_DEVICE constexpr int chunks(int) const { return 2; }
+    CPX_HOST_DEVICE constexpr int chunk(int rank, int i) const { return i == 0 ? rank : 2 * ranks() - 1 - rank; }
     friend constexpr bool operator==(zigzag const&, zigzag const&) = default;
 };
 
