@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cmath>
+#include <ostream>
 #include <sstream>
 
 namespace inspect {

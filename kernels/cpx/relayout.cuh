@@ -9,6 +9,8 @@
 #include <cpx/meeting.cuh>
 #include <cpx/previous_kernel.cuh>
 
+#include <cstddef>
+
 namespace cpx::kernels {
 
 inline constexpr int most_sections = 8;

@@ -3,6 +3,9 @@
 
 #include <doctest/doctest.h>
 
+#include <cstdint>
+#include <type_traits>
+
 namespace {
 
 static_assert(std::is_base_of_v<std::runtime_error, cpx::error>);

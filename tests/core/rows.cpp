@@ -5,6 +5,7 @@
 
 #include <support/rejects.hpp>
 
+#include <cstddef>
 #include <numeric>
 
 namespace {

@@ -8,6 +8,7 @@
 
 #include <limits>
 #include <set>
+#include <tuple>
 
 namespace {
 

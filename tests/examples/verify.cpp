@@ -3,6 +3,7 @@
 #include <examples/program.hpp>
 
 #include <map>
+#include <tuple>
 
 #include <support/files.hpp>
 

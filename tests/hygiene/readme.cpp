@@ -5,6 +5,7 @@
 #include <support/files.hpp>
 
 #include <algorithm>
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <string>

@@ -3,6 +3,8 @@
 
 #include <doctest/doctest.h>
 
+#include <type_traits>
+
 namespace {
 
 using cpx::aligned;

@@ -8,6 +8,7 @@
 
 #include <support/rejects.hpp>
 
+#include <cstddef>
 #include <numeric>
 
 namespace {

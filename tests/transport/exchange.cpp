@@ -10,6 +10,7 @@
 #include <support/rejects.hpp>
 
 #include <cstring>
+#include <limits>
 
 namespace {
 

@@ -10,6 +10,7 @@
 #include <support/rejects.hpp>
 
 #include <cmath>
+#include <limits>
 
 namespace {
 

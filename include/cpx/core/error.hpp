@@ -7,6 +7,7 @@
 #include <concepts>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace cpx {
 

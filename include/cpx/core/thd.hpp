@@ -6,6 +6,7 @@
 #include <cpx/core/index.hpp>
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <span>
 #include <vector>

@@ -5,6 +5,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/layout/concept.hpp>
 
+#include <cstddef>
 #include <memory>
 #include <vector>
 
