@@ -35,12 +35,12 @@ class meeting {
 public:
     explicit meeting(int threads) : barrier_(threads, stamp{&last_}) {}
 
-    /// Returns the seconds from when all threads had come to `before` until all had done `part`.
+    /// Returns the seconds from when all threads had come to `before` until all had done `work`.
     template <class F>
-    double time(F const& part) {
+    double time(F const& work) {
         barrier_.arrive_and_wait();
         steady::time_point const start = last_;
-        part();
+        work();
         barrier_.arrive_and_wait();
         return std::chrono::duration<double>(last_ - start).count();
     }

@@ -29,7 +29,7 @@ namespace {
 constexpr int ranks = 4;
 using results = std::vector<std::vector<double>>;
 
-/// Returns this rank's part of a tensor whose values follow from the global row and the column.
+/// Returns this rank's rows of a tensor whose values follow from the global row and the column.
 template <cpx::any_sharding S>
 auto numbers(S const& sharding, int rank, cpx::index_t width, double frequency) {
     auto x = cpx::make_tensor<double>(sharding, rank, width);

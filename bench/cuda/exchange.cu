@@ -58,8 +58,8 @@ public:
             if (m.peer != rank) sent += cpx::total(m.rows) * (m.columns.empty() ? width : cpx::total(m.columns)) * 2;
         sent = std::ranges::max(everyones(sent));
 
-        auto source = whole::part<element>(from, rank, sections);
-        auto const target = whole::part<element>(to, rank, sections);
+        auto source = whole::take<element>(from, rank, sections);
+        auto const target = whole::take<element>(to, rank, sections);
         source.resize(static_cast<std::size_t>(most * in)); // NCCL gathers equally many rows of every rank
         cuda::buffer<element> const x{std::span<element const>(source)}, y(std::ssize(target));
         cpx::rows<element const> const from_rows(x.data(), from.rows(rank), in);
@@ -77,12 +77,12 @@ public:
         cuda::exchange<element> move(plan, width, comm_);
         ways.send_receive = time(sent, y.data(), target, [&] { move(from_rows, to_rows, stream_); });
 
-        // a shard in equal parts, of whole 16 bytes as NCCL likes them
-        index_t const part = from.batch().tokens() * width / ranks / ranks / 8 * 8;
-        cuda::buffer<element> const a(part * ranks), b(part * ranks);
-        ways.all_to_all = time(part * 2 * (ranks - 1), nullptr, {}, [&] {
+        // a shard in equal shares, of whole 16 bytes as NCCL likes them
+        index_t const share = from.batch().tokens() * width / ranks / ranks / 8 * 8;
+        cuda::buffer<element> const a(share * ranks), b(share * ranks);
+        ways.all_to_all = time(share * 2 * (ranks - 1), nullptr, {}, [&] {
             comm_.call("ncclAlltoAll", [&] {
-                return ncclAlltoAll(a.data(), b.data(), static_cast<std::size_t>(part), ncclBfloat16, comm_.get(),
+                return ncclAlltoAll(a.data(), b.data(), static_cast<std::size_t>(share), ncclBfloat16, comm_.get(),
                                     stream_);
             });
         });
@@ -156,7 +156,7 @@ private:
         return w;
     }
 
-    /// Returns which rows of all ranks' parts of `from`, `most` rows apart, are this rank's part of `to`.
+    /// Returns which rows of all ranks' rows of `from`, which lie `most` rows apart, are this rank's rows of `to`.
     template <class From, class To>
     std::vector<std::int32_t> gathered_places(From const& from, To const& to, index_t most) const {
         std::vector<std::int32_t> place(static_cast<std::size_t>(from.batch().tokens())), mine;

@@ -39,7 +39,7 @@ void poison(buffer<T> const& to) {
     cuda::check(cudaDeviceSynchronize(), "cudaMemset");
 }
 template <class T>
-std::vector<float> part(buffer<T> const& from, index_t first, index_t count) {
+std::vector<float> values_of(buffer<T> const& from, index_t first, index_t count) {
     std::vector<T> values(static_cast<std::size_t>(count));
     cuda::check(cudaMemcpy(values.data(), from.data() + first, values.size() * sizeof(T), cudaMemcpyDeviceToHost),
                 "cudaMemcpy");
@@ -130,7 +130,7 @@ double rotate(cuda::stream const& stream, char const* name, index_t tokens, inde
     for (index_t sample = 0; sample < 64; ++sample)
         for (std::size_t t = 0; t < 2; ++t) {
             index_t const row = sample * 7919 % tokens;
-            auto const found = part((in_place ? x : y)[t], row * widths[t], widths[t]);
+            auto const found = values_of((in_place ? x : y)[t], row * widths[t], widths[t]);
             for (index_t c = 0; c < widths[t]; ++c) {
                 index_t const channel = c % head_dim, pair = channel % std::max<index_t>(half, 1);
                 double const self = rounded<T>(value_at(row * widths[t] + c));
@@ -193,7 +193,7 @@ void move(cuda::stream const& stream, index_t count, index_t width) {
         double error = 0;
         for (index_t sample = 0; sample < 64; ++sample) {
             index_t const i = sample * 6151 % count, row = shuffled[static_cast<std::size_t>(i)];
-            auto const found = part(y, (scatters ? row : i) * width, width);
+            auto const found = values_of(y, (scatters ? row : i) * width, width);
             for (index_t c = 0; c < width; ++c) {
                 float expected = rounded<T>(value_at((scatters ? i : row) * width + c));
                 if (adds) expected = rounded<T>(expected + rounded<T>(value_at(row * width + c)));

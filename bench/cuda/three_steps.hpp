@@ -16,12 +16,12 @@ namespace three_steps {
 
 using cpx::index_t;
 
-/// Where a vector of the whole row stands in the ranks' parts, which follow one another: of row i at first + i * pitch.
+/// Where a vector of the whole row stands in the ranks' shares, end to end: of row i at first + i * pitch.
 struct alignas(8) place {
     std::int32_t first, pitch; ///< in vectors
 };
 
-/// Rows of whole width and the ranks' parts of them, of which one is copied to the other.
+/// Rows of whole width and the ranks' shares of them, of which one is copied to the other.
 template <class Vector>
 struct columns {
     Vector const* from;
@@ -38,10 +38,10 @@ __device__ __forceinline__ void move_unit(columns<Vector> const& a, std::uint32_
     std::uint32_t const row = unit / a.vectors * rows_at_once, v = unit % a.vectors;
     if (row >= a.rows) return;
     place const p = a.places[v];
-    index_t const whole = index_t{row} * a.vectors + v, part = p.first + index_t{row} * p.pitch;
+    index_t const whole = index_t{row} * a.vectors + v, own = p.first + index_t{row} * p.pitch;
     index_t const from_pitch = ToParts ? a.vectors : p.pitch, to_pitch = ToParts ? p.pitch : a.vectors;
-    Vector const* const from = a.from + (ToParts ? whole : part);
-    Vector* const to = a.to + (ToParts ? part : whole);
+    Vector const* const from = a.from + (ToParts ? whole : own);
+    Vector* const to = a.to + (ToParts ? own : whole);
     Vector held[rows_at_once];
 #pragma unroll
     for (std::uint32_t k = 0; k < rows_at_once; ++k)
@@ -67,7 +67,7 @@ struct wire {
 /// What one rank does, on the host.
 struct tables {
     index_t tokens = 0, rows = 0; ///< of all ranks, of this one
-    index_t width = 0, share = 0; ///< elements of a whole row, of a rank's part of it
+    index_t width = 0, share = 0; ///< elements of a whole row, of a rank's share of it
     bool equal = false;           ///< all ranks have as many rows, so that all wires are equal
     int vector_bytes = 0;         ///< that are copied at once; they divide every section's share
     std::vector<place> places;
@@ -127,8 +127,8 @@ tables make_tables(Tokens const& tokens, Heads const& heads, int rank, bool to_h
     return t;
 }
 
-/// A relayout of elements T, made ready. Each step is one launch; the all-to-all, in which a rank's own part is as
-/// others', is NCCL's where all parts are equal, else a group of sends and receives.
+/// A relayout of elements T, made ready. Each step is one launch; the all-to-all, in which a rank's own share is as
+/// others', is NCCL's where all shares are equal, else a group of sends and receives.
 template <class T, class From, class To>
     requires(From::every_row != To::every_row)
 class relayout {

@@ -69,7 +69,7 @@ def zigzag_rows(lengths, ranks):
 
 
 def places(rows, apart=None):
-    """Returns where each row stands in the parts of all ranks, end to end or `apart` rows from one to the next."""
+    """Returns where each row stands in the shares of all ranks, end to end or `apart` rows from one to the next."""
     place, begin = torch.empty(sum(len(r) for r in rows), dtype=torch.long), 0
     for held in rows:
         place[held] = begin + torch.arange(len(held))
@@ -119,9 +119,9 @@ class Bench:
         self.times.append((name, way, us))
 
     def all_to_all(self, name, tokens, width):
-        part = tokens * width // self.ranks // self.ranks // 8 * 8
-        a, b = (torch.zeros(part * self.ranks, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        self.run(name, "bare all-to-all of the shard", part * 2 * (self.ranks - 1),
+        share = tokens * width // self.ranks // self.ranks // 8 * 8
+        a, b = (torch.zeros(share * self.ranks, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.run(name, "bare all-to-all of the shard", share * 2 * (self.ranks - 1),
                  lambda: dist.all_to_all_single(b, a), None, None)
 
     def sequential(self, name, lengths, width):

@@ -19,7 +19,7 @@ std::string to_json(inspect::report const& report) {
     for (int rank = 0; rank < report.ranks; ++rank) {
         inspect::lane const& held = report.before[static_cast<std::size_t>(rank)];
         auto runs = nlohmann::ordered_json::array();
-        for (inspect::part const& part : held.parts) runs.push_back({part.rows.first, part.rows.last});
+        for (inspect::run const& run : held.runs) runs.push_back({run.rows.first, run.rows.last});
         json["ranks"].push_back({{"rank", rank}, {"runs", runs}, {"cu_seqlens", held.cu_seqlens}});
     }
     if (report.plan)

@@ -15,24 +15,24 @@ using cpx::range;
 inline constexpr int several = -1;
 
 /// Global rows, and the rank that holds them before the exchange.
-struct part {
+struct run {
     range rows;
     int source = 0;
 };
 
-/// What one rank holds, in local order. Parts are maximal: neighbours differ in source or leave a gap.
+/// What one rank holds, in local order. Runs are maximal: neighbours differ in source or leave a gap.
 struct lane {
-    std::vector<part> parts;
+    std::vector<run> runs;
     std::vector<index_t> cu_seqlens; ///< where the segments begin in local rows, and the number of rows
 
     index_t rows() const { return cu_seqlens.back(); }
-    void add(part next) {
+    void add(run next) {
         bool const extends =
-            !parts.empty() && parts.back().rows.last == next.rows.first && parts.back().source == next.source;
+            !runs.empty() && runs.back().rows.last == next.rows.first && runs.back().source == next.source;
         if (extends)
-            parts.back().rows.last = next.rows.last;
+            runs.back().rows.last = next.rows.last;
         else
-            parts.push_back(next);
+            runs.push_back(next);
     }
 };
 
@@ -74,7 +74,7 @@ std::vector<lane> lanes_after(From const& from, To const& to) {
             if constexpr (From::every_row)
                 held.add({rows, joins_heads ? several : rank});
             else
-                from.for_each_holder(rows, hint, [&](int holder, range part) { held.add({part, holder}); });
+                from.for_each_holder(rows, hint, [&](int holder, range common) { held.add({common, holder}); });
         });
         lanes.push_back(std::move(held));
     }

@@ -144,11 +144,11 @@ private:
             double const middle = y_ + lane_height_ / 2;
             canvas_.box(left, y_, x_of(report_.batch.tokens()) - left, lane_height_, paper, paper);
             index_t received = 0;
-            for (part const& p : held.parts) {
-                received += p.source != rank ? p.rows.size() : 0;
-                for (range rows = p.rows; !rows.empty();) {
+            for (run const& r : held.runs) {
+                received += r.source != rank ? r.rows.size() : 0;
+                for (range rows = r.rows; !rows.empty();) {
                     range const rest{rows.first, report_.batch.offset(report_.batch.sequence(rows.first) + 1)};
-                    run(cpx::intersect(rows, rest), p.source, after && p.source == rank);
+                    draw(cpx::intersect(rows, rest), r.source, after && r.source == rank);
                     rows.first = std::min(rows.last, rest.last);
                 }
             }
@@ -166,7 +166,7 @@ private:
 
     /// Draws rows of one sequence that one rank holds: solid in the colour of the rank they come from, or outlined if
     /// they stay.
-    void run(range rows, int source, bool stays) {
+    void draw(range rows, int source, bool stays) {
         colour const solid = colour_of(source), fill = stays ? solid.lighter(0.8) : solid;
         colour const ink = fill.dark() ? white : black;
         double const x = x_of(rows.first), width = x_of(rows.last) - x, middle = y_ + lane_height_ / 2;

@@ -74,10 +74,10 @@ private:
         for (int rank = 0; rank < report_.ranks; ++rank) {
             lane const& held = lanes[static_cast<std::size_t>(rank)];
             label("rank " + std::to_string(rank));
-            auto next = held.parts.begin();
+            auto next = held.runs.begin();
             for (index_t c = 0; c < columns_; ++c) {
-                while (next != held.parts.end() && next->rows.last <= row_at(c)) ++next;
-                bool const here = next != held.parts.end() && next->rows.first <= row_at(c);
+                while (next != held.runs.end() && next->rows.last <= row_at(c)) ++next;
+                bool const here = next != held.runs.end() && next->rows.first <= row_at(c);
                 bool const stays = here && &lanes != &report_.before && next->source == rank;
                 out_ << (here ? paint(stays ? '=' : symbol(next->source), next->source) : ".");
             }

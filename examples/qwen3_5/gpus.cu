@@ -15,20 +15,20 @@ namespace qwen3_5 {
 namespace {
 
 /// Returns what `rank` holds of numbers of the whole batch, on its GPU.
-cpx::cuda::buffer<cpx::index_t> part(gpu::entry_sharding const& entry, int rank, std::vector<cpx::index_t> const& all) {
+cpx::cuda::buffer<cpx::index_t> take(gpu::entry_sharding const& entry, int rank, std::vector<cpx::index_t> const& all) {
     std::vector<cpx::index_t> own;
     entry.for_each_piece(
         rank, [&](cpx::range rows) { own.insert(own.end(), all.begin() + rows.first, all.begin() + rows.last); });
     return gpu::upload(own);
 }
 
-/// The part of one rank; the log-probabilities are those of the whole batch.
+/// What one rank computes; the log-probabilities are those of the whole batch.
 gpu_output run_rank(gpu_input const& in, cpx::nccl& comm, std::barrier<>& everyone) {
     cpx::cuda::use_device(comm.device());
     int const rank = comm.rank();
     auto const entry = cpx::shard(in.batch, cpx::zigzag<>(comm.ranks()));
     gpu::site at(in, entry, comm, everyone);
-    auto const ids = part(entry, rank, in.ids), labels = part(entry, rank, in.labels);
+    auto const ids = take(entry, rank, in.ids), labels = take(entry, rank, in.labels);
     gpu::pass step(at, in.attention);
     gpu::movement gather(at, relayout(entry, cpx::replicated<>(comm.ranks(), in.batch), rank), 1);
     gpu::device_rows<float> const all(in.batch.tokens(), 1);

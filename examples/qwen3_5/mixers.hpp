@@ -63,9 +63,9 @@ public:
                 cpx::as_matrix(s.q_and_gate.data().columns(2 * head * dim_, dim_));
         s.qkv = s.raw;
         for (auto const& [weight, first, width] : normed()) {
-            auto const part = s.qkv.view().columns(first, width);
-            at_.norm(weight, part, part);
-            cpx::rotary(at_.rank(), typename Site::const_view(part), dim_, rotation(), part);
+            auto const some = s.qkv.view().columns(first, width);
+            at_.norm(weight, some, some);
+            cpx::rotary(at_.rank(), typename Site::const_view(some), dim_, rotation(), some);
         }
         if (how_ == attention_by::gather)
             attend_gathered(s);
@@ -85,16 +85,16 @@ private:
         tensor before, x, q_and_gate, raw, qkv, o; ///< raw: q, k, v before norms and rotation
         std::vector<T> lse;
         std::optional<cpx::tensor<T, cpx::replicated<>>> keys;
-        std::optional<cpx::tensor<T, by_heads>> part, part_o;
+        std::optional<cpx::tensor<T, by_heads>> split, o_split;
     };
-    struct normed_part {
+    struct normed_columns {
         std::string weight;
         cpx::index_t first, width;
     };
 
-    std::string name(char const* part) const { return layer_name(layer_, part); }
+    std::string name(char const* suffix) const { return layer_name(layer_, suffix); }
     cpx::rotary_options rotation() const { return {at_.model.config.rope_theta, at_.model.config.rotary_dim()}; }
-    std::vector<normed_part> normed() const {
+    std::vector<normed_columns> normed() const {
         return {{name("self_attn.q_norm.weight"), 0, q_}, {name("self_attn.k_norm.weight"), q_, kv_}};
     }
     /// Calls `f(o, gate)` for every element of `o`.
@@ -121,13 +121,13 @@ private:
 
     void attend_by_heads(saved& s) const {
         int const rank = at_.rank();
-        s.part = exchange(relayout(at_.sharding, split_, rank), s.qkv, at_.comm);
+        s.split = exchange(relayout(at_.sharding, split_, rank), s.qkv, at_.comm);
         auto const [q, k] = widths();
-        s.part_o.emplace(split_o_, rank, q);
-        auto const all = s.part->view();
+        s.o_split.emplace(split_o_, rank, q);
+        auto const all = s.split->view();
         attention(rank, all.columns(0, q), all.columns(q, k), all.columns(q + k, k), heads_, scale_,
-                  cpx::sharded(s.part_o->data(), split_), lse(s.lse, *s.part_o, q / dim_));
-        exchange(relayout(split_o_, at_.sharding, rank), s.part_o->view(), s.o.view(), at_.comm);
+                  cpx::sharded(s.o_split->data(), split_), lse(s.lse, *s.o_split, q / dim_));
+        exchange(relayout(split_o_, at_.sharding, rank), s.o_split->view(), s.o.view(), at_.comm);
     }
     /// Returns the columns of q, and of k, that this rank holds by heads.
     std::pair<cpx::index_t, cpx::index_t> widths() const {
@@ -152,9 +152,9 @@ private:
         else
             attend_by_heads_backward(s, d_o, dqkv);
         for (auto const& [weight, first, width] : normed()) {
-            auto const part = dqkv.view().columns(first, width);
-            cpx::rotary_backward(at_.rank(), typename Site::const_view(part), dim_, rotation(), part);
-            at_.norm_backward(weight, s.raw.view().columns(first, width), part, part);
+            auto const some = dqkv.view().columns(first, width);
+            cpx::rotary_backward(at_.rank(), typename Site::const_view(some), dim_, rotation(), some);
+            at_.norm_backward(weight, s.raw.view().columns(first, width), some, some);
         }
         for (cpx::index_t head = 0; head < heads_.query_heads; ++head) {
             auto const both = dq_and_gate.data().columns(2 * head * dim_, 2 * dim_);
@@ -207,18 +207,18 @@ private:
         int const rank = at_.rank();
         auto const [q, k] = widths();
         cpx::index_t const n = q / dim_;
-        auto const d_part = exchange(relayout(at_.sharding, split_o_, rank), d_o, at_.comm);
-        cpx::tensor<T, by_heads> numbers(split_, rank, n), dpart(split_, rank, q + 2 * k);
-        cpx::sharded<T const, by_heads> const dout(d_part.data(), split_), o(s.part_o->data(), split_),
+        auto const d_split = exchange(relayout(at_.sharding, split_o_, rank), d_o, at_.comm);
+        cpx::tensor<T, by_heads> numbers(split_, rank, n), dsplit(split_, rank, q + 2 * k);
+        cpx::sharded<T const, by_heads> const dout(d_split.data(), split_), o(s.o_split->data(), split_),
             lse(cpx::rows<T const>(s.lse, n), split_);
         attention_delta(o, dout, dim_, numbers.view());
-        auto const all = s.part->view();
+        auto const all = s.split->view();
         cpx::attention_queries<T, by_heads> const own{all.columns(0, q), dout, lse, numbers.view()};
         auto const keys = all.columns(q, k), values = all.columns(q + k, k);
-        attention_backward_queries(rank, own, keys, values, heads_, scale_, dpart.view().columns(0, q));
-        attention_backward_keys(own, keys, values, heads_, scale_, dpart.view().columns(q, k),
-                                dpart.view().columns(q + k, k), at_.comm);
-        exchange(relayout(split_, at_.sharding, rank), dpart.view(), dqkv.view(), at_.comm);
+        attention_backward_queries(rank, own, keys, values, heads_, scale_, dsplit.view().columns(0, q));
+        attention_backward_keys(own, keys, values, heads_, scale_, dsplit.view().columns(q, k),
+                                dsplit.view().columns(q + k, k), at_.comm);
+        exchange(relayout(split_, at_.sharding, rank), dsplit.view(), dqkv.view(), at_.comm);
     }
 
     Site& at_;

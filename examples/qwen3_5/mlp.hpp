@@ -48,7 +48,7 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
     at.add(y.data(), h.data());
 
     return [=, &at, saved = std::move(saved)](typename Site::tensor& dh) {
-        auto const name = [&](char const* part) { return layer_name(layer, "mlp.") + part; };
+        auto const name = [&](char const* suffix) { return layer_name(layer, "mlp.") + suffix; };
         auto const on_site = [&](auto const& rows) { return cpx::sharded(rows.view(), at.sharding); };
         auto dx = at.make(x.width());
         auto const d = cpx::moe_backward<T>(at.model.moe(layer), saved, dh.data(), dx.data());
@@ -68,10 +68,10 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
         auto const chosen = at.sums.template whole<cpx::index_t>(on_site(saved.chosen), at.comm);
         auto const experts = [&](char const* weight, cpx::summed_rows<T> const& input, auto const& dy,
                                  cpx::index_t outputs) {
-            auto const part = at.sums.template share<T>(dy, outputs, at.comm);
-            if (!part.share.empty())
-                cpx::expert_linear_backward_weight<T>(chosen.data, config.num_experts, part.data, input.data,
-                                                      at.grads.of(name(weight)), part.share.first);
+            auto const own = at.sums.template share<T>(dy, outputs, at.comm);
+            if (!own.share.empty())
+                cpx::expert_linear_backward_weight<T>(chosen.data, config.num_experts, own.data, input.data,
+                                                      at.grads.of(name(weight)), own.share.first);
         };
         experts("experts.gate_up_proj", whole, on_site(d.dgate_up), 2 * config.moe_intermediate_size);
         experts("experts.down_proj", at.whole(on_site(saved.activation)), on_site(d.doutput), config.hidden_size);

@@ -64,7 +64,7 @@ private:
     std::vector<T> values_;
 };
 
-/// One rank's part of the residual stream on the sharding `S`.
+/// One rank's rows of the residual stream on the sharding `S`.
 ///
 /// A block is a function of a site and hidden states h; it adds to h and returns its backward, which adds to dh.
 template <class T, cpx::any_sharding S, cpx::transport Comm>
@@ -106,9 +106,9 @@ public:
     /// Adds to dx; `x` is from `whole`.
     void linear_backward(std::string const& weight, cpx::summed_rows<T> const& x, const_view dy, view dx) const {
         sums.template linear<T>(x, dy, grads.of(weight), comm);
-        auto part = make(dx.data().width());
-        cpx::linear_backward_input<T>(dy.data(), model.weight(weight), part.data());
-        add(part.data(), dx.data());
+        auto own = make(dx.data().width());
+        cpx::linear_backward_input<T>(dy.data(), model.weight(weight), own.data());
+        add(own.data(), dx.data());
     }
 
     static void add(cpx::rows<T const> x, cpx::rows<T> h) { cpx::as_matrix(h) += cpx::as_matrix(x); }

@@ -30,22 +30,22 @@ struct job {
     cpx::index_t tokens() const { return batch.tokens(); }
 };
 
-/// Returns this rank's part of a whole tensor, as a data loader takes it: nothing moves.
+/// Returns this rank's share of a whole tensor, as a data loader takes it: nothing moves.
 template <class T, class S>
 cpx::tensor<T, S> take(std::vector<T> const& whole, cpx::index_t width, S const& sharding, cpx::threads& comm) {
     cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
     auto const plan = relayout(everywhere, sharding, comm.rank());
-    cpx::tensor<T, S> part(sharding, comm.rank(), plan.target_width ? plan.target_width : width);
-    exchange(plan, cpx::sharded(cpx::rows<T const>(whole, width), everywhere), part.view(), comm);
-    return part;
+    cpx::tensor<T, S> local(sharding, comm.rank(), plan.target_width ? plan.target_width : width);
+    exchange(plan, cpx::sharded(cpx::rows<T const>(whole, width), everywhere), local.view(), comm);
+    return local;
 }
 
-/// Returns the whole of a tensor of which every rank has a part.
+/// Returns the whole of a tensor of which every rank has a share.
 template <class T, class S>
-std::vector<T> gather(cpx::rows<T const> part, cpx::index_t width, S const& sharding, cpx::threads& comm) {
+std::vector<T> gather(cpx::rows<T const> local, cpx::index_t width, S const& sharding, cpx::threads& comm) {
     cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
     std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * width));
-    exchange(relayout(sharding, everywhere, comm.rank()), cpx::sharded(part, sharding),
+    exchange(relayout(sharding, everywhere, comm.rank()), cpx::sharded(local, sharding),
              cpx::sharded(cpx::rows<T>(whole, width), everywhere), comm);
     return whole;
 }
@@ -111,13 +111,13 @@ outputs<T> gated_delta_rule(job const& j) {
         using S = std::remove_cvref_t<decltype(sharding)>;
         cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
             int const rank = comm.rank();
-            auto const part = take(whole, width, sharding, comm);
+            auto const local = take(whole, width, sharding, comm);
             cpx::range const values = sharding.heads(rank, heads.value_heads);
             cpx::index_t const k = sharding.heads(rank, heads.key_heads).size() * heads.key_dim, n = values.size();
             cpx::tensor<T, S> o(sharding, rank, n * heads.value_dim);
             cpx::index_t const local_state = n * state;
             std::vector<T> finals(static_cast<std::size_t>(j.batch.sequences() * local_state));
-            auto const x = part.view();
+            auto const x = local.view();
             cpx::index_t const v_end = 2 * k + n * heads.value_dim;
             auto const plan = carry(sharding, rank);
             cpx::delta_rule_saved<T> saved;
@@ -135,7 +135,7 @@ outputs<T> gated_delta_rule(job const& j) {
 
             std::vector<T> gradients;
             if (backward) {
-                cpx::tensor<T, S> d(sharding, rank, part.width());
+                cpx::tensor<T, S> d(sharding, rank, local.width());
                 auto const d_out = take(dout, out_width, out_sharding, comm);
                 auto const dx = d.view();
                 cpx::gated_delta_rule_backward(How{}, plan, tensors,
@@ -187,31 +187,31 @@ outputs<T> causal_conv1d(job const& j) {
     with_sharding(j, sections, sections, [&](auto const& sharding, auto const&) {
         cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
             int const rank = comm.rank();
-            auto const part = take(x, channels, sharding, comm);
+            auto const local = take(x, channels, sharding, comm);
             auto const local_weight = local_rows(sharding, rank, sections, cpx::rows<T const>(weight, taps));
             auto const local_bias =
                 bias.empty() ? bias : local_rows(sharding, rank, sections, cpx::rows<T const>(bias, 1));
-            auto y = part;
+            auto y = local;
             auto const before = halo(sharding, rank, taps - 1),
                        after = halo(sharding, rank, taps - 1, cpx::side::after);
-            cpx::causal_conv1d(before, part.view(), cpx::rows<T const>(local_weight, taps),
+            cpx::causal_conv1d(before, local.view(), cpx::rows<T const>(local_weight, taps),
                                std::span<T const>(local_bias), act, y.view(), comm);
             auto all = gather<T>(y.data(), channels, sharding, comm);
             if (rank == 0) result["y"] = std::move(all);
             if (!backward) return;
 
             auto const d_out = take(dy, channels, sharding, comm);
-            auto dx = part;
+            auto dx = local;
             std::vector<T> dlocal(local_weight.size()), dlocal_bias(local_bias.size());
             cpx::causal_conv1d_backward(
-                before, after, part.view(), cpx::rows<T const>(local_weight, taps), std::span<T const>(local_bias), act,
-                d_out.view(), cpx::causal_conv1d_gradients{dx.view(), cpx::rows(dlocal, taps), std::span(dlocal_bias)},
-                comm);
+                before, after, local.view(), cpx::rows<T const>(local_weight, taps), std::span<T const>(local_bias),
+                act, d_out.view(),
+                cpx::causal_conv1d_gradients{dx.view(), cpx::rows(dlocal, taps), std::span(dlocal_bias)}, comm);
             auto dx_all = gather<T>(dx.data(), channels, sharding, comm);
-            auto const sum = [&](std::vector<T> const& local,
+            auto const sum = [&](std::vector<T> const& own,
                                  cpx::index_t columns) { // over this rank's channels, then ranks
                 std::vector<T> total(static_cast<std::size_t>(channels * columns));
-                add_local_rows(sharding, rank, sections, cpx::rows(local, columns), cpx::rows(total, columns));
+                add_local_rows(sharding, rank, sections, cpx::rows(own, columns), cpx::rows(total, columns));
                 sum_over_ranks(std::span(total), comm);
                 return total;
             };
@@ -253,11 +253,11 @@ outputs<T> gdn_layer(job const& j) {
     auto const run = [&](auto const& sharding, auto const& make_layer) {
         using S = std::remove_cvref_t<decltype(sharding)>;
         cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
-            auto const part = take(x, net.hidden, sharding, comm);
-            auto y = part, dx = part;
+            auto const local = take(x, net.hidden, sharding, comm);
+            auto y = local, dx = local;
             auto const layer = make_layer(comm.rank());
             typename std::remove_cvref_t<decltype(layer)>::template saved_of<T> saved;
-            layer(w, part.view(), y.view(), comm, {{}, &saved});
+            layer(w, local.view(), y.view(), comm, {{}, &saved});
             auto all = gather<T>(y.data(), net.hidden, sharding, comm);
             if (comm.rank() == 0) result["output"] = std::move(all);
             if (!backward) return;
@@ -271,7 +271,7 @@ outputs<T> gdn_layer(job const& j) {
                                    g = {sum.data(), n, width};
                                });
             auto const d_output = take(dy, net.hidden, sharding, comm);
-            gated_delta_net_backward(layer, w, part.view(), saved, d_output.view(), to, comm);
+            gated_delta_net_backward(layer, w, local.view(), saved, d_output.view(), to, comm);
             for (auto& [name, sum] : gradients) sum_over_ranks(std::span(sum), comm);
             gradients["d_hidden_states"] = gather<T>(dx.data(), net.hidden, sharding, comm);
             if (comm.rank() == 0) result.merge(gradients);

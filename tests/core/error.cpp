@@ -50,7 +50,7 @@ TEST_SUITE("core") {
         CHECK(cpx::detail::quote("\x1b") == R"("\x1b")");
     }
 
-    TEST_CASE("parts that are empty leave no trace") {
+    TEST_CASE("fields that are empty leave no trace") {
         CHECK(std::string(cpx::error("here", "broken", "", "", {"f.cpp", 1}).what()) == "f.cpp:1: here: broken");
         CHECK(std::string(cpx::error("here", "broken", "", "3", {"f.cpp", 1}).what()) ==
               "f.cpp:1: here: broken, got 3");

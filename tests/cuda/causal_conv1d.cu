@@ -335,18 +335,18 @@ TEST_SUITE("cuda") {
                         {of(count, 5), of(5, 4), numbers(5), numbers(needed)}};
         };
         using change = std::function<void(call&)>;
-        auto const refused = [&](std::string const& part, change const& f, conv_plan const& by, bool whole = true) {
+        auto const refused = [&](std::string const& passage, change const& f, conv_plan const& by, bool whole = true) {
             call c = fitting();
             f(c);
             if (whole)
-                support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d", part}, [&] {
+                support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d", passage}, [&] {
                     cpx::cuda::causal_conv1d(by, c.x, c.halo, c.weight, c.bias, activation::none, c.y, stream);
                 });
-            support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d_backward_edge", part}, [&] {
+            support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d_backward_edge", passage}, [&] {
                 cpx::cuda::causal_conv1d_backward_edge(by, c.x, c.halo, c.weight, c.bias, activation::none, c.dy,
                                                        c.edge, stream);
             });
-            support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d_backward", part}, [&] {
+            support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d_backward", passage}, [&] {
                 cpx::cuda::causal_conv1d_backward(by, c.x, c.halo, c.weight, c.bias, activation::none, c.dy, c.edge,
                                                   c.dz_halo, c.to, stream);
             });
@@ -397,10 +397,10 @@ TEST_SUITE("cuda") {
             cpx::cuda::causal_conv1d_backward_edge(plan, c.x, c.halo, c.weight, c.bias, activation::none, c.dy,
                                                    of(plan.edge_rows() + 1, 5), stream);
         });
-        auto const refused_backward = [&](std::string const& part, change const& f) {
+        auto const refused_backward = [&](std::string const& passage, change const& f) {
             call wrong = fitting();
             f(wrong);
-            support::rejects({"cuda::causal_conv1d_backward", part}, [&] {
+            support::rejects({"cuda::causal_conv1d_backward", passage}, [&] {
                 cpx::cuda::causal_conv1d_backward(plan, wrong.x, wrong.halo, wrong.weight, wrong.bias, activation::none,
                                                   wrong.dy, wrong.edge, wrong.dz_halo, wrong.to, stream);
             });

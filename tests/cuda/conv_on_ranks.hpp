@@ -36,7 +36,7 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
             return to;
         };
         auto const local = [&](std::vector<T> const& tensor) {
-            auto const own = on_ranks::part(tensor, channels, sharding, rank);
+            auto const own = on_ranks::take(tensor, channels, sharding, rank);
             return std::vector<T>(own.data().data(), own.data().data() + own.data().count() * p.channels);
         };
         auto const x_host = local(p.x);

@@ -103,11 +103,11 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("parts and heads that do not fit are refused, by name") {
         if (!has_gpus()) return;
-        auto const rejects = [](std::string const& part, index_t taps, std::vector<width_and_heads> const& list,
+        auto const rejects = [](std::string const& passage, index_t taps, std::vector<width_and_heads> const& list,
                                 placement at = {}) {
-            CAPTURE(part);
+            CAPTURE(passage);
             problem<float, float> const p(lengths({7, 6}), 64, taps, true, activation::silu, 1);
-            support::rejects({part}, [&] { run(p, on_ranks::one_rank(p.batch), at, form{list}); });
+            support::rejects({passage}, [&] { run(p, on_ranks::one_rank(p.batch), at, form{list}); });
         };
         rejects("channels of all parts of y: expected 64, got 60", 4, {{32}, {28}});
         rejects("head_dim of part 1 of y: expected 4 times a power of two up to 32, got 24", 4, {{16}, {48, 24}});
@@ -126,16 +126,16 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         auto const sharding = on_ranks::one_rank(lengths({7, 6}));
         cpx::cuda::stream const stream;
-        auto const rejects = [&](std::string const& part, index_t taps, std::vector<width_and_heads> const& list,
+        auto const rejects = [&](std::string const& passage, index_t taps, std::vector<width_and_heads> const& list,
                                  placement of_dy = {}, placement of_dx = {}) {
-            CAPTURE(part);
+            CAPTURE(passage);
             cpx::cuda::conv_plan const plan(halo(sharding, 0, taps - 1), halo(sharding, 0, taps - 1, cpx::side::after));
             std::vector<float> const tensor(13 * 64, 1.0f);
             device_rows<float> const x(tensor, 64, {}), dx(13, 64, of_dx);
             device_rows<float> const weight(std::vector<float>(static_cast<std::size_t>(64 * taps)), taps, {});
             device_result<float> const dy(tensor, 64, of_dy, form{list});
             auto const rejects_by = [&](std::string const& where, auto&& backward) {
-                support::rejects({where, part}, [&] {
+                support::rejects({where, passage}, [&] {
                     dy.as<float const>(
                         [&](auto const& given) { backward(rows<float const>(x), rows<float const>(weight), given); });
                 });

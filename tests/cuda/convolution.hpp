@@ -128,19 +128,19 @@ public:
         std::vector<width_and_heads> const list =
             of.parts.empty() ? std::vector<width_and_heads>{{channels}} : of.parts;
         for (auto const& part : list)
-            pieces_.emplace_back(count, part.width, placement{at.gap + 8 * std::ssize(pieces_), at.shift});
+            parts_.emplace_back(count, part.width, placement{at.gap + 8 * std::ssize(parts_), at.shift});
     }
     device_result(std::vector<T> const& values, index_t channels, placement at, form const& of)
         : device_result(channels > 0 ? std::ssize(values) / channels : 0, channels, at, of) {
         index_t first = 0;
-        for (auto& piece : pieces_) {
-            index_t const width = piece.view().width();
-            std::vector<T> part;
+        for (auto& part : parts_) {
+            index_t const width = part.view().width();
+            std::vector<T> own;
             for (index_t i = 0; i < count_ && first + width <= channels; ++i) {
                 auto const from = values.begin() + i * channels + first;
-                part.insert(part.end(), from, from + width);
+                own.insert(own.end(), from, from + width);
             }
-            if (!part.empty()) piece.write(part);
+            if (!own.empty()) part.write(own);
             first += width;
         }
     }
@@ -148,12 +148,12 @@ public:
     template <class U, class F>
     void as(F&& f) const {
         auto const view = [&](std::size_t p) {
-            rows<T> const all = pieces_[p].view();
+            rows<T> const all = parts_[p].view();
             return rows<U>(all.data(), all.count(), all.width(), all.stride());
         };
         if (form_.parts.empty()) return f(view(0));
         cpx::cuda::conv_parts<U> to{{}, form_.epsilon};
-        for (std::size_t p = 0; p < pieces_.size(); ++p)
+        for (std::size_t p = 0; p < parts_.size(); ++p)
             to.part[p] = {form_.parts[p].width > 0 ? view(p) : rows<U>(), form_.parts[p].head_dim};
         f(to);
     }
@@ -161,12 +161,12 @@ public:
     std::vector<T> read() const {
         std::vector<T> all(static_cast<std::size_t>(count_ * channels_), static_cast<T>(NAN));
         index_t first = 0;
-        for (auto const& piece : pieces_) {
-            auto const part = piece.read();
-            index_t const width = piece.view().width();
+        for (auto const& part : parts_) {
+            auto const own = part.read();
+            index_t const width = part.view().width();
             REQUIRE(first + width <= channels_);
             for (index_t i = 0; i < count_; ++i)
-                std::copy_n(part.begin() + i * width, width, all.begin() + i * channels_ + first);
+                std::copy_n(own.begin() + i * width, width, all.begin() + i * channels_ + first);
             first += width;
         }
         return all;
@@ -175,13 +175,13 @@ public:
 private:
     form form_;
     index_t count_, channels_;
-    std::vector<device_rows<T>> pieces_;
+    std::vector<device_rows<T>> parts_;
 };
 
 /// Writes what `rank` holds of a tensor, its rows side by side, to their places in the whole one.
 template <class T, cpx::any_sharding S>
-void place(std::vector<T> const& part, S const& sharding, int rank, index_t width, std::vector<double>& whole) {
-    auto next = part.begin();
+void place(std::vector<T> const& local, S const& sharding, int rank, index_t width, std::vector<double>& whole) {
+    auto next = local.begin();
     sharding.for_each_piece(rank, [&](cpx::range piece) {
         for (index_t i = piece.first * width; i < piece.last * width; ++i) {
             if constexpr (std::is_same_v<T, double>)

@@ -25,7 +25,7 @@ namespace {
 
 namespace cuda = cpx::cuda;
 using cpx::index_t;
-using on_ranks::part;
+using on_ranks::take;
 
 /// Returns the paths of all golden files, sorted.
 std::vector<std::filesystem::path> golden_files() {
@@ -135,7 +135,7 @@ std::string round_trip(golden_tensor const& x, From const& from, To const& to, p
     std::vector<cuda::buffer<T>> device;
     index_t bytes = 0;
     for (int r = 0; r < ranks; ++r) {
-        source.push_back(part(whole, x.sections, from, r));
+        source.push_back(take(whole, x.sections, from, r));
         there.emplace_back(to, r, std::ssize(on_ranks::columns(to, r, x.sections)));
         back.emplace_back(from, r, source.back().width());
         auto const data = source.back().data();
@@ -297,10 +297,10 @@ void check_rotary(cpx::safetensors const& file, std::string const& x, std::strin
 
     auto const sharding = cpx::shard(batch, cpx::zigzag<>(5));
     for (int r = 0; r < sharding.ranks(); ++r) {
-        auto const own = values_of(part(from, {{1, width}}, sharding, r));
-        auto const own_positions = values_of(part(turned(positions, 3), {{1, 3}}, sharding, r));
+        auto const own = values_of(take(from, {{1, width}}, sharding, r));
+        auto const own_positions = values_of(take(turned(positions, 3), {{1, 3}}, sharding, r));
         auto const alone = rotated(own, turned(own_positions, sharding.rows(r)), head_dim, pairs, back);
-        CHECK(on_ranks::same_bits(alone, values_of(part(got, {{1, width}}, sharding, r))));
+        CHECK(on_ranks::same_bits(alone, values_of(take(got, {{1, width}}, sharding, r))));
     }
 }
 

@@ -21,7 +21,7 @@ void move_whole(member& me, From const& from, To const& to, std::vector<cpx::sec
     index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
     auto const plan = cpx::relayout(from, to, rank);
-    auto const source = whole::part<T>(from, rank, sections), target = whole::part<T>(to, rank, sections);
+    auto const source = whole::take<T>(from, rank, sections), target = whole::take<T>(to, rank, sections);
     index_t const in = std::ssize(whole::columns(from, rank, sections)),
                   out = std::ssize(whole::columns(to, rank, sections));
     cpx::cuda::buffer<T> const x{std::span<T const>(source)};
@@ -94,7 +94,7 @@ void move_in_groups(member& me, cpx::cuda::shared_memory& memory, From const& fr
     using element = std::uint16_t;
     index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
-    auto const source = whole::part<element>(from, rank, sections), target = whole::part<element>(to, rank, sections);
+    auto const source = whole::take<element>(from, rank, sections), target = whole::take<element>(to, rank, sections);
     cpx::cuda::buffer<element> const x{std::span<element const>(source)};
     std::vector<std::int64_t> const host(from.batch().offsets().begin(), from.batch().offsets().end());
     cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
@@ -167,7 +167,7 @@ std::string in_one_process(int) {
             try {
                 cpx::cuda::use_device(rank);
                 member me(std::move(comms[static_cast<std::size_t>(rank)]));
-                auto const source = whole::part<float>(from, rank, plain), target = whole::part<float>(to, rank, plain);
+                auto const source = whole::take<float>(from, rank, plain), target = whole::take<float>(to, rank, plain);
                 cpx::cuda::buffer<float> const x{std::span<float const>(source)};
                 cpx::cuda::buffer<float> y(std::ssize(target));
                 cpx::cuda::exchange<float> move(cpx::relayout(from, to, rank), 33, *me.comm);
@@ -198,14 +198,14 @@ std::string in_parts(int rank) {
     member world;
     member me(world.comm->split(rank % 2));
     int const ranks = me.comm->ranks();
-    if (ranks != (world.comm->ranks() + 1 - rank % 2) / 2) return "a part of another size";
+    if (ranks != (world.comm->ranks() + 1 - rank % 2) / 2) return "a group of another size";
     if (me.comm->number(me.comm->rank()) != rank) return "another number than the world's";
     auto const batch =
         cpx::thd::from_lengths(rank % 2 ? std::vector<index_t>{41, 300, 8} : std::vector<index_t>{77, 5});
     auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
-    move_whole<float>(me, zigzag, sequential, {{1, 9}}, "a part of the world");
-    move_in_groups(me, *me.window, sequential, zigzag, {{1, 10}}, "a part of the world");
+    move_whole<float>(me, zigzag, sequential, {{1, 9}}, "some ranks of the world");
+    move_in_groups(me, *me.window, sequential, zigzag, {{1, 10}}, "some ranks of the world");
     auto const all = cpx::thd::from_lengths(std::vector<index_t>{19, 90});
     int const everyone = world.comm->ranks();
     move_whole<float>(world, cpx::shard(all, cpx::zigzag<>(everyone)), cpx::shard(all, cpx::sequential<>(everyone)),
@@ -243,8 +243,8 @@ std::string captured(int) {
     });
     for (int again = 0; again < 6; ++again) {
         cpx::thd const& batch = batches[again % 2];
-        auto source = whole::part<float>(zigzag(batch), rank, plain);
-        auto target = whole::part<float>(sequential(batch), rank, plain);
+        auto source = whole::take<float>(zigzag(batch), rank, plain);
+        auto target = whole::take<float>(sequential(batch), rank, plain);
         for (float& value : source) value += static_cast<float>(again);
         for (float& value : target) value += static_cast<float>(again);
         source.resize(static_cast<std::size_t>(in * width));
@@ -355,7 +355,7 @@ std::string delays(int) {
     std::vector<cpx::section> const plain{{1, 64}};
     auto const there = cpx::cuda::make_relayout<float>(cpx::relayout(from, to, rank), 64);
     auto const back = cpx::cuda::make_relayout<float>(cpx::relayout(to, from, rank), 64);
-    auto const source = whole::part<float>(from, rank, plain);
+    auto const source = whole::take<float>(from, rank, plain);
     cpx::cuda::buffer<float> x{std::span<float const>(source)};
     std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
     cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
@@ -392,7 +392,7 @@ TEST_SUITE("cuda") {
         if (!enough_gpus(2)) return;
         check_codes(processes::run(1, in_one_process));
     }
-    TEST_CASE("ranks may be parts of a world") {
+    TEST_CASE("ranks may be some of a world's") {
         if (!enough_gpus(2)) return;
         check_codes(processes::run(std::min(processes::gpus(), 4), in_parts));
     }

@@ -24,9 +24,9 @@ std::string expect_missing(int rank, double seconds, F&& f) {
     return got;
 }
 
-/// Expects an error whose message holds all parts, within some seconds.
+/// Expects an error whose message holds all passages, within some seconds.
 template <class F>
-std::string expect_error(std::vector<std::string> const& parts, double seconds, F&& f) {
+std::string expect_error(std::vector<std::string> const& passages, double seconds, F&& f) {
     auto const begin = std::chrono::steady_clock::now();
     std::string message = "nothing";
     try {
@@ -35,8 +35,9 @@ std::string expect_error(std::vector<std::string> const& parts, double seconds, 
         message = e.what();
     }
     double const took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    for (auto const& part : parts)
-        if (message.find(part) == std::string::npos) return "expected an error with \"" + part + "\", got: " + message;
+    for (auto const& passage : passages)
+        if (message.find(passage) == std::string::npos)
+            return "expected an error with \"" + passage + "\", got: " + message;
     return took > seconds ? "the error came after " + std::to_string(took) + " s" : "";
 }
 
@@ -121,9 +122,9 @@ std::string bad_arguments(int) {
     std::vector<float> host(16 * 16);
     std::vector<std::int32_t> const host_offsets{0, 11, 31};
     index_t const rows = small.rows().count();
-    auto const rejects = [&](std::string const& part, float const* x, std::int32_t const* offsets, index_t width) {
+    auto const rejects = [&](std::string const& passage, float const* x, std::int32_t const* offsets, index_t width) {
         if (me.problem.empty())
-            me.problem = expect_error({part}, 5, [&] { small.move({x, rows, width}, {offsets, 2}, me.stream); });
+            me.problem = expect_error({passage}, 5, [&] { small.move({x, rows, width}, {offsets, 2}, me.stream); });
     };
     rejects("source: expected memory of the current device", host.data(), small.offsets.data(), 16);
     rejects("offsets: expected memory of the current device", small.x.data(), host_offsets.data(), 16);
@@ -147,8 +148,8 @@ std::string bad_buffers(int rank) {
     cpx::cuda::buffer<float> memory(1000);
     std::vector<float> host(1000);
     cpx::rows<float> const from(memory.data(), plan.source_rows, 4), to(memory.data() + 500, plan.target_rows, 4);
-    auto const rejects = [&](std::string const& part, cpx::rows<float> x, cpx::rows<float> y) {
-        if (me.problem.empty()) me.problem = expect_error({part}, 5, [&] { move(x, y, me.stream); });
+    auto const rejects = [&](std::string const& passage, cpx::rows<float> x, cpx::rows<float> y) {
+        if (me.problem.empty()) me.problem = expect_error({passage}, 5, [&] { move(x, y, me.stream); });
     };
     rejects("memory of the current device", {host.data(), plan.source_rows, 4}, to);
     rejects("alignment of the buffer", {memory.data() + 1, plan.source_rows, 4}, to);
@@ -174,8 +175,8 @@ std::string own_faults(int rank) {
     std::string problem =
         expect_error({"deadline, ms: expected more than 0, got -5"}, 5, [] { cpx::nccl::from_environment(-5ms); });
     auto const comm = cpx::nccl::from_environment(10s);
-    auto const expect = [&](std::string const& part, auto&& f) {
-        if (problem.empty()) problem = expect_error({part}, 5, f);
+    auto const expect = [&](std::string const& passage, auto&& f) {
+        if (problem.empty()) problem = expect_error({passage}, 5, f);
     };
     cpx::cuda::stream const stream;
     expect("stream: expected one that does not capture",
@@ -238,7 +239,7 @@ std::string dies_in_a_group(int rank) {
     return problem;
 }
 
-/// Rank 3 dies in a part of the world, which it shares with rank 1; the other part goes on.
+/// Rank 3 dies in a group of two, itself and rank 1; the other group goes on.
 std::string dies_in_a_part(int rank) {
     auto const world = cpx::nccl::from_environment(3s);
     member me(world->split(rank % 2));

@@ -63,7 +63,7 @@ private:
 
 /// Returns the rows of a whole tensor that `rank` holds, side by side.
 template <class T, cpx::any_sharding S>
-std::vector<T> part(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
+std::vector<T> take(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
     std::vector<T> local;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
         local.insert(local.end(), whole.begin() + piece.first * width, whole.begin() + piece.last * width);
@@ -87,8 +87,8 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
         index_t const width = p.channels, count = sharding.rows(rank);
         placement const at{gap, 0};
         cuda::stream const stream;
-        auto const local_dy = part(p.dy, width, sharding, rank);
-        device_rows<T> const x(part(p.x, width, sharding, rank), width, at), other_x(local_dy, width, at),
+        auto const local_dy = take(p.dy, width, sharding, rank);
+        device_rows<T> const x(take(p.x, width, sharding, rank), width, at), other_x(local_dy, width, at),
             dx(count, width, at), unwanted(count, width, at);
         device_result<T> const y(count, width, at, wanted), dy(local_dy, width, at, wanted);
         device_rows<W> const weight_rows(p.weight, p.taps, {});
@@ -159,7 +159,7 @@ results on_host(problem<T, W> const& p, S const& sharding) {
         int const rank = comm.rank();
         index_t const width = p.channels, count = sharding.rows(rank);
         auto const before = halo(sharding, rank, p.taps - 1), after = halo(sharding, rank, p.taps - 1, side::after);
-        auto const x = part(x_all, width, sharding, rank), dy = part(dy_all, width, sharding, rank);
+        auto const x = take(x_all, width, sharding, rank), dy = take(dy_all, width, sharding, rank);
         std::vector<double> y(x.size(), NAN), dx(x.size(), NAN);
         rows<double const> const weight(weights, p.taps);
         auto const of = [&](auto& values) { return sharded(rows(values.data(), count, width), sharding); };
@@ -190,8 +190,8 @@ results rotate(group& gpus, problem<T, W> const& p, S const& sharding) {
         cuda::stream const stream;
         cuda::rotary_pairs const pairs(cpx::rotary_frequencies<double>(rotary_options));
         cuda::segment_table const positions(segments(sharding, rank));
-        device_rows<T> const x(part(p.x, p.channels, sharding, rank), p.channels, {}),
-            y(sharding.rows(rank), p.channels, {}), dy(part(p.dy, p.channels, sharding, rank), p.channels, {});
+        device_rows<T> const x(take(p.x, p.channels, sharding, rank), p.channels, {}),
+            y(sharding.rows(rank), p.channels, {}), dy(take(p.dy, p.channels, sharding, rank), p.channels, {});
         auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding); };
         cuda::rotary(of(x), head_dim, pairs, positions, of(y), stream);
         cuda::rotary_backward(of(dy), head_dim, pairs, positions, of(dy), stream);
@@ -206,7 +206,7 @@ results rotate_on_host(problem<T, W> const& p, S const& sharding) {
     results r = empty_results(p);
     auto const x_all = convert<double>(p.x), dy_all = convert<double>(p.dy);
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
-        auto x = part(x_all, p.channels, sharding, rank), dy = part(dy_all, p.channels, sharding, rank);
+        auto x = take(x_all, p.channels, sharding, rank), dy = take(dy_all, p.channels, sharding, rank);
         auto const of = [&](auto& values) {
             return sharded(rows(values.data(), sharding.rows(rank), p.channels), sharding);
         };

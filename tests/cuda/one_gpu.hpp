@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks on one GPU, which store into each other's buffers: as streams, or as parts of one launch.
+// Ranks on one GPU, which store into each other's buffers: as streams, or as blocks of one launch.
 #pragma once
 
 #include <cpx/cuda/relayout.hpp>

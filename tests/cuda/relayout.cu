@@ -17,7 +17,7 @@
 namespace {
 
 using cpx::index_t;
-using whole::columns, whole::part;
+using whole::columns, whole::take;
 
 template <class T, class From, class To>
 void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index_t pad, bool wide,
@@ -32,7 +32,7 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
     for (cpx::section const& s : sections) width += s.heads * s.width;
     for (int r = 0; r < ranks; ++r) {
         auto const stride = std::ssize(columns(from, r, sections)) + pad;
-        sources.emplace_back(std::span<T const>(part<T>(from, r, sections, stride)));
+        sources.emplace_back(std::span<T const>(take<T>(from, r, sections, stride)));
         moves.emplace_back(cpx::relayout(from, to, r), width);
         for (int peer = 0; peer < ranks; ++peer) bytes = std::max(bytes, moves.back().target_bytes(peer));
     }
@@ -56,7 +56,7 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
     if (!streams) one_gpu::run(moves, arguments, gpu, 2);
     for (int r = 0; r < ranks; ++r) {
         auto const got = gpu.memory[static_cast<std::size_t>(r)].read();
-        auto const expected = part<T>(to, r, sections);
+        auto const expected = take<T>(to, r, sections);
         std::size_t const size = expected.size() * sizeof(T);
         CAPTURE(r);
         CHECK((size == 0 || std::memcmp(got.data() + offset, expected.data(), size) == 0));
@@ -79,7 +79,7 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
     std::vector<cpx::cuda::buffer<T>> sources;
     std::vector<cpx::cuda::relayout<T, From, To>> moves;
     for (int r = first; r < first + ranks; ++r) {
-        sources.emplace_back(std::span<T const>(part<T>(from, r, sections)));
+        sources.emplace_back(std::span<T const>(take<T>(from, r, sections)));
         moves.emplace_back(cpx::relayout(from, to, r), width);
         bytes = std::max(bytes, moves.back().target_bytes(r));
     }
@@ -98,7 +98,7 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
     one_gpu::run(moves, arguments, gpu, 2);
     CHECK(gpu.faults() == "");
     for (int i = 0; i < ranks; ++i) {
-        auto const all = part<T>(to, first + i, sections);
+        auto const all = take<T>(to, first + i, sections);
         index_t const row_width = std::ssize(columns(to, first + i, sections));
         std::vector<T> expected(all.size());
         std::memset(static_cast<void*>(expected.data()), 0x7f, expected.size() * sizeof(T));
@@ -140,7 +140,7 @@ void check_all(cpx::thd const& batch, index_t width, bool wide, bool streams) {
     check_relayout<float>(aligned, heads, sections, 5, wide, streams);
 }
 
-/// Runs many packings, layouts and widths; in streams of their own the ranks are kernels, else parts of one.
+/// Runs many packings, layouts and widths; in streams of their own the ranks are kernels, else blocks of one.
 void check_packings(bool streams) {
     support::splitmix numbers(5);
     std::vector<std::vector<index_t>> packings = {{}, {0}, {1}, {7, 13}, {0, 3, 0, 0, 64, 5}, {500, 1, 333}};
@@ -198,7 +198,7 @@ TEST_SUITE("cuda") {
             cpx::thd const& batch = batches[static_cast<std::size_t>(round) % batches.size()];
             offsets.write(std::span<std::int64_t const>(batch.offsets().data(), 4));
             for (int r = 0; r < ranks; ++r) {
-                auto values = part<float>(from(batch), r, whole);
+                auto values = take<float>(from(batch), r, whole);
                 values.resize(200 * 24);
                 sources[static_cast<std::size_t>(r)].write(values);
             }
@@ -206,7 +206,7 @@ TEST_SUITE("cuda") {
                 graphs[static_cast<std::size_t>(r)].launch(gpu.streams[static_cast<std::size_t>(r)]);
             for (int r = 0; r < ranks; ++r) {
                 auto const got = gpu.memory[static_cast<std::size_t>(r)].read();
-                auto const expected = part<float>(to(batch), r, whole);
+                auto const expected = take<float>(to(batch), r, whole);
                 CHECK(std::memcmp(got.data(), expected.data(), expected.size() * sizeof(float)) == 0);
             }
         }

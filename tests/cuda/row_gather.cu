@@ -18,7 +18,7 @@ using support::splitmix;
 namespace cuda = cpx::cuda;
 
 struct twelve_bytes {
-    std::uint32_t part[3];
+    std::uint32_t word[3];
 };
 
 template <class T>

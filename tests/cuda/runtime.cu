@@ -24,8 +24,8 @@ TEST_SUITE("cuda") {
         } catch (cpx::error const& e) {
             message = e.what();
         }
-        for (char const* part : {"runtime.cu", "cuda: cudaMemcpy", "cudaErrorInvalidValue"})
-            CHECK_MESSAGE(message.find(part) != std::string::npos, message);
+        for (char const* passage : {"runtime.cu", "cuda: cudaMemcpy", "cudaErrorInvalidValue"})
+            CHECK_MESSAGE(message.find(passage) != std::string::npos, message);
     }
 
     TEST_CASE("buffers hold what was written, and a graph does again what was captured") {

@@ -22,17 +22,17 @@ template <class S>
 std::vector<index_t> columns(S const& s, int rank, std::vector<cpx::section> const& sections) {
     std::vector<index_t> held;
     index_t first = 0;
-    for (cpx::section const& part : sections) {
-        cpx::range const heads = s.heads(rank, part.heads);
-        for (index_t c = heads.first * part.width; c < heads.last * part.width; ++c) held.push_back(first + c);
-        first += part.heads * part.width;
+    for (cpx::section const& group : sections) {
+        cpx::range const heads = s.heads(rank, group.heads);
+        for (index_t c = heads.first * group.width; c < heads.last * group.width; ++c) held.push_back(first + c);
+        first += group.heads * group.width;
     }
     return held;
 }
 
 /// Returns what `rank` holds of the whole tensor, rows `stride` apart.
 template <class T, class S>
-std::vector<T> part(S const& s, int rank, std::vector<cpx::section> const& sections, index_t stride = 0) {
+std::vector<T> take(S const& s, int rank, std::vector<cpx::section> const& sections, index_t stride = 0) {
     auto const held = columns(s, rank, sections);
     stride = std::max<index_t>(stride, std::ssize(held));
     std::vector<T> local(static_cast<std::size_t>(s.rows(rank) * stride));

@@ -103,15 +103,15 @@ inline std::string problem_of_refusal(outcome const& result) {
     return "";
 }
 
-/// Checks that the program refuses its input, in a line that holds all `parts`.
-inline void check_refusal(std::vector<std::string> const& arguments, std::vector<std::string> const& parts) {
+/// Checks that the program refuses its input, in a line that holds all `passages`.
+inline void check_refusal(std::vector<std::string> const& arguments, std::vector<std::string> const& passages) {
     std::string shown;
     for (auto const& argument : arguments) shown += argument + ' ';
     CAPTURE(shown);
     auto const result = run(arguments);
     CHECK(problem_of_refusal(result) == "");
     CAPTURE(result.err);
-    for (auto const& part : parts) CHECK_MESSAGE(result.err.find(part) != std::string::npos, part);
+    for (auto const& passage : passages) CHECK_MESSAGE(result.err.find(passage) != std::string::npos, passage);
 }
 
 /// The contents of a safetensors file, taken apart without cpx's reader so that any of it can be changed.

@@ -167,16 +167,16 @@ TEST_SUITE("examples") {
         auto const result = run(tiny + arguments{"--linear", "zigzag", "--carry", "serial", "--cut", "aligned:64"});
         CHECK(result.code == 0);
         CHECK(result.err == "");
-        for (char const* part : {"gather", "zigzag", "serial", "aligned:64", "0 exact"})
-            CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+        for (char const* passage : {"gather", "zigzag", "serial", "aligned:64", "0 exact"})
+            CHECK_MESSAGE(result.out.find(passage) != std::string::npos, passage);
         CHECK(result.out.find("gradient") == std::string::npos);
         auto const step = run(tiny + arguments{"--linear", "head_sharded", "--backward"});
-        for (char const* part : {"gradient", "0 exact", " equal\n"})
-            CHECK_MESSAGE(step.out.find(part) != std::string::npos, part);
+        for (char const* passage : {"gradient", "0 exact", " equal\n"})
+            CHECK_MESSAGE(step.out.find(passage) != std::string::npos, passage);
     }
 
     TEST_CASE("options that mean nothing are refused") {
-        for (auto const& [option, value, parts] : std::vector<std::tuple<std::string, std::string, arguments>>{
+        for (auto const& [option, value, passages] : std::vector<std::tuple<std::string, std::string, arguments>>{
                  {"--ranks", "0", {"--ranks", "from 1 to 4096", "\"0\""}},
                  {"--ranks", "-1", {"--ranks", "from 1 to 4096", "\"-1\""}},
                  {"--ranks", "1000000000", {"--ranks", "from 1 to 4096", "\"1000000000\""}},
@@ -204,8 +204,8 @@ TEST_SUITE("examples") {
                 options.back() = value;
             else
                 options = options + arguments{option, value};
-            check_refusal(options, arguments{"qwen3_5: "} + parts);
-            check_refusal(options + arguments{"--json"}, parts);
+            check_refusal(options, arguments{"qwen3_5: "} + passages);
+            check_refusal(options + arguments{"--json"}, passages);
         }
         check_refusal({"--model", data.string()}, {"--reference"});
         check_refusal({}, {"required"});
@@ -213,11 +213,11 @@ TEST_SUITE("examples") {
 
     TEST_CASE("what GPUs cannot do is refused before they are looked for, and so are more ranks than there are GPUs") {
         arguments const cuda{"--device", "cuda"};
-        for (auto const& [options, parts] : std::vector<std::pair<arguments, arguments>>{
+        for (auto const& [options, passages] : std::vector<std::pair<arguments, arguments>>{
                  {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32", "\"float64\""}},
                  {{"--linear", "zigzag"}, {"--linear", "with --device cuda", "head_sharded", "\"zigzag\""}},
                  {{"--linear", "head_sharded", "--backward"}, {"--backward", "expected cpu", "got cuda"}}})
-            check_refusal(tiny + cuda + options, arguments{"qwen3_5: "} + parts);
+            check_refusal(tiny + cuda + options, arguments{"qwen3_5: "} + passages);
         // "at least 1, got 0" without a GPU, "at most the GPUs found" with some, "built for GPUs" without nvcc
         check_refusal(on(data, reference, "4096") + cuda, {"qwen3_5: ", "--", "GPUs", "expected", "got"});
         CHECK(run_json(tiny + arguments{"--device", "cpu", "--linear", "zigzag"}).at("strategies").at(0).at("device") ==
@@ -226,7 +226,9 @@ TEST_SUITE("examples") {
 
     TEST_CASE("files that are missing, cut short or not what they claim are refused") {
         copies const c;
-        auto const refuse = [&](arguments const& parts) { check_refusal(c.options(), arguments{"qwen3_5: "} + parts); };
+        auto const refuse = [&](arguments const& passages) {
+            check_refusal(c.options(), arguments{"qwen3_5: "} + passages);
+        };
         check_refusal(on(c.home / "nowhere", c.expected, "2"), {"nowhere/config.json"});
         check_refusal(on(c.model, c.home / "nothing.safetensors", "2"), {"nothing.safetensors"});
         check_refusal(on(c.model, c.model, "2"), {"model"}); // a folder
@@ -294,8 +296,8 @@ TEST_SUITE("examples") {
 
     TEST_CASE("a config of another model, or none at all, is refused") {
         copies const c;
-        auto const refuse = [&](arguments const& parts) {
-            check_refusal(c.options(), arguments{"config.json"} + parts);
+        auto const refuse = [&](arguments const& passages) {
+            check_refusal(c.options(), arguments{"config.json"} + passages);
             fs::copy_file(data / "config.json", c.model / "config.json", fs::copy_options::overwrite_existing);
         };
         c.config("model_type", "qwen3_5_moe_text"); // which has other settings
@@ -356,11 +358,11 @@ TEST_SUITE("examples") {
     TEST_CASE("a batch that is none is refused") {
         copies const c;
         archive const good(reference);
-        auto const refuse = [&](auto change, arguments const& parts) {
+        auto const refuse = [&](auto change, arguments const& passages) {
             auto damaged = good;
             change(damaged);
             damaged.save(c.expected);
-            check_refusal(c.options(), parts);
+            check_refusal(c.options(), passages);
         };
         auto const cu = [](std::size_t i, std::int64_t value) {
             return [=](archive& a) { a.set("cu_seqlens", i, value); };

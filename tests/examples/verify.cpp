@@ -73,13 +73,13 @@ TEST_SUITE("examples") {
         auto const result = run({path("gdr_small"), "--ranks", "3", "--layout", "zigzag:batch"});
         CHECK(result.code == 0);
         CHECK(result.err == "");
-        for (char const* part :
+        for (char const* passage :
              {"gated_delta_rule on 3 ranks, zigzag over batch", "final_state", "o  ", "relative error"})
-            CHECK_MESSAGE(result.out.find(part) != std::string::npos, part);
+            CHECK_MESSAGE(result.out.find(passage) != std::string::npos, passage);
     }
 
     TEST_CASE("options that mean nothing are refused") {
-        for (auto const& [option, value, parts] : std::vector<std::tuple<std::string, std::string, arguments>>{
+        for (auto const& [option, value, passages] : std::vector<std::tuple<std::string, std::string, arguments>>{
                  {"--ranks", "0", {"--ranks", "from 1 to 4096", "\"0\""}},
                  {"--ranks", "-1", {"--ranks", "from 1 to 4096", "\"-1\""}},
                  {"--ranks", "1000000000", {"--ranks", "from 1 to 4096", "\"1000000000\""}},
@@ -94,7 +94,7 @@ TEST_SUITE("examples") {
                  {"--cut", "ragged\nline", {"--cut", "balanced or aligned:UNIT", "ragged"}},
                  {"--chunk", "0", {"--chunk", "\"0\""}},
                  {"--frobnicate", "1", {"--frobnicate"}}})
-            check_refusal({path("gdr_small"), option, value}, arguments{"verify: "} + parts);
+            check_refusal({path("gdr_small"), option, value}, arguments{"verify: "} + passages);
         check_refusal({}, {"FILE is required"});
     }
 
@@ -129,13 +129,13 @@ TEST_SUITE("examples") {
     TEST_CASE("a golden file whose tensors do not fit each other is refused") {
         folder const home;
         fs::path const file = home / "damaged.safetensors";
-        auto const refuse = [&](char const* name, auto change, arguments const& parts) {
+        auto const refuse = [&](char const* name, auto change, arguments const& passages) {
             archive damaged(path(name));
             damaged.save(file);
             CHECK(run({file.string()}).code == 0); // so that what follows is refused for what it changes
             change(damaged);
             damaged.save(file);
-            check_refusal({file.string(), "--ranks", "2"}, parts);
+            check_refusal({file.string(), "--ranks", "2"}, passages);
         };
         auto const cu = [](std::size_t i, std::int64_t value) {
             return [=](archive& a) { a.set("cu_seqlens", i, value); };

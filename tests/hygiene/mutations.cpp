@@ -49,13 +49,13 @@ std::vector<mutation> mutations(std::vector<std::string>& strays) {
     return result;
 }
 
-/// Returns how often `part`, without its last newline, stands in the file.
-int count(fs::path const& file, std::string part) {
+/// Returns how often `passage`, without its last newline, stands in the file.
+int count(fs::path const& file, std::string passage) {
     std::ifstream in(file);
     std::string const text{std::istreambuf_iterator<char>(in), {}};
-    part.pop_back();
+    passage.pop_back();
     int times = 0;
-    for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++times;
+    for (auto at = text.find(passage); at != std::string::npos; at = text.find(passage, at + 1)) ++times;
     return times;
 }
 

@@ -93,9 +93,9 @@ TEST_SUITE("layout") {
         }
         std::vector<int> holders;
         index_t hint = 0;
-        everything.for_each_holder({2, 5}, hint, [&](int rank, cpx::range part) {
+        everything.for_each_holder({2, 5}, hint, [&](int rank, cpx::range common) {
             holders.push_back(rank);
-            CHECK(part == cpx::range{2, 5});
+            CHECK(common == cpx::range{2, 5});
         });
         CHECK(holders == std::vector<int>{0, 1, 2});
         CHECK(everything.heads(1, 6) == cpx::range{0, 6});

@@ -46,11 +46,11 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a) {
         for (index_t last : {first + 1, std::min(first + 4, batch.tokens()), batch.tokens()}) {
             index_t next = first;
             bool right = true;
-            sharding.for_each_holder({first, last}, hint, [&](int holder, range part) {
-                right = right && part.first == next && !part.empty();
-                for (index_t row = part.first; row < part.last; ++row)
+            sharding.for_each_holder({first, last}, hint, [&](int holder, range common) {
+                right = right && common.first == next && !common.empty();
+                for (index_t row = common.first; row < common.last; ++row)
                     right = right && a.owners[static_cast<std::size_t>(row)] == holder;
-                next = part.last;
+                next = common.last;
             });
             if (!right || next != last)
                 return "holders of rows " + std::to_string(first) + " to " + std::to_string(last);
@@ -195,12 +195,12 @@ TEST_SUITE("layout") {
     TEST_CASE("a rule is checked for every run, wherever it is asked") {
         auto const bad = cpx::shard(lengths({8, 5}), wrong_for_five{});
         auto const good = cpx::shard(lengths({8, 5}), cpx::sequential<>{2});
-        std::vector<std::string> const parts = {"sharding: owner of chunk 1: expected a rank from 0 to 1, got 2"};
-        rejects(parts, [&] { bad.rows(0); });
-        rejects(parts, [&] { cpx::relayout(bad, good, 0); });
-        rejects(parts, [&] { cpx::relayout(good, bad, 0); });
-        rejects(parts, [&] { cpx::halo(bad, 0, 3); });
-        rejects(parts, [&] { cpx::carry(bad, 0); });
+        std::vector<std::string> const passages = {"sharding: owner of chunk 1: expected a rank from 0 to 1, got 2"};
+        rejects(passages, [&] { bad.rows(0); });
+        rejects(passages, [&] { cpx::relayout(bad, good, 0); });
+        rejects(passages, [&] { cpx::relayout(good, bad, 0); });
+        rejects(passages, [&] { cpx::halo(bad, 0, 3); });
+        rejects(passages, [&] { cpx::carry(bad, 0); });
         CHECK_NOTHROW(cpx::shard(lengths({8, 6}), wrong_for_five{}).rows(0));
     }
 }

@@ -59,7 +59,7 @@ struct halves {
     void for_each_holder(cpx::range rows, cpx::index_t&, F&& f) const {
         for (int rank : {0, 1})
             for_each_piece(rank, [&](cpx::range own) {
-                if (cpx::range const part = cpx::intersect(own, rows); !part.empty()) f(rank, part);
+                if (cpx::range const common = cpx::intersect(own, rows); !common.empty()) f(rank, common);
             });
     }
 };

@@ -52,7 +52,7 @@ std::string message(Call call) {
     return "nothing thrown";
 }
 
-inline bool contains(std::string const& text, std::string const& part) { return text.find(part) != text.npos; }
+inline bool contains(std::string const& text, std::string const& passage) { return text.find(passage) != text.npos; }
 
 /// Returns `bytes` with one to four of its bytes changed, removed, repeated or swapped for one of JSON's own.
 inline std::string damaged(std::string bytes, std::mt19937_64& random) {

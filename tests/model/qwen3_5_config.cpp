@@ -244,7 +244,7 @@ TEST_SUITE("model") {
             {{{"rope_parameters", {{"mrope_section", {3, 3, 2.0}}}}}, "/mrope_section/2: expected an integer"},
         };
         for (auto const& item : wrong) {
-            auto const& part = item.second;
+            auto const& passage = item.second;
             auto settings = valid();
             for (auto const& [key, value] : item.first.items())
                 if (key == "rope_parameters" && value.is_object())
@@ -253,9 +253,9 @@ TEST_SUITE("model") {
                     settings[key] = value;
             auto const text = message([&] { parse(settings); });
             CAPTURE(text);
-            CAPTURE(part);
+            CAPTURE(passage);
             CHECK(contains(text, "config.json: "));
-            CHECK(contains(text, part));
+            CHECK(contains(text, passage));
             CHECK(!contains(text, "settings are wrong"));
         }
     }

@@ -207,9 +207,9 @@ TEST_SUITE("model") {
     TEST_CASE("a missing tensor is reported with the names most like it") {
         std::string header = "{";
         for (int layer = 0; layer < 12; ++layer)
-            for (std::string const part : {"q_proj", "k_proj", "o_proj"})
+            for (std::string const projection : {"q_proj", "k_proj", "o_proj"})
                 header += (header.size() > 1 ? ",\"" : "\"") + std::string("model.layers.") + std::to_string(layer) +
-                          ".self_attn." + part + R"(.weight":{"dtype":"F32","shape":[0],"data_offsets":[0,0]})";
+                          ".self_attn." + projection + R"(.weight":{"dtype":"F32","shape":[0],"data_offsets":[0,0]})";
         auto const f = safetensors::parse(file(header + "}"), "m.safetensors");
         auto const said = message([&] { f.tensor("model.layers.7.self_attn.v_proj.weight"); });
         CHECK(contains(said, "m.safetensors: tensor \"model.layers.7.self_attn.v_proj.weight\": "));
@@ -306,11 +306,11 @@ TEST_SUITE("model") {
         CHECK(hostile.size() >= 25);
         for (auto const& item : hostile) {
             auto const said = parse_message(item.first);
-            auto const& part = item.second;
+            auto const& passage = item.second;
             CAPTURE(said);
-            CAPTURE(part);
+            CAPTURE(passage);
             CHECK(contains(said, "x.safetensors: "));
-            CHECK(contains(said, part));
+            CHECK(contains(said, passage));
             CHECK(said.size() < 400);
         }
     }

@@ -38,7 +38,7 @@ void run(cpx::plan const& p, cpx::mpi& comm) {
     CHECK(std::ranges::all_of(to, [](double x) { return x == 1; }));
 }
 
-/// Sends `mine` to all ranks as part of exchange `operation`, and receives `expected` numbers from each.
+/// Sends `mine` to all ranks in exchange `operation`, and receives `expected` numbers from each.
 void send_all(cpx::mpi& comm, std::span<int const> mine, char const* operation = "test", std::size_t expected = 1) {
     cpx::identity id;
     cpx::identity::set(id.operation, operation);
@@ -62,8 +62,9 @@ void send_all(cpx::mpi& comm, std::span<int const> mine, char const* operation =
 
 void send_all(cpx::mpi& comm) { send_all(comm, std::array{1}); }
 
-void check_parts(std::string const& text, std::vector<std::string> const& parts) {
-    for (std::string const& part : parts) CHECK_MESSAGE(holds(text, part), "\"" << part << "\" is not in: " << text);
+void check_passages(std::string const& text, std::vector<std::string> const& passages) {
+    for (std::string const& passage : passages)
+        CHECK_MESSAGE(holds(text, passage), "\"" << passage << "\" is not in: " << text);
 }
 
 /// Rank 1 has a plan of its own: every rank says on which field the ranks differ and who has what.
@@ -74,7 +75,7 @@ void rank_1_disagrees(std::string const& field, Odd&& odd) {
     for (int rank = 2; rank < ranks; ++rank) others += ' ' + std::to_string(rank);
     auto const text = error(
         20s, [&](cpx::mpi& comm) { run(comm.rank() == 1 ? odd(comm.rank()) : relayout(batch, comm.rank()), comm); });
-    check_parts(text, {"ranks disagree on " + field + ':', others + ')', "(rank 1)"});
+    check_passages(text, {"ranks disagree on " + field + ':', others + ')', "(rank 1)"});
 }
 
 int world_rank() {
@@ -117,8 +118,8 @@ TEST_SUITE("mpi") {
             return text;
         };
         std::string const who = "rank " + std::to_string(job::ranks() - 1) + " failed: ";
-        check_parts(with(std::runtime_error("no data left")), {who, "no data left"});
-        check_parts(with(7), {who, "not a std::exception"});
+        check_passages(with(std::runtime_error("no data left")), {who, "no data left"});
+        check_passages(with(7), {who, "not a std::exception"});
     }
 
     TEST_CASE("a transport that an exception destroys tells the others") {
@@ -149,7 +150,7 @@ TEST_SUITE("mpi") {
         if (world_rank() == last) // the others' messages are there, but so is the news
             CHECK((text.empty() || holds(text, " failed: ")));
         else
-            check_parts(text, {"waited in test", "for messages of ranks", " " + name, "an end within 200 ms"});
+            check_passages(text, {"waited in test", "for messages of ranks", " " + name, "an end within 200 ms"});
     }
 
     TEST_CASE("a long message that nobody takes is an error within the deadline, too") {
@@ -159,8 +160,8 @@ TEST_SUITE("mpi") {
             if (comm.rank() == 1) std::this_thread::sleep_for(1s);
             send_all(comm, million, "test", million.size());
         });
-        if (world_rank() == 0) check_parts(text, {"ranks 1 to take theirs"});
-        if (world_rank() != 1) check_parts(text, {"for messages of ranks", " 1"});
+        if (world_rank() == 0) check_passages(text, {"ranks 1 to take theirs"});
+        if (world_rank() != 1) check_passages(text, {"for messages of ranks", " 1"});
     }
 
     TEST_CASE("a rank that leaves its transport alone for longer than the deadline breaks nothing by itself") {
@@ -176,7 +177,7 @@ TEST_SUITE("mpi") {
         if (alone()) return;
         auto const text =
             error(20s, [](cpx::mpi& comm) { send_all(comm, std::array{1}, comm.rank() == 0 ? "relayout" : "halo"); });
-        check_parts(text, {"ranks are in different exchanges: operation", "relayout", "halo", "rank 0"});
+        check_passages(text, {"ranks are in different exchanges: operation", "relayout", "halo", "rank 0"});
     }
 
     TEST_CASE("plans on which all ranks have agreed, run in another order on one rank, are found while they run") {
@@ -199,7 +200,7 @@ TEST_SUITE("mpi") {
             call(comm.rank() != 1);
             call(comm.rank() == 1);
         });
-        check_parts(text, {"ranks are in different exchanges: source layout", "rank 1", "zigzag", "sequential"});
+        check_passages(text, {"ranks are in different exchanges: source layout", "rank 1", "zigzag", "sequential"});
     }
 
     TEST_CASE("a message of another size is an error, longer or shorter") {
@@ -211,12 +212,12 @@ TEST_SUITE("mpi") {
                 send_all(comm, comm.rank() == 0 ? std::span(values) : std::span(values).first(1));
                 send_all(comm); // rank 0 itself got what it wanted
             });
-            check_parts(long_one, {"bytes of a message: expected 4, got " + got});
+            check_passages(long_one, {"bytes of a message: expected 4, got " + got});
             auto const short_one = error(20s, [&](cpx::mpi& comm) {
                 send_all(comm, comm.rank() == 0 ? std::span(values).first(1) : std::span(values), "test", size);
                 send_all(comm);
             });
-            check_parts(short_one, {"bytes of a message: expected " + got + ", got 4"});
+            check_passages(short_one, {"bytes of a message: expected " + got + ", got 4"});
         }
     }
 
@@ -244,10 +245,10 @@ TEST_SUITE("mpi") {
             comm.broadcast(std::span(memory).first(comm.rank() == 1 ? 5 : 4));
             send_all(comm); // only rank 1 has seen that it is wrong
         });
-        check_parts(broadcast, {"ranks are in different exchanges: parameter", "5", "4"});
+        check_passages(broadcast, {"ranks are in different exchanges: parameter", "5", "4"});
         auto const gather =
             error(20s, [&](cpx::mpi& comm) { comm.gather(memory.data(), all.data(), comm.rank() == 1 ? 5 : 4); });
-        check_parts(gather, {"ranks are in different exchanges: parameter", "5", "4"});
+        check_passages(gather, {"ranks are in different exchanges: parameter", "5", "4"});
     }
 
     TEST_CASE("an error of MPI is thrown with the call and what MPI says") {
@@ -258,7 +259,7 @@ TEST_SUITE("mpi") {
                                      {&one, 1}};
             comm.transfer({}, {&send, 1}, {});
         });
-        check_parts(text, {"mpi: MPI_Isend: expected success, got MPI_ERR_RANK"});
+        check_passages(text, {"mpi: MPI_Isend: expected success, got MPI_ERR_RANK"});
     }
 
     TEST_CASE("communicators and groups that cannot be are rejected") {
@@ -287,7 +288,7 @@ TEST_SUITE("mpi") {
             late();
             cpx::mpi comm(MPI_COMM_WORLD, never);
             late();
-            cpx::mpi const part = cpx::mpi::split(0, MPI_COMM_WORLD, never);
+            cpx::mpi const group = cpx::mpi::split(0, MPI_COMM_WORLD, never);
             late();
             run(relayout(batch, comm.rank()), comm);
         });
@@ -306,6 +307,6 @@ TEST_SUITE("mpi") {
         };
         auto const text = until([] { cpx::mpi comm(MPI_COMM_WORLD, 100ms); });
         if (world_rank() != 0)
-            check_parts(text, {"mpi: ranks of the communicator: expected all of them within 100 ms, got fewer"});
+            check_passages(text, {"mpi: ranks of the communicator: expected all of them within 100 ms, got fewer"});
     }
 }

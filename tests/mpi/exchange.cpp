@@ -213,18 +213,18 @@ TEST_SUITE("mpi") {
         }
     }
 
-    TEST_CASE("parts of the world are groups with ranks of their own") {
+    TEST_CASE("the world splits into groups with ranks of their own") {
         int const ranks = job::ranks();
         int world = 0;
         MPI_Comm_rank(MPI_COMM_WORLD, &world);
-        for (int parts = 1; parts <= ranks; ++parts) {
-            cpx::mpi comm = cpx::mpi::split(world % parts);
-            CHECK(comm.ranks() == (ranks - world % parts + parts - 1) / parts);
-            CHECK(comm.rank() == world / parts);
+        for (int groups = 1; groups <= ranks; ++groups) {
+            cpx::mpi comm = cpx::mpi::split(world % groups);
+            CHECK(comm.ranks() == (ranks - world % groups + groups - 1) / groups);
+            CHECK(comm.rank() == world / groups);
             std::vector<int> all(static_cast<size_t>(comm.ranks()), -1);
             comm.gather(&world, all.data(), sizeof world);
             for (int rank = 0; rank < comm.ranks(); ++rank)
-                CHECK(all[static_cast<size_t>(rank)] == world % parts + rank * parts);
+                CHECK(all[static_cast<size_t>(rank)] == world % groups + rank * groups);
             int size = 0;
             MPI_Comm_size(comm.get(), &size);
             CHECK(size == comm.ranks());

@@ -25,7 +25,9 @@ inline int ranks() {
     return count;
 }
 
-inline bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+inline bool holds(std::string const& text, std::string const& passage) {
+    return text.find(passage) != std::string::npos;
+}
 
 /// Runs `program(comm)` on all ranks and returns what this one says, or "". All ranks have ended when it returns.
 template <class F>

@@ -93,7 +93,7 @@ void check_both_ways(From const& from, To const& to, std::vector<cpx::section> c
     int const rank = m.host.rank();
     index_t width = 0;
     for (cpx::section const& s : sections) width += s.heads * s.width;
-    auto const source = whole::part<T>(from, rank, sections), target = whole::part<T>(to, rank, sections);
+    auto const source = whole::take<T>(from, rank, sections), target = whole::take<T>(to, rank, sections);
     auto const plan = cpx::relayout(from, to, rank);
     auto const check = [&](cpx::plan const& p, std::string const& way, auto const& x, auto const& y) {
         std::string const problem = problem_of<T>(p, width, x, y, m);
@@ -161,7 +161,7 @@ TEST_SUITE("mpi") {
         }
     }
 
-    TEST_CASE("parts of the world have GPUs of their own") {
+    TEST_CASE("groups of the world have GPUs of their own") {
         if (!every_rank_has_a_gpu()) return;
         int rank = 0;
         MPI_Comm_rank(MPI_COMM_WORLD, &rank);

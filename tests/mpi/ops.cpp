@@ -17,11 +17,11 @@ using cpx::index_t;
 std::vector<cpx::thd> const batches = {support::lengths({}), support::lengths({1}), support::lengths({5, 3, 2}),
                                        support::lengths({37, 0, 16, 1, 50})};
 
-/// Checks that this rank has its part of `whole`.
+/// Checks that this rank has its share of `whole`.
 template <class T, cpx::any_sharding S>
 void check_part(cpx::tensor<T, S> const& got, int rank, std::vector<T> const& whole,
                 std::vector<cpx::section> const& sections) {
-    auto const want = part(whole, sections, got.sharding(), rank);
+    auto const want = take(whole, sections, got.sharding(), rank);
     bool same = got.data().count() == want.data().count();
     for (index_t row = 0; same && row < want.data().count(); ++row)
         for (index_t c = 0; c < want.data().width(); ++c)
@@ -43,7 +43,7 @@ TEST_SUITE("mpi") {
                 CAPTURE(name);
                 std::vector<cpx::section> const sections{{p.channels, 1}};
                 auto const halo = cpx::halo(sharding, comm.rank(), p.taps - 1);
-                auto const x = part(p.x, sections, sharding, comm.rank());
+                auto const x = take(p.x, sections, sharding, comm.rank());
                 auto y = poisoned<float>(sharding, comm.rank(), p.channels);
                 cpx::causal_conv1d(halo, x.view(), cpx::rows<float const>(p.weight, p.taps),
                                    std::span<float const>(p.bias), p.act, y.view(), comm);
@@ -61,7 +61,7 @@ TEST_SUITE("mpi") {
             std::vector<cpx::section> const sections{{1, config.hidden}};
             for_each_sharding(batch, ranks, {1, 16}, [&](std::string const& name, auto const& sharding) {
                 CAPTURE(name);
-                auto const x = part(p.x, sections, sharding, comm.rank());
+                auto const x = take(p.x, sections, sharding, comm.rank());
                 auto y = poisoned<float>(sharding, comm.rank(), config.hidden);
                 cpx::gated_delta_net<How, std::decay_t<decltype(sharding)>> const net(sharding, comm.rank(), config);
                 net(p.view(), x.view(), y.view(), comm);

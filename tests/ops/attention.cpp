@@ -99,8 +99,8 @@ TEST_SUITE("ops") {
             return [=] { cpx::attention(1, queries, keys, v, h, 1., o); };
         };
         CHECK(support::message(call(q, k, k, q, grouped)) == "");
-        auto const rejects = [](std::string const& part, auto const& f) {
-            support::rejects({"attention.cpp", "attention: " + part}, f);
+        auto const rejects = [](std::string const& passage, auto const& f) {
+            support::rejects({"attention.cpp", "attention: " + passage}, f);
         };
         rejects("query heads: expected a multiple of the key heads 3, got 4", call(q, k, k, q, {4, 3, 2}));
         rejects("query heads: expected a multiple of the key heads 0, got 4", call(q, k, k, q, {4, 0, 2}));

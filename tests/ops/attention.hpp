@@ -69,9 +69,9 @@ template <class T, cpx::any_sharding Q, cpx::any_sharding K>
 std::vector<T> run(attention<T> const& p, Q const& sharding, K const& everywhere) {
     return on_ranks::assemble<T>(sharding, {p.queries()}, [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const q = on_ranks::part(p.q, {p.queries()}, sharding, rank);
-        auto const k = on_ranks::part(p.k, {p.keys()}, everywhere, rank),
-                   v = on_ranks::part(p.v, {p.keys()}, everywhere, rank);
+        auto const q = on_ranks::take(p.q, {p.queries()}, sharding, rank);
+        auto const k = on_ranks::take(p.k, {p.keys()}, everywhere, rank),
+                   v = on_ranks::take(p.v, {p.keys()}, everywhere, rank);
         auto o = on_ranks::poisoned<T>(sharding, rank, q.width());
         cpx::attention(rank, q.view(), k.view(), v.view(), p.heads, p.scale, o.view());
         return o;

@@ -180,12 +180,12 @@ TEST_SUITE("ops") {
             };
         };
         auto const untouched = [&] { CHECK(std::ranges::all_of(written, [](float x) { return x == 0; })); };
-        auto const both = [&](std::string const& part, queries const& from, auto const& keys, auto const& v,
+        auto const both = [&](std::string const& passage, queries const& from, auto const& keys, auto const& v,
                               cpx::attention_heads h) {
-            support::rejects({"attention_backward.cpp", "attention_backward_queries: " + part},
+            support::rejects({"attention_backward.cpp", "attention_backward_queries: " + passage},
                              of_queries(from, keys, v, h, d));
             cpx::sharded<float, K> const to(dk.data(), keys.sharding());
-            support::rejects({"attention_backward.cpp", "attention_backward_keys: " + part},
+            support::rejects({"attention_backward.cpp", "attention_backward_keys: " + passage},
                              of_keys(from, keys, v, h, to, to));
             untouched();
         };

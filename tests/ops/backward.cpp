@@ -43,23 +43,23 @@ struct golden {
 /// Returns this rank's rows of a whole tensor.
 template <class T, class S>
 cpx::tensor<T, S> take(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
-    cpx::tensor<T, S> part(sharding, rank, width);
+    cpx::tensor<T, S> local(sharding, rank, width);
     index_t row = 0;
     sharding.for_each_piece(rank, [&](cpx::range piece) {
         for (index_t global = piece.first; global < piece.last; ++global, ++row)
-            std::copy_n(whole.data() + global * width, width, part.data().row(row));
+            std::copy_n(whole.data() + global * width, width, local.data().row(row));
     });
-    return part;
+    return local;
 }
 
 /// Puts this rank's rows where they belong in a whole tensor.
 template <class T, class S>
-void put(cpx::tensor<T, S> const& part, int rank, std::vector<T>& whole) {
+void put(cpx::tensor<T, S> const& local, int rank, std::vector<T>& whole) {
     index_t row = 0;
-    whole.resize(static_cast<std::size_t>(part.sharding().batch().tokens() * part.width()));
-    part.sharding().for_each_piece(rank, [&](cpx::range piece) {
+    whole.resize(static_cast<std::size_t>(local.sharding().batch().tokens() * local.width()));
+    local.sharding().for_each_piece(rank, [&](cpx::range piece) {
         for (index_t global = piece.first; global < piece.last; ++global, ++row)
-            std::copy_n(part.data().row(row), part.width(), whole.data() + global * part.width());
+            std::copy_n(local.data().row(row), local.width(), whole.data() + global * local.width());
     });
 }
 

@@ -59,8 +59,8 @@ conv<T> gradient(conv<T> const& p, std::vector<T> const& dy, S const& sharding, 
     conv<T> d = p;
     d.x = on_ranks::assemble<T>(sharding, sections, [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const x = on_ranks::part(p.x, sections, sharding, rank),
-                   of_y = on_ranks::part(dy, sections, sharding, rank);
+        auto const x = on_ranks::take(p.x, sections, sharding, rank),
+                   of_y = on_ranks::take(dy, sections, sharding, rank);
         auto dx = on_ranks::poisoned<T>(sharding, rank, x.width());
         auto const w = local_rows(sharding, rank, sections, cpx::rows<T const>(p.weight, p.taps));
         auto const b = p.bias.empty() ? p.bias : local_rows(sharding, rank, sections, cpx::rows<T const>(p.bias, 1));
@@ -91,8 +91,8 @@ delta<T> gradient(delta<T> const& p, result<T> const& upstream, S const& shardin
     delta<T> d{p.batch, p.heads, p.options, {}, {}};
     d.x = on_ranks::assemble<T>(sharding, p.sections(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const fused = on_ranks::part(p.x, p.sections(), sharding, rank);
-        auto const dout = on_ranks::part(upstream.o, p.output_sections(), sharding, rank);
+        auto const fused = on_ranks::take(p.x, p.sections(), sharding, rank);
+        auto const dout = on_ranks::take(upstream.o, p.output_sections(), sharding, rank);
         auto dfused = on_ranks::poisoned<T>(sharding, rank, fused.width());
         auto const x = fused.view();
         auto const dx = dfused.view();
@@ -156,7 +156,7 @@ layer<T> gradient_of(layer<T> const& p, std::vector<T> const& dy, S const& shard
     layer<T> d{p.batch, p.config, {}, {}};
     d.x = on_ranks::assemble<T>(sharding, rows, [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const x = on_ranks::part(p.x, rows, sharding, rank), of_y = on_ranks::part(dy, rows, sharding, rank);
+        auto const x = on_ranks::take(p.x, rows, sharding, rank), of_y = on_ranks::take(dy, rows, sharding, rank);
         auto y = on_ranks::poisoned<T>(sharding, rank, x.width()), dx = y;
         auto const net = make(rank);
         cpx::gated_delta_net_saved<T, S, Mix> saved;
@@ -202,9 +202,9 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
     std::vector<cpx::section> const queries{p.queries()}, keys{p.keys()}, all{p.queries(), p.keys(), p.keys()};
     auto const fused = on_ranks::assemble<T>(sharding, all, [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const q = on_ranks::part(p.q, queries, sharding, rank),
-                   of_o = on_ranks::part(dout, queries, sharding, rank);
-        auto const k = on_ranks::part(p.k, keys, everywhere, rank), v = on_ranks::part(p.v, keys, everywhere, rank);
+        auto const q = on_ranks::take(p.q, queries, sharding, rank),
+                   of_o = on_ranks::take(dout, queries, sharding, rank);
+        auto const k = on_ranks::take(p.k, keys, everywhere, rank), v = on_ranks::take(p.v, keys, everywhere, rank);
         index_t const width = q.width(), heads = width / p.heads.dim,
                       own_keys = sharding.heads(rank, p.heads.key_heads).size() * p.heads.dim;
         auto o = on_ranks::poisoned<T>(sharding, rank, width);
@@ -226,8 +226,8 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
             auto const plan = relayout(sharding, everywhere, rank);
             cpx::attention_backward_keys(views(exchange(plan, q, comm), exchange(plan, of_o, comm),
                                                exchange(plan, lse, comm), exchange(plan, delta, comm)),
-                                         on_ranks::part(p.k, keys, sharding, rank).view(),
-                                         on_ranks::part(p.v, keys, sharding, rank).view(), p.heads, p.scale, dk, dv,
+                                         on_ranks::take(p.k, keys, sharding, rank).view(),
+                                         on_ranks::take(p.v, keys, sharding, rank).view(), p.heads, p.scale, dk, dv,
                                          comm);
         } else {
             auto all_dk = on_ranks::poisoned<T>(everywhere, rank, own_keys), all_dv = all_dk;

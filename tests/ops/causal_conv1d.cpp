@@ -87,7 +87,7 @@ std::vector<T> run_on(conv<T> const& p, S const& sharding, std::vector<cpx::sect
                       rank_states<T> const& initial, rank_states<T>& final) {
     return assemble<T>(sharding, sections, [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const x = part(p.x, sections, sharding, rank);
+        auto const x = take(p.x, sections, sharding, rank);
         auto y = poisoned<T>(sharding, rank, x.width());
         auto const weight = local_rows(sharding, rank, sections, cpx::rows<T const>(p.weight, p.taps));
         auto const bias = p.bias.empty() ? p.bias : local_rows(sharding, rank, sections, cpx::rows<T const>(p.bias, 1));
@@ -121,15 +121,15 @@ std::vector<T> newest_rows(conv<T> const& p, std::vector<T> const& initial) {
 template <class T, cpx::any_sharding S, class F>
 rank_states<T> split_states(std::vector<T> const& whole, conv<T> const& p, S const& sharding,
                             std::vector<cpx::section> const& sections, F&& held) {
-    rank_states<T> parts(static_cast<std::size_t>(sharding.ranks()));
+    rank_states<T> local(static_cast<std::size_t>(sharding.ranks()));
     for (int rank = 0; rank < sharding.ranks(); ++rank)
         for (index_t s = 0; s < p.batch.sequences(); ++s)
             for (index_t tap = 0; tap < p.taps; ++tap)
                 for (index_t const c : columns(sharding, rank, sections)) {
                     auto const at = static_cast<std::size_t>((s * p.taps + tap) * p.channels + c);
-                    parts[static_cast<std::size_t>(rank)].push_back(held(rank, s) ? whole[at] : poison<T>());
+                    local[static_cast<std::size_t>(rank)].push_back(held(rank, s) ? whole[at] : poison<T>());
                 }
-    return parts;
+    return local;
 }
 
 /// Returns whether `rank` must know the state of a sequence: it holds one of its first taps - 1 tokens.
@@ -260,13 +260,13 @@ TEST_SUITE("ops") {
         }
     }
 
-    TEST_CASE_TEMPLATE("sequences that go on in the next batch give the bits of one run", T, float, double) {
+    TEST_CASE_TEMPLATE("sequences that go on in the next batch give the bits of one call", T, float, double) {
         for (index_t const taps : {1, 2, 4, 8}) {
             // cut before, after and around the reach of the convolution, and between tokens
-            std::vector<std::array<index_t, 3>> const parts = {
+            std::vector<std::array<index_t, 3>> const counts = {
                 {0, 3, 0}, {1, 0, 1}, {taps - 1, 1, 9}, {taps, taps, 1}, {5, 11, taps - 1}, {0, 0, 0}, {1, 1, 1}};
             std::vector<index_t> all;
-            for (auto const& [a, b, c] : parts) all.push_back(a + b + c);
+            for (auto const& [a, b, c] : counts) all.push_back(a + b + c);
             auto const p = random_conv<T>(lengths(all), 5, taps, taps % 2 == 0, cpx::activation::silu, 31);
             CAPTURE(taps);
             auto const whole = run(p, one_rank(p.batch));
@@ -274,15 +274,15 @@ TEST_SUITE("ops") {
                 for (std::size_t layout = 0; layout < 4; ++layout) { // the ranks of a sequence change with its length
                     rank_states<T> states;
                     std::vector<T> known;
-                    std::vector<index_t> done(parts.size());
+                    std::vector<index_t> done(counts.size());
                     for (std::size_t turn = 0; turn < 3; ++turn) {
                         auto batch = p;
                         std::vector<index_t> now;
                         batch.x.clear();
                         std::vector<T> expected;
-                        for (std::size_t s = 0; s < parts.size(); ++s) {
+                        for (std::size_t s = 0; s < counts.size(); ++s) {
                             index_t const first = p.batch.offset(static_cast<index_t>(s)) + done[s];
-                            now.push_back(parts[s][turn]);
+                            now.push_back(counts[s][turn]);
                             done[s] += now.back();
                             for (auto const& [from, to] : {std::pair(&p.x, &batch.x), std::pair(&whole, &expected)}) {
                                 auto const rows = slice(*from, p.channels, first, first + now.back());
@@ -400,8 +400,8 @@ TEST_SUITE("ops") {
                 });
             };
         };
-        auto const rejects = [&](std::string const& part, auto&& change) {
-            support::rejects({"causal_conv1d.cpp", "causal_conv1d_backward: " + part}, call(change));
+        auto const rejects = [&](std::string const& passage, auto&& change) {
+            support::rejects({"causal_conv1d.cpp", "causal_conv1d_backward: " + passage}, call(change));
             for (auto const* touched : {&written, &sums, &biases})
                 CHECK(std::ranges::all_of(*touched, [](double v) { return v == 0; }));
         };

@@ -138,7 +138,7 @@ template <cpx::carry_kind How, class T, cpx::any_sharding S>
 std::vector<T> run_in_place(layer<T> const& p, S const& sharding, caches<T>& states) {
     std::vector<cpx::section> const hidden{{1, p.config.hidden}};
     return assemble<T>(sharding, hidden, [&](cpx::threads& comm) {
-        auto const x = part(p.x, hidden, sharding, comm.rank());
+        auto const x = take(p.x, hidden, sharding, comm.rank());
         auto y = poisoned<T>(sharding, comm.rank(), x.width());
         cpx::gated_delta_net<How, S> const net(sharding, comm.rank(), p.config);
         net(p.view(), x.view(), y.view(), comm, {.state = states[at(comm.rank())].view()});
@@ -151,7 +151,7 @@ std::vector<T> run_by_heads(layer<T> const& p, S const& sharding, caches<T>& sta
     by_heads const mix(sharding.ranks(), p.batch, p.config.sections()),
         back(sharding.ranks(), p.batch, p.config.output_sections());
     return assemble<T>(sharding, hidden, [&](cpx::threads& comm) {
-        auto const x = part(p.x, hidden, sharding, comm.rank());
+        auto const x = take(p.x, hidden, sharding, comm.rank());
         auto y = poisoned<T>(sharding, comm.rank(), x.width());
         cpx::gated_delta_net<cpx::serial, S, by_heads> const net(sharding, mix, back, comm.rank(), p.config);
         net(p.view(), x.view(), y.view(), comm, {.state = states[at(comm.rank())].view()});
@@ -376,7 +376,7 @@ TEST_SUITE("ops") {
             }
     }
 
-    TEST_CASE_TEMPLATE("a prefill in parts is the prefill in one, on any shardings", T, float, double) {
+    TEST_CASE_TEMPLATE("a prefill in several calls is the prefill in one, on any shardings", T, float, double) {
         support::splitmix numbers(5);
         std::size_t turn = 0;
         for (auto const& config : {grouped, uneven, pointwise})
@@ -499,7 +499,7 @@ TEST_SUITE("ops") {
                     }
                     CHECK(sent == moved * state_width(grouped));
                 });
-                index_t heads = 0, parts = 0;
+                index_t heads = 0, shares = 0;
                 for (int rank = 0; rank < ranks; ++rank) {
                     by_heads const mix(ranks, batch, uneven.sections());
                     by_heads const next(ranks, cpx::thd::uniform(n, 1), uneven.sections());
@@ -509,9 +509,9 @@ TEST_SUITE("ops") {
                     CHECK(same.moves().messages() == 0);
                     auto const held = std::ssize(columns(mix, rank, conv_sections(uneven))) +
                                       std::ssize(columns(mix, rank, recurrent_sections(uneven)));
-                    for (int const owner : owners) parts += owner != rank ? held : 0;
+                    for (int const owner : owners) shares += owner != rank ? held : 0;
                 }
-                CHECK(heads == parts);
+                CHECK(heads == shares);
             }
     }
 

@@ -177,7 +177,7 @@ struct token_wise_rank {
     using rows = cpx::rows<double const>;
 
     token_wise_rank(token_wise const& of, S const& sharding, int rank)
-        : p(of), x(part(of.x, of.rows(), sharding, rank)), z(part(of.z, of.rows(), sharding, rank)), normed(x),
+        : p(of), x(take(of.x, of.rows(), sharding, rank)), z(take(of.z, of.rows(), sharding, rank)), normed(x),
           rotated(x), gated(x), y(poisoned<double>(sharding, rank, of.width + of.heads)),
           weight(of.weight, of.heads * of.dim) {
         cpx::rms_norm<double>(x.data(), of.gain, of.eps, 1, normed.data());
@@ -210,7 +210,7 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
         int const rank = comm.rank();
         token_wise_rank<S> const f(p, sharding, rank);
         cpx::weight_sums<S> const sums(sharding, rank, order);
-        auto dout = part(dy, p.outputs(), sharding, rank);
+        auto dout = take(dy, p.outputs(), sharding, rank);
         std::vector<double> gates(2 * p.a_log.size()), dgains(2 * p.gain.size()), dweight(p.weight.size());
         sums.terms(
             std::span(gates),

@@ -192,8 +192,8 @@ TEST_SUITE("ops") {
             };
         };
         std::string const where = "gated_delta_net_backward: ";
-        auto const rejects = [&](std::string const& part, auto const& f) {
-            support::rejects({"gated_delta_net_backward.cpp", where + part}, f);
+        auto const rejects = [&](std::string const& passage, auto const& f) {
+            support::rejects({"gated_delta_net_backward.cpp", where + passage}, f);
             CHECK(std::ranges::all_of(all, [](double weight) { return weight == 1; }));
             CHECK(std::ranges::all_of(dx_values, [](double d) { return d == 0; }));
         };
@@ -213,13 +213,13 @@ TEST_SUITE("ops") {
             auto q = p;
             q.weights[w].resize(q.weights[w].size() + static_cast<std::size_t>(p.widths()[w]));
             rejects("shape of ", call(q, good, x, x, dx, weights));
-            auto part = weights;
+            auto cut = weights;
             std::size_t i = 0;
-            for_each_parameter(part, grouped,
+            for_each_parameter(cut, grouped,
                                [&](std::string const&, cpx::rows<double>& rows, index_t count, index_t width) {
                                    if (i++ == w) rows = rows.columns(0, width - 1).sub(0, count);
                                });
-            rejects("shape of " + inputs(q)[w + 1].first, call(p, good, x, x, dx, part));
+            rejects("shape of " + inputs(q)[w + 1].first, call(p, good, x, x, dx, cut));
         }
         CHECK(support::message(call(p, good, x, x, dx, weights)) == "");
         CHECK(same_bits(dx_values, expected.x));

@@ -252,8 +252,8 @@ TEST_SUITE("ops") {
                 });
             };
         };
-        auto const rejects = [&](std::string const& part, auto change) {
-            support::rejects({"gated_delta_rule.cpp", "gated_delta_rule: " + part}, call(change, heads, {}));
+        auto const rejects = [&](std::string const& passage, auto change) {
+            support::rejects({"gated_delta_rule.cpp", "gated_delta_rule: " + passage}, call(change, heads, {}));
         };
         auto const nothing = [](auto&) {};
         CHECK(support::message(call(nothing, heads, {})) == "");

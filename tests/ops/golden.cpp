@@ -34,13 +34,13 @@ delta<double> read_delta(cpx::safetensors const& file) {
                     {},
                     {}};
     REQUIRE(file.metadata("scale") == std::to_string(k[2]) + "**-0.5"); // the default
-    std::vector<std::pair<std::vector<double>, index_t>> const parts = {{file.read<double>("q"), k[1] * k[2]},
-                                                                        {file.read<double>("k"), k[1] * k[2]},
-                                                                        {file.read<double>("v"), v[1] * v[2]},
-                                                                        {file.read<double>("g"), v[1]},
-                                                                        {file.read<double>("beta"), v[1]}};
+    std::vector<std::pair<std::vector<double>, index_t>> const inputs = {{file.read<double>("q"), k[1] * k[2]},
+                                                                         {file.read<double>("k"), k[1] * k[2]},
+                                                                         {file.read<double>("v"), v[1] * v[2]},
+                                                                         {file.read<double>("g"), v[1]},
+                                                                         {file.read<double>("beta"), v[1]}};
     for (index_t row = 0; row < p.batch.tokens(); ++row)
-        for (auto const& [values, columns] : parts)
+        for (auto const& [values, columns] : inputs)
             p.x.insert(p.x.end(), values.begin() + row * columns, values.begin() + (row + 1) * columns);
     return p;
 }

@@ -18,7 +18,7 @@ std::vector<size> tokens(size count) {
 }
 
 /// Some tokens of a sequence, as a rank may hold them.
-using part = std::vector<size>;
+using token_list = std::vector<size>;
 
 /// One head over one sequence of n tokens, and the gradient of its output.
 template <class T>
@@ -36,13 +36,13 @@ struct head {
     }
     size count() const { return q.view().count(); }
 
-    static scattered<T> pick(scattered<T> const& x, part const& of, size gap, size shift) {
+    static scattered<T> pick(scattered<T> const& x, token_list const& of, size gap, size shift) {
         scattered<T> result(static_cast<size>(of.size()), x.view().width(), gap, shift);
         for (std::size_t i = 0; i < of.size(); ++i)
             std::copy_n(x.view().row(of[i]), x.view().width(), result.view().row(static_cast<size>(i)));
         return result;
     }
-    static std::vector<T> pick(std::vector<T> const& x, part const& of) {
+    static std::vector<T> pick(std::vector<T> const& x, token_list const& of) {
         std::vector<T> result;
         for (size const token : of) result.push_back(x[static_cast<std::size_t>(token)]);
         return result;
@@ -50,12 +50,12 @@ struct head {
 
     /// Calls `f` with the queries at `of`, elsewhere in memory.
     template <class F>
-    void with_queries(part const& of, size gap, size shift, F f) const {
+    void with_queries(token_list const& of, size gap, size shift, F f) const {
         auto const some_q = pick(q, of, gap, shift), some_dout = pick(dout, of, shift, gap);
         auto const some_lse = pick(lse, of), some_delta = pick(delta, of);
         f(cpx::attended_queries<T>{some_q.view(), some_dout.view(), of, some_lse, some_delta});
     }
-    scattered<T> dq(part const& of, size gap = 0, size shift = 0) const {
+    scattered<T> dq(token_list const& of, size gap = 0, size shift = 0) const {
         scattered<T> result(static_cast<size>(of.size()), k.view().width(), gap, shift);
         scattered<T> const keys(k.view(), shift, gap), values(v.view(), gap, gap);
         with_queries(of, gap, shift, [&](auto const& queries) {
@@ -75,13 +75,13 @@ struct key_gradients {
 
 /// Runs the keys at `of`, with the queries in turn as they are split, on gradients that hold something.
 template <class T>
-key_gradients<T> backward_keys(head<T> const& h, part const& of, std::vector<part> const& queries, double start,
-                               size gap = 0, size shift = 0) {
+key_gradients<T> backward_keys(head<T> const& h, token_list const& of, std::vector<token_list> const& queries,
+                               double start, size gap = 0, size shift = 0) {
     auto const keys = head<T>::pick(h.k, of, gap, shift), values = head<T>::pick(h.v, of, shift, gap);
     key_gradients<T> result{
         head<T>::pick(bits::uniform<T>(h.count(), keys.view().width(), 7, start), of, gap, gap),
         head<T>::pick(bits::uniform<T>(h.count(), values.view().width(), 8, start), of, shift, shift)};
-    for (part const& some : queries)
+    for (token_list const& some : queries)
         h.with_queries(some, gap, shift, [&](auto const& from) {
             cpx::attend_head_backward_key<T>(from, keys, values, of, h.scale, result.dk.view(), result.dv.view());
         });
@@ -89,12 +89,12 @@ key_gradients<T> backward_keys(head<T> const& h, part const& of, std::vector<par
 }
 
 template <class T>
-key_gradients<T> rows_of(key_gradients<T> const& all, part const& of) {
+key_gradients<T> rows_of(key_gradients<T> const& all, token_list const& of) {
     return {head<T>::pick(all.dk, of, 0, 0), head<T>::pick(all.dv, of, 0, 0)};
 }
 
-part range(size first, size last) {
-    part result;
+token_list range(size first, size last) {
+    token_list result;
     for (size token = first; token < last; ++token) result.push_back(token);
     return result;
 }
@@ -177,7 +177,7 @@ TEST_SUITE("ops") {
             for (size last = first; last <= n; last += 3)
                 CHECK(
                     bits::same<T>(h.dq(range(first, last), first % 4, last % 5), all.view().sub(first, last - first)));
-        part backwards = tokens(n);
+        token_list backwards = tokens(n);
         std::reverse(backwards.begin(), backwards.end());
         CHECK(bits::same<T>(head<T>::pick(h.dq(backwards), backwards, 0, 0), all));
         for (size d = 0; d < 13; ++d) h.k.view()(20, d) = h.v.view()(20, d) = std::numeric_limits<T>::quiet_NaN();
@@ -191,12 +191,12 @@ TEST_SUITE("ops") {
         auto const all = backward_keys(h, tokens(n), {tokens(n)}, 1);
         for (size first = 0; first < n; ++first) {
             for (size last = first; last <= n; last += 3) {
-                part const some = range(first, last);
+                token_list const some = range(first, last);
                 CHECK(backward_keys(h, some, {tokens(n)}, 1, first % 4, last % 5) == rows_of(all, some));
             }
             CHECK(backward_keys(h, range(first, n), {range(first, n)}, 1) == rows_of(all, range(first, n)));
         }
-        part const zigzag = {20, 21, 22, 0, 1, 2, 9, 8};
+        token_list const zigzag = {20, 21, 22, 0, 1, 2, 9, 8};
         CHECK(backward_keys(h, zigzag, {tokens(n)}, 1) == rows_of(all, zigzag));
         for (size d = 0; d < 13; ++d) h.q.view()(3, d) = h.dout.view()(3, d) = std::numeric_limits<T>::quiet_NaN();
         CHECK(backward_keys(h, range(4, n), {tokens(n)}, 1) == rows_of(all, range(4, n)));
@@ -210,7 +210,7 @@ TEST_SUITE("ops") {
         for (size a = 0; a <= n; ++a)
             for (size b = a; b <= n; b += 4)
                 CHECK(backward_keys(h, tokens(n), {range(0, a), range(a, b), range(b, n)}, 1) == all);
-        std::vector<part> one_by_one;
+        std::vector<token_list> one_by_one;
         for (size token = 0; token < n; ++token) one_by_one.push_back({token});
         CHECK(backward_keys(h, tokens(n), one_by_one, 1) == all);
     }

@@ -19,10 +19,10 @@ struct head {
     scattered<T> q, k, v, g, beta;
 
     head sub(size first, size n, size gap = 0, size shift = 0) const {
-        auto const part = [&](scattered<T> const& x, size more) {
+        auto const copy = [&](scattered<T> const& x, size more) {
             return scattered<T>(x.view().sub(first, n), gap + more, shift + more);
         };
-        return {part(q, 0), part(k, 1), part(v, 2), part(g, 3), part(beta, 1)};
+        return {copy(q, 0), copy(k, 1), copy(v, 2), copy(g, 3), copy(beta, 1)};
     }
 };
 
@@ -115,8 +115,8 @@ outcome<T> joined(head<T> const& h, cpx::delta_rule_options const& options, std:
         scattered<T> map(dk, dk, 1, 1), folded(zeros<T>(dk, dv).view(), 3, 2);
         cpx::delta_rule_fold<T>(segment.k, segment.v, segment.g, segment.beta, begin, options, folded.view(),
                                 map.view());
-        auto const part = forward(segment, begin, options, result.state);
-        for (size t = begin; t < end; ++t) std::copy_n(part.o.view().row(t - begin), dv, result.o.view().row(t));
+        auto const own = forward(segment, begin, options, result.state);
+        for (size t = begin; t < end; ++t) std::copy_n(own.o.view().row(t - begin), dv, result.o.view().row(t));
         result.state = apply(map, result.state, folded);
         begin = end;
     }
@@ -235,9 +235,9 @@ TEST_SUITE("ops") {
         for (size first = 0; first + 4 <= 21; ++first) {
             auto some = h;
             some.v = scattered<T>(h.v.view().columns(first, 4), 1, 1);
-            auto const part = forward(some, 1);
-            CHECK(bits::same<T>(part.o, whole.o.view().columns(first, 4)));
-            CHECK(bits::same<T>(part.state, whole.state.view().columns(first, 4)));
+            auto const own = forward(some, 1);
+            CHECK(bits::same<T>(own.o, whole.o.view().columns(first, 4)));
+            CHECK(bits::same<T>(own.state, whole.state.view().columns(first, 4)));
         }
     }
 
@@ -288,12 +288,12 @@ TEST_SUITE("ops") {
             for (std::size_t s = 0; s + 1 < offsets.size(); ++s)
                 for (size i = 0; i < hv; ++i) {
                     size const begin = offsets[s], n = offsets[s + 1] - begin, shared = i / (hv / hk);
-                    auto const part = [&](std::vector<T> const& x, size heads, size which, size width) {
+                    auto const copy = [&](std::vector<T> const& x, size heads, size which, size width) {
                         return scattered<T>(rows<T const>(x, heads * width).columns(which * width, width).sub(begin, n),
                                             0, 0);
                     };
-                    head<T> const h{part(q, hk, shared, dk), part(k, hk, shared, dk), part(v, hv, i, dv),
-                                    part(g, hv, i, 1), part(beta, hv, i, 1)};
+                    head<T> const h{copy(q, hk, shared, dk), copy(k, hk, shared, dk), copy(v, hv, i, dv),
+                                    copy(g, hv, i, 1), copy(beta, hv, i, 1)};
                     auto const expected = rows<double const>(o, hv * dv).columns(i * dv, dv).sub(begin, n);
                     auto const state = rows<double const>(states, dv).sub((static_cast<size>(s) * hv + i) * dk, dk);
                     for (int repeat = 0; repeat < 8; ++repeat) {

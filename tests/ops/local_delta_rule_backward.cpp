@@ -22,13 +22,13 @@ struct head {
 
     /// The tokens `[first, first + n)`, elsewhere in memory.
     head sub(size first, size n, size gap = 0, size shift = 0) const {
-        auto const part = [&](scattered<T> const& x, size more) {
+        auto const copy = [&](scattered<T> const& x, size more) {
             return scattered<T>(x.view().sub(first, n), gap + more, shift + more);
         };
-        return {part(q, 0),    part(k, 1),
-                part(v, 2),    part(g, 3),
-                part(beta, 1), scattered<T>(start.view(), gap, shift),
-                part(dout, 2), scattered<T>(dend.view(), shift, gap)};
+        return {copy(q, 0),    copy(k, 1),
+                copy(v, 2),    copy(g, 3),
+                copy(beta, 1), scattered<T>(start.view(), gap, shift),
+                copy(dout, 2), scattered<T>(dend.view(), shift, gap)};
     }
     template <class U>
     head<U> as() const {
@@ -173,15 +173,15 @@ void check_agree(outcome<T> const& got, outcome<double> const& expected, double 
     CHECK(bits::relative_error<T, double>(got.dstart, expected.dstart) <= most);
 }
 
-/// Whether the gradients of tokens agree bit for bit, those of `part` being those from `first` on of `whole`.
+/// Whether the gradients of tokens agree bit for bit, those of `some` being those from `first` on of `whole`.
 template <class T>
-bool same_tokens(outcome<T> const& part, outcome<T> const& whole, size first = 0) {
-    size const n = part.dg.view().count();
-    return bits::same<T>(part.dq, whole.dq.view().sub(first, n)) &&
-           bits::same<T>(part.dk, whole.dk.view().sub(first, n)) &&
-           bits::same<T>(part.dv, whole.dv.view().sub(first, n)) &&
-           bits::same<T>(part.dg, whole.dg.view().sub(first, n)) &&
-           bits::same<T>(part.dbeta, whole.dbeta.view().sub(first, n));
+bool same_tokens(outcome<T> const& some, outcome<T> const& whole, size first = 0) {
+    size const n = some.dg.view().count();
+    return bits::same<T>(some.dq, whole.dq.view().sub(first, n)) &&
+           bits::same<T>(some.dk, whole.dk.view().sub(first, n)) &&
+           bits::same<T>(some.dv, whole.dv.view().sub(first, n)) &&
+           bits::same<T>(some.dg, whole.dg.view().sub(first, n)) &&
+           bits::same<T>(some.dbeta, whole.dbeta.view().sub(first, n));
 }
 
 } // namespace
@@ -318,9 +318,9 @@ TEST_SUITE("ops") {
             auto some = h;
             for (scattered<T> head<T>::*x : {&head<T>::v, &head<T>::start, &head<T>::dout, &head<T>::dend})
                 some.*x = scattered<T>((h.*x).view().columns(first, 4), 1, 1);
-            auto const part = backward(some, 1);
-            CHECK(bits::same<T>(part.dv, whole.dv.view().columns(first, 4)));
-            CHECK(bits::same<T>(part.dstart, whole.dstart.view().columns(first, 4)));
+            auto const own = backward(some, 1);
+            CHECK(bits::same<T>(own.dv, whole.dv.view().columns(first, 4)));
+            CHECK(bits::same<T>(own.dstart, whole.dstart.view().columns(first, 4)));
         }
     }
 
@@ -385,16 +385,16 @@ TEST_SUITE("ops") {
                 auto dstate = h.dend;
                 for (std::size_t i = segments.size(); i-- > 0;) {
                     segments[i].dend = dstate;
-                    auto const part = backward(segments[i], cuts[i]);
+                    auto const own = backward(segments[i], cuts[i]);
                     auto const put = [&](scattered<T> const& from, scattered<T>& to) {
                         for (size t = 0; t < from.view().count(); ++t)
                             std::copy_n(from.view().row(t), from.view().width(), to.view().row(cuts[i] + t));
                     };
-                    put(part.dq, whole.dq);
-                    put(part.dk, whole.dk);
-                    put(part.dv, whole.dv);
-                    put(part.dg, whole.dg);
-                    put(part.dbeta, whole.dbeta);
+                    put(own.dq, whole.dq);
+                    put(own.dk, whole.dk);
+                    put(own.dv, whole.dv);
+                    put(own.dg, whole.dg);
+                    put(own.dbeta, whole.dbeta);
                     dstate = fold(segments[i], cuts[i], {});
                 }
                 whole.dstart = dstate;
@@ -419,18 +419,18 @@ TEST_SUITE("ops") {
             for (std::size_t s = 0; s + 1 < offsets.size(); ++s)
                 for (size i = 0; i < hv; ++i) { // value heads of a group in ascending order
                     size const begin = offsets[s], count = offsets[s + 1] - begin, shared = i / (hv / hk);
-                    auto const part = [&](auto const& x, size which, size width) {
+                    auto const head_of = [&](auto const& x, size which, size width) {
                         return x.columns(which * width, width).sub(begin, count);
                     };
                     scattered<T> const start = bits::uniform<T>(dk, dv, 1, 0);
                     auto dstate = start;
                     cpx::delta_rule_backward<T>(
-                        part(rows<T const>(q, hk * dk), shared, dk), part(rows<T const>(k, hk * dk), shared, dk),
-                        part(rows<T const>(v, hv * dv), i, dv), part(rows<T const>(g, hv), i, 1),
-                        part(rows<T const>(beta, hv), i, 1), 0, options, start,
-                        part(rows<T const>(dout, hv * dv), i, dv), dstate.view(),
-                        {part(dq.view(), shared, dk), part(dkeys.view(), shared, dk), part(dvalues.view(), i, dv),
-                         part(dg.view(), i, 1), part(dbeta.view(), i, 1)});
+                        head_of(rows<T const>(q, hk * dk), shared, dk), head_of(rows<T const>(k, hk * dk), shared, dk),
+                        head_of(rows<T const>(v, hv * dv), i, dv), head_of(rows<T const>(g, hv), i, 1),
+                        head_of(rows<T const>(beta, hv), i, 1), 0, options, start,
+                        head_of(rows<T const>(dout, hv * dv), i, dv), dstate.view(),
+                        {head_of(dq.view(), shared, dk), head_of(dkeys.view(), shared, dk),
+                         head_of(dvalues.view(), i, dv), head_of(dg.view(), i, 1), head_of(dbeta.view(), i, 1)});
                 }
             auto const agrees = [&](scattered<T> const& got, std::string const& tensor) {
                 CAPTURE(tensor);

@@ -81,16 +81,16 @@ TEST_SUITE("ops") {
         size const vocabulary = 37;
         auto const logits = bits::uniform<T>(23, vocabulary, 3, 4), dy = bits::uniform<T>(1, 23, 4);
         auto const labels = labels_of(23, vocabulary);
-        auto const part = [](auto const* data, size first, size count) {
+        auto const subspan = [](auto const* data, size first, size count) {
             return std::span(data + first, static_cast<std::size_t>(count));
         };
         bits::check_rows_are_independent<T>(logits, 1, [&](size first, rows<T const> some, rows<T> y) {
-            auto const logp = forward<T>(some, part(labels.data(), first, some.count()));
+            auto const logp = forward<T>(some, subspan(labels.data(), first, some.count()));
             for (size i = 0; i < y.count(); ++i) y(i, 0) = logp[static_cast<std::size_t>(i)];
         });
         bits::check_rows_are_independent<T>(logits, vocabulary, [&](size first, rows<T const> some, rows<T> dlogits) {
-            auto const of_rows = part(labels.data(), first, some.count());
-            std::span<T const> const dlogp = part(dy.view().data(), first, some.count());
+            auto const of_rows = subspan(labels.data(), first, some.count());
+            std::span<T const> const dlogp = subspan(dy.view().data(), first, some.count());
             cpx::log_probabilities_backward<T>(some, of_rows, dlogp, dlogits);
             scattered<T> in_place(some, 1, 2);
             cpx::log_probabilities_backward<T>(in_place, of_rows, dlogp, in_place.view());

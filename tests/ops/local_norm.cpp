@@ -146,14 +146,14 @@ TEST_SUITE("ops") {
             auto dweight = start;
             for (size row = 0; row < 9; row += rows_at_once)
                 for (size head = 0; head < 3; head += heads_at_once) {
-                    auto const part = [&](scattered<T> const& of) {
+                    auto const block = [&](scattered<T> const& of) {
                         return scattered<T>(of.view().sub(row, rows_at_once).columns(head * 13, heads_at_once * 13),
                                             row % 3, head);
                     };
                     if (gated)
-                        cpx::gated_rms_norm_backward<T>(part(x), part(z), weight, T(eps), part(dy), {}, {}, dweight);
+                        cpx::gated_rms_norm_backward<T>(block(x), block(z), weight, T(eps), block(dy), {}, {}, dweight);
                     else
-                        cpx::rms_norm_backward<T>(part(x), weight, T(eps), T(1), part(dy), {}, dweight);
+                        cpx::rms_norm_backward<T>(block(x), weight, T(eps), T(1), block(dy), {}, dweight);
                 }
             return dweight;
         };

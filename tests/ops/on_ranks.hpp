@@ -98,7 +98,7 @@ inline index_t width(std::vector<cpx::section> const& sections) {
 
 /// Returns the rows and columns of a whole tensor that `rank` holds.
 template <class T, cpx::any_sharding S>
-cpx::tensor<T, S> part(std::vector<T> const& whole, std::vector<cpx::section> const& sections, S const& sharding,
+cpx::tensor<T, S> take(std::vector<T> const& whole, std::vector<cpx::section> const& sections, S const& sharding,
                        int rank) {
     auto const held = columns(sharding, rank, sections);
     index_t const all = width(sections);
@@ -125,14 +125,14 @@ cpx::tensor<T, S> poisoned(S const& sharding, int rank, index_t columns) {
 /// A place that nobody holds, and one of which two ranks hold different bits, is poison.
 template <class T, cpx::any_sharding S, class F>
 std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sections, F&& program) {
-    std::vector<cpx::tensor<T, S>> parts(static_cast<std::size_t>(sharding.ranks()), {sharding, 0, 0});
+    std::vector<cpx::tensor<T, S>> locals(static_cast<std::size_t>(sharding.ranks()), {sharding, 0, 0});
     cpx::threads::run(sharding.ranks(),
-                      [&](cpx::threads& comm) { parts[static_cast<std::size_t>(comm.rank())] = program(comm); });
+                      [&](cpx::threads& comm) { locals[static_cast<std::size_t>(comm.rank())] = program(comm); });
     index_t const all = width(sections);
     std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * all), poison<T>());
     std::vector<bool> held(whole.size());
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
-        auto const& local = parts[static_cast<std::size_t>(rank)];
+        auto const& local = locals[static_cast<std::size_t>(rank)];
         auto const own = columns(sharding, rank, sections);
         index_t row = 0;
         sharding.for_each_piece(rank, [&](cpx::range piece) {

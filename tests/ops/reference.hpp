@@ -67,7 +67,7 @@ std::vector<T> run(conv<T> const& p, S const& sharding, std::vector<cpx::section
     if (sections.empty()) sections = {{p.channels, 1}};
     return on_ranks::assemble<T>(sharding, sections, [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const x = on_ranks::part(p.x, sections, sharding, rank);
+        auto const x = on_ranks::take(p.x, sections, sharding, rank);
         auto y = on_ranks::poisoned<T>(sharding, rank, x.width());
         auto const weight = local_rows(sharding, rank, sections, cpx::rows<T const>(p.weight, p.taps));
         auto const bias = p.bias.empty() ? p.bias : local_rows(sharding, rank, sections, cpx::rows<T const>(p.bias, 1));
@@ -194,14 +194,15 @@ std::vector<T> states_on(S const& sharding, int rank, index_t heads, index_t sta
 
 /// Puts together what every rank wrote; states that are not written by exactly those ranks that should are poison.
 template <class T, cpx::any_sharding S>
-std::vector<T> whole_states(S const& sharding, index_t heads, index_t state, std::vector<std::vector<T>> const& parts) {
+std::vector<T> whole_states(S const& sharding, index_t heads, index_t state,
+                            std::vector<std::vector<T>> const& of_ranks) {
     index_t const sequences = sharding.batch().sequences();
     std::vector<T> whole(static_cast<size_t>(sequences * heads * state), on_ranks::poison<T>());
     for (index_t s = 0; s < sequences; ++s) {
         int writers = 0;
         for (int rank = 0; rank < sharding.ranks(); ++rank) {
             cpx::range const held = sharding.heads(rank, heads);
-            T const* const from = parts[static_cast<size_t>(rank)].data() + s * held.size() * state;
+            T const* const from = of_ranks[static_cast<size_t>(rank)].data() + s * held.size() * state;
             if (on_ranks::same_bits(*from, on_ranks::poison<T>())) continue;
             ++writers;
             std::copy_n(from, held.size() * state, whole.begin() + (s * heads + held.first) * state);
@@ -220,7 +221,7 @@ result<T> run(delta<T> const& p, S const& sharding) {
     result<T> out;
     out.o = on_ranks::assemble<T>(sharding, p.output_sections(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const fused = on_ranks::part(p.x, p.sections(), sharding, rank);
+        auto const fused = on_ranks::take(p.x, p.sections(), sharding, rank);
         auto const x = fused.view();
         cpx::range const held = sharding.heads(rank, heads);
         index_t const k = sharding.heads(rank, p.heads.key_heads).size() * p.heads.key_dim, n = held.size(),
@@ -345,7 +346,7 @@ template <cpx::carry_kind How, class T, cpx::any_sharding S>
 std::vector<T> run(layer<T> const& p, S const& sharding) {
     std::vector<cpx::section> const rows{{1, p.config.hidden}};
     return on_ranks::assemble<T>(sharding, rows, [&](cpx::threads& comm) {
-        auto const x = on_ranks::part(p.x, rows, sharding, comm.rank());
+        auto const x = on_ranks::take(p.x, rows, sharding, comm.rank());
         auto y = on_ranks::poisoned<T>(sharding, comm.rank(), x.width());
         cpx::gated_delta_net<How, S> const net(sharding, comm.rank(), p.config);
         net(p.view(), x.view(), y.view(), comm);
@@ -360,7 +361,7 @@ std::vector<T> run_by_heads(layer<T> const& p, S const& sharding) {
     cpx::head_sharded<> const mix(sharding.ranks(), p.batch, p.config.sections()),
         back(sharding.ranks(), p.batch, p.config.output_sections());
     return on_ranks::assemble<T>(sharding, rows, [&](cpx::threads& comm) {
-        auto const x = on_ranks::part(p.x, rows, sharding, comm.rank());
+        auto const x = on_ranks::take(p.x, rows, sharding, comm.rank());
         auto y = on_ranks::poisoned<T>(sharding, comm.rank(), x.width());
         cpx::gated_delta_net<cpx::serial, S, cpx::head_sharded<>> const net(sharding, mix, back, comm.rank(), p.config);
         net(p.view(), x.view(), y.view(), comm);

@@ -78,7 +78,7 @@ TEST_SUITE("ops") {
         CHECK(support::message(call(18)) == "");
     }
 
-    TEST_CASE("parts of a weight's gradient add up to the whole once, whoever holds the heads") {
+    TEST_CASE("ranks' rows of a weight's gradient add up to the whole once, whoever holds the heads") {
         auto const values = numbered(18);
         for (int const ranks : {1, 2, 3, 4, 6, 9, 13}) {
             CAPTURE(ranks);
@@ -98,7 +98,7 @@ TEST_SUITE("ops") {
             CHECK(sum(cpx::head_sharded<>(ranks, batch, qkv), 0) == values);
             CHECK(sum(cpx::head_sharded<>(ranks, batch, qkv), 7) == times(1, 7));
             CHECK(sum(cpx::replicated<>(ranks, batch), 0) == values);
-            // where tokens are sharded every rank has a part of every row
+            // where tokens are sharded every rank adds to every row
             CHECK(sum(cpx::shard(batch, cpx::zigzag<>(ranks)), 7) == times(ranks, 7));
         }
         // rows of a gradient may lie in wider rows
@@ -109,7 +109,7 @@ TEST_SUITE("ops") {
         CHECK(wide == std::vector{1, 1, 9, 6, 7, 9});
     }
 
-    TEST_CASE("parts that do not fit are rejected before anything is added") {
+    TEST_CASE("rows that do not fit are rejected before anything is added") {
         cpx::head_sharded<> const three(3, batch, qkv); // rank 0: head 0 of q and k, 2 of v
         std::vector<int> all(40, 1);
         auto const local = numbered(9);
@@ -119,8 +119,8 @@ TEST_SUITE("ops") {
             };
         };
         cpx::rows<int const> const from(local, 2);
-        auto const rejects = [&](std::string const& part, auto const& f) {
-            support::rejects({"add_local_rows: " + part}, f);
+        auto const rejects = [&](std::string const& passage, auto const& f) {
+            support::rejects({"add_local_rows: " + passage}, f);
             CHECK(all == std::vector<int>(40, 1));
         };
         std::string const counts = "rows of the weight, and of it on this rank: expected 18 and 8, got ";

@@ -52,7 +52,7 @@ std::array<std::vector<T>, N> run(std::array<std::vector<T>, N> const& terms, he
             std::vector<cpx::tensor<T, S>> sums(N, poisoned<T>(sharding, rank, own));
             std::array<cpx::rows<T>, N> views;
             for (std::size_t i = 0; i < N; ++i) {
-                auto const local = part(terms[i], {{c.readers, c.width}}, sharding, rank);
+                auto const local = take(terms[i], {{c.readers, c.width}}, sharding, rank);
                 for (index_t row = 0; row < local.data().count(); ++row)
                     std::copy_n(local.data().row(row), held, together.data().row(row) + static_cast<index_t>(i) * held);
                 views[i] = sums[i].data();
@@ -134,8 +134,8 @@ TEST_SUITE("ops") {
         std::ranges::fill(terms, 1.f);
         cpx::rows<float const> const from(terms, 24);
         cpx::rows<float> const to(sums, 6);
-        auto const rejects = [&](std::string const& part, auto const& f) {
-            support::rejects({"shared_heads.cpp", "sum_readers: " + part}, f);
+        auto const rejects = [&](std::string const& passage, auto const& f) {
+            support::rejects({"shared_heads.cpp", "sum_readers: " + passage}, f);
             CHECK(std::ranges::all_of(sums, [](float x) { return x == 0; }));
         };
         rejects("readers: expected a multiple of the shared heads 3, got 4", call(3, from, to));

@@ -47,7 +47,7 @@ std::vector<T> weight_gradient(projection<T> const& p, S const& sharding, sum_or
     reference::same_on_ranks<T> sums;
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const x = part(p.x, {{1, p.in}}, sharding, rank), dy = part(p.dy, {{1, p.out}}, sharding, rank);
+        auto const x = take(p.x, {{1, p.in}}, sharding, rank), dy = take(p.dy, {{1, p.out}}, sharding, rank);
         cpx::weight_sums<S> const of(sharding, rank, order);
         std::vector<T> sum(static_cast<std::size_t>(p.out * p.in));
         auto const whole = of.template whole<T>(x.view(), comm);
@@ -82,7 +82,7 @@ std::vector<T> terms(projection<T> const& p, S const& sharding, sum_order order)
     reference::same_on_ranks<T> sums;
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
-        auto const x = part(p.x, {{1, p.in}}, sharding, rank), dy = part(p.dy, {{1, p.out}}, sharding, rank);
+        auto const x = take(p.x, {{1, p.in}}, sharding, rank), dy = take(p.dy, {{1, p.out}}, sharding, rank);
         std::vector<T> sum(static_cast<std::size_t>((p.in + 1) / 2 + p.out));
         index_t next = 0;
         cpx::weight_sums<S>(sharding, rank, order)
@@ -157,7 +157,7 @@ TEST_SUITE("ops") {
                     std::vector<int> speakers(static_cast<std::size_t>(columns));
                     cpx::threads::run(ranks, [&](cpx::threads& comm) {
                         int const rank = comm.rank();
-                        auto const x = part(p.x, {{1, p.in}}, sharding, rank);
+                        auto const x = take(p.x, {{1, p.in}}, sharding, rank);
                         cpx::weight_sums<S> const by_row(sharding, rank, sum_order::by_row),
                             by_rank(sharding, rank, sum_order::by_rank);
                         auto const share = by_row.template share<double>(x.view(), columns, comm),
@@ -201,7 +201,7 @@ TEST_SUITE("ops") {
                         int const rank = comm.rank();
                         cpx::weight_sums<cpx::head_sharded<>> const sums(split, rank, order);
                         CHECK_FALSE(sums.moves());
-                        auto const dy = part(p.dy, {{6, 1}}, split, rank);
+                        auto const dy = take(p.dy, {{6, 1}}, split, rank);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 4), split);
                         std::vector<double> own(static_cast<std::size_t>(dy.width() * 4));
                         sums.template linear<double>(sums.template whole<double>(x, comm), dy.view(),

@@ -148,9 +148,10 @@ std::vector<T> section(std::vector<T> const& x, std::vector<cpx::section> const&
     index_t const all = on_ranks::width(sections), own = sections[which].heads * sections[which].width;
     index_t first = 0;
     for (size_t i = 0; i < which; ++i) first += sections[i].heads * sections[i].width;
-    std::vector<T> part;
-    for (auto row = x.begin(); row != x.end(); row += all) part.insert(part.end(), row + first, row + first + own);
-    return part;
+    std::vector<T> columns;
+    for (auto row = x.begin(); row != x.end(); row += all)
+        columns.insert(columns.end(), row + first, row + first + own);
+    return columns;
 }
 
 void check_near(std::vector<float> const& got, std::vector<double> const& expected,

@@ -10,7 +10,7 @@
 namespace {
 
 using cpx::index_t, cpx::scope;
-using on_ranks::assemble, on_ranks::part, on_ranks::same_bits, on_ranks::slice;
+using on_ranks::assemble, on_ranks::take, on_ranks::same_bits, on_ranks::slice;
 using peers::list;
 using std::size_t;
 
@@ -30,7 +30,7 @@ std::vector<float> move(std::vector<float> const& whole, sections const& columns
     return assemble<float>(to, columns, [&](cpx::threads& comm) {
         auto const p = plan(comm.rank());
         auto y = on_ranks::poisoned<float>(to, comm.rank(), p.target_width ? p.target_width : on_ranks::width(columns));
-        exchange(p, part(whole, columns, from, comm.rank()).view(), y.view(), comm);
+        exchange(p, take(whole, columns, from, comm.rank()).view(), y.view(), comm);
         return y;
     });
 }
@@ -226,7 +226,7 @@ TEST_SUITE("peers") {
                           got = assemble<float>(zigzag, columns, [&](cpx::threads& comm) {
                               auto const there = cpx::relayout(zigzag, packed, comm.rank());
                               auto const back = there.transposed();
-                              auto y = part(x, columns, zigzag, comm.rank());
+                              auto y = take(x, columns, zigzag, comm.rank());
                               for (int round = 0; round < 100; ++round) {
                                   auto const z = exchange(there, y, comm);
                                   y = exchange(back, z, comm);
@@ -281,8 +281,8 @@ TEST_SUITE("peers") {
             auto const fused = move(x, columns, zigzag, by_heads);
             for (index_t s = 0; s < batch.sequences(); ++s) {
                 auto const own = support::lengths({batch.length(s)});
-                auto const part = slice(x, width, batch.offset(s), batch.offset(s + 1));
-                CHECK(same_bits(move(part, columns, cpx::shard(own, cpx::zigzag<>(c.ranks)),
+                auto const alone = slice(x, width, batch.offset(s), batch.offset(s + 1));
+                CHECK(same_bits(move(alone, columns, cpx::shard(own, cpx::zigzag<>(c.ranks)),
                                      cpx::head_sharded<>(c.ranks, own, columns)),
                                 slice(fused, width, batch.offset(s), batch.offset(s + 1))));
             }
@@ -309,7 +309,7 @@ TEST_SUITE("peers") {
                 auto share = x;
                 for (float& e : share) e *= static_cast<float>(comm.rank() + 1);
                 auto const plan = cpx::relayout(dispatched, everywhere, comm.rank()).transposed();
-                return exchange(plan, part(share, columns, everywhere, comm.rank()), comm);
+                return exchange(plan, take(share, columns, everywhere, comm.rank()), comm);
             });
             for (std::size_t i = 0; i < x.size(); ++i)
                 CHECK(summed[i] == static_cast<float>(c.ranks * (c.ranks + 1) / 2) * x[i]);
@@ -333,7 +333,7 @@ TEST_SUITE("peers") {
                     cpx::threads::run(ranks, [&](cpx::threads& comm) {
                         if (comm.rank() == ranks - 1) return;
                         exchange(cpx::relayout(zigzag, everywhere, comm.rank()),
-                                 part(logits, {{1, 1}}, zigzag, comm.rank()), comm);
+                                 take(logits, {{1, 1}}, zigzag, comm.rank()), comm);
                     });
                 });
             }

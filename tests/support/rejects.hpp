@@ -21,13 +21,13 @@ std::string message(F&& call) {
     return "";
 }
 
-/// Checks that `call` throws a `cpx::error` whose message holds all `parts`.
+/// Checks that `call` throws a `cpx::error` whose message holds all `passages`.
 template <class F>
-void rejects(std::vector<std::string> const& parts, F&& call, cpx::caller from = cpx::caller::here()) {
+void rejects(std::vector<std::string> const& passages, F&& call, cpx::caller from = cpx::caller::here()) {
     std::string const text = message(call);
-    for (std::string const& part : parts)
-        CHECK_MESSAGE(text.find(part) != std::string::npos,
-                      "line " << from.line << ": \"" << part << "\" is not in \"" << text << "\"");
+    for (std::string const& passage : passages)
+        CHECK_MESSAGE(text.find(passage) != std::string::npos,
+                      "line " << from.line << ": \"" << passage << "\" is not in \"" << text << "\"");
 }
 
 } // namespace support

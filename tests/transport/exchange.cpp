@@ -169,7 +169,7 @@ TEST_SUITE("transport") {
     TEST_CASE("elements of three bytes without arithmetic keep their bits") { check_type<rgb>(600); }
     TEST_CASE("sixteen ranks exchange as two do") { check_pairs<double>(lengths({64, 65, 1, 30}), 16, 10, 700); }
 
-    TEST_CASE("ranks without rows take part") {
+    TEST_CASE("ranks without rows belong to an exchange, too") {
         splitmix numbers(1);
         for (auto const& list : std::vector<std::vector<index_t>>{{1}, {3}, {1, 1}, {}, {0, 0}}) {
             auto const batch = lengths(list);

@@ -19,7 +19,7 @@ using namespace std::chrono_literals;
 using cpx::index_t;
 using cpx::scope;
 
-bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+bool holds(std::string const& text, std::string const& passage) { return text.find(passage) != std::string::npos; }
 
 /// What every rank says, and whether anything has been written into its target.
 struct outcome {
@@ -207,7 +207,7 @@ TEST_SUITE("transport") {
         auto const b = cpx::shard(batch, cpx::sequential<>{2});
         struct {
             index_t from_rows, from_width, to_rows, to_width; // relative to what is right
-            std::string part;
+            std::string passage;
         } const cases[] = {{1, 0, 0, 0, "exchange, source: rows of the buffer: expected 24, got 25"},
                            {0, 0, -1, 0, "exchange, target: rows of the buffer: expected 24, got 23"},
                            {0, 0, 0, 1, "exchange: width of the target: expected 4, got 5"}};
@@ -230,7 +230,7 @@ TEST_SUITE("transport") {
                     }
                 });
             });
-            CHECK_MESSAGE(holds(texts[1], c.part), texts[1]);
+            CHECK_MESSAGE(holds(texts[1], c.passage), texts[1]);
             CHECK(holds(texts[1], "exchange_errors.cpp"));
             CHECK_MESSAGE(holds(texts[0], "rank 1 failed"), texts[0]);
         }
@@ -287,7 +287,7 @@ TEST_SUITE("transport") {
         });
     }
 
-    TEST_CASE("a rank that does not take part in an exchange is named, whether it throws, returns or is late") {
+    TEST_CASE("a rank that does not come to an exchange is named, whether it throws, returns or is late") {
         auto const plan_of = [](int r) {
             return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), cpx::shard(batch, cpx::sequential<>{3}), r);
         };

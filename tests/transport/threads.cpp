@@ -58,7 +58,7 @@ std::vector<std::string> errors(int ranks, std::chrono::milliseconds deadline, F
     return texts;
 }
 
-bool holds(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+bool holds(std::string const& text, std::string const& passage) { return text.find(passage) != std::string::npos; }
 
 TEST_SUITE("transport") {
     TEST_CASE("a program runs once on every rank") {

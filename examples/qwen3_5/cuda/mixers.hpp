@@ -42,7 +42,7 @@ public:
     }
 
     void operator()(index_t layer, rows<float> h) {
-        auto const name = [&](char const* part) { return layer_name(layer, "linear_attn.") + part; };
+        auto const name = [&](char const* suffix) { return layer_name(layer, "linear_attn.") + suffix; };
         index_t const heads = value_.heads, qkv = projected_.view().width() - 2 * heads;
         at_.norm(layer_name(layer, "input_layernorm.weight"), h, x_);
         at_.linear(name("in_proj_qkv.weight"), x_, projected_.columns(0, qkv));
@@ -148,13 +148,13 @@ public:
             there_.emplace(at, relayout(at.sharding, split_, at.rank()));
             home_.emplace(at, relayout(split_o_, at.sharding, at.rank()));
             everyones_.emplace(batch().tokens(), (queries_.size() + 2 * keys_.size()) * dim_);
-            part_o_.emplace(batch().tokens(), queries_.size() * dim_);
+            o_split_.emplace(batch().tokens(), queries_.size() * dim_);
             seen_ = seen(segments(split_, at.rank()));
         }
     }
 
     void operator()(index_t layer, rows<float> h) {
-        auto const name = [&](char const* part) { return layer_name(layer, part); };
+        auto const name = [&](char const* suffix) { return layer_name(layer, suffix); };
         auto const q = qkv_.columns(0, q_), k = qkv_.columns(q_, kv_), v = qkv_.columns(q_ + kv_, kv_);
         at_.norm(name("input_layernorm.weight"), h, x_);
         at_.linear(name("self_attn.q_proj.weight"), x_, q_and_gate_);
@@ -212,8 +212,8 @@ private:
     void attend_by_heads() {
         index_t const q = queries_.size() * dim_, k = keys_.size() * dim_;
         (*there_)(qkv_, *everyones_);
-        attend(everyones_->columns(0, q), everyones_->columns(q, k), everyones_->columns(q + k, k), *part_o_);
-        (*home_)(*part_o_, o_);
+        attend(everyones_->columns(0, q), everyones_->columns(q, k), everyones_->columns(q + k, k), *o_split_);
+        (*home_)(*o_split_, o_);
     }
 
     site& at_;
@@ -223,9 +223,9 @@ private:
     cpx::cuda::rotary_pairs pairs_;
     cpx::cuda::segment_table positions_;
     cpx::cuda::buffer<seen_keys> seen_;
-    device_rows<float> x_, q_and_gate_, qkv_, o_;          ///< rows of this rank
-    std::optional<movement> gather_, there_, home_;        ///< the first, or the others
-    std::optional<device_rows<float>> everyones_, part_o_; ///< all tokens: keys and values, or q, k, v by heads
+    device_rows<float> x_, q_and_gate_, qkv_, o_;           ///< rows of this rank
+    std::optional<movement> gather_, there_, home_;         ///< the first, or the others
+    std::optional<device_rows<float>> everyones_, o_split_; ///< all tokens: keys and values, or q, k, v by heads
 };
 
 } // namespace qwen3_5::gpu

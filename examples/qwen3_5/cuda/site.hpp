@@ -77,7 +77,7 @@ private:
     cublasHandle_t handle_ = nullptr;
 };
 
-/// One rank on its GPU: the weights in its memory, its stream, its part of the residual stream.
+/// One rank on its GPU: the weights in its memory, its stream, its rows of the residual stream.
 class site {
 public:
     /// `everyone`: where all ranks meet. The device of `transport` must be current.

@@ -24,7 +24,7 @@ struct caller {
 
 /// Everything cpx throws. `what()` reads "file:line: WHERE: WHAT: expected E, got G".
 ///
-/// The parts can be read back one by one, so that a caller can act on them or print them in another form. Bytes that
+/// The fields can be read back one by one, so that a caller can act on them or print them in another form. Bytes that
 /// must not be printed, which names and values from files may have, stand in all of them as \xHH.
 class error : public std::runtime_error {
 public:
