@@ -92,7 +92,7 @@ void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one
 qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
     auto const ids = file.read<cpx::index_t>("input_ids", {-1});
     auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
-    auto const batch = cpx::thd::from_offsets<cpx::index_t>(offsets, std::ssize(ids));
+    auto const batch = cpx::thd::from_offsets(offsets, std::ssize(ids));
     cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
                  "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
     for (std::size_t i = 0; i < ids.size(); ++i)

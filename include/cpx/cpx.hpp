@@ -7,6 +7,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
 #include <cpx/core/index.hpp>
+#include <cpx/core/overlap.hpp>
 #include <cpx/core/packing.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/core/thd.hpp>

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -297,6 +298,10 @@ public:
     template <class V>
         requires std::is_same_v<T, V const>
     rows(std::vector<V> const& values, index_t width) : rows(const_cast<std::vector<V>&>(values), width) {}
+    /// A vector that ends with the expression cannot be viewed.
+    template <class V>
+        requires std::is_same_v<std::remove_const_t<T>, V>
+    rows(std::vector<V> const&&, index_t) = delete;
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
@@ -329,10 +334,90 @@ rows(std::vector<T> const&, index_t) -> rows<T const>;
 
 } // namespace cpx
 
+// cpx/core/overlap.hpp
+// Whether two operands share memory, and the check of operators that would then write over what they are to read.
+
+namespace cpx {
+namespace detail {
+
+/// Where an operand lies, in bytes, and the name that errors give it.
+struct operand {
+    char const* name = "";
+    std::uintptr_t first = 0;
+    index_t count = 0, width = 0, stride = 0;
+
+    template <class T>
+    operand(char const* called, rows<T> r)
+        : name(called), first(reinterpret_cast<std::uintptr_t>(r.data())), count(r.data() ? r.count() : 0),
+          width(r.width() * static_cast<index_t>(sizeof(T))), stride(r.stride() * static_cast<index_t>(sizeof(T))) {}
+    template <class T>
+    operand(char const* called, std::span<T> list) : operand(called, rows<T>(list.data(), 1, std::ssize(list))) {}
+
+    bool empty() const { return count <= 0 || width <= 0; }
+    bool holds(std::uintptr_t place) const {
+        return place - first < static_cast<std::uintptr_t>((count - 1) * stride + width);
+    }
+    bool same_rows(operand const& other) const {
+        return first == other.first && count == other.count && width == other.width &&
+               (stride == other.stride || count < 2);
+    }
+};
+
+/// Returns whether some byte belongs to both; where ranges of addresses meet and strides differ, also if none does.
+inline bool overlap(operand const& a, operand const& b) {
+    if (a.first > b.first) return overlap(b, a);
+    if (a.empty() || b.empty() || !a.holds(b.first)) return false;
+    index_t const stride = a.count > 1 ? a.stride : b.stride;
+    if (stride <= 0 || (b.count > 1 && b.stride != stride)) return true;
+    index_t const column = static_cast<index_t>(b.first - a.first) % stride; // of a's rows, where those of b begin
+    return column < a.width || column + b.width > stride;
+}
+
+/// Whether an operand that is written may be the same rows as one that is read.
+enum class in_place { no, yes };
+
+/// Throws `cpx::error` that names both if one of `written` overlaps another of them, or one of `read`. Call it before
+/// anything is written. Cost: some nanoseconds a pair.
+inline void require_apart(char const* where, std::span<operand const> written, std::span<operand const> read,
+                          caller here, in_place allowed = in_place::no) {
+    auto const check = [&](operand const& a, operand const& b, bool same) {
+        if (!overlap(a, b) || (same && a.same_rows(b))) return;
+        throw error(where, std::string("overlap of ") + a.name + " and " + b.name,
+                    same ? "none, or the same rows" : "none", "some", here);
+    };
+    for (std::size_t i = 0; i < written.size(); ++i) {
+        for (operand const& other : written.subspan(i + 1)) check(written[i], other, false);
+        for (operand const& other : read) check(written[i], other, allowed == in_place::yes);
+    }
+}
+inline void require_apart(char const* where, std::initializer_list<operand> written,
+                          std::initializer_list<operand> read, caller here, in_place allowed = in_place::no) {
+    require_apart(where, std::span(written.begin(), written.size()), std::span(read.begin(), read.size()), here,
+                  allowed);
+}
+
+} // namespace detail
+
+/// Returns whether some element belongs to both: then one of them must not be written while the other is read.
+///
+/// Disjoint columns of the same rows do not overlap, nor do disjoint rows. Where the two have different strides and
+/// their ranges of addresses meet, they count as overlapping.
+template <class A, class B>
+bool overlaps(rows<A> a, rows<B> b) {
+    return detail::overlap({"", a}, {"", b});
+}
+
+} // namespace cpx
+
 // cpx/core/thd.hpp
 // The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
 
 namespace cpx {
+
+/// A vector, array or span of integers of any width.
+template <class R>
+concept integers = std::ranges::contiguous_range<R const> && std::integral<std::ranges::range_value_t<R const>> &&
+                   !std::same_as<std::ranges::range_value_t<R const>, bool>;
 
 /// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
 ///
@@ -367,15 +452,16 @@ public:
         data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
     }
 
-    /// Takes int32 or int64 offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
+    /// The same of other integers, in a vector, array or span.
+    template <integers R, integers V = std::vector<index_t>>
+    explicit thd(R const& offsets, V const& valid = {}) : thd(numbers(offsets), numbers(valid)) {}
+
+    /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
-    template <class Integer>
-        requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
-    static thd from_offsets(std::span<Integer const> offsets, index_t buffer_rows = -1,
-                            std::span<Integer const> valid = {}) {
-        thd batch(std::vector<index_t>(offsets.begin(), offsets.end()),
-                  std::vector<index_t>(valid.begin(), valid.end()));
+    template <integers R, integers V = std::vector<index_t>>
+    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {}) {
+        thd batch(offsets, valid);
         require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
         return batch;
@@ -393,10 +479,14 @@ public:
     }
 
     /// Returns the batch of sequences with these lengths.
-    static thd from_lengths(std::span<index_t const> lengths) {
+    static thd from_lengths(std::vector<index_t> const& lengths) {
         std::vector<index_t> offsets(1, 0);
         for (index_t const length : lengths) offsets.push_back(offsets.back() + length);
         return thd(std::move(offsets));
+    }
+    template <integers R>
+    static thd from_lengths(R const& lengths) {
+        return from_lengths(numbers(lengths));
     }
 
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
@@ -425,6 +515,11 @@ private:
     struct lengths {
         std::vector<index_t> offsets, valid;
     };
+    static std::vector<index_t> numbers(integers auto const& list) {
+        std::vector<index_t> result;
+        for (auto const number : list) result.push_back(static_cast<index_t>(number));
+        return result;
+    }
     std::shared_ptr<lengths const> data_;
 };
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/core/rows.hpp>
 
+#include <cpx/core/overlap.hpp>
+
 #include <doctest/doctest.h>
 
 #include <support/rejects.hpp>
@@ -18,6 +20,7 @@ static_assert(!std::is_convertible_v<rows<float const>, rows<float>>);
 static_assert(!std::is_constructible_v<rows<float>, std::vector<float> const&, cpx::index_t>);
 static_assert(std::is_constructible_v<rows<float const>, std::vector<float> const&, cpx::index_t>);
 static_assert(!std::is_constructible_v<rows<float>, std::vector<double>&, cpx::index_t>);
+static_assert(!std::is_constructible_v<rows<float const>, std::vector<float>, cpx::index_t>); // it would be gone
 
 std::vector<int> counted(int count) {
     std::vector<int> values(static_cast<std::size_t>(count));
@@ -87,6 +90,54 @@ TEST_SUITE("core") {
                          [&] { rows<int>(values, 5); });
         support::rejects({"rows", "a multiple of the width 0", "got 12"}, [&] { rows<int>(values, 0); });
         support::rejects({"rows", "a multiple of the width -3"}, [&] { rows<int>(values, -3); });
+    }
+
+    TEST_CASE("rows overlap where they have an element in common, which disjoint columns and rows have not") {
+        struct place {
+            cpx::index_t first, count, width, stride;
+            rows<int> in(std::vector<int>& memory) const { return {memory.data() + first, count, width, stride}; }
+        };
+        std::vector<int> memory(64);
+        auto const shared = [&](rows<int> a, rows<int> b) { // by the definition of rows
+            for (cpx::index_t i = 0; i < a.count() * a.width(); ++i)
+                for (cpx::index_t j = 0; j < b.count() * b.width(); ++j)
+                    if (&a(i / a.width(), i % a.width()) == &b(j / b.width(), j % b.width())) return true;
+            return false;
+        };
+        std::vector<place> places;
+        for (cpx::index_t const first : {0, 1, 3, 8, 10, 16, 23})
+            for (cpx::index_t const count : {0, 1, 2, 4})
+                for (cpx::index_t const width : {0, 1, 4, 8}) places.push_back({first, count, width, 8});
+        for (place const& a : places)
+            for (place const& b : places) {
+                CAPTURE(a.first);
+                CAPTURE(b.first);
+                CHECK(cpx::overlaps(a.in(memory), b.in(memory)) == shared(a.in(memory), b.in(memory)));
+            }
+        rows<int> const whole(memory, 8);
+        CHECK(cpx::overlaps(whole, rows<char>(reinterpret_cast<char*>(&memory[3]), 1, 1)));
+        CHECK(cpx::overlaps(whole.columns(0, 4), rows<int>(&memory[4], 2, 2, 9))); // of other strides: to be safe
+        CHECK_FALSE(cpx::overlaps(whole.sub(0, 2), rows<int>(&memory[16], 2, 9, 9)));
+        CHECK_FALSE(cpx::overlaps(rows<int>(), rows<int>()));
+    }
+
+    TEST_CASE("an operator that is given overlapping operands throws an error that names both") {
+        std::vector<int> memory(12);
+        rows<int> const whole(memory, 4);
+        auto const here = cpx::caller::here();
+        auto const apart = [&](rows<int> y, rows<int const> x, cpx::detail::in_place allowed) {
+            cpx::detail::require_apart("op", {{"y", y}}, {{"x", x}, {"bias", std::span<int const>()}}, here, allowed);
+        };
+        using enum cpx::detail::in_place;
+        apart(whole.columns(0, 2), whole.columns(2, 2), no);
+        apart(whole, whole, yes);
+        support::rejects({"rows.cpp:" + std::to_string(here.line), "op: overlap of y and x: expected none, got some"},
+                         [&] { apart(whole, whole, no); });
+        support::rejects({"overlap of y and x: expected none, or the same rows"},
+                         [&] { apart(whole.sub(1, 2), whole.sub(0, 2), yes); });
+        support::rejects({"overlap of dx and dw: expected none, got some"}, [&] {
+            cpx::detail::require_apart("op", {{"dx", whole}, {"dw", whole.sub(2, 1)}}, {}, here, yes);
+        });
     }
 
     TEST_CASE("rows beyond 2^31 elements have 64-bit addresses") {

@@ -6,6 +6,7 @@
 #include <support/rejects.hpp>
 
 #include <array>
+#include <type_traits>
 
 namespace {
 
@@ -38,20 +39,38 @@ TEST_SUITE("core") {
         CHECK(thd(list{0, 0}).tokens() == 0);
     }
 
+    TEST_CASE("offsets and lengths come in vectors, arrays and spans of any integers") {
+        std::vector<int> const narrow = {0, 5, 12}, valid = {3, 7};
+        thd const batch(list{0, 5, 12}), padded(list{0, 5, 12}, list{3, 7});
+        CHECK(thd({0, 5, 12}) == batch);
+        CHECK(thd({0, 5, 12}, {3, 7}) == padded);
+        CHECK(thd(narrow) == batch);
+        CHECK(thd(narrow, valid) == padded);
+        CHECK(thd(std::vector<std::int64_t>{0, 5, 12}) == batch);
+        CHECK(thd(std::vector<std::uint32_t>{0, 5, 12}, list{3, 7}) == padded);
+        CHECK(thd(std::span(narrow)) == batch);
+        CHECK(thd(std::array<short, 3>{0, 5, 12}) == batch);
+        CHECK(thd::from_lengths({5, 7}) == batch);
+        CHECK(thd::from_lengths(std::vector<int>{5, 7}) == batch);
+        CHECK(thd::from_lengths(std::span(narrow).subspan(1)) == thd({0, 5, 17}));
+        static_assert(!std::is_constructible_v<thd, std::vector<float>> &&
+                      !std::is_convertible_v<std::vector<int>, thd>);
+    }
+
     TEST_CASE("offsets come as int32 or int64, with the rows of the buffer") {
         std::vector<std::int32_t> const narrow = {0, 5, 12};
         std::vector<std::int64_t> const wide = {0, 5, 12}, valid = {3, 7};
-        CHECK(thd::from_offsets<std::int32_t>(narrow) == thd(list{0, 5, 12}));
-        CHECK(thd::from_offsets<std::int64_t>(wide, 12) == thd(list{0, 5, 12}));
+        CHECK(thd::from_offsets(narrow) == thd(list{0, 5, 12}));
+        CHECK(thd::from_offsets(wide, 12) == thd(list{0, 5, 12}));
         CHECK(thd::from_offsets(std::span<std::int32_t const>(narrow), 100) == thd(list{0, 5, 12}));
-        CHECK(thd::from_offsets<std::int64_t>(wide, -1, valid) == thd(list{0, 5, 12}, list{3, 7}));
+        CHECK(thd::from_offsets(wide, -1, valid) == thd(list{0, 5, 12}, list{3, 7}));
         std::array<std::int32_t, 1> const empty = {0};
-        CHECK(thd::from_offsets<std::int32_t>(empty, 0).sequences() == 0);
+        CHECK(thd::from_offsets(empty, 0).sequences() == 0);
     }
 
     TEST_CASE("repeated offsets at the end are sequences without tokens") {
         std::vector<std::int32_t> const padded = {0, 5, 12, 12, 12};
-        thd const batch = thd::from_offsets<std::int32_t>(padded, 16);
+        thd const batch = thd::from_offsets(padded, 16);
         CHECK(batch.sequences() == 4);
         CHECK(batch.length(3) == 0);
         CHECK(batch.tokens() == 12);
@@ -113,8 +132,8 @@ TEST_SUITE("core") {
     TEST_CASE("a last offset beyond the buffer is rejected") {
         std::vector<std::int32_t> const offsets = {0, 5, 12};
         rejects({"thd: last offset: expected at most the rows of the buffer, 11, got 12"},
-                [&] { thd::from_offsets<std::int32_t>(offsets, 11); });
-        rejects({"thd: last offset", "got 12"}, [&] { thd::from_offsets<std::int32_t>(offsets, 0); });
+                [&] { thd::from_offsets(offsets, 11); });
+        rejects({"thd: last offset", "got 12"}, [&] { thd::from_offsets(offsets, 0); });
     }
 
     TEST_CASE("bad valid lengths are rejected, naming the sequence") {

@@ -246,8 +246,8 @@ TEST_SUITE("peers") {
                 cpx::unpack(rows, cpx::rows<float const>(p.x, hidden), cpx::rows<float>(padded, hidden));
                 CHECK(same_bits(valid_rows(rows, padded, hidden), p.x));
                 auto const zigzag = cpx::shard(rows.batch(), cpx::zigzag<>(c.ranks));
-                cpx::unpack(rows, cpx::rows<float const>(run_by_heads(p, zigzag), hidden),
-                            cpx::rows<float>(padded, hidden));
+                auto const y = run_by_heads(p, zigzag);
+                cpx::unpack(rows, cpx::rows<float const>(y, hidden), cpx::rows<float>(padded, hidden));
                 for (index_t s = 0; s < 2; ++s) {
                     auto own = p;
                     own.batch = support::lengths({c.lengths[static_cast<std::size_t>(s)]});

@@ -32,6 +32,10 @@ public:
     template <class V>
         requires std::is_same_v<T, V const>
     rows(std::vector<V> const& values, index_t width) : rows(const_cast<std::vector<V>&>(values), width) {}
+    /// A vector that ends with the expression cannot be viewed.
+    template <class V>
+        requires std::is_same_v<std::remove_const_t<T>, V>
+    rows(std::vector<V> const&&, index_t) = delete;
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 

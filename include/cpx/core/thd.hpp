@@ -6,12 +6,19 @@
 #include <cpx/core/index.hpp>
 
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <memory>
+#include <ranges>
 #include <span>
 #include <vector>
 
 namespace cpx {
+
+/// A vector, array or span of integers of any width.
+template <class R>
+concept integers = std::ranges::contiguous_range<R const> && std::integral<std::ranges::range_value_t<R const>> &&
+                   !std::same_as<std::ranges::range_value_t<R const>, bool>;
 
 /// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
 ///
@@ -46,15 +53,16 @@ public:
         data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
     }
 
-    /// Takes int32 or int64 offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
+    /// The same of other integers, in a vector, array or span.
+    template <integers R, integers V = std::vector<index_t>>
+    explicit thd(R const& offsets, V const& valid = {}) : thd(numbers(offsets), numbers(valid)) {}
+
+    /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
-    template <class Integer>
-        requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
-    static thd from_offsets(std::span<Integer const> offsets, index_t buffer_rows = -1,
-                            std::span<Integer const> valid = {}) {
-        thd batch(std::vector<index_t>(offsets.begin(), offsets.end()),
-                  std::vector<index_t>(valid.begin(), valid.end()));
+    template <integers R, integers V = std::vector<index_t>>
+    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {}) {
+        thd batch(offsets, valid);
         require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
         return batch;
@@ -72,10 +80,14 @@ public:
     }
 
     /// Returns the batch of sequences with these lengths.
-    static thd from_lengths(std::span<index_t const> lengths) {
+    static thd from_lengths(std::vector<index_t> const& lengths) {
         std::vector<index_t> offsets(1, 0);
         for (index_t const length : lengths) offsets.push_back(offsets.back() + length);
         return thd(std::move(offsets));
+    }
+    template <integers R>
+    static thd from_lengths(R const& lengths) {
+        return from_lengths(numbers(lengths));
     }
 
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
@@ -104,6 +116,11 @@ private:
     struct lengths {
         std::vector<index_t> offsets, valid;
     };
+    static std::vector<index_t> numbers(integers auto const& list) {
+        std::vector<index_t> result;
+        for (auto const number : list) result.push_back(static_cast<index_t>(number));
+        return result;
+    }
     std::shared_ptr<lengths const> data_;
 };
 
