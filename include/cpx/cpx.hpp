@@ -4,6 +4,7 @@
 
 #include <cpx/core/activation.hpp>
 #include <cpx/core/config.hpp> // version
+#include <cpx/core/element_name.hpp>
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
 #include <cpx/core/index.hpp>
@@ -31,7 +32,9 @@
 #include <cpx/plan/route.hpp>
 #include <cpx/plan/traffic.hpp>
 
+#include <cpx/transport/agree.hpp>
 #include <cpx/transport/counted.hpp>
 #include <cpx/transport/exchange.hpp>
+#include <cpx/transport/gather.hpp>
 #include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <exception>
 #include <initializer_list>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -52,6 +53,76 @@ enum class activation { none, silu };
 #define CPX_HOST_DEVICE
 #define CPX_CALLS_BACK
 #endif
+
+// cpx/core/element_name.hpp
+// The name by which ranks agree on the type of what they exchange.
+
+namespace cpx {
+
+namespace detail {
+
+/// Returns the name of a type without "cpx::", as the compiler spells it.
+template <class T>
+constexpr std::string_view type_name() {
+    std::string_view name = __PRETTY_FUNCTION__;
+    auto const first = name.find("T = ");
+    if (first == std::string_view::npos) return name;
+    name.remove_prefix(first + 4);
+    name = name.substr(0, name.find_first_of(";]"));
+    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
+}
+
+template <class T>
+constexpr std::string_view number_name() {
+    using limits = std::numeric_limits<T>;
+    if (std::same_as<T, bool>) return "bool";
+    if (std::floating_point<T>) {
+        switch (limits::digits) { // binary ones, with the hidden one
+        case 8: return "bfloat16";
+        case 11: return "float16";
+        case 24: return "float32";
+        case 53: return "float64";
+        }
+    } else {
+        switch (limits::digits + limits::is_signed) {
+        case 8: return limits::is_signed ? "int8" : "uint8";
+        case 16: return limits::is_signed ? "int16" : "uint16";
+        case 32: return limits::is_signed ? "int32" : "uint32";
+        case 64: return limits::is_signed ? "int64" : "uint64";
+        }
+    }
+    return type_name<T>();
+}
+
+/// Returns `spelled`, or what stands for the same numbers in every library.
+constexpr std::string_view known_element(std::string_view spelled) {
+    for (std::string_view const half : {"__half", "_Float16", "Eigen::half"})
+        if (spelled == half) return "float16";
+    for (std::string_view const brain : {"__nv_bfloat16", "__bf16", "Eigen::bfloat16"})
+        if (spelled == brain) return "bfloat16";
+    return spelled;
+}
+
+template <class T>
+constexpr std::string_view default_element_name() {
+    if constexpr (std::integral<T> || std::floating_point<T>)
+        return number_name<T>();
+    else
+        return known_element(type_name<T>());
+}
+
+} // namespace detail
+
+/// "float32", "int64", "bool"; "float16" and "bfloat16", whatever library's; of another type the name that the compiler
+/// spells. Ranks that exchange elements of T have one name for it. Specialise it for a type of your own whose name
+/// compilers spell in different ways, or that has the numbers of another one:
+///
+///     template <>
+///     inline constexpr std::string_view cpx::element_name<my::half> = "float16";
+template <class T>
+inline constexpr std::string_view element_name = detail::default_element_name<T>();
+
+} // namespace cpx
 
 // cpx/core/printable.hpp
 // Bytes of unknown origin as text that is safe to print: errors show names and values from files and command lines.
@@ -1582,17 +1653,6 @@ std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
     return hash;
 }
 
-/// Returns the name of a type without "cpx::", as the compiler spells it.
-template <class T>
-constexpr std::string_view type_name() {
-    std::string_view name = __PRETTY_FUNCTION__;
-    auto const first = name.find("T = ");
-    if (first == std::string_view::npos) return name;
-    name.remove_prefix(first + 4);
-    name = name.substr(0, name.find_first_of(";]"));
-    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
-}
-
 } // namespace detail
 
 /// A summary of a plan that is the same on every rank if, and in practice only if, the plans fit each other.
@@ -1609,6 +1669,7 @@ struct identity {
         source_width,
         target_width,
         parameter,
+        element_bytes, ///< set when the plan is run
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{"ranks",
@@ -1619,12 +1680,14 @@ struct identity {
                                                                          "target sharding (hash)",
                                                                          "source width",
                                                                          "target width",
-                                                                         "parameter"};
+                                                                         "parameter",
+                                                                         "bytes of an element"};
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
-    std::array<char, 16> element{}; ///< type of what is moved; set when the plan is run
+    std::array<char, 32> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
+    std::uint64_t agreement = 0; ///< 1: the plan is not run, ranks compare it
 
     friend bool operator==(identity const&, identity const&) = default;
 
@@ -1655,35 +1718,57 @@ struct identity {
         return detail::mix_all(hash, numbers);
     }
 
+    /// Returns what ranks compare before they run the plan for elements T in rows of `width`, if it moves any.
+    template <class T>
+    identity for_elements(index_t width) const {
+        identity id = *this;
+        set(id.element, element_name<T>);
+        id[element_bytes] = sizeof(T);
+        if (numbers[target_width] == 0) id[source_width] = static_cast<std::uint64_t>(width);
+        return id;
+    }
+
     /// Returns the number of the first field that differs from `other`, or -1.
     int first_difference(identity const& other) const {
+        if (*this == other) return -1;
         for (int field = 0; field < fields; ++field)
             if (value(field) != other.value(field)) return field;
         return -1;
     }
 
-    static constexpr int fields = 4 + static_cast<int>(numbers_count);
+    static constexpr int texts = 4, fields = texts + static_cast<int>(numbers_count);
+    /// Returns whether a field sums up the batch; who has the batch can say more of it.
+    static constexpr bool of_batch(int field) {
+        return field >= texts + static_cast<int>(sequences) && field <= texts + static_cast<int>(cu_seqlens);
+    }
     static std::string name(int field) {
-        static constexpr std::array<char const*, 4> texts{"operation", "source layout", "target layout",
-                                                          "element type"};
-        return field < 4 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 4)];
+        static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
+                                                              "element type"};
+        return field < texts ? names[static_cast<std::size_t>(field)]
+                             : number_names[static_cast<std::size_t>(field - texts)];
     }
     std::string value(int field) const {
-        if (field < 4)
+        if (field < texts)
             return std::array{operation.data(), source.data(), target.data(),
                               element.data()}[static_cast<std::size_t>(field)];
-        return std::to_string(numbers[static_cast<std::size_t>(field - 4)]);
+        return std::to_string(numbers[static_cast<std::size_t>(field - texts)]);
     }
 
-    /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
+    /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
     std::string text() const {
-        return std::string(operation.data()) + ' ' + source.data() +
-               (target[0] ? std::string(" -> ") + target.data() : "");
+        return std::string(agreement ? "agreement on " : "") + operation.data() + (source[0] ? " " : "") +
+               source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
+    /// A text that is too long is cut, and ends in a hash of all of it.
     template <std::size_t N>
+        requires(N > 9)
     static void set(std::array<char, N>& field, std::string_view text) {
-        std::memcpy(field.data(), text.data(), std::min(text.size(), N - 1)); // the last byte stays 0
+        field = {}; // the last byte stays 0
+        std::ranges::copy(text.substr(0, N - 1), field.begin());
+        if (text.size() < N) return;
+        std::uint64_t hash = detail::mix_all(0, text);
+        for (std::size_t i = N - 9; i < N - 1; ++i, hash >>= 4) field[i] = "0123456789abcdef"[hash & 15];
     }
 };
 
@@ -1787,6 +1872,7 @@ struct plan {
     flow kind = flow::moves;
     identity id;
     bool local = false; ///< no rank sends anything by construction, so that ranks need not agree on widths
+    thd batch;          ///< that of the shardings; where ranks disagree on it, they find the first offset that differs
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
     /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
@@ -1827,7 +1913,7 @@ struct plan {
         return {rank,         target_rows,  source_rows,
                 target_width, source_width, receives,
                 sends,        back,         id.transposed(kind == flow::moves),
-                local};
+                local,        batch};
     }
 
     friend bool operator==(plan const&, plan const&) = default;
@@ -2007,8 +2093,10 @@ public:
     void send(int peer, index_t row) { sends_.add(peer, row, apart()); }
     void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
     index_t target_rows() const { return target_rows_; }
-    plan finish(int rank, index_t source_rows, identity const& id, bool local) {
-        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id, local};
+    template <any_sharding S>
+    plan finish(S const& sharding, int rank, index_t source_rows, identity const& id) {
+        return {rank, source_rows,  target_rows_,    0, 0, sends_.finish(), receives_.finish(), flow::copies,
+                id,   S::every_row, sharding.batch()};
     }
 
 private:
@@ -2086,11 +2174,11 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(rank, static_cast<index_t>(c.levels[l].size()), id, S::every_row));
+        c.steps.push_back(steps[l].finish(sharding, rank, static_cast<index_t>(c.levels[l].size()), id));
     identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
     identity::set(scanned.operation, "carry, scan");
-    c.ends = ends.finish(rank, static_cast<index_t>(c.segments.size()), scanned, S::every_row);
-    c.maps = maps.finish(rank, own_maps, scanned, S::every_row);
+    c.ends = ends.finish(sharding, rank, static_cast<index_t>(c.segments.size()), scanned);
+    c.maps = maps.finish(sharding, rank, own_maps, scanned);
     return c;
 }
 
@@ -2159,6 +2247,7 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
+    p.batch = batch;
     p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
     p.kind = flow::copies;
     p.local = S::every_row;
@@ -2367,6 +2456,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
 
     relayout_plan<From, To> p{{}, from, to};
     p.rank = rank;
+    p.batch = from.batch();
     p.id = detail::identify("relayout", from, to);
     p.source_width = detail::local_width(from, rank, sections);
     p.target_width = detail::local_width(to, rank, sections);
@@ -2575,8 +2665,9 @@ namespace cpx {
 
 /// One end of a message: the bytes of some rows and columns of a buffer, in row-major order.
 ///
-/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list the
-/// same counts of rows and columns with the same unit. `columns` is never empty.
+/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list runs
+/// of the same counts with the same unit, each at its own places. `columns` is never empty; `base` may be null where
+/// there are no bytes.
 template <class Byte>
 struct parcel {
     int peer = 0;
@@ -2596,8 +2687,52 @@ struct parcel {
 using outgoing = parcel<std::byte const>;
 using incoming = parcel<std::byte>;
 
+namespace detail {
+
+inline constexpr run one{0, 1};
+
+} // namespace detail
+
+/// Returns one end of a message of `bytes` consecutive bytes.
+template <class Byte>
+parcel<Byte> consecutive(int peer, Byte* data, index_t bytes) {
+    return {peer, data, bytes, bytes, {&detail::one, 1}, {&detail::one, 1}};
+}
+
+/// Calls `f(bytes, count)` for the runs of consecutive bytes of a parcel, in the order in which both ends have them.
+template <class Byte, class F>
+void for_each_run(parcel<Byte> const& p, F&& f) {
+    if (p.unit == 0) return;
+    bool const dense = p.columns.size() == 1 && p.columns[0].count * p.unit == p.stride;
+    for (run const r : p.rows) {
+        Byte* row = p.base + r.first * p.stride;
+        if (dense)
+            f(row, static_cast<std::size_t>(r.count * p.stride));
+        else
+            for (index_t i = 0; i < r.count; ++i, row += p.stride)
+                for (run const c : p.columns) f(row + c.first * p.unit, static_cast<std::size_t>(c.count * p.unit));
+    }
+}
+
+/// Copies the bytes of a parcel to `to`, side by side.
+inline void pack(outgoing const& from, std::byte* to) {
+    for_each_run(from, [&](std::byte const* bytes, std::size_t count) {
+        std::memcpy(to, bytes, count);
+        to += count;
+    });
+}
+
+/// Copies what `pack` has left at `from` to the places of a parcel.
+inline void unpack(std::byte const* from, incoming const& to) {
+    for_each_run(to, [&](std::byte* bytes, std::size_t count) {
+        std::memcpy(bytes, from, count);
+        from += count;
+    });
+}
+
 /// Copies one end of a message to the other, without a buffer between them.
 inline void copy(outgoing const& from, incoming const& to) {
+    if (from.unit == 0) return;
     bool const dense = from.columns.size() == 1 && from.columns[0].count * from.unit == from.stride &&
                        from.stride == to.stride; // whole rows, side by side at both ends
     for (std::size_t i = 0; i < from.rows.size(); ++i) {
@@ -2614,12 +2749,30 @@ inline void copy(outgoing const& from, incoming const& to) {
     }
 }
 
-/// Moves messages between the ranks of a group. Ranks are group-local, 0 .. ranks() - 1.
+/// One rank's end of a group of ranks 0 .. ranks() - 1, by which `exchange` moves messages between them.
 ///
-/// `transfer(id, sends, receives)` carries one rank's messages of an exchange and returns when its sends have been
-/// taken and its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the
-/// transport. It throws `cpx::error` when a peer fails, executes another plan (as far as the transport can see) or
-/// misses the deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
+/// `transfer(id, sends, receives)` moves one rank's messages of one exchange. Its caller keeps to this:
+///
+/// - It has at most one message to and one from each peer, in ascending order of peers, and none to itself. Either list
+///   may be empty, or both. A message may have no bytes; both ends know that.
+/// - A call is no barrier: a rank may be any number of calls ahead of one that it has no messages with. Two ranks make
+///   the calls in which they have messages for each other in the same order.
+/// - The id, the lists and what they point to live until the call returns, and no longer. One thread calls at a time.
+///
+/// A transport owes it this:
+///
+/// - The call returns when its sends have been taken, so that their memory may be written, and its receives have
+///   arrived (on a device: when that is enqueued). Messages from one rank to another arrive in the order of the calls;
+///   any size arrives, in both directions at once. Nothing beside the places of the receives is written.
+/// - No wait is without end: the call throws `cpx::error` when a rank that it waits for has failed, has left the group,
+///   or does not come within a deadline. A rank whose program fails therefore tells the others, or is seen to be gone.
+///   After an error targets hold anything, and the transport may stay broken: then every later call throws.
+/// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is empty at first and lives
+///   as long as the group.
+///
+/// These are courtesies: to name the rank at fault in the error, and to check the id. The ranks of one call have the
+/// same id, or all compare their plans (see `agreement`); a transport that sends the id along and gives it to
+/// `require_same_exchange` finds ranks that are in different exchanges, which others hand each other's rows.
 template <class T>
 concept transport =
     requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
@@ -2628,6 +2781,175 @@ concept transport =
         { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
         t.transfer(id, sends, receives);
     };
+
+/// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
+/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
+inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
+    if (mine.agreement && theirs.agreement) return; // they find out themselves
+    int const field = mine.first_difference(theirs);
+    if (field < 0 && mine.agreement == theirs.agreement) return;
+    auto const place = [&](identity const& id, char const* on, int r) {
+        std::string const who = on + std::to_string(r);
+        return field < 0 ? id.text() + who : id.value(field) + who + " (" + id.text() + ")";
+    };
+    throw error(where, "ranks are in different exchanges: " + (field < 0 ? "agreement" : identity::name(field)),
+                place(mine, " as on rank ", rank), place(theirs, " on rank ", peer));
+}
+
+} // namespace cpx
+
+// cpx/transport/gather.hpp
+// Records of every rank, over any transport: for set-up and agreement, not for rows.
+
+namespace cpx {
+
+namespace detail {
+
+/// Moves messages; an error of the transport is thrown with the line of the caller, which is the rank's place in its
+/// program, and not with the transport's own.
+template <transport Comm>
+void transfer(Comm& comm, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
+              caller here) {
+    try {
+        comm.transfer(id, sends, receives);
+    } catch (error const& e) {
+        throw error(e.where(), e.problem(), e.expected(), e.got(), here);
+    }
+}
+
+inline identity named(std::string_view operation, std::size_t bytes) {
+    identity id;
+    identity::set(id.operation, operation);
+    id[identity::parameter] = bytes;
+    return id;
+}
+
+template <transport Comm>
+void gather(Comm& comm, identity const& id, void const* mine, void* all, std::size_t bytes, caller here) {
+    std::vector<outgoing> sends;
+    std::vector<incoming> receives;
+    index_t const size = static_cast<index_t>(bytes);
+    auto* const places = static_cast<std::byte*>(all);
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        if (peer == comm.rank()) continue;
+        sends.push_back(consecutive(peer, static_cast<std::byte const*>(mine), size));
+        receives.push_back(consecutive(peer, places + peer * size, size));
+    }
+    if (bytes > 0) std::memmove(places + comm.rank() * size, mine, bytes);
+    transfer(comm, id, sends, receives, here);
+}
+
+} // namespace detail
+
+/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks.
+///
+/// Cost: a message between each two ranks. Throws what the transport throws.
+template <transport Comm>
+void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
+    detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
+}
+
+/// Replaces `bytes` by those of rank 0. Collective; equally many on all ranks. Throws what the transport throws.
+template <transport Comm>
+void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::here()) {
+    std::vector<outgoing> sends;
+    std::vector<incoming> receives;
+    if (comm.rank() > 0) receives.push_back(consecutive(0, bytes.data(), std::ssize(bytes)));
+    for (int peer = 1; comm.rank() == 0 && peer < comm.ranks(); ++peer)
+        sends.push_back(consecutive<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
+    detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
+}
+
+} // namespace cpx
+
+// cpx/transport/agree.hpp
+// Ranks compare what they are about to run, and say who has what where they differ.
+
+namespace cpx {
+
+namespace detail {
+
+/// Lists the values that ranks have, and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
+inline std::string who_has_what(std::vector<std::string> const& values) {
+    std::string text;
+    for (std::size_t r = 0; r < values.size(); ++r) {
+        if (std::find(values.begin(), values.begin() + static_cast<index_t>(r), values[r]) !=
+            values.begin() + static_cast<index_t>(r))
+            continue; // told already
+        std::string who;
+        for (std::size_t other = r; other < values.size(); ++other)
+            if (values[other] == values[r]) who += ' ' + std::to_string(other);
+        bool const several = who.find(' ', 1) != std::string::npos;
+        text += (text.empty() ? "" : ", ") + values[r] + (several ? " (ranks" : " (rank") + who + ')';
+    }
+    return text;
+}
+
+/// Finds the first offset, or else the first valid length, in which the ranks' batches differ, and throws. `gather` as
+/// below; each call of it brings some hundred numbers of every rank, until all have seen where they differ.
+template <class Gather>
+void compare_batches(char const* where, thd const& batch, int ranks, Gather&& gather, caller here) {
+    static constexpr index_t none = -1;
+    std::array<index_t, 256> mine;
+    std::vector<decltype(mine)> all(static_cast<std::size_t>(ranks));
+    for (bool const valid : {false, true}) {
+        auto const numbers = valid ? batch.valid_lengths() : batch.offsets();
+        for (std::size_t first = 0;; first += mine.size()) {
+            for (std::size_t i = 0; i < mine.size(); ++i)
+                mine[i] = first + i < numbers.size() ? numbers[first + i] : none;
+            gather(mine.data(), all.data(), sizeof mine);
+            for (std::size_t i = 0; i < mine.size(); ++i) {
+                if (std::ranges::all_of(all, [&](auto const& theirs) { return theirs[i] == mine[i]; })) continue;
+                std::vector<std::string> values;
+                for (auto const& theirs : all) values.push_back(theirs[i] == none ? "none" : std::to_string(theirs[i]));
+                std::string const place = std::to_string(first + i);
+                throw error(where,
+                            "ranks disagree on " + (valid ? "the valid length of sequence " + place
+                                                          : "offset " + place + " of cu_seqlens"),
+                            "one value on all ranks", who_has_what(values), here);
+            }
+            if (mine.back() == none) break; // on all ranks, for they are equal so far
+        }
+    }
+}
+
+/// Throws unless all ranks have one identity, in which the batch that they have at hand is summed up.
+///
+/// Collective: `gather(mine, all, bytes)` brings records of all ranks in rank order, so that all of them see the same
+/// and go on in the same way.
+template <class Gather>
+void compare(char const* where, identity const& mine, thd const& batch, int ranks, Gather&& gather, caller here) {
+    std::vector<identity> all(static_cast<std::size_t>(ranks));
+    gather(&mine, all.data(), sizeof mine);
+    if (std::ranges::count(all, mine) == ranks) return;
+    for (int field = 0; field < identity::fields; ++field) {
+        std::vector<std::string> values;
+        for (identity const& theirs : all) values.push_back(theirs.value(field));
+        if (std::ranges::count(values, values[0]) == ranks) continue;
+        if (identity::of_batch(field)) compare_batches(where, batch, ranks, gather, here);
+        throw error(where, "ranks disagree on " + identity::name(field), "one value on all ranks", who_has_what(values),
+                    here);
+    }
+}
+
+} // namespace detail
+
+/// Lets all ranks compare what they are about to run, once for each fingerprint; `batch` is what it is run on.
+///
+/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
+/// differ, of batches the first offset, and who has which value. Cost, the first time: one message of
+/// `sizeof(identity)` bytes between each two ranks.
+template <transport Comm>
+void agree(Comm& comm, identity const& mine, thd const& batch, caller here = caller::here()) {
+    if (comm.agreed().contains(mine.fingerprint())) return;
+    identity id = mine;
+    id.agreement = 1;
+    detail::compare(
+        "exchange", mine, batch, comm.ranks(),
+        [&](void const* my_part, void* all, std::size_t bytes) { detail::gather(comm, id, my_part, all, bytes, here); },
+        here);
+    comm.agreed().insert(mine.fingerprint());
+}
 
 } // namespace cpx
 
@@ -2662,7 +2984,7 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        tally& sent = sent_[id.operation.data()];
+        tally& sent = sent_[id.agreement ? "agreement" : id.operation.data()];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
@@ -2691,18 +3013,6 @@ namespace cpx {
 
 namespace detail {
 
-inline constexpr run one{0, 1};
-
-/// Returns "float32", "int64", "uint8" or, for other types, "12 bytes".
-template <class T>
-std::string element_name() {
-    std::string const bits = std::to_string(8 * sizeof(T));
-    if (std::floating_point<T>) return "float" + bits;
-    if (std::unsigned_integral<T>) return "uint" + bits;
-    if (std::integral<T>) return "int" + bits;
-    return std::to_string(sizeof(T)) + " bytes";
-}
-
 template <class Byte, class T>
 std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
     std::vector<parcel<Byte>> list;
@@ -2727,26 +3037,6 @@ parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
     return taken;
 }
 
-/// Lists the values of one field and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
-inline std::string disagreement(std::vector<identity> const& all, int field) {
-    std::string text;
-    std::vector<bool> told(all.size());
-    for (std::size_t r = 0; r < all.size(); ++r) {
-        if (told[r]) continue;
-        std::string const value = all[r].value(field);
-        std::string who;
-        int count = 0;
-        for (std::size_t other = r; other < all.size(); ++other) {
-            if (all[other].value(field) != value) continue;
-            told[other] = true;
-            who += ' ' + std::to_string(other);
-            ++count;
-        }
-        text += (text.empty() ? "" : ", ") + value + (count > 1 ? " (ranks" : " (rank") + who + ')';
-    }
-    return text;
-}
-
 template <class T>
 void check_buffer(char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
     std::string const where = std::string("exchange, ") + which;
@@ -2760,14 +3050,14 @@ void check_buffer(char const* which, rows<T> const& buffer, index_t count, index
 /// Copies what stays and lets the transport move the rest into `receives`.
 template <class A, class Comm>
 void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
-                       Comm& comm) {
+                       Comm& comm, caller here) {
     auto sends = parcels<std::byte const>(p.sends, from);
     auto const own = take_own(sends, p.rank);
     auto const kept = take_own(receives, p.rank);
     require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
-            own.bytes(), kept.bytes());
+            own.bytes(), kept.bytes(), here);
     copy(own, kept);
-    comm.transfer(id, sends, receives);
+    transfer(comm, id, sends, receives, here);
 }
 
 /// Returns runs of the same counts, side by side from 0 on.
@@ -2782,7 +3072,7 @@ inline std::vector<run> side_by_side(std::vector<run> runs) {
 
 /// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.
 template <class A, class B, class Comm>
-void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm) {
+void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm, caller here) {
     std::vector<message> compact;
     std::vector<std::vector<B>> staged;
     std::vector<incoming> receives;
@@ -2794,7 +3084,7 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
         rows<B> const buffer(staged.back(), width);
         receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
     }
-    exchange_messages(p, id, from, std::move(receives), comm);
+    exchange_messages(p, id, from, std::move(receives), comm, here);
     for (std::size_t i = 0; i < p.receives.size(); ++i) {
         B const* value = staged[i].data();
         run const whole{0, to.width()};
@@ -2807,43 +3097,6 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 }
 
 } // namespace detail
-
-/// Lets all ranks compare what they are about to run, once for each fingerprint.
-///
-/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
-/// differ and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two
-/// ranks.
-template <transport Comm>
-void agree(Comm& comm, identity const& mine) {
-    static identity const agreement = [] {
-        identity id;
-        identity::set(id.operation, "agreement");
-        return id;
-    }();
-    if (comm.agreed().contains(mine.fingerprint())) return;
-    std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
-    std::vector<outgoing> sends;
-    std::vector<incoming> receives;
-    index_t const bytes = static_cast<index_t>(sizeof(identity));
-    for (int peer = 0; peer < comm.ranks(); ++peer) {
-        auto& slot = all[static_cast<std::size_t>(peer)];
-        if (peer == comm.rank()) {
-            slot = mine;
-            continue;
-        }
-        sends.push_back(
-            {peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
-        receives.push_back(
-            {peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
-    }
-    comm.transfer(agreement, sends, receives);
-    for (int field = 0; field < identity::fields; ++field)
-        for (identity const& other : all)
-            if (other.value(field) != mine.value(field))
-                throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
-                            detail::disagreement(all, field));
-    comm.agreed().insert(mine.fingerprint());
-}
 
 /// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
 ///
@@ -2866,17 +3119,15 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     constexpr bool addable = requires(B sum, B const part) { sum += part; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(detail::type_name<B>()), here);
-    identity id = p.id;
-    identity::set(id.element, detail::element_name<B>());
-    if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
-    if (!p.local) agree(comm, id);
+    identity const id = p.id.for_elements<B>(from.width());
+    if (!p.local) agree(comm, id, p.batch, here);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
     if constexpr (addable) {
-        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm);
+        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm, here);
     }
-    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
+    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm, here);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
@@ -3061,11 +3312,7 @@ private:
                  incoming const& parcel) {
         post& from = world_.at(parcel.peer, rank_);
         wait(lock, deadline, parcel.peer, "to send a message", [&] { return from.state == post::ready; });
-        if (int const field = id.first_difference(*from.id); field >= 0)
-            throw error("threads", "ranks are in different exchanges: " + identity::name(field),
-                        id.value(field) + " as on rank " + std::to_string(rank_) + " (" + id.text() + ")",
-                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() +
-                            ")");
+        require_same_exchange("threads", id, rank_, *from.id, parcel.peer);
         require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
                 from.parcel->bytes());
         from.state = post::copying;

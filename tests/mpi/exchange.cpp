@@ -202,13 +202,13 @@ TEST_SUITE("mpi") {
             splitmix numbers(size);
             auto const blob = noise<std::byte>(numbers, static_cast<index_t>(size));
             auto got = comm.rank() == 0 ? blob : std::vector<std::byte>(size, std::byte{0xff});
-            comm.broadcast(got);
+            cpx::broadcast(comm, got);
             CHECK(got == blob);
 
             std::vector<std::byte> want, all(size * static_cast<size_t>(ranks), std::byte{0xff});
             for (int rank = 0; rank < ranks; ++rank)
                 for (std::byte const b : blob) want.push_back(b ^ static_cast<std::byte>(rank));
-            comm.gather(want.data() + static_cast<size_t>(comm.rank()) * size, all.data(), size);
+            cpx::gather(comm, want.data() + static_cast<size_t>(comm.rank()) * size, all.data(), size);
             CHECK(all == want);
         }
     }
@@ -222,7 +222,7 @@ TEST_SUITE("mpi") {
             CHECK(comm.ranks() == (ranks - world % groups + groups - 1) / groups);
             CHECK(comm.rank() == world / groups);
             std::vector<int> all(static_cast<size_t>(comm.ranks()), -1);
-            comm.gather(&world, all.data(), sizeof world);
+            cpx::gather(comm, &world, all.data(), sizeof world);
             for (int rank = 0; rank < comm.ranks(); ++rank)
                 CHECK(all[static_cast<size_t>(rank)] == world % groups + rank * groups);
             int size = 0;

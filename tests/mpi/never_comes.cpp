@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The last rank never comes. The others say so and return from main, and the launcher ends the job.
+#include <cpx/transport/gather.hpp>
 #include <cpx/transport/mpi.hpp>
 
 #include <cstdio>
@@ -11,7 +12,8 @@ int main() {
             [](cpx::mpi& comm) {
                 int ranks = 0;
                 if (comm.rank() == comm.ranks() - 1) std::this_thread::sleep_for(std::chrono::minutes(10));
-                comm.gather(&ranks, std::vector<int>(static_cast<std::size_t>(comm.ranks())).data(), sizeof ranks);
+                cpx::gather(comm, &ranks, std::vector<int>(static_cast<std::size_t>(comm.ranks())).data(),
+                            sizeof ranks);
             },
             std::chrono::milliseconds(500));
     } catch (cpx::error const& e) {

@@ -8,6 +8,15 @@
 
 #include <support/packings.hpp>
 
+struct rgb {
+    std::uint8_t r, g, b;
+};
+struct half { ///< of somebody's library
+    std::uint16_t bits;
+};
+template <>
+inline constexpr std::string_view cpx::element_name<half> = "float16";
+
 namespace {
 
 using namespace support;
@@ -109,10 +118,39 @@ TEST_SUITE("plan") {
         CHECK(cpx::identity::name(4) == "ranks");
     }
 
-    TEST_CASE("a name that is too long is cut, not overrun") {
-        std::array<char, 8> field{};
-        cpx::identity::set(field, "0123456789");
-        CHECK(std::string(field.data()) == "0123456");
+    TEST_CASE("a name that is too long is cut, not overrun, and its end is told by a hash") {
+        auto const set = [](std::string const& text) {
+            std::array<char, 16> field;
+            field.fill('!'); // of another name
+            cpx::identity::set(field, text);
+            return std::string(field.data());
+        };
+        CHECK(set("short") == "short");
+        CHECK(set("fifteen letters") == "fifteen letters");
+        CHECK(set("sixteen letters.").size() == 15);
+        CHECK(set("sixteen letters.").starts_with("sixteen"));
+        CHECK(set("sixteen letters.") != set("sixteen letters!"));
+    }
+
+    TEST_CASE("elements are known by their type: numbers by what they hold, others by name and bytes") {
+        CHECK(cpx::element_name<float> == "float32");
+        CHECK(cpx::element_name<double> == "float64");
+        CHECK(cpx::element_name<long long> == "int64");
+        CHECK(cpx::element_name<unsigned char> == "uint8");
+        CHECK(cpx::element_name<bool> == "bool");
+        CHECK(cpx::element_name<long double> != cpx::element_name<double>);
+        CHECK(cpx::element_name<rgb> == "rgb");
+        CHECK(cpx::element_name<half> == "float16");
+        CHECK(cpx::detail::known_element("__nv_bfloat16") == cpx::detail::known_element("Eigen::bfloat16"));
+        CHECK(cpx::detail::known_element("__half") == "float16");
+        auto const p = to_zigzag(cpx::shard(batch, cpx::sequential<>{4}));
+        auto const differ = [&](auto a, auto b) {
+            int const field = p.id.for_elements<decltype(a)>(2).first_difference(p.id.for_elements<decltype(b)>(2));
+            return field < 0 ? "" : cpx::identity::name(field);
+        };
+        CHECK(differ(half{}, std::uint16_t{}) == "element type");
+        CHECK(differ(rgb{}, half{}) == "element type");
+        CHECK(differ(1L, std::int64_t{1}) == "");
     }
 }
 

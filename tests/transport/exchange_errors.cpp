@@ -10,6 +10,7 @@
 #include <support/rejects.hpp>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 
 namespace {
@@ -27,9 +28,11 @@ struct outcome {
     std::vector<bool> touched;
 };
 
-/// Runs `plan_of(rank)` on every rank, with rows of `width_of(rank)` elements of type `T`, into targets full of NaN.
-template <class T, class Plan, class Width>
-outcome run(int ranks, Plan const& plan_of, Width const& width_of) {
+/// Runs `plan_of(rank)` on every rank, with rows of `width_of(rank)` numbers, into targets full of NaN.
+outcome run(
+    int ranks, std::function<cpx::plan(int)> const& plan_of,
+    std::function<index_t(int)> const& width_of = [](int) { return 4; }) {
+    using T = double;
     outcome result{std::vector<std::string>(static_cast<std::size_t>(ranks)),
                    std::vector<bool>(static_cast<std::size_t>(ranks))};
     std::vector<char> touched(static_cast<std::size_t>(ranks));
@@ -63,7 +66,8 @@ outcome run(int ranks, Plan const& plan_of, Width const& width_of) {
 void check_outcome(outcome const& o, std::string const& field) {
     for (std::size_t r = 0; r < o.errors.size(); ++r) {
         INFO("rank " << r << ": " << o.errors[r]);
-        CHECK(holds(o.errors[r], "ranks disagree on " + field + ':'));
+        CHECK(o.errors[r].starts_with("exchange_errors.cpp:")); // the caller's line
+        CHECK(holds(o.errors[r], "exchange: ranks disagree on " + field + ':'));
         CHECK(holds(o.errors[r], "(ranks 0 2)"));
         CHECK(holds(o.errors[r], "(rank 1)"));
         CHECK_FALSE(o.touched[r]);
@@ -72,45 +76,65 @@ void check_outcome(outcome const& o, std::string const& field) {
 
 cpx::thd const batch = lengths({12, 30, 6});
 
+cpx::plan relayout(cpx::thd const& of, int rank) {
+    return cpx::relayout(cpx::shard(of, cpx::zigzag<>{3}), cpx::shard(of, cpx::sequential<>{3}), rank);
+}
+
 /// The plan of three ranks from zigzag to sequential, unless `odd` makes another one on rank 1.
 template <class Odd>
 void rank_1_disagrees(std::string const& field, Odd const& odd) {
-    auto const plan_of = [&](int rank) -> cpx::plan {
-        if (rank == 1) return odd(rank);
-        return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), cpx::shard(batch, cpx::sequential<>{3}), rank);
-    };
-    check_outcome(run<double>(3, plan_of, [](int) { return 4; }), field);
+    auto const plan_of = [&](int rank) -> cpx::plan { return rank == 1 ? odd(rank) : relayout(batch, rank); };
+    check_outcome(run(3, plan_of), field);
 }
 
 TEST_SUITE("transport") {
     TEST_CASE("ranks whose plans differ get an error that names the ranks and the first field, and nothing moves") {
-        auto const zigzag = [](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<>{3}); };
-        auto const sequential = [](cpx::thd const& b) { return cpx::shard(b, cpx::sequential<>{3}); };
-        auto const offsets = [&](cpx::thd const& b) {
-            return [=](int r) { return cpx::relayout(zigzag(b), sequential(b), r); };
+        auto const zigzag = cpx::shard(batch, cpx::zigzag<>{3});
+        auto const sequential = cpx::shard(batch, cpx::sequential<>{3});
+        rank_1_disagrees("source layout",
+                         [&](int r) { return cpx::relayout(cpx::shard(batch, cpx::striped<>{3}), sequential, r); });
+        rank_1_disagrees("source layout",
+                         [&](int r) { return cpx::relayout(cpx::shard(batch, cpx::zigzag<3>{}), sequential, r); });
+        rank_1_disagrees("target layout", [&](int r) {
+            return cpx::relayout(zigzag, cpx::shard<scope::batch>(batch, cpx::sequential<>{3}), r);
+        });
+        rank_1_disagrees("target layout", [&](int r) {
+            return cpx::relayout(zigzag, cpx::shard(batch, cpx::sequential<>{3}, cpx::aligned<2>{}), r);
+        });
+        rank_1_disagrees("operation", [&](int r) { return cpx::halo(zigzag, r, 3); });
+    }
+
+    TEST_CASE("of batches that differ, the first offset or valid length is named, with who has which") {
+        auto const rank_1_has = [](cpx::thd const& other, std::string const& field, std::string const& got) {
+            auto const texts = run(3, [&](int r) { return relayout(r == 1 ? other : batch, r); }).errors;
+            for (auto const& text : texts)
+                CHECK_MESSAGE(
+                    holds(text, "ranks disagree on " + field + ": expected one value on all ranks, got " + got), text);
         };
-        rank_1_disagrees("cu_seqlens (hash)", offsets(lengths({13, 29, 6})));
-        rank_1_disagrees("cu_seqlens (hash)", offsets(cpx::thd({0, 12, 42, 48}, {12, 29, 6})));
-        rank_1_disagrees("tokens", offsets(lengths({12, 30, 7})));
-        rank_1_disagrees("sequences", offsets(lengths({12, 30, 3, 3})));
-        rank_1_disagrees("source layout", [&](int r) {
-            return cpx::relayout(cpx::shard(batch, cpx::striped<>{3}), sequential(batch), r);
-        });
-        rank_1_disagrees("source layout", [&](int r) {
-            return cpx::relayout(cpx::shard(batch, cpx::zigzag<3>{}), sequential(batch), r);
-        });
-        rank_1_disagrees("target layout", [&](int r) {
-            return cpx::relayout(zigzag(batch), cpx::shard<scope::batch>(batch, cpx::sequential<>{3}), r);
-        });
-        rank_1_disagrees("target layout", [&](int r) {
-            return cpx::relayout(zigzag(batch), cpx::shard(batch, cpx::sequential<>{3}, cpx::aligned<2>{}), r);
-        });
-        rank_1_disagrees("operation", [&](int r) { return cpx::halo(zigzag(batch), r, 3); });
+        rank_1_has(lengths({13, 29, 6}), "offset 1 of cu_seqlens", "12 (ranks 0 2), 13 (rank 1)");
+        rank_1_has(lengths({12, 30, 7}), "offset 3 of cu_seqlens", "48 (ranks 0 2), 49 (rank 1)");
+        rank_1_has(lengths({12, 30}), "offset 3 of cu_seqlens", "48 (ranks 0 2), none (rank 1)");
+        rank_1_has(lengths({12, 30, 6, 0}), "offset 4 of cu_seqlens", "none (ranks 0 2), 48 (rank 1)");
+        rank_1_has(cpx::thd({0, 12, 42, 48}, {12, 29, 6}), "the valid length of sequence 0",
+                   "none (ranks 0 2), 12 (rank 1)");
+
+        auto const many = [](int rank,
+                             index_t last) { // sequences of 1, and one that all three ranks have in another way
+            std::vector<index_t> list(1000, 1);
+            list[700] = last + rank;
+            list.push_back(10 - rank);
+            return lengths(list);
+        };
+        auto const texts = run(3, [&](int r) { return relayout(many(r, 1), r); }).errors;
+        for (auto const& text : texts)
+            CHECK_MESSAGE(holds(text, "offset 701 of cu_seqlens: expected one value on all ranks, "
+                                      "got 701 (rank 0), 702 (rank 1), 703 (rank 2)"),
+                          text);
     }
 
     TEST_CASE("owners, units and sections that differ are found by their hashes") {
         auto const disagree = [](std::string const& field, auto const& plan_of) {
-            check_outcome(run<double>(3, plan_of, [](int) { return 4; }), field);
+            check_outcome(run(3, plan_of), field);
         };
         auto const goal = cpx::shard(batch, cpx::sequential<>{3});
         disagree("source sharding (hash)", [&](int r) -> cpx::plan {
@@ -130,7 +154,7 @@ TEST_SUITE("transport") {
         auto const plan_of = [](int r) -> cpx::plan {
             return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}), cpx::shard(batch, cpx::sequential<>{3}), r);
         };
-        check_outcome(run<double>(3, plan_of, [](int r) { return r == 1 ? 5 : 4; }), "source width");
+        check_outcome(run(3, plan_of, [](int r) { return r == 1 ? 5 : 4; }), "source width");
 
         std::vector<std::string> texts(3);
         message([&] {
@@ -158,7 +182,7 @@ TEST_SUITE("transport") {
     TEST_CASE("a transposed plan on one rank is found") {
         auto const a = cpx::shard(batch, cpx::zigzag<>{3});
         cpx::replicated<> const all(3, batch);
-        check_outcome(run<double>(
+        check_outcome(run(
                           3,
                           [&](int r) -> cpx::plan {
                               if (r == 1) return cpx::relayout(a, all, r).transposed();

@@ -74,9 +74,9 @@ private:
         require(channels >= 0, where, "channels", "not negative", channels, here);
         require(current_device() == comm.device(), where, "current device", comm.device(), current_device(), here);
         if (before.local) return before.sharding;
-        identity id = detail::identify<T>(before, channels);
+        identity id = before.id.template for_elements<T>(channels);
         identity::set(id.operation, operation);
-        detail::agree(comm, id, here);
+        detail::agree(comm, id, before.batch, here);
         return before.sharding;
     }
 

@@ -7,7 +7,7 @@
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/relayout.hpp>
-#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/agree.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #include <cpx/rectangles.cuh>
@@ -21,23 +21,10 @@ namespace cpx::cuda {
 namespace detail {
 
 /// Lets all ranks compare what they are about to run, every time: NCCL's messages do not tell of which plan they are.
-inline void agree(nccl& comm, identity const& mine, caller here) {
-    std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
-    comm.gather(&mine, all.data(), sizeof(identity), here);
-    for (int field = 0; field < identity::fields; ++field)
-        for (identity const& other : all)
-            if (other.value(field) != mine.value(field))
-                throw error("cuda::exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
-                            cpx::detail::disagreement(all, field), here);
-}
-
-/// Returns what ranks compare before they run `p` for elements of T.
-template <class T>
-identity identify(plan const& p, index_t width) {
-    identity id = p.id;
-    identity::set(id.element, cpx::detail::element_name<T>());
-    if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(width);
-    return id;
+inline void agree(nccl& comm, identity const& mine, thd const& batch, caller here) {
+    cpx::detail::compare(
+        "cuda::exchange", mine, batch, comm.ranks(),
+        [&](void const* my_part, void* all, std::size_t bytes) { comm.gather(my_part, all, bytes, here); }, here);
 }
 
 /// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
@@ -118,7 +105,7 @@ public:
                 "one that fills the target and does not add", "another", here);
         require(addable || p.kind != flow::sums, "cuda::exchange", "elements of a plan that sums", "a type with +",
                 std::string(cpx::detail::type_name<T>()), here);
-        if (!p.local) detail::agree(comm, detail::identify<T>(p, width), here);
+        if (!p.local) detail::agree(comm, p.id.for_elements<T>(width), p.batch, here);
         make_tables();
         connect(here);
     }

@@ -69,8 +69,10 @@ public:
     void send(int peer, index_t row) { sends_.add(peer, row, apart()); }
     void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
     index_t target_rows() const { return target_rows_; }
-    plan finish(int rank, index_t source_rows, identity const& id, bool local) {
-        return {rank, source_rows, target_rows_, 0, 0, sends_.finish(), receives_.finish(), flow::copies, id, local};
+    template <any_sharding S>
+    plan finish(S const& sharding, int rank, index_t source_rows, identity const& id) {
+        return {rank, source_rows,  target_rows_,    0, 0, sends_.finish(), receives_.finish(), flow::copies,
+                id,   S::every_row, sharding.batch()};
     }
 
 private:
@@ -148,11 +150,11 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
 
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(rank, static_cast<index_t>(c.levels[l].size()), id, S::every_row));
+        c.steps.push_back(steps[l].finish(sharding, rank, static_cast<index_t>(c.levels[l].size()), id));
     identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
     identity::set(scanned.operation, "carry, scan");
-    c.ends = ends.finish(rank, static_cast<index_t>(c.segments.size()), scanned, S::every_row);
-    c.maps = maps.finish(rank, own_maps, scanned, S::every_row);
+    c.ends = ends.finish(sharding, rank, static_cast<index_t>(c.segments.size()), scanned);
+    c.maps = maps.finish(sharding, rank, own_maps, scanned);
     return c;
 }
 

@@ -65,6 +65,7 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
+    p.batch = batch;
     p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
     p.kind = flow::copies;
     p.local = S::every_row;

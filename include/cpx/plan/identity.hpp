@@ -2,10 +2,12 @@
 // What ranks must agree on before they run a plan together.
 #pragma once
 
+#include <cpx/core/element_name.hpp>
 #include <cpx/layout/sharding.hpp>
 
+#include <algorithm>
 #include <array>
-#include <cstring>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -30,17 +32,6 @@ std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
     return hash;
 }
 
-/// Returns the name of a type without "cpx::", as the compiler spells it.
-template <class T>
-constexpr std::string_view type_name() {
-    std::string_view name = __PRETTY_FUNCTION__;
-    auto const first = name.find("T = ");
-    if (first == std::string_view::npos) return name;
-    name.remove_prefix(first + 4);
-    name = name.substr(0, name.find_first_of(";]"));
-    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
-}
-
 } // namespace detail
 
 /// A summary of a plan that is the same on every rank if, and in practice only if, the plans fit each other.
@@ -57,6 +48,7 @@ struct identity {
         source_width,
         target_width,
         parameter,
+        element_bytes, ///< set when the plan is run
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{"ranks",
@@ -67,12 +59,14 @@ struct identity {
                                                                          "target sharding (hash)",
                                                                          "source width",
                                                                          "target width",
-                                                                         "parameter"};
+                                                                         "parameter",
+                                                                         "bytes of an element"};
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
-    std::array<char, 16> element{}; ///< type of what is moved; set when the plan is run
+    std::array<char, 32> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
+    std::uint64_t agreement = 0; ///< 1: the plan is not run, ranks compare it
 
     friend bool operator==(identity const&, identity const&) = default;
 
@@ -103,35 +97,57 @@ struct identity {
         return detail::mix_all(hash, numbers);
     }
 
+    /// Returns what ranks compare before they run the plan for elements T in rows of `width`, if it moves any.
+    template <class T>
+    identity for_elements(index_t width) const {
+        identity id = *this;
+        set(id.element, element_name<T>);
+        id[element_bytes] = sizeof(T);
+        if (numbers[target_width] == 0) id[source_width] = static_cast<std::uint64_t>(width);
+        return id;
+    }
+
     /// Returns the number of the first field that differs from `other`, or -1.
     int first_difference(identity const& other) const {
+        if (*this == other) return -1;
         for (int field = 0; field < fields; ++field)
             if (value(field) != other.value(field)) return field;
         return -1;
     }
 
-    static constexpr int fields = 4 + static_cast<int>(numbers_count);
+    static constexpr int texts = 4, fields = texts + static_cast<int>(numbers_count);
+    /// Returns whether a field sums up the batch; who has the batch can say more of it.
+    static constexpr bool of_batch(int field) {
+        return field >= texts + static_cast<int>(sequences) && field <= texts + static_cast<int>(cu_seqlens);
+    }
     static std::string name(int field) {
-        static constexpr std::array<char const*, 4> texts{"operation", "source layout", "target layout",
-                                                          "element type"};
-        return field < 4 ? texts[static_cast<std::size_t>(field)] : number_names[static_cast<std::size_t>(field - 4)];
+        static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
+                                                              "element type"};
+        return field < texts ? names[static_cast<std::size_t>(field)]
+                             : number_names[static_cast<std::size_t>(field - texts)];
     }
     std::string value(int field) const {
-        if (field < 4)
+        if (field < texts)
             return std::array{operation.data(), source.data(), target.data(),
                               element.data()}[static_cast<std::size_t>(field)];
-        return std::to_string(numbers[static_cast<std::size_t>(field - 4)]);
+        return std::to_string(numbers[static_cast<std::size_t>(field - texts)]);
     }
 
-    /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence".
+    /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
     std::string text() const {
-        return std::string(operation.data()) + ' ' + source.data() +
-               (target[0] ? std::string(" -> ") + target.data() : "");
+        return std::string(agreement ? "agreement on " : "") + operation.data() + (source[0] ? " " : "") +
+               source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
+    /// A text that is too long is cut, and ends in a hash of all of it.
     template <std::size_t N>
+        requires(N > 9)
     static void set(std::array<char, N>& field, std::string_view text) {
-        std::memcpy(field.data(), text.data(), std::min(text.size(), N - 1)); // the last byte stays 0
+        field = {}; // the last byte stays 0
+        std::ranges::copy(text.substr(0, N - 1), field.begin());
+        if (text.size() < N) return;
+        std::uint64_t hash = detail::mix_all(0, text);
+        for (std::size_t i = N - 9; i < N - 1; ++i, hash >>= 4) field[i] = "0123456789abcdef"[hash & 15];
     }
 };
 

@@ -50,6 +50,7 @@ struct plan {
     flow kind = flow::moves;
     identity id;
     bool local = false; ///< no rank sends anything by construction, so that ranks need not agree on widths
+    thd batch;          ///< that of the shardings; where ranks disagree on it, they find the first offset that differs
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
     /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
@@ -90,7 +91,7 @@ struct plan {
         return {rank,         target_rows,  source_rows,
                 target_width, source_width, receives,
                 sends,        back,         id.transposed(kind == flow::moves),
-                local};
+                local,        batch};
     }
 
     friend bool operator==(plan const&, plan const&) = default;

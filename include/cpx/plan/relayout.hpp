@@ -133,6 +133,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
 
     relayout_plan<From, To> p{{}, from, to};
     p.rank = rank;
+    p.batch = from.batch();
     p.id = detail::identify("relayout", from, to);
     p.source_width = detail::local_width(from, rank, sections);
     p.target_width = detail::local_width(to, rank, sections);

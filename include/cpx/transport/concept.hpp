@@ -6,16 +6,19 @@
 
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <span>
+#include <string>
 #include <unordered_set>
 
 namespace cpx {
 
 /// One end of a message: the bytes of some rows and columns of a buffer, in row-major order.
 ///
-/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list the
-/// same counts of rows and columns with the same unit. `columns` is never empty.
+/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list runs
+/// of the same counts with the same unit, each at its own places. `columns` is never empty; `base` may be null where
+/// there are no bytes.
 template <class Byte>
 struct parcel {
     int peer = 0;
@@ -35,8 +38,52 @@ struct parcel {
 using outgoing = parcel<std::byte const>;
 using incoming = parcel<std::byte>;
 
+namespace detail {
+
+inline constexpr run one{0, 1};
+
+} // namespace detail
+
+/// Returns one end of a message of `bytes` consecutive bytes.
+template <class Byte>
+parcel<Byte> consecutive(int peer, Byte* data, index_t bytes) {
+    return {peer, data, bytes, bytes, {&detail::one, 1}, {&detail::one, 1}};
+}
+
+/// Calls `f(bytes, count)` for the runs of consecutive bytes of a parcel, in the order in which both ends have them.
+template <class Byte, class F>
+void for_each_run(parcel<Byte> const& p, F&& f) {
+    if (p.unit == 0) return;
+    bool const dense = p.columns.size() == 1 && p.columns[0].count * p.unit == p.stride;
+    for (run const r : p.rows) {
+        Byte* row = p.base + r.first * p.stride;
+        if (dense)
+            f(row, static_cast<std::size_t>(r.count * p.stride));
+        else
+            for (index_t i = 0; i < r.count; ++i, row += p.stride)
+                for (run const c : p.columns) f(row + c.first * p.unit, static_cast<std::size_t>(c.count * p.unit));
+    }
+}
+
+/// Copies the bytes of a parcel to `to`, side by side.
+inline void pack(outgoing const& from, std::byte* to) {
+    for_each_run(from, [&](std::byte const* bytes, std::size_t count) {
+        std::memcpy(to, bytes, count);
+        to += count;
+    });
+}
+
+/// Copies what `pack` has left at `from` to the places of a parcel.
+inline void unpack(std::byte const* from, incoming const& to) {
+    for_each_run(to, [&](std::byte* bytes, std::size_t count) {
+        std::memcpy(bytes, from, count);
+        from += count;
+    });
+}
+
 /// Copies one end of a message to the other, without a buffer between them.
 inline void copy(outgoing const& from, incoming const& to) {
+    if (from.unit == 0) return;
     bool const dense = from.columns.size() == 1 && from.columns[0].count * from.unit == from.stride &&
                        from.stride == to.stride; // whole rows, side by side at both ends
     for (std::size_t i = 0; i < from.rows.size(); ++i) {
@@ -53,12 +100,30 @@ inline void copy(outgoing const& from, incoming const& to) {
     }
 }
 
-/// Moves messages between the ranks of a group. Ranks are group-local, 0 .. ranks() - 1.
+/// One rank's end of a group of ranks 0 .. ranks() - 1, by which `exchange` moves messages between them.
 ///
-/// `transfer(id, sends, receives)` carries one rank's messages of an exchange and returns when its sends have been
-/// taken and its receives have arrived (on a device: when that is enqueued). A message to itself is not passed to the
-/// transport. It throws `cpx::error` when a peer fails, executes another plan (as far as the transport can see) or
-/// misses the deadline. `agreed()` remembers the fingerprints of plans that all ranks have compared.
+/// `transfer(id, sends, receives)` moves one rank's messages of one exchange. Its caller keeps to this:
+///
+/// - It has at most one message to and one from each peer, in ascending order of peers, and none to itself. Either list
+///   may be empty, or both. A message may have no bytes; both ends know that.
+/// - A call is no barrier: a rank may be any number of calls ahead of one that it has no messages with. Two ranks make
+///   the calls in which they have messages for each other in the same order.
+/// - The id, the lists and what they point to live until the call returns, and no longer. One thread calls at a time.
+///
+/// A transport owes it this:
+///
+/// - The call returns when its sends have been taken, so that their memory may be written, and its receives have
+///   arrived (on a device: when that is enqueued). Messages from one rank to another arrive in the order of the calls;
+///   any size arrives, in both directions at once. Nothing beside the places of the receives is written.
+/// - No wait is without end: the call throws `cpx::error` when a rank that it waits for has failed, has left the group,
+///   or does not come within a deadline. A rank whose program fails therefore tells the others, or is seen to be gone.
+///   After an error targets hold anything, and the transport may stay broken: then every later call throws.
+/// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is empty at first and lives
+///   as long as the group.
+///
+/// These are courtesies: to name the rank at fault in the error, and to check the id. The ranks of one call have the
+/// same id, or all compare their plans (see `agreement`); a transport that sends the id along and gives it to
+/// `require_same_exchange` finds ranks that are in different exchanges, which others hand each other's rows.
 template <class T>
 concept transport =
     requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
@@ -67,5 +132,19 @@ concept transport =
         { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
         t.transfer(id, sends, receives);
     };
+
+/// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
+/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
+inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
+    if (mine.agreement && theirs.agreement) return; // they find out themselves
+    int const field = mine.first_difference(theirs);
+    if (field < 0 && mine.agreement == theirs.agreement) return;
+    auto const place = [&](identity const& id, char const* on, int r) {
+        std::string const who = on + std::to_string(r);
+        return field < 0 ? id.text() + who : id.value(field) + who + " (" + id.text() + ")";
+    };
+    throw error(where, "ranks are in different exchanges: " + (field < 0 ? "agreement" : identity::name(field)),
+                place(mine, " as on rank ", rank), place(theirs, " on rank ", peer));
+}
 
 } // namespace cpx

@@ -4,23 +4,11 @@
 
 #include <cpx/layout/tensor.hpp>
 #include <cpx/plan/relayout.hpp>
-#include <cpx/transport/concept.hpp>
+#include <cpx/transport/agree.hpp>
 
 namespace cpx {
 
 namespace detail {
-
-inline constexpr run one{0, 1};
-
-/// Returns "float32", "int64", "uint8" or, for other types, "12 bytes".
-template <class T>
-std::string element_name() {
-    std::string const bits = std::to_string(8 * sizeof(T));
-    if (std::floating_point<T>) return "float" + bits;
-    if (std::unsigned_integral<T>) return "uint" + bits;
-    if (std::integral<T>) return "int" + bits;
-    return std::to_string(sizeof(T)) + " bytes";
-}
 
 template <class Byte, class T>
 std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
@@ -46,26 +34,6 @@ parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
     return taken;
 }
 
-/// Lists the values of one field and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
-inline std::string disagreement(std::vector<identity> const& all, int field) {
-    std::string text;
-    std::vector<bool> told(all.size());
-    for (std::size_t r = 0; r < all.size(); ++r) {
-        if (told[r]) continue;
-        std::string const value = all[r].value(field);
-        std::string who;
-        int count = 0;
-        for (std::size_t other = r; other < all.size(); ++other) {
-            if (all[other].value(field) != value) continue;
-            told[other] = true;
-            who += ' ' + std::to_string(other);
-            ++count;
-        }
-        text += (text.empty() ? "" : ", ") + value + (count > 1 ? " (ranks" : " (rank") + who + ')';
-    }
-    return text;
-}
-
 template <class T>
 void check_buffer(char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
     std::string const where = std::string("exchange, ") + which;
@@ -79,14 +47,14 @@ void check_buffer(char const* which, rows<T> const& buffer, index_t count, index
 /// Copies what stays and lets the transport move the rest into `receives`.
 template <class A, class Comm>
 void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
-                       Comm& comm) {
+                       Comm& comm, caller here) {
     auto sends = parcels<std::byte const>(p.sends, from);
     auto const own = take_own(sends, p.rank);
     auto const kept = take_own(receives, p.rank);
     require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
-            own.bytes(), kept.bytes());
+            own.bytes(), kept.bytes(), here);
     copy(own, kept);
-    comm.transfer(id, sends, receives);
+    transfer(comm, id, sends, receives, here);
 }
 
 /// Returns runs of the same counts, side by side from 0 on.
@@ -101,7 +69,7 @@ inline std::vector<run> side_by_side(std::vector<run> runs) {
 
 /// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.
 template <class A, class B, class Comm>
-void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm) {
+void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm, caller here) {
     std::vector<message> compact;
     std::vector<std::vector<B>> staged;
     std::vector<incoming> receives;
@@ -113,7 +81,7 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
         rows<B> const buffer(staged.back(), width);
         receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
     }
-    exchange_messages(p, id, from, std::move(receives), comm);
+    exchange_messages(p, id, from, std::move(receives), comm, here);
     for (std::size_t i = 0; i < p.receives.size(); ++i) {
         B const* value = staged[i].data();
         run const whole{0, to.width()};
@@ -126,43 +94,6 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 }
 
 } // namespace detail
-
-/// Lets all ranks compare what they are about to run, once for each fingerprint.
-///
-/// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
-/// differ and who has which value. Cost, the first time: one message of `sizeof(identity)` bytes between each two
-/// ranks.
-template <transport Comm>
-void agree(Comm& comm, identity const& mine) {
-    static identity const agreement = [] {
-        identity id;
-        identity::set(id.operation, "agreement");
-        return id;
-    }();
-    if (comm.agreed().contains(mine.fingerprint())) return;
-    std::vector<identity> all(static_cast<std::size_t>(comm.ranks()));
-    std::vector<outgoing> sends;
-    std::vector<incoming> receives;
-    index_t const bytes = static_cast<index_t>(sizeof(identity));
-    for (int peer = 0; peer < comm.ranks(); ++peer) {
-        auto& slot = all[static_cast<std::size_t>(peer)];
-        if (peer == comm.rank()) {
-            slot = mine;
-            continue;
-        }
-        sends.push_back(
-            {peer, reinterpret_cast<std::byte const*>(&mine), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
-        receives.push_back(
-            {peer, reinterpret_cast<std::byte*>(&slot), bytes, bytes, {&detail::one, 1}, {&detail::one, 1}});
-    }
-    comm.transfer(agreement, sends, receives);
-    for (int field = 0; field < identity::fields; ++field)
-        for (identity const& other : all)
-            if (other.value(field) != mine.value(field))
-                throw error("exchange", "ranks disagree on " + identity::name(field), "one value on all ranks",
-                            detail::disagreement(all, field));
-    comm.agreed().insert(mine.fingerprint());
-}
 
 /// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
 ///
@@ -185,17 +116,15 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     constexpr bool addable = requires(B sum, B const part) { sum += part; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(detail::type_name<B>()), here);
-    identity id = p.id;
-    identity::set(id.element, detail::element_name<B>());
-    if (p.target_width == 0) id[identity::source_width] = static_cast<std::uint64_t>(from.width());
-    if (!p.local) agree(comm, id);
+    identity const id = p.id.for_elements<B>(from.width());
+    if (!p.local) agree(comm, id, p.batch, here);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
     if constexpr (addable) {
-        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm);
+        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm, here);
     }
-    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm);
+    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm, here);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.

@@ -23,21 +23,6 @@ namespace detail {
 /// Whether a transport of this process has failed, so that MPI_Finalize might wait for ranks that never come.
 inline std::atomic<bool> mpi_failed = false;
 
-/// Calls `f(bytes, count)` for the runs of consecutive bytes of a parcel, in the order in which both ends have them.
-template <class Byte, class F>
-void for_each_run(parcel<Byte> const& p, F&& f) {
-    if (p.unit == 0) return; // rows without elements may be without memory, too
-    bool const dense = p.columns.size() == 1 && p.columns[0].count * p.unit == p.stride;
-    for (run const r : p.rows) {
-        Byte* row = p.base + r.first * p.stride;
-        if (dense)
-            f(row, static_cast<std::size_t>(r.count * p.stride));
-        else
-            for (index_t i = 0; i < r.count; ++i, row += p.stride)
-                for (run const c : p.columns) f(row + c.first * p.unit, static_cast<std::size_t>(c.count * p.unit));
-    }
-}
-
 } // namespace detail
 
 /// MPI from its beginning to its end, for `main`. If MPI runs already, whoever began it ends it.
@@ -168,35 +153,9 @@ public:
             MPI_Testall(static_cast<int>(requests.size()), requests.data(), &sent, MPI_STATUSES_IGNORE);
     }
 
-    /// Replaces `bytes` by those of rank 0, for ids and the like at set-up. Collective; equally many on all ranks.
-    void broadcast(std::span<std::byte> bytes) {
-        std::vector<outgoing> sends;
-        std::vector<incoming> receives;
-        if (rank_ > 0) receives.push_back(whole(0, bytes.data(), std::ssize(bytes)));
-        for (int peer = 1; rank_ == 0 && peer < ranks_; ++peer)
-            sends.push_back(whole<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
-        transfer(named("broadcast", std::ssize(bytes)), sends, receives);
-    }
-
-    /// Gathers `bytes` of every rank into `all`, in rank order; for records at set-up. Collective.
-    void gather(void const* mine, void* all, std::size_t bytes) {
-        std::vector<outgoing> sends;
-        std::vector<incoming> receives;
-        index_t const size = static_cast<index_t>(bytes);
-        auto* const places = static_cast<std::byte*>(all);
-        for (int peer = 0; peer < ranks_; ++peer) {
-            if (peer == rank_) continue;
-            sends.push_back(whole(peer, static_cast<std::byte const*>(mine), size));
-            receives.push_back(whole(peer, places + peer * size, size));
-        }
-        if (bytes > 0) std::memmove(places + rank_ * size, mine, bytes);
-        transfer(named("gather", size), sends, receives);
-    }
-
 private:
     using clock = std::chrono::steady_clock;
     enum tag { message_tag = 1, note_tag };
-    static constexpr cpx::run one{0, 1};
     static constexpr std::size_t longest_note = 3000; // any transport of MPI takes so much without a receiver
     static constexpr index_t block_bytes = 4096, blocks_from = 65536;
 
@@ -273,17 +232,6 @@ private:
         else
             std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    static identity named(char const* operation, index_t bytes) {
-        identity id;
-        identity::set(id.operation, operation);
-        id[identity::parameter] = static_cast<std::uint64_t>(bytes);
-        return id;
-    }
-    template <class Byte>
-    static parcel<Byte> whole(int peer, Byte* data, index_t bytes) {
-        return {peer, data, bytes, bytes, {&one, 1}, {&one, 1}};
-    }
-
     /// MPI counts in int: a long message is a number of blocks, its last one filled up.
     static index_t padded(index_t bytes) {
         return bytes < blocks_from ? bytes : (bytes + block_bytes - 1) / block_bytes * block_bytes;
@@ -314,11 +262,7 @@ private:
         t.size = padded(static_cast<index_t>(sizeof head) + head.bytes);
         t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
         std::memcpy(t.data.get(), &head, sizeof head);
-        std::byte* to = t.data.get() + sizeof head;
-        detail::for_each_run(parcel, [&](std::byte const* from, std::size_t bytes) {
-            std::memcpy(to, from, bytes);
-            to += bytes;
-        });
+        pack(parcel, t.data.get() + sizeof head);
         check(MPI_Isend(t.data.get(), count(t.size), type(t.size), t.peer, message_tag, comm_, &t.request),
               "MPI_Isend");
     }
@@ -346,16 +290,9 @@ private:
     void deliver(shipment const& t, identity const& id) const {
         header head;
         std::memcpy(&head, t.data.get(), sizeof head);
-        if (int const field = id.first_difference(head.id); field >= 0)
-            throw error("mpi", "ranks are in different exchanges: " + identity::name(field),
-                        id.value(field) + " as on rank " + std::to_string(rank_) + " (" + id.text() + ")",
-                        head.id.value(field) + " on rank " + std::to_string(t.peer) + " (" + head.id.text() + ")");
+        require_same_exchange("mpi", id, rank_, head.id, t.peer);
         require(head.bytes == t.target->bytes(), "mpi", "bytes of a message", t.target->bytes(), head.bytes);
-        std::byte const* from = t.data.get() + sizeof head;
-        detail::for_each_run(*t.target, [&](std::byte* to, std::size_t bytes) {
-            std::memcpy(to, from, bytes);
-            from += bytes;
-        });
+        unpack(t.data.get() + sizeof head, *t.target);
     }
 
     /// Throws if another rank has said that it fails.
@@ -375,11 +312,10 @@ private:
 
     [[noreturn]] void late(identity const& id, std::vector<shipment*> const& open) {
         listen();
-        std::string silent, deaf, what = id.text();
-        if (what.ends_with(' ')) what.pop_back();
+        std::string silent, deaf;
         for (shipment const* t : open) (t->target ? silent : deaf) += ' ' + std::to_string(t->peer);
         throw error("mpi",
-                    "rank " + std::to_string(rank_) + " waited in " + what +
+                    "rank " + std::to_string(rank_) + " waited in " + id.text() +
                         (silent.empty() ? "" : " for messages of ranks" + silent) +
                         (silent.empty() || deaf.empty() ? "" : " and") +
                         (deaf.empty() ? "" : " for ranks" + deaf + " to take theirs"),

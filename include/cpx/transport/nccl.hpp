@@ -2,6 +2,7 @@
 // One rank of an NCCL communicator, with deadlines and errors that say who is missing.
 #pragma once
 
+#include <cpx/transport/gather.hpp>
 #include <cpx/transport/nccl_environment.hpp>
 #include <cpx/transport/nccl_watchdog.hpp>
 #include <cpx/transport/roll_call.hpp>
@@ -74,15 +75,14 @@ public:
         return group;
     }
 
-    /// Joins the ranks of another transport that can broadcast from rank 0, such as `mpi`, each on its current device.
-    /// Collective over both.
-    template <class Other>
+    /// Joins the ranks of another transport, such as `mpi`, each on its current device. Collective over both.
+    template <transport Other>
     static std::unique_ptr<nccl> over(Other& other, std::chrono::milliseconds deadline = default_deadline,
                                       caller here = caller::here()) {
         detail::comm_id_for_now const own; // which NCCL makes
         ncclUniqueId id{};
         if (other.rank() == 0) id = new_id(here);
-        other.broadcast(std::as_writable_bytes(std::span(&id, 1)));
+        broadcast(other, std::as_writable_bytes(std::span(&id, 1)), here);
         return std::make_unique<nccl>(id, other.rank(), other.ranks(), deadline, here);
     }
 

@@ -141,11 +141,7 @@ private:
                  incoming const& parcel) {
         post& from = world_.at(parcel.peer, rank_);
         wait(lock, deadline, parcel.peer, "to send a message", [&] { return from.state == post::ready; });
-        if (int const field = id.first_difference(*from.id); field >= 0)
-            throw error("threads", "ranks are in different exchanges: " + identity::name(field),
-                        id.value(field) + " as on rank " + std::to_string(rank_) + " (" + id.text() + ")",
-                        from.id->value(field) + " on rank " + std::to_string(parcel.peer) + " (" + from.id->text() +
-                            ")");
+        require_same_exchange("threads", id, rank_, *from.id, parcel.peer);
         require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
                 from.parcel->bytes());
         from.state = post::copying;

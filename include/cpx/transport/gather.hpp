@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Records of every rank, over any transport: for set-up and agreement, not for rows.
+#pragma once
+
+#include <cpx/transport/concept.hpp>
+
+#include <string_view>
+#include <vector>
+
+namespace cpx {
+
+namespace detail {
+
+/// Moves messages; an error of the transport is thrown with the line of the caller, which is the rank's place in its
+/// program, and not with the transport's own.
+template <transport Comm>
+void transfer(Comm& comm, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives,
+              caller here) {
+    try {
+        comm.transfer(id, sends, receives);
+    } catch (error const& e) {
+        throw error(e.where(), e.problem(), e.expected(), e.got(), here);
+    }
+}
+
+inline identity named(std::string_view operation, std::size_t bytes) {
+    identity id;
+    identity::set(id.operation, operation);
+    id[identity::parameter] = bytes;
+    return id;
+}
+
+template <transport Comm>
+void gather(Comm& comm, identity const& id, void const* mine, void* all, std::size_t bytes, caller here) {
+    std::vector<outgoing> sends;
+    std::vector<incoming> receives;
+    index_t const size = static_cast<index_t>(bytes);
+    auto* const places = static_cast<std::byte*>(all);
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        if (peer == comm.rank()) continue;
+        sends.push_back(consecutive(peer, static_cast<std::byte const*>(mine), size));
+        receives.push_back(consecutive(peer, places + peer * size, size));
+    }
+    if (bytes > 0) std::memmove(places + comm.rank() * size, mine, bytes);
+    transfer(comm, id, sends, receives, here);
+}
+
+} // namespace detail
+
+/// Gathers `bytes` of every rank into `all`, in rank order. Collective; equally many on all ranks.
+///
+/// Cost: a message between each two ranks. Throws what the transport throws.
+template <transport Comm>
+void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
+    detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
+}
+
+/// Replaces `bytes` by those of rank 0. Collective; equally many on all ranks. Throws what the transport throws.
+template <transport Comm>
+void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::here()) {
+    std::vector<outgoing> sends;
+    std::vector<incoming> receives;
+    if (comm.rank() > 0) receives.push_back(consecutive(0, bytes.data(), std::ssize(bytes)));
+    for (int peer = 1; comm.rank() == 0 && peer < comm.ranks(); ++peer)
+        sends.push_back(consecutive<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
+    detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
+}
+
+} // namespace cpx
