@@ -33,15 +33,15 @@ struct columns {
 constexpr std::uint32_t rows_at_once = 8; // so many loads are in flight for one look at the list of places
 
 /// Copies one vector of `rows_at_once` neighbouring rows.
-template <bool ToParts, class Vector>
+template <bool ToShares, class Vector>
 __device__ __forceinline__ void move_unit(columns<Vector> const& a, std::uint32_t unit) {
     std::uint32_t const row = unit / a.vectors * rows_at_once, v = unit % a.vectors;
     if (row >= a.rows) return;
     place const p = a.places[v];
     index_t const whole = index_t{row} * a.vectors + v, own = p.first + index_t{row} * p.pitch;
-    index_t const from_pitch = ToParts ? a.vectors : p.pitch, to_pitch = ToParts ? p.pitch : a.vectors;
-    Vector const* const from = a.from + (ToParts ? whole : own);
-    Vector* const to = a.to + (ToParts ? own : whole);
+    index_t const from_pitch = ToShares ? a.vectors : p.pitch, to_pitch = ToShares ? p.pitch : a.vectors;
+    Vector const* const from = a.from + (ToShares ? whole : own);
+    Vector* const to = a.to + (ToShares ? own : whole);
     Vector held[rows_at_once];
 #pragma unroll
     for (std::uint32_t k = 0; k < rows_at_once; ++k)
@@ -52,11 +52,11 @@ __device__ __forceinline__ void move_unit(columns<Vector> const& a, std::uint32_
 }
 
 /// A thread a unit: neighbouring threads have neighbouring vectors of a row.
-template <bool ToParts, class Vector>
+template <bool ToShares, class Vector>
 __global__ void __launch_bounds__(256) move_columns(__grid_constant__ columns<Vector> const a) {
     cpx::kernels::wait_for_previous_kernel();
     cpx::kernels::let_next_kernel_come();
-    move_unit<ToParts>(a, blockIdx.x * blockDim.x + threadIdx.x);
+    move_unit<ToShares>(a, blockIdx.x * blockDim.x + threadIdx.x);
 }
 
 /// Bytes that go to, or come from, a rank in the all-to-all.

@@ -13,9 +13,9 @@ __host__ __device__ constexpr int conv_backward_resident(int vector, bool parts)
     return vector == 8 ? 2 : vector == 4 && !parts ? 4 : 3;
 }
 
-/// What the backward reads and writes besides. `after` is (segments, taps - 1): the rows of dz after a segment, those
-/// of `edge` first, from `edges` on those of `dz_halo`, -1 for none. `sums` is null or (blocks of strips, taps + 1,
-/// channels): of each block, the sums for dweight and for dbias.
+/// What the backward reads and writes beside its `conv_input`. `after` is (segments, taps - 1): the rows of dz after a
+/// segment, those of `edge` first, from `edges` on those of `dz_halo`, -1 for none. `sums` is null or (blocks of
+/// strips, taps + 1, channels): of each block, the sums for dweight and for dbias.
 template <class T, class Dy = conv_rows<T const>>
 struct conv_backward {
     Dy dy;

@@ -164,9 +164,9 @@ struct rows_ahead {
     /// Begins to use a group; asks for the next one if there are `more`.
     __device__ __forceinline__ void group(bool more) {
         if constexpr (InShared) {
-            more ? begin() : commit(); // of nothing, to wait for the one before
+            more ? begin() : commit(); // an empty one, so that the next line waits for the group before it
             __pipeline_wait_prior(1);
-        } else if (!more) { // `take` asks for the same again, for no one
+        } else if (!more) { // `take` then asks for rows again that nobody reads
 #pragma unroll
             for (int n = 0; n < N; ++n) from[n] = tensors[n].after(from[n], -Window);
         }

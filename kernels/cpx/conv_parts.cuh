@@ -11,7 +11,7 @@ inline constexpr int conv_most_parts = 4;
 
 /// The parts of a result, one after the other along the channels, or of its gradient.
 ///
-/// `end[p]`: the channel after part p, that of the last part and of those that are none all channels. `lanes[p]`: how
+/// `end[p]`: the channel after part p; for the last part and for unused ones, the number of channels. `lanes[p]`: how
 /// many threads of V channels share a head that is divided by its norm; 0 if the part stays as it is.
 template <class T>
 struct conv_parts {

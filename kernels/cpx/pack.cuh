@@ -77,8 +77,8 @@ __device__ __forceinline__ void store(float const (&from)[V], T* to) {
     }
 }
 
-/// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) by two instructions of approximation, which may take
-/// what is below 2^-126 for zero: 1 is added to exponentials.
+/// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) by two approximate instructions. These may take what
+/// is below 2^-126 for zero, which does not matter: 1 is added to the exponential.
 template <class T>
 __device__ __forceinline__ float sigmoid(float z) {
     if constexpr (sizeof(T) == 4) {

@@ -34,7 +34,7 @@ struct column_run {
     std::int32_t units, vector;
 };
 
-/// Returns the share of offset i in the digest of all: the sum of these, made odd, tells offsets from others.
+/// Returns what offset i adds to the digest. The sum over all offsets, made odd, tells them from other offsets.
 CPX_HOST_DEVICE inline std::uint32_t offset_digest(std::int64_t i, std::int64_t offset) {
     std::uint64_t mixed = (static_cast<std::uint64_t>(i) << 32 ^ static_cast<std::uint64_t>(offset)) + 1;
     mixed *= 0x9e3779b97f4a7c15ull;
@@ -43,8 +43,7 @@ CPX_HOST_DEVICE inline std::uint32_t offset_digest(std::int64_t i, std::int64_t 
 }
 
 /// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of
-/// int32 unless `wide`. Peers are the ranks that meet, from
-/// `first` on.
+/// int32 unless `wide`. Peers are the ranks that meet, from `first` on.
 struct relayout_rows {
     void const* offsets;
     int sequences;
@@ -130,7 +129,7 @@ struct placement {
         else
             return bases[(rank - lowest) * (all.count + 1) + all.count];
     }
-    /// Returns the slot of global row `row`, of other ranks than those of `bases` the rank.
+    /// Returns the slot of global row `row`. For ranks that `bases` does not hold, only the rank of the slot is right.
     __device__ slot place(std::int32_t row) const {
         if constexpr (!Side::by_sequence) {
             return locate(side.policy, row, all.rows(), cut());
@@ -221,8 +220,8 @@ __device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offset
 template <class Source, class Target>
 __device__ void store_to_peers(Source const& source, Target const& target, relayout_rows const& r, meeting const& m,
                                column_run const* columns) {
-    // Rows from all over the source at a time, so that no peer is stored to by all ranks at once: from many places
-    // where all ranks walk along the same rows. More than needed are slower: 1 to 8 % from 32 on.
+    // Takes rows from many places of the source in turn, so that not all ranks store to one peer at once; from more
+    // places where all ranks walk along the same rows. More than needed are slower: 1 to 8 % from 32 on.
     constexpr int places = Source::every_row || Target::every_row ? 32 : 8;
     std::int64_t const rows = source.rows(r.first + m.rank), shares = places * m.ranks;
     std::int64_t const share_rows = (rows + shares - 1) / shares;

@@ -74,8 +74,8 @@ struct words {
         std::conditional_t<bytes == 2, neighbours<std::uint16_t, 1>, neighbours<std::uint32_t, (bytes + 3) / 4>>;
 };
 
-/// Reads what is touched once. Of a line of 128 bytes that other threads want as well the memory is asked at once:
-/// half of it at a time costs 3 % of the kernel on an H200.
+/// Reads what is touched once. WholeLine: other threads want the rest of its line of 128 bytes, so the memory is asked
+/// for the line at once; asking for half of it at a time costs 3 % of the kernel on an H200.
 template <bool WholeLine, class Words>
 __device__ __forceinline__ Words read_once(void const* from) {
     if constexpr (sizeof(Words) < 16) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void find_angle(rotary_call const& a, index_t row, in
 /// halves. The angle is exact to 2^-32 of a turn at any position: position * turns wraps around in 64 bits, as turns
 /// do. Channels that are not turned are copied unless y is x.
 /// Block (lanes * groups, rows): lanes * N * rows <= most_angles. Grid (rows, heads / (groups * rotary_heads), pairs).
-/// WholeLines: of lines of 128 bytes all is turned.
+/// WholeLines: every line of 128 bytes is turned as a whole.
 template <class T, int N, bool WholeLines>
 __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid_constant__ rotary_call const a) {
     wait_for_previous_kernel();

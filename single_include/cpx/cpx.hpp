@@ -44,8 +44,8 @@ enum class activation { none, silu };
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
 
-// CPX_CALLS_BACK stands before a template for host and device that calls what it is given, which may be for the host
-// only.
+// CPX_CALLS_BACK stands before a template for host and device that calls a function which it is given; that function
+// may be for the host only.
 #if defined(__CUDACC__)
 #define CPX_HOST_DEVICE __host__ __device__
 #define CPX_CALLS_BACK _Pragma("nv_exec_check_disable")
@@ -135,9 +135,9 @@ struct leading_character {
     bool shown = false;
 };
 
-/// Returns the character that `text`, which is not empty, begins with. A byte that begins none in UTF-8 stands alone.
+/// Returns the first character of `text`, which is not empty. A byte that begins no character of UTF-8 counts as one.
 ///
-/// Not shown are control characters, and those of Unicode that are invisible or change the direction of others.
+/// Control characters are not shown, nor those of Unicode that are invisible or change the direction of text.
 inline leading_character first_character(std::string_view text) {
     auto const byte = [&](std::size_t i) { return std::uint32_t{static_cast<unsigned char>(text[i])}; };
     std::size_t const n = byte(0) < 0x80   ? 1
@@ -161,7 +161,7 @@ inline leading_character first_character(std::string_view text) {
 
 /// Returns `text` with every byte that must not be printed as \xHH; line feeds stay if `lines`.
 ///
-/// What was made printable is not changed again: a backslash stays one.
+/// Printable text stays as it is, backslashes too, so that a second call changes nothing.
 inline std::string printable(std::string_view text, bool lines = false) {
     constexpr char const* digits = "0123456789abcdef";
     std::string safe;
@@ -224,7 +224,7 @@ public:
           problem_(detail::printable(what, true)), expected_(detail::printable(expected)),
           got_(detail::printable(got)) {}
 
-    /// Returns `what()` without file and line, as a program tells it whose users look for a mistake of theirs.
+    /// Returns `what()` without file and line, for users of a program, whose mistake is not in its source.
     std::string message() const { return text(where_, problem_, expected_, got_); }
 
     /// Returns the function, file or object that rejects its input.
@@ -434,7 +434,8 @@ struct operand {
     }
 };
 
-/// Returns whether some byte belongs to both; where ranges of addresses meet and strides differ, also if none does.
+/// Returns whether some byte belongs to both. Where the ranges of addresses meet and the strides differ, the answer is
+/// yes.
 inline bool overlap(operand const& a, operand const& b) {
     if (a.first > b.first) return overlap(b, a);
     if (a.empty() || b.empty() || !a.holds(b.first)) return false;
@@ -705,9 +706,9 @@ void require_fits(char const* where, packing const& p, rows<T const> packed, row
 /// `positions`: (B, columns), -1 columns: one row. Every row begins a sequence; the batch has B * columns tokens.
 /// There are no sequences of length 0: positions cannot show them.
 ///
-/// Throws `cpx::error` that names the row of the batch where a position follows neither the one before it nor a rule
-/// above. So does a row that begins with another position: its sequence's earlier tokens are not there, and operators
-/// would count its positions from 0. So does padding that comes first where it joins the last sequence.
+/// Throws `cpx::error` that names the first wrong row of the batch. A position must be 0, or -1, or go on in its
+/// sequence. A row of `positions` must not begin within a sequence: the earlier tokens are not there, and operators
+/// would count positions from 0. Padding that joins the sequence before it must come after one.
 /// Source: twinkle's sequence parallelism, whose revisions differ in `pad`: the later one joins.
 template <list_of<std::int32_t, std::int64_t> R>
 thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, caller here = caller::here()) {
@@ -740,8 +741,8 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
 /// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
 /// rows lie in the (rows * columns) rows of the padded tensor. A row that is padding only is a sequence of length 0.
 ///
-/// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that makes the ones of
-/// its row two runs, or that is padding on the other side.
+/// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that begins a second run
+/// of ones in its row, or that is padding on the other side.
 template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> R>
 packing packing_from_mask(R const& mask, index_t columns, padding side, caller here = caller::here()) {
     index_t const count = std::ssize(mask);
@@ -951,7 +952,7 @@ concept cut = std::copyable<C> && std::default_initializable<C> && requires(C co
     { k.snap(n, n) } -> std::same_as<index_t>;
 };
 
-/// floor(n c / C): equal parts when C divides n, otherwise parts that differ by one token.
+/// floor(n c / C): equal chunks when C divides n, otherwise chunks that differ by one token.
 struct balanced {
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
     CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
@@ -1230,7 +1231,7 @@ public:
 
     template <class F>
     void for_each_piece(int rank, F&& f) const {
-        std::vector<int> owned; // a rank owns few of the chunks, and most layouts are asked for them once
+        std::vector<int> owned; // found once for all runs, unless their layouts differ
         for (index_t i = 0; i < runs(); ++i) {
             range const rows = run(i);
             auto const l = layout_at(policy_, rows.size());
@@ -1297,7 +1298,7 @@ private:
         require(batch_.tokens() < (index_t{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
                 batch_.tokens());
         for (int c = 0; c < l.chunks(); ++c)
-            if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): a length rule's layouts may have others
+            if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
                 throw error("sharding", "owner of chunk " + std::to_string(c),
                             "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
     }
@@ -1370,9 +1371,9 @@ private:
 /// Every rank holds every token in sequence order and its share of the heads of each section (Ulysses).
 ///
 /// Let G be the largest number of heads of a section; the others must divide it, as grouped heads do (q = 16, k = 2).
-/// Rank r holds heads [floor(G r / W), floor(G (r+1) / W)) of the largest sections and of the others the heads
-/// that those use. Shares may be uneven; a head that several ranks need, because of its group or because W > G,
-/// stands on each of them.
+/// Rank r holds heads [floor(G r / W), floor(G (r+1) / W)) of the largest sections, and of the others the heads that go
+/// with these. Shares may be uneven. A head that several ranks need, because of its group or because W > G, stands on
+/// each of them.
 ///
 /// A local row is the rank's share of section 0, then of section 1, and so on.
 template <int W = dynamic>
@@ -1438,7 +1439,7 @@ public:
 } // namespace cpx
 
 // cpx/layout/sequential.hpp
-// Rank r owns the r-th part.
+// Rank r owns the r-th of W chunks.
 
 namespace cpx {
 
@@ -1544,10 +1545,10 @@ public:
         owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
     }
 
-    /// Takes the owners of any other layout: a table is what all layouts are once their types are forgotten.
+    /// Takes the owners of any other layout: every layout can be written as a table.
     template <class L>
         requires(!std::same_as<L, table>) &&
-                layout<L> // in this order: whether a table is a layout is asked of this class
+                layout<L> // last, because for a table it would ask for this class, which is not complete
     explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
 
     int ranks() const { return ranks_; }
@@ -1606,7 +1607,7 @@ tensor<T, S> make_tensor(S const& sharding, int rank, index_t width) {
 } // namespace cpx
 
 // cpx/layout/zigzag.hpp
-// Rank r owns the r-th part from the front and the r-th part from the back.
+// Rank r owns the r-th chunk from the front and the r-th chunk from the back.
 
 namespace cpx {
 
@@ -1693,8 +1694,8 @@ struct identity {
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back. If that is no plan of its own kind, because this
-    /// one is not `one_to_one`, the operation says so.
+    /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation
+    /// makes no such plan from the shardings swapped: then the operation is called transposed.
     identity transposed(bool one_to_one) const {
         static constexpr std::string_view mark = " transposed";
         identity back = *this;
@@ -1871,7 +1872,7 @@ struct plan {
     std::vector<message> sends, receives;
     flow kind = flow::moves;
     identity id;
-    bool local = false; ///< no rank sends anything by construction, so that ranks need not agree on widths
+    bool local = false; ///< no rank sends anything, whatever the batch: ranks need not agree
     thd batch;          ///< that of the shardings; where ranks disagree on it, they find the first offset that differs
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
@@ -2045,9 +2046,9 @@ struct scan {};
 template <class How>
 concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 
-/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always on
-/// one rank and where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only,
-/// with `scan` on several ranks never.
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank. It does on
+/// one rank, where every rank holds every row, and with `serial` if sequences are cut at multiples of the chunk only.
+/// With `scan` on several ranks it does not.
 template <carry_kind How, any_sharding S>
 constexpr bool is_exact(S const& sharding, index_t chunk) {
     if constexpr (S::every_row)
@@ -2063,7 +2064,7 @@ struct carry_link {
     index_t level = 0;          ///< how many segments come before it
     bool has_successor = false; ///< whether a segment comes after it
     index_t map_row = -1;       ///< its row among the rank's maps M; -1: its M is not needed
-    index_t ends = 0, maps = 0; ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
+    index_t ends = 0, maps = 0; ///< the rows at which its sequence's gathered E and gathered M begin
 };
 
 /// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
@@ -2153,7 +2154,7 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
         for (int l = 0; l < length; ++l) {
             int const holder = at(chain, l);
             bool const has_successor = l + 1 < length, needs_map = l > 0 && has_successor;
-            if (l < at(last_level, rank)) { // before this rank's last segment: its own summaries are gathered, too
+            if (l < at(last_level, rank)) { // before this rank's last segment: its own E and M are gathered, too
                 ends.receive(holder);
                 if (l > 0) maps.receive(holder);
             }
@@ -2175,7 +2176,7 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
         c.steps.push_back(steps[l].finish(sharding, rank, static_cast<index_t>(c.levels[l].size()), id));
-    identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
+    identity scanned = id; // another name, so that ranks find out if one of them hands states on serially
     identity::set(scanned.operation, "carry, scan");
     c.ends = ends.finish(sharding, rank, static_cast<index_t>(c.segments.size()), scanned);
     c.maps = maps.finish(sharding, rank, own_maps, scanned);
@@ -2341,8 +2342,9 @@ struct relayout_plan : plan {
 
 namespace detail {
 
-/// Columns of one section that rank `i` ships to rank `j`: what `j` needs and `i` holds, unless `j` has it or another
-/// rank is to send it. Where ranks hold the same head, the lowest of them sends it (shares ascend with ranks).
+/// Returns the heads of a section that rank `i` ships to rank `j`: those that `j` needs and `i` holds, unless `j` has
+/// them already or another rank is to send them. Where several ranks hold a head, the lowest of them sends it (shares
+/// ascend with ranks).
 template <any_sharding From, any_sharding To>
 range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
     range const held = from.heads(i, heads);
@@ -2449,7 +2451,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
             "those of the source", "others", here);
-    constexpr section whole_row; // stands for the sections where only replicas decide who sends
+    constexpr section whole_row; // stands for the sections where rows move whole
     bool const whole_rows = sections.empty();
     auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
     bool const by_columns = !whole_rows || From::every_row;
@@ -2477,7 +2479,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     if (detail::has_replicas(to, groups)) p.kind = flow::copies;
     require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
             detail::brought(p.receives), here);
-    // A row that stays is named twice, by two walks: as it leaves and as it arrives.
+    // Rows that stay are found twice: among those that leave and among those that arrive.
     require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
             "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;
@@ -2486,7 +2488,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
 } // namespace cpx
 
 // cpx/plan/route.hpp
-// Which parts of a sequence move between two layouts that are known at compile time.
+// Which cells of a run move between two layouts that are known at compile time.
 
 namespace cpx {
 
@@ -2593,8 +2595,9 @@ struct volume {
 
 /// Counts what no exchange between the shardings can do without, from ownership alone, not from plans.
 ///
-/// For every rank j: the rows that it needs and does not have whole, once for every rank that must supply a part of
-/// them: the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
+/// For every rank j: the rows that it needs and does not have whole, counted once for every rank that must supply some
+/// of their columns: the holder of the row or, where every rank holds every row, the lowest holder of each head that j
+/// lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1) {
@@ -3194,7 +3197,7 @@ namespace cpx {
 class threads {
 public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
-    /// the others in one exchange; any longer one is a year.
+    /// the others in one exchange; at most a year.
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
     template <class F>

@@ -8,7 +8,7 @@ using queries = cpx::sharding<cpx::zigzag<4>>;
 #ifdef CPX_GOOD
 using keys = cpx::replicated<4>;
 #else
-using keys = queries; // every rank would see a part of the sequence and call it the whole
+using keys = queries; // every rank would take its own keys for all keys of the sequence
 #endif
 
 void run(cpx::sharded<float, queries> const& q, cpx::sharded<float, keys> const& k) {

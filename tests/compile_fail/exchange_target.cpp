@@ -1,5 +1,5 @@
 // expect: exchange into a tensor that is not sharded as the plan's target
-// Rows of every sequence's part do not fit where parts of the whole batch are wanted (per-sequence rows fed to
+// A rank's rows of every sequence do not fit where its rows of the whole batch are wanted (per-sequence rows fed to
 // flash-linear-attention, which cuts the batch).
 #include <cpx/cpx.hpp>
 

@@ -4,7 +4,7 @@
 #include <cpx/layout/sequential.hpp>
 #include <cpx/transport/threads.hpp>
 
-// Miles' pull request 957 and Megatron's 3282: W equal parts of every sequence, read as W equal parts of the batch.
+// Miles' pull request 957 and Megatron's 3282: W equal chunks of every sequence, read as W equal chunks of the batch.
 using packed = cpx::sharding<cpx::sequential<2>, cpx::scope::batch>;
 #ifdef CPX_GOOD
 using held = packed;

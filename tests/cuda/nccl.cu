@@ -194,7 +194,7 @@ std::string in_one_process(int) {
 
 /// Every second rank of a world is a group of its own, as context-parallel ranks are where tensor-parallel ones are
 /// neighbours.
-std::string in_parts(int rank) {
+std::string in_every_second(int rank) {
     member world;
     member me(world.comm->split(rank % 2));
     int const ranks = me.comm->ranks();
@@ -394,7 +394,7 @@ TEST_SUITE("cuda") {
     }
     TEST_CASE("ranks may be some of a world's") {
         if (!enough_gpus(2)) return;
-        check_codes(processes::run(std::min(processes::gpus(), 4), in_parts));
+        check_codes(processes::run(std::min(processes::gpus(), 4), in_every_second));
     }
     TEST_CASE("exchanges are captured, and replayed with other rows") {
         if (!enough_gpus(2)) return;

@@ -243,7 +243,7 @@ std::string dies_in_a_group(int rank) {
 }
 
 /// Rank 3 dies in a group of two, itself and rank 1; the other group goes on.
-std::string dies_in_a_part(int rank) {
+std::string dies_in_a_split(int rank) {
     auto const world = cpx::nccl::from_environment(3s);
     member me(world->split(rank % 2));
     small_move small(*me.comm, 8);
@@ -384,6 +384,6 @@ TEST_SUITE("cuda") {
     TEST_CASE("a rank that dies is named in groups, too") {
         if (!enough_gpus(4)) return;
         check_codes(processes::run(4, dies_in_a_group), 1);
-        check_codes(processes::run(4, dies_in_a_part), 3);
+        check_codes(processes::run(4, dies_in_a_split), 3);
     }
 }

@@ -4,8 +4,8 @@
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
 
-// CPX_CALLS_BACK stands before a template for host and device that calls what it is given, which may be for the host
-// only.
+// CPX_CALLS_BACK stands before a template for host and device that calls a function which it is given; that function
+// may be for the host only.
 #if defined(__CUDACC__)
 #define CPX_HOST_DEVICE __host__ __device__
 #define CPX_CALLS_BACK _Pragma("nv_exec_check_disable")

@@ -34,7 +34,7 @@ public:
           problem_(detail::printable(what, true)), expected_(detail::printable(expected)),
           got_(detail::printable(got)) {}
 
-    /// Returns `what()` without file and line, as a program tells it whose users look for a mistake of theirs.
+    /// Returns `what()` without file and line, for users of a program, whose mistake is not in its source.
     std::string message() const { return text(where_, problem_, expected_, got_); }
 
     /// Returns the function, file or object that rejects its input.

@@ -35,7 +35,8 @@ struct operand {
     }
 };
 
-/// Returns whether some byte belongs to both; where ranges of addresses meet and strides differ, also if none does.
+/// Returns whether some byte belongs to both. Where the ranges of addresses meet and the strides differ, the answer is
+/// yes.
 inline bool overlap(operand const& a, operand const& b) {
     if (a.first > b.first) return overlap(b, a);
     if (a.empty() || b.empty() || !a.holds(b.first)) return false;

@@ -114,9 +114,9 @@ void require_fits(char const* where, packing const& p, rows<T const> packed, row
 /// `positions`: (B, columns), -1 columns: one row. Every row begins a sequence; the batch has B * columns tokens.
 /// There are no sequences of length 0: positions cannot show them.
 ///
-/// Throws `cpx::error` that names the row of the batch where a position follows neither the one before it nor a rule
-/// above. So does a row that begins with another position: its sequence's earlier tokens are not there, and operators
-/// would count its positions from 0. So does padding that comes first where it joins the last sequence.
+/// Throws `cpx::error` that names the first wrong row of the batch. A position must be 0, or -1, or go on in its
+/// sequence. A row of `positions` must not begin within a sequence: the earlier tokens are not there, and operators
+/// would count positions from 0. Padding that joins the sequence before it must come after one.
 /// Source: twinkle's sequence parallelism, whose revisions differ in `pad`: the later one joins.
 template <list_of<std::int32_t, std::int64_t> R>
 thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, caller here = caller::here()) {
@@ -149,8 +149,8 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
 /// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
 /// rows lie in the (rows * columns) rows of the padded tensor. A row that is padding only is a sequence of length 0.
 ///
-/// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that makes the ones of
-/// its row two runs, or that is padding on the other side.
+/// Throws `cpx::error` that names row and column of the first element that is neither 0 nor 1, that begins a second run
+/// of ones in its row, or that is padding on the other side.
 template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> R>
 packing packing_from_mask(R const& mask, index_t columns, padding side, caller here = caller::here()) {
     index_t const count = std::ssize(mask);

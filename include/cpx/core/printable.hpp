@@ -17,9 +17,9 @@ struct leading_character {
     bool shown = false;
 };
 
-/// Returns the character that `text`, which is not empty, begins with. A byte that begins none in UTF-8 stands alone.
+/// Returns the first character of `text`, which is not empty. A byte that begins no character of UTF-8 counts as one.
 ///
-/// Not shown are control characters, and those of Unicode that are invisible or change the direction of others.
+/// Control characters are not shown, nor those of Unicode that are invisible or change the direction of text.
 inline leading_character first_character(std::string_view text) {
     auto const byte = [&](std::size_t i) { return std::uint32_t{static_cast<unsigned char>(text[i])}; };
     std::size_t const n = byte(0) < 0x80   ? 1
@@ -43,7 +43,7 @@ inline leading_character first_character(std::string_view text) {
 
 /// Returns `text` with every byte that must not be printed as \xHH; line feeds stay if `lines`.
 ///
-/// What was made printable is not changed again: a backslash stays one.
+/// Printable text stays as it is, backslashes too, so that a second call changes nothing.
 inline std::string printable(std::string_view text, bool lines = false) {
     constexpr char const* digits = "0123456789abcdef";
     std::string safe;

@@ -32,8 +32,9 @@ struct conv_grid {
     index_t strip_blocks = 0, blocks = 0;
 };
 
-/// Returns a grid of some whole waves of `per_multiprocessor` blocks, whose strips are about `wanted` rows or, of few
-/// rows, what one wave leaves each. That of no channels, which only its workspace is asked for, is that of one.
+/// Returns a grid of whole waves of `per_multiprocessor` blocks on every multiprocessor. Strips have about `wanted`
+/// rows or, where rows are few, as many as fill one wave. Without channels the grid is that of one channel: nothing is
+/// launched then, but the size of the workspace may be asked for.
 inline conv_grid cut_convolution(conv_plan const& plan, index_t channels, int vector, index_t per_multiprocessor,
                                  index_t wanted) {
     index_t const in_a_row = std::max<index_t>(1, (channels + vector - 1) / vector), rows = plan.rows();
@@ -49,8 +50,8 @@ inline conv_grid cut_convolution(conv_plan const& plan, index_t channels, int ve
             blocks * tiles};
 }
 
-// The fastest without spills on an H200, of 32768 rows and 8192 channels. A strip begins and ends slowly, with loads
-// that nothing hides, and the backward's more so: it has one wave of long ones.
+// Fastest on an H200 without spills, for 32768 rows and 8192 channels. A strip is slow at its beginning and end, where
+// nothing hides its loads. In the backward that costs more: it has one wave of long strips.
 inline conv_grid cut_forward(conv_plan const& plan, index_t channels, int vector) {
     return cut_convolution(plan, channels, vector, kernels::conv_resident, vector == 4 ? 256 : 128);
 }
@@ -102,7 +103,8 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
     return in;
 }
 
-/// Returns whether vectors of 16 bytes will do for x, its halo and the weight: that of 4 taps, dense and aligned.
+/// Returns whether x, its halo and the weight can be read in vectors of 16 bytes: there are 4 taps, the weight is
+/// dense, and everything is aligned.
 template <class T, class W>
 bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) {
     index_t const row = weight.count() * static_cast<index_t>(sizeof(T));
@@ -110,7 +112,8 @@ bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) 
            in_vectors(x) && in_vectors(halo);
 }
 
-/// The same of a result, or its gradient, too: `y`, which is rows or parts. Throws `cpx::error` if its heads want it.
+/// The same with `y`, a result or its gradient, which is rows or parts. Throws `cpx::error` if heads of `y` are to be
+/// normalised and vectors cannot be used.
 template <class T, class W, class Y>
 bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, rows<W const> weight, Y const& y,
                      caller here) {

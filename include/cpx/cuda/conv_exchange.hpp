@@ -47,7 +47,7 @@ public:
     conv_plan const& plan() const { return plan_; }
     index_t channels() const { return channels_; }
 
-    /// What the local operators are given beside the caller's tensors, and what they leave: rows in the plan's numbers.
+    /// Rows that the local operators read and write beside the caller's tensors: as many as the plan says.
     rows<T> halo() const { return {halo_.data(), plan_.halo_rows(), channels_}; }
     rows<float> edge() const { return {edge_.data(), plan_.edge_rows(), channels_}; }
     rows<float> dz_halo() const { return {dz_halo_.data(), plan_.dz_halo_rows(), channels_}; }

@@ -44,7 +44,7 @@ public:
     index_t taps() const { return reach_ + 1; }
 
     bool has_backward() const { return has_backward_; }
-    /// Returns the plan that brings edge rows, its source, to the ranks before which they stand, its target.
+    /// Returns the plan that brings edge rows, its source, to the ranks whose segments they follow, its target.
     plan const& edge_exchange() const { return edge_exchange_; }
     index_t edge_rows() const { return edge_exchange_.source_rows; }
     index_t dz_halo_rows() const { return edge_exchange_.target_rows; }
@@ -63,7 +63,8 @@ private:
         return buffer<index_t>(std::span(values), here);
     }
 
-    /// Returns the table of rows before: (segments, reach), those of the halo after the own, -1 for none.
+    /// Returns the table of rows before: (segments, reach). Rows of the halo are numbered after the rank's own; -1:
+    /// none.
     template <any_sharding S>
     std::vector<index_t> set_before(halo_plan<S> const& p, caller here) {
         require(p.where == side::before, "cuda::conv_plan", "side of the halo", "before", "after", here);
@@ -92,7 +93,8 @@ private:
     template <any_sharding S>
     void set_after(halo_plan<S> const& p, std::vector<segment> const& segments, std::vector<index_t> const& before,
                    caller here) {
-        // Own rows, ascending. One that this rank itself needs is also needed where the rows between are.
+        // Own rows, ascending. A row that another segment of this rank needs is among those that are sent, because the
+        // rank that holds the rows between needs it, too.
         std::vector<index_t> edge;
         for (message const& m : p.sends)
             for (run const r : m.rows)

@@ -79,7 +79,7 @@ inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, 
 /// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
 /// or received into, its place. A plan that sums adds in rank order.
 /// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks. Can
-/// be captured; the graph is not launched any more, and has ended, when this object goes.
+/// be captured; before this object is destroyed the graph has ended, and it is not launched again.
 template <class T>
 class exchange {
 public:
@@ -101,7 +101,7 @@ public:
                 "at least the widths", std::min(from_stride_, to_stride_), here);
         require(current_device() == comm.device(), "cuda::exchange", "current device", comm.device(), current_device(),
                 here);
-        require(others.empty() || !zeros_first_, "cuda::exchange", "plan of which others move a part",
+        require(others.empty() || !zeros_first_, "cuda::exchange", "plan of which some rows move in another way",
                 "one that fills the target and does not add", "another", here);
         require(addable || p.kind != flow::sums, "cuda::exchange", "elements of a plan that sums", "a type with +",
                 std::string(cpx::detail::type_name<T>()), here);
@@ -110,7 +110,7 @@ public:
         connect(here);
     }
 
-    /// Moves this rank's part of `from` to where it belongs in everybody's `to`; they must not overlap.
+    /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap.
     ///
     /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told,
     /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything
@@ -186,7 +186,7 @@ private:
             for (wire const& w : messages) {
                 auto const [data, bytes] = place(w);
                 static_cast<void>(operation(data, static_cast<std::size_t>(bytes), ncclInt8, w.peer, comm_.get(),
-                                            stream)); // what fails is told by the group's end
+                                            stream)); // the group's end reports what fails
             }
         };
         comm_.call(

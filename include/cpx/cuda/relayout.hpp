@@ -71,9 +71,9 @@ using device_side_of = decltype(device_side(std::declval<S const&>()));
 ///
 /// Addresses follow from the policies and from cu_seqlens in device memory, so that a call can be captured in a CUDA
 /// graph and replayed with other offsets. Offsets with which rows do not fit a buffer, or that differ between ranks,
-/// are noticed by the kernel; see `kernels::faults`. Source and targets do not overlap. Rows of ranks that this device
-/// does not reach stay. Made by every rank for itself; calls are collective, in the same order on all ranks that reach
-/// each other, and end, in stream order, when all their rows have arrived.
+/// are noticed by the kernel; see `kernels::faults`. Source and targets do not overlap. Rows for ranks that this device
+/// does not reach are left out. Made by every rank for itself; calls are collective, in the same order on all ranks
+/// that reach each other, and end, in stream order, when all their rows have arrived.
 template <class T, any_sharding From, any_sharding To>
 class relayout {
 public:
@@ -90,7 +90,7 @@ public:
         auto const groups = sections.empty() ? std::span(&whole, 1) : sections;
         require(std::ssize(groups) <= kernels::most_sections, "cuda::relayout", "sections",
                 "at most " + std::to_string(kernels::most_sections), groups.size(), here);
-        // Where code is loaded when it is first wanted, that would wait for kernels that wait for this one.
+        // Loads the kernel now: if its first launch loads it, that waits for kernels that wait for this one.
         cudaFuncAttributes loaded{};
         check(cudaFuncGetAttributes(&loaded, kernels::relayout_push<source_side, target_side>), "cudaFuncGetAttributes",
               here);

@@ -45,7 +45,8 @@ using bytes_at_once = kernels::neighbours<
     std::conditional_t<Bytes == 1, std::uint8_t, std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>,
     (Bytes + 3) / 4>;
 
-/// Blocks and threads for `count` rows of `vectors` vectors: `each` a thread, but a warp's neighbours first.
+/// Blocks and threads for `count` rows of `vectors` vectors: a thread takes `each` of them, fewer where a row would not
+/// fill a warp.
 struct row_shape {
     dim3 grid, block;
     row_shape(index_t count, index_t vectors, index_t each) {
@@ -112,7 +113,7 @@ void gather_rows(std::type_identity_t<rows<T const>> from, std::span<I const> li
 
 /// Copies row i of `from` to row list[i] of `to`; a negative number: nowhere. The other rows stay, or become zeros.
 ///
-/// The numbers that are not negative differ: of two rows for one place, either may be there in the end.
+/// Numbers that are not negative must differ: if two are equal, either row may be in that place in the end.
 /// from: (list.size(), width), to: (any, width); all else as in `gather_rows`, whose gradient this is with `zeros` if
 /// the numbers differ. Cost: with `zeros` all of `to` is written first.
 template <class T, row_number I>

@@ -90,7 +90,7 @@ public:
     }
 
 private:
-    /// Runs `f()`; where ranks were missed, names those that their groups wait for rather than those that wait.
+    /// Runs `f()`. If ranks were missed, the error names those for which their groups wait, not those that wait.
     template <class F>
     void named(F&& f, caller here) const {
         try {

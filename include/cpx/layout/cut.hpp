@@ -21,7 +21,7 @@ concept cut = std::copyable<C> && std::default_initializable<C> && requires(C co
     { k.snap(n, n) } -> std::same_as<index_t>;
 };
 
-/// floor(n c / C): equal parts when C divides n, otherwise parts that differ by one token.
+/// floor(n c / C): equal chunks when C divides n, otherwise chunks that differ by one token.
 struct balanced {
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
     CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }

@@ -46,9 +46,9 @@ private:
 /// Every rank holds every token in sequence order and its share of the heads of each section (Ulysses).
 ///
 /// Let G be the largest number of heads of a section; the others must divide it, as grouped heads do (q = 16, k = 2).
-/// Rank r holds heads [floor(G r / W), floor(G (r+1) / W)) of the largest sections and of the others the heads
-/// that those use. Shares may be uneven; a head that several ranks need, because of its group or because W > G,
-/// stands on each of them.
+/// Rank r holds heads [floor(G r / W), floor(G (r+1) / W)) of the largest sections, and of the others the heads that go
+/// with these. Shares may be uneven. A head that several ranks need, because of its group or because W > G, stands on
+/// each of them.
 ///
 /// A local row is the rank's share of section 0, then of section 1, and so on.
 template <int W = dynamic>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rank r owns the r-th part.
+// Rank r owns the r-th of W chunks.
 #pragma once
 
 #include <cpx/layout/concept.hpp>

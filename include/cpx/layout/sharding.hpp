@@ -99,7 +99,7 @@ public:
 
     template <class F>
     void for_each_piece(int rank, F&& f) const {
-        std::vector<int> owned; // a rank owns few of the chunks, and most layouts are asked for them once
+        std::vector<int> owned; // found once for all runs, unless their layouts differ
         for (index_t i = 0; i < runs(); ++i) {
             range const rows = run(i);
             auto const l = layout_at(policy_, rows.size());
@@ -166,7 +166,7 @@ private:
         require(batch_.tokens() < (index_t{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
                 batch_.tokens());
         for (int c = 0; c < l.chunks(); ++c)
-            if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): a length rule's layouts may have others
+            if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
                 throw error("sharding", "owner of chunk " + std::to_string(c),
                             "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
     }

@@ -27,10 +27,10 @@ public:
         owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
     }
 
-    /// Takes the owners of any other layout: a table is what all layouts are once their types are forgotten.
+    /// Takes the owners of any other layout: every layout can be written as a table.
     template <class L>
         requires(!std::same_as<L, table>) &&
-                layout<L> // in this order: whether a table is a layout is asked of this class
+                layout<L> // last, because for a table it would ask for this class, which is not complete
     explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
 
     int ranks() const { return ranks_; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rank r owns the r-th part from the front and the r-th part from the back.
+// Rank r owns the r-th chunk from the front and the r-th chunk from the back.
 #pragma once
 
 #include <cpx/layout/concept.hpp>

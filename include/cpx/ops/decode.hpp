@@ -78,9 +78,9 @@ using state_sharding_of = decltype(state_sharding(std::declval<S const&>(), {}))
 
 /// Moves the states of gated delta net layers from where a batch left them to where the next one reads them.
 ///
-/// `from`: what the recurrence ran on. `to`: what it is to run on next, over any batch of the same sequences: by heads
-/// or replicated, or by tokens if the sequences have one token, or none, each. To go on with many tokens a sequence by
-/// tokens, hand over to `replicated`, for then several ranks may read a state.
+/// `from`: what the recurrence ran on. `to`: what it runs on next, over any batch of the same sequences: by heads,
+/// replicated, or by tokens if no sequence has more than one token. To go on by tokens with many tokens a sequence,
+/// hand over to `replicated`, because several ranks may then read one state.
 ///
 ///     prefill                             gated_delta_net on any sharding, writes the states
 ///     gated_delta_net_relayout            once a batch for all layers, one exchange a layer
@@ -88,11 +88,11 @@ using state_sharding_of = decltype(state_sharding(std::declval<S const&>(), {}))
 ///
 /// Where to decode: a sequence on one rank, the recurrence in place (`shard<scope::batch>(thd::uniform(n, 1),
 /// table(ranks, rank of each sequence))`, or `sequence_ends(prefill)`, for which no state moves); or the recurrence by
-/// heads on all ranks. A sequence that is finished may have no token in the steps that follow: its state stays where it
-/// is, and is handed on from the sharding in which the sequence had a token.
+/// heads on all ranks. A finished sequence may have no token in later steps: its state stays where it is, and is handed
+/// on from the last sharding in which the sequence had a token.
 ///
-/// Attention layers keep keys and values, not states: the caller appends those of every step, where its attention
-/// reads them, and counts a token's position for the rotary embedding on from the length of its sequence.
+/// Attention layers keep keys and values, not states: the caller appends those of every step where its attention reads
+/// them. Positions for the rotary embedding go on from the length that the sequence had.
 template <any_sharding From, any_sharding To>
 class gated_delta_net_relayout {
 public:

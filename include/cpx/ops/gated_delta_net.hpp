@@ -73,7 +73,8 @@ struct gated_delta_net_state {
     rows<T> conv = {}, recurrent = {};
 };
 
-/// What the backward needs of its forward: of the gated norm on the layer's sharding, of the rest where it ran.
+/// What the backward needs of its forward: the inputs of the gated norm, on the sharding of the layer, and what belongs
+/// to the recurrence, on that of the recurrence.
 template <class T, any_sharding S, any_sharding Mix>
 struct gated_delta_net_saved {
     std::optional<tensor<T, S>> z, o;
@@ -84,7 +85,7 @@ struct gated_delta_net_saved {
 template <class T, any_sharding S>
 struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 
-/// What a forward keeps beside its output, one or the other if wanted.
+/// What a forward keeps beside its output: states to go on from, or what the backward needs, or nothing.
 template <class T, any_sharding S, any_sharding Mix>
 struct gated_delta_net_memory {
     gated_delta_net_state<T> state = {};
@@ -118,7 +119,7 @@ struct gated_delta_mixer {
         : before(halo(sharding, rank, kernel - 1)), after(halo(sharding, rank, kernel - 1, side::after)),
           states(carry(sharding, rank)) {}
 
-    /// The tensors of the delta rule: what the convolution gave and the gates, each (g, then beta).
+    /// The tensors of the delta rule. mixed: the result of the convolution, q, k and v; gates: g, then beta.
     template <class T>
     delta_rule_tensors<T, S> delta_rule(gated_delta_widths<S> const& n, tensor<T, S> const& mixed,
                                         tensor<T, S> const& gates, sharded<T, S> const& o) const {

@@ -88,7 +88,7 @@ public:
             t_.saved->starts.assign(plan.segments.size() * static_cast<std::size_t>(this->state_width()), T{});
     }
 
-    /// Writes the outputs of segment `i`; `state` is its start state before and its end state after.
+    /// Writes the outputs of segment `i`. `state`: its start state on entry, its end state on return.
     void forward(std::size_t i, T* state) const {
         segment const& s = this->segment_at(i);
         index_t const width = this->state_width(), dim = this->heads_.value_dim;

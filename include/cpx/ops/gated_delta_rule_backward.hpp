@@ -33,7 +33,8 @@ public:
         : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options),
           dq_dk_(static_cast<std::size_t>(t.q.data().count() * 2 * this->values_.size() * heads.key_dim)) {}
 
-    /// Writes the gradients of segment `i`; `dstate` is that of its end state before and of its start state after.
+    /// Writes the gradients of segment `i`. `dstate`: the gradient of its end state on entry, of its start state on
+    /// return.
     void backward(std::size_t i, T* dstate) {
         segment const& s = this->segment_at(i);
         index_t const dim = this->heads_.value_dim;
@@ -50,7 +51,7 @@ public:
         if (s.token == 0 && to_.dinitial.data()) std::copy_n(dstate, this->state_width(), to_.dinitial.row(s.sequence));
     }
 
-    /// Sets `dstate` to what the outputs of segment `i` alone give the gradient of its start state.
+    /// Sets `dstate` to the gradient of the start state of segment `i` that the segment's own outputs cause.
     void fold(std::size_t i, T* dstate) const {
         segment const& s = this->segment_at(i);
         index_t const dim = this->heads_.value_dim;

@@ -37,7 +37,8 @@ range owned_heads(S const& sharding, int rank, index_t heads) {
     return {std::min(owned.first, owned.last), owned.last};
 }
 
-/// Adds rows in local order to where `local_rows` took them from: to the gradient of a weight that of this rank's rows.
+/// Adds local rows to the places from which `local_rows` took them: a rank's share of the gradient to that of the
+/// weight.
 ///
 /// Where several ranks hold a head and so its whole gradient, the lowest of them adds it (see `owned_heads`): the sum
 /// over all ranks counts it once.

@@ -18,7 +18,7 @@ namespace cpx {
 /// valid token of a sequence and to padding.
 ///
 /// `plan` is `halo(sharding, rank, 1, side::after)`; tokens, labels: (rows, 1) of the plan's sharding, not overlapping.
-/// Tokens are moved, not judged: `ignored` among them becomes the label of the row before it.
+/// Tokens are not checked: `ignored` among them becomes the label of the row before it.
 /// Collective: one exchange of the halo, at most one token a segment; none where every rank holds every row.
 ///
 /// Throws `cpx::error` on shapes and shardings that do not fit, and what `exchange` throws.
@@ -78,7 +78,7 @@ void require_weights(char const* where, rows<index_t const> labels, std::span<T 
     if (!weights.empty())
         require(std::ssize(weights) == count, where, "number of weights", count, weights.size(), here);
     for (std::size_t row = 0; row < weights.size(); ++row)
-        if (!(weights[row] >= 0 && weights[row] <= std::numeric_limits<T>::max())) // nor is NaN
+        if (!(weights[row] >= 0 && weights[row] <= std::numeric_limits<T>::max())) // false for NaN
             throw error(where, "weight of row " + std::to_string(row), "finite and not negative", show(weights[row]),
                         here);
 }
@@ -93,7 +93,7 @@ void require_weights(char const* where, rows<index_t const> labels, std::span<T 
 /// Bitwise the same on every sharding and any number of ranks: every rank receives every row and adds them in row
 /// order, in double.
 /// Collective: one all-gather of 16 bytes a row, so O(tokens) memory and additions on every rank. Sums of each rank's
-/// own rows would move 16 bytes a rank, but their bits would tell how the batch is sharded. No communication where
+/// own rows would move 16 bytes a rank, but their bits would depend on the sharding. No communication where
 /// every rank holds every row.
 ///
 /// Throws `cpx::error` on shapes, shardings or weights that do not fit, and what `exchange` throws.

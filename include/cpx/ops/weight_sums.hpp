@@ -39,7 +39,7 @@ public:
 
     S const& sharding() const { return sharding_; }
     sum_order order() const { return order_; }
-    /// Returns whether this rank has something to add: on `replicated`, where all have the same, the first one has.
+    /// Returns whether this rank has something to add. On `replicated`, where all ranks have the same, only rank 0 has.
     bool speaks() const { return !S::every_row || rank_ == 0 || !sharding_.sections().empty(); }
     /// Returns whether rows must move first.
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
@@ -51,7 +51,8 @@ public:
         return gather<T>(x, replicated<>(sharding_.ranks(), sharding_.batch()), x.data().width(), comm, here);
     }
 
-    /// Returns the rows to add up, with this rank's columns of sections of `columns` columns each, the same of each.
+    /// Returns the rows to add up, with this rank's columns of every section. The columns of `x` are sections of
+    /// `columns` columns, of each of which the rank has the same columns.
     template <class T, elements_of<T> A, transport Comm>
     summed_rows<T> share(sharded<A, S> const& x, index_t columns, Comm& comm, caller here = caller::here()) const {
         if (!speaks()) return {x.data().sub(0, 0), {0, 0}, {}};

@@ -21,9 +21,9 @@ struct scan {};
 template <class How>
 concept carry_kind = std::same_as<How, serial> || std::same_as<How, scan>;
 
-/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank: always on
-/// one rank and where every rank holds every row, with `serial` where sequences are cut at multiples of the chunk only,
-/// with `scan` on several ranks never.
+/// Returns whether an operator that works in chunks of `chunk` tokens gives bitwise the results of one rank. It does on
+/// one rank, where every rank holds every row, and with `serial` if sequences are cut at multiples of the chunk only.
+/// With `scan` on several ranks it does not.
 template <carry_kind How, any_sharding S>
 constexpr bool is_exact(S const& sharding, index_t chunk) {
     if constexpr (S::every_row)
@@ -39,7 +39,7 @@ struct carry_link {
     index_t level = 0;          ///< how many segments come before it
     bool has_successor = false; ///< whether a segment comes after it
     index_t map_row = -1;       ///< its row among the rank's maps M; -1: its M is not needed
-    index_t ends = 0, maps = 0; ///< rows of the gathered E of level 0 and of the gathered M of level 1 of its sequence
+    index_t ends = 0, maps = 0; ///< the rows at which its sequence's gathered E and gathered M begin
 };
 
 /// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
@@ -129,7 +129,7 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
         for (int l = 0; l < length; ++l) {
             int const holder = at(chain, l);
             bool const has_successor = l + 1 < length, needs_map = l > 0 && has_successor;
-            if (l < at(last_level, rank)) { // before this rank's last segment: its own summaries are gathered, too
+            if (l < at(last_level, rank)) { // before this rank's last segment: its own E and M are gathered, too
                 ends.receive(holder);
                 if (l > 0) maps.receive(holder);
             }
@@ -151,7 +151,7 @@ carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     identity const id = detail::identify("carry", sharding, sharding);
     for (std::size_t l = 0; l < steps.size(); ++l)
         c.steps.push_back(steps[l].finish(sharding, rank, static_cast<index_t>(c.levels[l].size()), id));
-    identity scanned = id; // told apart, so that a rank that hands states on serially is found by name
+    identity scanned = id; // another name, so that ranks find out if one of them hands states on serially
     identity::set(scanned.operation, "carry, scan");
     c.ends = ends.finish(sharding, rank, static_cast<index_t>(c.segments.size()), scanned);
     c.maps = maps.finish(sharding, rank, own_maps, scanned);

@@ -72,8 +72,8 @@ struct identity {
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
-    /// Returns the identity of the plan that moves everything back. If that is no plan of its own kind, because this
-    /// one is not `one_to_one`, the operation says so.
+    /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation
+    /// makes no such plan from the shardings swapped: then the operation is called transposed.
     identity transposed(bool one_to_one) const {
         static constexpr std::string_view mark = " transposed";
         identity back = *this;

@@ -49,7 +49,7 @@ struct plan {
     std::vector<message> sends, receives;
     flow kind = flow::moves;
     identity id;
-    bool local = false; ///< no rank sends anything by construction, so that ranks need not agree on widths
+    bool local = false; ///< no rank sends anything, whatever the batch: ranks need not agree
     thd batch;          ///< that of the shardings; where ranks disagree on it, they find the first offset that differs
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }

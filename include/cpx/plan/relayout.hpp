@@ -18,8 +18,9 @@ struct relayout_plan : plan {
 
 namespace detail {
 
-/// Columns of one section that rank `i` ships to rank `j`: what `j` needs and `i` holds, unless `j` has it or another
-/// rank is to send it. Where ranks hold the same head, the lowest of them sends it (shares ascend with ranks).
+/// Returns the heads of a section that rank `i` ships to rank `j`: those that `j` needs and `i` holds, unless `j` has
+/// them already or another rank is to send them. Where several ranks hold a head, the lowest of them sends it (shares
+/// ascend with ranks).
 template <any_sharding From, any_sharding To>
 range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
     range const held = from.heads(i, heads);
@@ -126,7 +127,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
             "those of the source", "others", here);
-    constexpr section whole_row; // stands for the sections where only replicas decide who sends
+    constexpr section whole_row; // stands for the sections where rows move whole
     bool const whole_rows = sections.empty();
     auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
     bool const by_columns = !whole_rows || From::every_row;
@@ -154,7 +155,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     if (detail::has_replicas(to, groups)) p.kind = flow::copies;
     require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
             detail::brought(p.receives), here);
-    // A row that stays is named twice, by two walks: as it leaves and as it arrives.
+    // Rows that stay are found twice: among those that leave and among those that arrive.
     require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
             "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;

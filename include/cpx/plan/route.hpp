@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which parts of a sequence move between two layouts that are known at compile time.
+// Which cells of a run move between two layouts that are known at compile time.
 #pragma once
 
 #include <cpx/layout/concept.hpp>

@@ -32,8 +32,9 @@ struct volume {
 
 /// Counts what no exchange between the shardings can do without, from ownership alone, not from plans.
 ///
-/// For every rank j: the rows that it needs and does not have whole, once for every rank that must supply a part of
-/// them: the holder of the row, or where every rank holds every row, the lowest holder of each head that j lacks.
+/// For every rank j: the rows that it needs and does not have whole, counted once for every rank that must supply some
+/// of their columns: the holder of the row or, where every rank holds every row, the lowest holder of each head that j
+/// lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1) {

@@ -29,7 +29,7 @@ inline std::atomic<bool> mpi_failed = false;
 ///
 /// Does not end MPI when an exception passes or a transport has failed: MPI_Finalize would wait for ranks that never
 /// come. Then `main` returns something other than 0 (or lets the exception go), and the launcher ends the other ranks.
-/// Ranks that have all recovered by themselves call MPI_Finalize.
+/// Ranks that have all recovered may call MPI_Finalize themselves.
 class mpi_environment {
 public:
     /// Throws `cpx::error` if MPI does not give `level`, one of MPI_THREAD_SINGLE to MPI_THREAD_MULTIPLE.
@@ -66,7 +66,7 @@ private:
 class mpi {
 public:
     static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
-    /// Any longer deadline is this one.
+    /// A longer deadline is shortened to this one.
     static constexpr std::chrono::milliseconds longest_deadline = std::chrono::hours(24 * 365);
 
     /// Calls `program(comm)` on the ranks of `group`. If it throws, the other ranks are told why. Collective.
@@ -98,8 +98,8 @@ public:
         prepare(here);
     }
 
-    /// Returns the transport of those ranks of `group` that give the same `color`, from 0 on, in the order that they
-    /// have there: a context-parallel group is a part of the world. Collective on `group`.
+    /// Returns a transport between the ranks of `group` that give the same `color`, such as a context-parallel group.
+    /// They are numbered from 0, in the order that they have in `group`. Collective on `group`.
     static mpi split(int color, MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                      caller here = caller::here()) {
         return {color, group, deadline, here};
@@ -270,7 +270,7 @@ private:
     /// Returns whether a message has been taken, or has arrived and been delivered.
     bool advance(shipment& t, identity const& id) {
         int done = 0;
-        if (t.target && !t.data) { // however long it is: a wrong one must be seen to be named
+        if (t.target && !t.data) { // of any length, because a wrong message must be received for its sender to be named
             MPI_Message message;
             MPI_Status status;
             check(MPI_Improbe(t.peer, message_tag, comm_, &done, &message, &status), "MPI_Improbe");

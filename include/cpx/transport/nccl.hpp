@@ -32,11 +32,12 @@ namespace cpx {
 /// every later call throws at once. A peer that dies or never comes is an error on the others once a call, or a wait,
 /// has lasted for the deadline; it names the ranks of this host that are missing.
 ///
-/// Calls of NCCL block in this thread, for symmetric windows want it so; another one watches the deadline and aborts.
+/// Calls of NCCL block in this thread, because symmetric windows want that; another thread watches the deadline and
+/// aborts.
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
-    /// A longer deadline is this one.
+    /// The deadline unless another one is given, and the longest: a longer one is shortened to it.
     static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10),
                                                longest_deadline = std::chrono::hours(24 * 365);
 
@@ -51,8 +52,9 @@ public:
 
     /// Returns all ranks of a communicator in this process, rank i on `devices[i]`, for one thread each.
     ///
-    /// In one process, to allocate or free memory of a device waits for all of its work: no thread does so while
-    /// another one's rank waits for it. They may be freed by any thread, in any order: NCCL ends all with the last one.
+    /// In one process, allocating or freeing memory of a device waits for all of that device's work: no thread does so
+    /// while the rank of another thread waits for its rank. The communicators may be destroyed by any thread, in any
+    /// order: NCCL ends all of them with the last one.
     static std::vector<std::unique_ptr<nccl>> all(std::span<int const> devices,
                                                   std::chrono::milliseconds deadline = default_deadline,
                                                   caller here = caller::here()) {
@@ -60,7 +62,7 @@ public:
         auto const id = new_id(here);
         int const ranks = static_cast<int>(devices.size());
         auto const together = std::make_shared<detail::ended_together>(devices.size());
-        struct back { // to the caller's device, also when an error leaves
+        struct back { // goes back to the caller's device, also when an error is thrown
             int device = 0;
             ~back() { static_cast<void>(cudaSetDevice(device)); }
         } before;
@@ -98,7 +100,7 @@ public:
         int const local = detail::variable("LOCAL_RANK", 0, devices - 1, here);
         require(done(cudaSetDevice(local)), "nccl", "cudaSetDevice", "success", local, here);
         detail::comm_id_for_now const id(detail::meeting_place(here).c_str());
-        static std::atomic<int> before = 0; // of this address, which is the id of all of them
+        static std::atomic<int> before = 0; // communicators of this address, which is the id of all of them
         auto joined =
             std::unique_ptr<nccl>(new nccl(rank, count_to(ranks, here), deadline, new_id(here), here, ++before));
         joined->join(here);
@@ -118,9 +120,9 @@ public:
         require(result == ncclSuccess, "nccl", name, "success", ncclGetErrorString(result), here);
     }
 
-    /// Joins those ranks of this communicator that give the same `color`, from 0 on, in the order that they have here:
-    /// a context-parallel group is a part of the world. Its errors call ranks as this one's do. Collective over this
-    /// one. Throws `cpx::error` as the constructor does.
+    /// Joins the ranks of this communicator that give the same `color`, such as a context-parallel group. They are
+    /// numbered from 0, in the order that they have here; errors give them the numbers that this communicator's errors
+    /// do. Collective over this one. Throws `cpx::error` as the constructor does.
     std::unique_ptr<nccl> split(int color, caller here = caller::here()) {
         require(color >= 0, "nccl::split", "color", "not negative", color, here);
         std::vector<int> colors(static_cast<std::size_t>(ranks_)), members, numbers;
@@ -207,7 +209,7 @@ public:
     /// Gathers `bytes` of every rank into `all`, in rank order, both in host memory; for records at set-up. Collective.
     void gather(void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
         begin_call(here);
-        struct scratch { // freed when an error leaves, too: then the abort has ended what ran
+        struct scratch { // freed when an error is thrown, too: by then the abort has ended what used it
             char* memory = nullptr;
             cudaStream_t stream = nullptr;
             ~scratch() {
@@ -247,7 +249,7 @@ public:
     /// The same because of a result of NCCL's; also names ranks that may have been its cause.
     [[noreturn]] void fail(char const* what, ncclResult_t result, caller here) {
         bool const of_others = result == ncclRemoteError || result == ncclSystemError;
-        // who has not come yet is not the cause of another kind of error
+        // a rank that has not come yet cannot be the cause of another kind of error
         auto const names = of_others ? present_->missing() : comm_ ? present_->dead() : std::string();
         if (names.empty() && (!of_others || (comm_ && present_->all_on_this_host()))) leave(&roll_call::fail);
         fail(what, "success",
@@ -262,20 +264,20 @@ public:
              here);
     }
 
-    /// Aborts the communicator because `what` has failed, perhaps on another one.
+    /// Aborts the communicator because `what` has failed, perhaps on another communicator.
     void give_up(char const* what) {
         if (broken_.empty()) broken_ = std::string(what) + " failed before";
         leave(&roll_call::give_up);
         if (comm_) comm_->abort();
     }
 
-    /// Has `stop()` run before an abort, perhaps by another thread: it ends kernels that reach other ranks' memory,
-    /// which the abort takes away. `who` takes it back by `forget`.
+    /// Makes an abort call `stop()` first, perhaps in another thread: it ends kernels that reach other ranks' memory,
+    /// which the abort takes away. Holds until `forget(who)`.
     void before_abort(void const* who, std::function<void()> stop) { comm_->before_abort(who, std::move(stop)); }
     void forget(void const* who) { comm_->forget(who); }
 
 private:
-    /// Returns whether a call of CUDA's has succeeded; if not, it is not reported again by the next one.
+    /// Returns whether a call of CUDA's has succeeded. If not, the next call does not report the error again.
     static bool done(cudaError_t result) {
         if (result != cudaSuccess) static_cast<void>(cudaGetLastError());
         return result == cudaSuccess;
@@ -355,7 +357,7 @@ private:
             fail("communicator", result, here);
     }
 
-    /// Says in this communicator's page, and in those of the ones that it is a part of, why this rank leaves.
+    /// Says why this rank leaves, in this communicator's page and in those of the communicators that it was split from.
     void leave(void (roll_call::*why)()) {
         ((*present_).*why)();
         for (auto const& page : above_) ((*page).*why)();
@@ -370,7 +372,7 @@ private:
     std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
     std::shared_ptr<roll_call> present_;
-    std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this is a part of
+    std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this one was split from
     std::string broken_;
     std::shared_ptr<joining> joining_;
     std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined

@@ -18,7 +18,8 @@
 
 namespace cpx::detail {
 
-/// Communicators of one process. NCCL ends one when all of them end; so the last that leaves ends them all.
+/// The communicators of one process. NCCL ends one of them only together with all others, so the last that leaves ends
+/// all.
 class ended_together {
 public:
     explicit ended_together(std::size_t ranks) : ranks_(ranks) {}
@@ -29,7 +30,7 @@ public:
             each(ncclCommFinalize);
             each(ncclCommDestroy);
         } else {
-            each(ncclCommAbort); // of one that has failed the others would wait
+            each(ncclCommAbort); // if one has failed, the others would wait for it without an abort
         }
     }
     void leave(ncclComm_t comm) {
@@ -82,7 +83,7 @@ public:
     /// Returns what `f()`, a call of NCCL's, returns, or nothing if the deadline passed meanwhile: then it is aborted.
     template <class F>
     std::optional<ncclResult_t> in_time(F&& f) {
-        struct call { // over even if f throws: an abort waits for that
+        struct call { // ends the call even if f throws: an abort waits for the end
             watched_comm& of;
             bool late = false;
             explicit call(watched_comm& comm) : of(comm) {
@@ -104,15 +105,15 @@ public:
         std::lock_guard const lock(guard_);
         if (aborted_.exchange(true)) return;
         for (auto const& [who, stop] : stops_) stop();
-        // In a group, NCCL tells all who wait to give up at once, and frees what they use at the group's end only: by
-        // then the call in flight has returned.
+        // In a group, NCCL tells all calls that wait to give up at once, but frees what they use only at the end of the
+        // group: by then the call in flight has returned.
         static_cast<void>(ncclGroupStart());
         static_cast<void>(ncclCommAbort(comm_));
         busy_until_.wait(late);
         static_cast<void>(ncclGroupEnd());
     }
 
-    /// Has `stop()` run before an abort, perhaps by another thread, until `forget(who)`.
+    /// Makes an abort call `stop()` first, perhaps in another thread, until `forget(who)`.
     void before_abort(void const* who, std::function<void()> stop) {
         std::lock_guard const lock(guard_);
         stops_.emplace_back(who, std::move(stop));

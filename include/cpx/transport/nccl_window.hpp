@@ -29,9 +29,9 @@ __global__ void window_pointers(ncclWindow_t window, int ranks, void** pointers)
 /// Never uses multicast. Made and freed by all ranks in the same order.
 class nccl_window {
 public:
-    /// Returns whether all ranks of the communicator reach each other's memory, and the NCCL that is loaded is of the
-    /// version (patches aside) whose headers this was compiled with, for kernels read its windows. Collective; the same
-    /// on every rank.
+    /// Returns whether all ranks of the communicator reach each other's memory and the NCCL that is loaded has the
+    /// version (patches aside) of the headers that this was compiled with, because kernels read its windows.
+    /// Collective; the same on every rank.
     static bool supported(nccl& comm, caller here = caller::here()) {
         comm.begin_call(here);
         int loaded = 0;
@@ -58,12 +58,12 @@ public:
         return std::find(all.begin(), all.end(), 0) == all.end();
     }
 
-    /// Allocates `bytes` on every rank, the same number. `blocks`: of every kernel that meets others here, 0 for as
-    /// many as pay, up to 128. Collective.
+    /// Allocates `bytes` on every rank, the same number. `blocks`: how many blocks every kernel has that meets others
+    /// here; 0: as many as pay, up to 128. Collective.
     ///
     /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
     nccl_window(nccl& comm, index_t bytes, int blocks = 0, caller here = caller::here())
-        : nccl_window(comm) { // which is whole: its destructor runs if what follows throws
+        : nccl_window(comm) { // now the object is complete: its destructor runs if what follows throws
         require(bytes >= 0, "nccl_window", "bytes", "not negative", bytes, here);
         bytes_ = (bytes + 255) / 256 * 256;
         int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
@@ -94,7 +94,7 @@ public:
             [&] { return ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC); },
             here);
 
-        // The epochs' memory holds the pointers first: what is freed at the end is there once.
+        // The memory of the epochs holds the pointers first, so that there is one allocation to free.
         cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs),
                         std::max(sizeof base_, 4 * (blocks + std::size_t{1}))),
              "cudaMalloc", here);
@@ -105,7 +105,7 @@ public:
             cudaMemcpy(base_, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()), cudaMemcpyDeviceToHost),
             "window_pointers", here);
         for (int r = 0; r < comm.ranks(); ++r) {
-            // this rank's by its own address, which an abort leaves as it is
+            // this rank's own memory by the address that it has without NCCL, which survives an abort
             char* const memory = r == comm.rank() ? data() : base_[r];
             meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(memory + bytes_);
         }
@@ -118,7 +118,7 @@ public:
         meeting_.ranks = comm.ranks();
         meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
         cuda(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
-        comm.synchronize_device(here); // what was set to 0 is
+        comm.synchronize_device(here); // now what was set to 0 is 0
         comm.before_abort(this, [this] { stop(); });
         char const ready = 1;
         std::vector<char> everyone(static_cast<std::size_t>(comm.ranks()));
@@ -131,7 +131,7 @@ public:
             comm_.synchronize_device();
             if (window_)
                 comm_.call("ncclCommWindowDeregister", [&] { return ncclCommWindowDeregister(comm_.get(), window_); });
-        } catch (error const&) { // what was shared went with the communicator
+        } catch (error const&) { // the abort has taken away what was shared
             stop();
             static_cast<void>(cudaDeviceSynchronize());
         }
@@ -160,12 +160,14 @@ public:
     /// other offsets, or whose rows did not fit.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
         comm_.wait(stream, limit(), here, [this] { return faulty(); });
-        if (faulty()) std::this_thread::sleep_for(std::chrono::milliseconds(10)); // other blocks find the same
+        if (faulty())
+            std::this_thread::sleep_for(
+                std::chrono::milliseconds(10)); // so that other blocks can report what they find
         check_faults(here);
     }
 
-    /// Returns by when kernels have ended: one gives up by itself, those behind it at once, and only then is the
-    /// communicator aborted.
+    /// Returns after what time kernels have ended. The first gives up by itself, those behind it then end at once; the
+    /// communicator is aborted only if they do not.
     std::chrono::milliseconds limit() const { return 2 * comm_.deadline() + std::chrono::seconds(1); }
 
     /// Returns whether a kernel has found ranks at fault.
@@ -184,12 +186,12 @@ private:
         int before = comm_.device();
         static_cast<void>(cudaGetDevice(&before));
         static_cast<void>(cudaSetDevice(comm_.device()));
-        // By a copy: kernels that wait their turn are not before it, however few queues the device has been given.
+        // By a copy, which does not queue behind kernels that wait for their turn, however few queues the device has.
         static_cast<void>(cudaMemcpyAsync(meeting_.epochs + blocks_, &page_->one, sizeof page_->one,
                                           cudaMemcpyHostToDevice, stopper_));
         for (int ms = 0; ms < 1000 && cudaStreamQuery(stopper_) == cudaErrorNotReady; ++ms)
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // they look every few microseconds
+        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // kernels look every few microseconds
         static_cast<void>(cudaSetDevice(before));
     }
 

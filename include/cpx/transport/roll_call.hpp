@@ -26,13 +26,14 @@ namespace cpx {
 
 /// A page that the ranks of one host share, in which each says that it has come and how many calls it has begun.
 ///
-/// NCCL tells that an operation does not end, not whose fault it is. Here every rank of the host writes its process, a
-/// count of its calls, and whether it leaves because of others or of itself, so that the others can name those that are
-/// dead, have failed or have not come. Ranks of other hosts are not seen. Nothing waits here, and no data moves.
+/// NCCL tells that an operation does not end, but not whose fault that is. Here every rank of the host writes its
+/// process, how many calls it has begun and, when it leaves, whether it failed or gave up because others did. So the
+/// others can name the ranks that are dead, have failed or have not come. Ranks of other hosts are not seen. Nothing
+/// waits here, and no data moves.
 class roll_call {
 public:
-    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group. `numbers`: by which errors
-    /// call its ranks.
+    /// Opens the page `name` (letters, digits, dots), the same on every rank of the group. `numbers`: the numbers that
+    /// errors give its ranks.
     roll_call(std::string const& name, int rank, std::vector<int> numbers)
         : name_('/' + name + '.' + std::to_string(::getuid())), rank_(rank), numbers_(std::move(numbers)) {
         int const file = ::shm_open(name_.c_str(), O_CREAT | O_RDWR, 0600);
@@ -59,8 +60,8 @@ public:
         ::munmap(entries_, bytes());
     }
 
-    /// Says that every rank has come: who is not in the page, or there from an earlier group, is on another host, and a
-    /// later group of the same name has a page of its own.
+    /// Says that every rank has come. A rank whose entry is empty by now, or that of an earlier group, is on another
+    /// host. A later group of the same name gets a page of its own.
     void everyone_is_here() {
         ::shm_unlink(name_.c_str());
         for (int r = 0; r < ranks(); ++r) here_.push_back(!earlier(r)); // though it may be dead by now
@@ -76,23 +77,24 @@ public:
         auto const found = look_at(process);
         return !found.dead && found.began == entries_[rank].began.load();
     }
-    /// Says that this rank leaves because of others; what is said first counts.
+    /// Says that this rank leaves because other ranks failed. Of `give_up` and `fail`, the first call counts.
     void give_up() { settle(fate::gave_up); }
-    /// Says that this rank leaves because of itself, unless others have left before: then that may be the cause.
+    /// Says that this rank leaves because it failed. If other ranks have left before, they may be the cause: then it
+    /// gave up.
     void fail() {
         auto const has_left = [&](int r) { return r != rank_ && !earlier(r) && entries_[r].fate.load() != fate::well; };
         settle(list(has_left).empty() ? fate::failed : fate::gave_up);
     }
-    /// Returns " 1 3", the ranks of this host that have failed, have left or are dead; if there are others, not those
-    /// that gave up because of others.
+    /// Returns " 1 3", the ranks of this host that have failed, have left or are dead. Ranks that gave up are named
+    /// only if there are no such ranks.
     std::string dead() const {
         std::string const first = list([&](int r) { return at_fault(r); });
         return first.empty() ? list([&](int r) { return !alive(r); }) : first;
     }
 
-    /// Returns " 1 3", the ranks of this host (of all, until everyone is here) that have failed, have not come, have
-    /// left or are dead; if there are none, those that have begun fewer calls than this one. Those that gave up because
-    /// of others are named if nobody else is.
+    /// Returns " 1 3", the ranks of this host (of all hosts, until everyone is here) that have failed, have not come,
+    /// have left or are dead; if there are none, those that have begun fewer calls than this one. Ranks that gave up
+    /// are named only if there are none of either kind.
     std::string missing() const {
         std::uint64_t const calls = mine().calls.load();
         auto const behind = [&](int r) { return entries_[r].calls.load() < calls; };
@@ -120,20 +122,20 @@ private:
         bool operator==(person const&) const = default;
     };
 
-    /// Returns whether a later group of this name has not taken this rank's entry.
+    /// Returns whether this rank's entry is still its own, not that of a later group of this name.
     bool owned() const { return mine().process.load() == static_cast<std::int64_t>(::getpid()); }
     void settle(fate because) {
         fate before = fate::well;
         if (owned()) mine().fate.compare_exchange_strong(before, because);
     }
-    /// Returns whether a rank's entry is what an earlier group left, or nothing: it was dead when this rank came.
+    /// Returns whether a rank's entry is empty or that of an earlier group, whose process was dead when this rank came.
     bool earlier(int rank) const {
         return person{entries_[rank].process.load(), entries_[rank].began.load()} ==
                before_[static_cast<std::size_t>(rank)];
     }
     bool at_fault(int rank) const {
         if (earlier(rank)) return true; // has not come
-        bool const lives = alive(rank); // looked at first: who leaves has said why before
+        bool const lives = alive(rank); // looked at first, because a rank says why before it leaves
         fate const said = entries_[rank].fate.load();
         return lives ? said == fate::failed : said != fate::gave_up;
     }
@@ -150,7 +152,7 @@ private:
         if (name_end == std::string::npos) return {};
         std::istringstream fields(text.substr(name_end + 1)); // from the third on, the state
         appearance a;
-        char state = 'Z'; // of one that is dead, until whoever started it asks
+        char state = 'Z'; // a zombie: dead, and its parent has not asked for it yet
         std::string passed;
         std::uint64_t flags = 0;
         fields >> state;

@@ -23,7 +23,7 @@ namespace cpx {
 class threads {
 public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
-    /// the others in one exchange; any longer one is a year.
+    /// the others in one exchange; at most a year.
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
     template <class F>

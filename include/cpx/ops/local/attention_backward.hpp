@@ -102,7 +102,7 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
 ///
 /// A row of dk and dv is a function of what it holds, of its key and value and of the queries from its token on, bit
 /// for bit. Queries are added one after the other, so they may be split between calls, in order, without changing a
-/// bit; heads that share keys are run in turn.
+/// bit; so may the heads that share a key.
 /// Cost: queries * keys * (2 Dk + 2 Dv) multiplications; copies q and dout once.
 ///
 /// Throws `cpx::error` if the shapes do not fit or the queries are not in order.

@@ -109,8 +109,8 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
 /// Computes `dx_t = sum_{j < K} weight_j dz_{t+(K-1)-j}`, the gradient of the input of `convolve_segment`.
 ///
 /// dz, dx: (tokens, channels), not overlapping; weight: (channels, K).
-/// future: (up to K - 1, channels), dz of the tokens just after the segment, the nearest one first; those missing are
-/// zero: none follow in the sequence.
+/// future: (up to K - 1, channels), dz of the tokens just after the segment, the nearest one first; those missing,
+/// behind the end of the sequence, are zero.
 /// All K terms are added in ascending j, the zeros too, so that dx is the same bit for bit however a sequence is cut.
 ///
 /// Throws `cpx::error` if the shapes do not fit.

@@ -160,9 +160,9 @@ void copy_out(padded<T> const& from, rows<T> to) {
 /// q, k: (tokens, Dk); v, o: (tokens, Dv), o not overlapping the others; g (log decay), beta: (tokens, 1).
 /// state: (Dk, Dv), the state before the segment on entry, after it on return.
 ///
-/// `first` is the token of its sequence that row 0 is. Chunks begin at multiples of `options.chunk` tokens of the
-/// sequence, so a segment may begin and end with a part of one. Law: to cut a segment at such a multiple and to hand
-/// the state on changes no bit. Row t of o depends on the tokens up to t alone, bit for bit.
+/// Row 0 is token `first` of its sequence. Chunks begin at multiples of `options.chunk` tokens of the sequence, so the
+/// first and the last chunk of a segment may be shorter. Law: cutting a segment at such a multiple and handing the
+/// state on changes no bit. Row t of o depends on the tokens up to t alone, bit for bit.
 ///
 /// Cost: about tokens * (2 chunk (Dk + Dv) + 3 Dk Dv) multiplications.
 /// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10 and section 3.3; its state
@@ -198,8 +198,8 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
 /// Folds one segment into its step `S_end = M S_start + E` of the state, without outputs: `map` takes M, `end` E.
 ///
 /// k: (tokens, Dk), v: (tokens, Dv), g, beta: (tokens, 1), `first` and the chunks as in `delta_rule_forward`.
-/// end: (Dk, Dv), on entry the state that is already known: zero where a predecessor's state will come later, else the
-/// state before the segment; on return the same carried to the end, with the bits of `delta_rule_forward`.
+/// end: (Dk, Dv), on entry the state before the segment, or zero if a predecessor's state is joined later; on return
+/// the state after it, with the bits of `delta_rule_forward`.
 /// map: (Dk, Dk), written; a view without data if it is not wanted.
 /// Law: two segments in turn make the step (map2 map1, map2 end1 + end2).
 ///

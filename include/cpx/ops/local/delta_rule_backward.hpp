@@ -168,9 +168,9 @@ struct delta_rule_gradients {
 /// the gradient of o. dstate: (Dk, Dv), the gradient of the state after the segment on entry, of the state before it on
 /// return. No result overlaps anything else.
 ///
-/// Law: to cut a segment at a multiple of the chunk, to hand the state on and dstate back, changes no bit. Row t of dq
-/// depends on the tokens up to t alone, row t of dv on those from t on, bit for bit. Nothing is divided by a decay or
-/// by beta: g may be minus infinity, beta 0.
+/// Law: cutting a segment at a multiple of the chunk, and handing the state on and dstate back, changes no bit. Row t
+/// of dq depends on the tokens up to t alone, row t of dv on those from t on, bit for bit. Nothing is divided by a
+/// decay or by beta: g may be minus infinity, beta 0.
 ///
 /// Runs the states forward once and keeps what the chunks begin with and write, (tokens / chunk) Dk Dv + tokens Dv
 /// elements.
