@@ -1654,6 +1654,22 @@ std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
     return hash;
 }
 
+/// Lists the values that ranks have, and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
+inline std::string who_has_what(std::vector<std::string> const& values) {
+    std::string text;
+    for (std::size_t r = 0; r < values.size(); ++r) {
+        if (std::find(values.begin(), values.begin() + static_cast<index_t>(r), values[r]) !=
+            values.begin() + static_cast<index_t>(r))
+            continue; // told already
+        std::string who;
+        for (std::size_t other = r; other < values.size(); ++other)
+            if (values[other] == values[r]) who += ' ' + std::to_string(other);
+        bool const several = who.find(' ', 1) != std::string::npos;
+        text += (text.empty() ? "" : ", ") + values[r] + (several ? " (ranks" : " (rank") + who + ')';
+    }
+    return text;
+}
+
 } // namespace detail
 
 /// A summary of a plan that is the same on every rank if, and in practice only if, the plans fit each other.
@@ -1671,6 +1687,7 @@ struct identity {
         target_width,
         parameter,
         element_bytes, ///< set when the plan is run
+        agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{"ranks",
@@ -1682,13 +1699,13 @@ struct identity {
                                                                          "source width",
                                                                          "target width",
                                                                          "parameter",
-                                                                         "bytes of an element"};
+                                                                         "bytes of an element",
+                                                                         "agreement"};
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
     std::array<char, 32> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
-    std::uint64_t agreement = 0; ///< 1: the plan is not run, ranks compare it
 
     friend bool operator==(identity const&, identity const&) = default;
 
@@ -1729,9 +1746,14 @@ struct identity {
         return id;
     }
 
+    /// Returns whether a rank with this identity and one with `other` are in one exchange; ranks that compare their
+    /// plans are, whatever these are.
+    bool same_exchange(identity const& other) const {
+        return (numbers[agreement] && other.numbers[agreement]) || *this == other;
+    }
+
     /// Returns the number of the first field that differs from `other`, or -1.
     int first_difference(identity const& other) const {
-        if (*this == other) return -1;
         for (int field = 0; field < fields; ++field)
             if (value(field) != other.value(field)) return field;
         return -1;
@@ -1757,7 +1779,7 @@ struct identity {
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
     std::string text() const {
-        return std::string(agreement ? "agreement on " : "") + operation.data() + (source[0] ? " " : "") +
+        return std::string(numbers[agreement] ? "agreement on " : "") + operation.data() + (source[0] ? " " : "") +
                source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
@@ -2774,7 +2796,7 @@ inline void copy(outgoing const& from, incoming const& to) {
 ///   as long as the group.
 ///
 /// These are courtesies: to name the rank at fault in the error, and to check the id. The ranks of one call have the
-/// same id, or all compare their plans (see `agreement`); a transport that sends the id along and gives it to
+/// same id, or all compare their plans (see `identity::agreement`); a transport that sends the id along and gives it to
 /// `require_same_exchange` finds ranks that are in different exchanges, which others hand each other's rows.
 template <class T>
 concept transport =
@@ -2788,16 +2810,44 @@ concept transport =
 /// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
 /// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
 inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
-    if (mine.agreement && theirs.agreement) return; // they find out themselves
+    if (mine.same_exchange(theirs)) return;
     int const field = mine.first_difference(theirs);
-    if (field < 0 && mine.agreement == theirs.agreement) return;
     auto const place = [&](identity const& id, char const* on, int r) {
-        std::string const who = on + std::to_string(r);
-        return field < 0 ? id.text() + who : id.value(field) + who + " (" + id.text() + ")";
+        return id.value(field) + on + std::to_string(r) + " (" + id.text() + ")";
     };
-    throw error(where, "ranks are in different exchanges: " + (field < 0 ? "agreement" : identity::name(field)),
-                place(mine, " as on rank ", rank), place(theirs, " on rank ", peer));
+    throw error(where, "ranks are in different exchanges: " + identity::name(field), place(mine, " as on rank ", rank),
+                place(theirs, " on rank ", peer));
 }
+
+namespace detail {
+
+inline std::string names(std::vector<int> const& ranks) {
+    std::string text = ranks.size() == 1 ? "rank" : "ranks";
+    for (int const rank : ranks) text += ' ' + std::to_string(rank);
+    return text;
+}
+
+/// The error of `rank`, which waits in an exchange for a rank that has left the group.
+inline error gone(char const* where, int rank, identity const& id, int peer) {
+    std::string const who = "rank " + std::to_string(peer);
+    return {where, "rank " + std::to_string(rank) + " waits in " + id.text() + " for " + who, who + " to take part",
+            "its return"};
+}
+
+/// The error of `rank`, which has waited in an exchange for messages of the ranks `silent` and for the ranks `deaf` to
+/// take theirs. `missing`: those among them and among whom they wait for that are in no exchange, as far as is known.
+inline error late(char const* where, int rank, identity const& id, std::vector<int> const& silent,
+                  std::vector<int> const& deaf, std::vector<int> const& missing, std::chrono::milliseconds deadline) {
+    return {where,
+            "rank " + std::to_string(rank) + " waited in " + id.text() +
+                (silent.empty() ? "" : " for messages of " + names(silent)) +
+                (silent.empty() || deaf.empty() ? "" : " and") +
+                (deaf.empty() ? "" : " for " + names(deaf) + " to take theirs"),
+            "an end within " + std::to_string(deadline.count()) + " ms",
+            missing.empty() ? "ranks that wait for each other" : "nothing from " + names(missing)};
+}
+
+} // namespace detail
 
 } // namespace cpx
 
@@ -2872,22 +2922,6 @@ namespace cpx {
 
 namespace detail {
 
-/// Lists the values that ranks have, and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
-inline std::string who_has_what(std::vector<std::string> const& values) {
-    std::string text;
-    for (std::size_t r = 0; r < values.size(); ++r) {
-        if (std::find(values.begin(), values.begin() + static_cast<index_t>(r), values[r]) !=
-            values.begin() + static_cast<index_t>(r))
-            continue; // told already
-        std::string who;
-        for (std::size_t other = r; other < values.size(); ++other)
-            if (values[other] == values[r]) who += ' ' + std::to_string(other);
-        bool const several = who.find(' ', 1) != std::string::npos;
-        text += (text.empty() ? "" : ", ") + values[r] + (several ? " (ranks" : " (rank") + who + ')';
-    }
-    return text;
-}
-
 /// Finds the first offset, or else the first valid length, in which the ranks' batches differ, and throws. `gather` as
 /// below; each call of it brings some hundred numbers of every rank, until all have seen where they differ.
 template <class Gather>
@@ -2946,7 +2980,7 @@ template <transport Comm>
 void agree(Comm& comm, identity const& mine, thd const& batch, caller here = caller::here()) {
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
-    id.agreement = 1;
+    id[identity::agreement] = 1;
     detail::compare(
         "exchange", mine, batch, comm.ranks(),
         [&](void const* my_part, void* all, std::size_t bytes) { detail::gather(comm, id, my_part, all, bytes, here); },
@@ -2987,7 +3021,7 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        tally& sent = sent_[id.agreement ? "agreement" : id.operation.data()];
+        tally& sent = sent_[id.numbers[identity::agreement] ? "agreement" : id.operation.data()];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
@@ -3192,8 +3226,8 @@ namespace cpx {
 ///
 ///     cpx::threads::run(4, [&](cpx::threads& comm) { ... every rank's program ... });
 ///
-/// A rank that throws ends the others: their next or present exchange throws an error that names it. No wait outlasts
-/// the deadline.
+/// A rank that throws ends the others: their next or present exchange throws an error that names it. So do one that
+/// returns and one that runs another plan. No wait outlasts the deadline; then who keeps the others waiting is named.
 class threads {
 public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
@@ -3203,6 +3237,7 @@ public:
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10)) {
         require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
+        require(deadline.count() > 0, "threads::run", "deadline, ms", "more than 0", deadline.count());
         world shared(ranks, deadline);
         std::vector<std::thread> members;
         try {
@@ -3219,24 +3254,38 @@ public:
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
-    /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs.
+    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all ranks
+    /// wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         std::unique_lock lock(world_.mutex);
-        auto const deadline = std::chrono::steady_clock::now() + world_.deadline;
+        member& me = world_.member_at(rank_);
+        auto const end = std::chrono::steady_clock::now() + world_.deadline;
         try {
-            check_failure();
+            me.in = &id;
             for (outgoing const& parcel : sends) {
                 world_.at(rank_, parcel.peer) = {post::ready, &parcel, &id};
-                world_.member_at(parcel.peer).wake.notify_one();
+                world_.tell(parcel.peer);
             }
-            for (incoming const& parcel : receives) receive(lock, deadline, id, parcel);
-            for (outgoing const& parcel : sends)
-                wait(lock, deadline, parcel.peer, "to take a message",
-                     [&] { return world_.at(rank_, parcel.peer).state == post::empty; });
+            std::vector<incoming const*> open;
+            for (incoming const& parcel : receives) open.push_back(&parcel);
+            for (bool done = false; !done;) {
+                me.news = false;
+                check_failure();
+                std::erase_if(open, [&](incoming const* parcel) { return receive(lock, id, *parcel); });
+                me.silent.clear();
+                me.deaf.clear();
+                for (incoming const* parcel : open) me.silent.push_back(parcel->peer);
+                for (outgoing const& parcel : sends)
+                    if (world_.at(rank_, parcel.peer).state != post::empty) me.deaf.push_back(parcel.peer);
+                done = me.silent.empty() && me.deaf.empty();
+                if (!done && !me.news) wait(lock, end, id);
+            }
         } catch (...) {
             withdraw(lock, sends);
+            me.in = nullptr;
             throw;
         }
+        me.in = nullptr;
     }
 
 private:
@@ -3263,7 +3312,11 @@ private:
 
     struct member {
         std::condition_variable wake;
-        bool left = false;
+        bool news = false;             ///< something has changed since it last looked
+        bool asleep = false;           ///< it waits, without news
+        bool left = false;             ///< its program has returned
+        identity const* in = nullptr;  ///< its present exchange
+        std::vector<int> silent, deaf; ///< whose messages it waits for, and who has not taken its own
     };
 
     struct world {
@@ -3277,10 +3330,19 @@ private:
         }
         member& member_at(int rank) { return members[static_cast<std::size_t>(rank)]; }
 
+        void tell(int rank) {
+            member& m = member_at(rank);
+            m.news = true;
+            m.asleep = false;
+            m.wake.notify_one();
+        }
+        void tell_all() {
+            for (int rank = 0; rank < static_cast<int>(members.size()); ++rank) tell(rank);
+        }
         void leave(int rank) {
             std::lock_guard lock(mutex);
             member_at(rank).left = true;
-            for (member& m : members) m.wake.notify_all();
+            tell_all();
         }
         void fail(int rank, std::string why) {
             std::lock_guard lock(mutex);
@@ -3289,7 +3351,7 @@ private:
                 reason = std::move(why);
                 exception = std::current_exception();
             }
-            for (member& m : members) m.wake.notify_all();
+            tell_all();
         }
         void rethrow() {
             if (failed < 0) return;
@@ -3311,11 +3373,11 @@ private:
 
     threads(world& shared, int rank) : world_(shared), rank_(rank) {}
 
-    void receive(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline, identity const& id,
-                 incoming const& parcel) {
+    /// Returns whether a message was there, and has been taken.
+    bool receive(std::unique_lock<std::mutex>& lock, identity const& id, incoming const& parcel) {
         post& from = world_.at(parcel.peer, rank_);
-        wait(lock, deadline, parcel.peer, "to send a message", [&] { return from.state == post::ready; });
-        require_same_exchange("threads", id, rank_, *from.id, parcel.peer);
+        if (from.state != post::ready) return false;
+        check_exchange(id, parcel.peer);
         require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
                 from.parcel->bytes());
         from.state = post::copying;
@@ -3323,23 +3385,64 @@ private:
         copy(*from.parcel, parcel);
         lock.lock();
         from.state = post::empty;
-        world_.member_at(parcel.peer).wake.notify_one();
+        world_.tell(parcel.peer);
+        return true;
     }
 
-    template <class Done>
-    void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline, int peer,
-              char const* what, Done done) {
-        auto& me = world_.member_at(rank_);
-        auto const over = [&] { return done() || world_.failed >= 0 || world_.member_at(peer).left; };
-        bool const in_time = me.wake.wait_until(lock, deadline, over);
-        if (done()) return;
-        check_failure();
-        std::string const who = "rank " + std::to_string(peer);
-        if (!in_time)
-            throw error("threads", "rank " + std::to_string(rank_) + " waited for " + who + ' ' + what,
-                        "within " + std::to_string(world_.deadline.count()) + " ms", "nothing");
-        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what,
-                    who + " to take part", "its return");
+    /// Waits for news from any rank. Throws if there cannot be any, or is none in time.
+    void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point end, identity const& id) {
+        member& me = world_.member_at(rank_);
+        for (auto const* peers : {&me.silent, &me.deaf})
+            for (int const peer : *peers) {
+                check_exchange(id, peer);
+                if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
+            }
+        auto const late = [&](std::vector<int> const& missing) {
+            return detail::late("threads", rank_, id, me.silent, me.deaf, missing, world_.deadline);
+        };
+        me.asleep = true;
+        if (std::ranges::all_of(world_.members, [](member const& m) { return m.left || m.asleep; })) {
+            check_exchanges(id); // nobody is left to wake another
+            throw late({});
+        }
+        me.wake.wait_until(lock, end, [&] { return me.news; });
+        me.asleep = false;
+        if (!me.news) throw late(missing());
+    }
+
+    /// Throws if `peer`, with whom a message is due, sends one of another exchange: it will not come to this one.
+    void check_exchange(identity const& id, int peer) const {
+        post const& from = world_.at(peer, rank_);
+        if (from.state == post::ready) require_same_exchange("threads", id, rank_, *from.id, peer);
+    }
+
+    /// Throws what lists who is in which exchange, if ranks that all wait are in different ones.
+    void check_exchanges(identity const& id) const {
+        auto const& all = world_.members;
+        auto const other = std::ranges::find_if(all, [&](member const& m) { return m.in && !id.same_exchange(*m.in); });
+        if (other == all.end()) return;
+        int const field = id.first_difference(*other->in);
+        std::vector<std::string> values;
+        for (member const& m : all) values.push_back(m.in ? m.in->value(field) + " in " + m.in->text() : "none");
+        throw error("threads", "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
+                    detail::who_has_what(values));
+    }
+
+    /// Returns the ranks that keep this one waiting and do not wait themselves.
+    std::vector<int> missing() const {
+        std::vector<int> seen{rank_}, found;
+        for (std::size_t i = 0; i < seen.size(); ++i) {
+            member const& m = world_.member_at(seen[i]);
+            if (i > 0 && !m.asleep) {
+                found.push_back(seen[i]);
+                continue;
+            }
+            for (auto const* peers : {&m.silent, &m.deaf})
+                for (int const peer : *peers)
+                    if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
+        }
+        std::ranges::sort(found);
+        return found;
     }
 
     void check_failure() const {

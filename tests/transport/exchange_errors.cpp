@@ -207,9 +207,9 @@ TEST_SUITE("transport") {
                     std::vector<double> to(static_cast<std::size_t>(p.target_rows * 2));
                     cpx::exchange(p, cpx::rows<double const>(from, 6), cpx::rows<double>(to, 2), comm);
                 };
-                call(true);
-                call(false);
                 try {
+                    call(true);
+                    call(false);
                     call(comm.rank() != 1);
                     call(comm.rank() == 1);
                 } catch (cpx::error const& e) {
@@ -224,6 +224,39 @@ TEST_SUITE("transport") {
             CHECK(holds(text, "zigzag"));
             CHECK(holds(text, "sequential"));
         }
+    }
+
+    TEST_CASE("a rank that runs a new plan while the others run one they have agreed on is named at once, by both") {
+        auto const new_plan_on_rank_1 = [](cpx::thd const& of) {
+            auto const zigzag = cpx::shard(of, cpx::zigzag<>{3});
+            auto const sequential = cpx::shard(of, cpx::sequential<>{3});
+            auto const striped = cpx::shard(of, cpx::striped<>{3});
+            std::vector<std::string> texts(3);
+            message([&] {
+                cpx::threads::run(3, [&](cpx::threads& comm) {
+                    auto const x = cpx::make_tensor<float>(zigzag, comm.rank(), 2);
+                    auto const there = cpx::relayout(zigzag, sequential, comm.rank());
+                    auto const other = cpx::relayout(zigzag, striped, comm.rank());
+                    try {
+                        cpx::exchange(there.transposed(), cpx::exchange(there, x, comm), comm);
+                        if (comm.rank() == 1) cpx::exchange(other, x, comm);
+                        cpx::exchange(there.transposed(), cpx::exchange(there, x, comm), comm);
+                    } catch (cpx::error const& e) {
+                        texts[static_cast<std::size_t>(comm.rank())] = e.what();
+                        throw;
+                    }
+                });
+            });
+            for (std::string const& text : texts)
+                for (char const* passage :
+                     {"ranks are in different exchanges: target layout: expected ",
+                      "striped<> over sequence, balanced ",
+                      "on rank 1 (agreement on relayout zigzag<> over sequence, balanced -> striped<> ",
+                      " (relayout zigzag<> over sequence, balanced -> sequential<> over sequence, balanced)"})
+                    CHECK_MESSAGE(holds(text, passage), text);
+        };
+        new_plan_on_rank_1(batch);
+        for (int turn = 0; turn < 20; ++turn) new_plan_on_rank_1(lengths({2})); // 0 waits for 2, 2 for 1, 1 for 0
     }
 
     TEST_CASE("a buffer that does not fit is rejected on its rank, and the others learn who that is") {
@@ -342,7 +375,7 @@ TEST_SUITE("transport") {
         for (std::size_t r : {0u, 1u}) {
             CHECK(holds(thrown[r], "rank 2 failed: no data left"));
             CHECK(holds(returned[r], "rank 2 to take part"));
-            CHECK(holds(late[r], "waited for rank 2"));
+            CHECK(holds(late[r], "got nothing from rank 2"));
         }
     }
 }

@@ -14,8 +14,6 @@ using support::message;
 using support::rejects;
 using namespace std::chrono_literals;
 
-cpx::run const one{0, 1};
-
 /// Sends one int to every other rank and returns what came from each.
 std::vector<int> all_to_all(cpx::threads& comm, int value, char const* operation = "test") {
     cpx::identity id;
@@ -23,16 +21,11 @@ std::vector<int> all_to_all(cpx::threads& comm, int value, char const* operation
     std::vector<int> got(static_cast<std::size_t>(comm.ranks()), -1);
     std::vector<cpx::outgoing> sends;
     std::vector<cpx::incoming> receives;
-    cpx::index_t const bytes = sizeof(int);
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         if (peer == comm.rank()) continue;
-        sends.push_back({peer, reinterpret_cast<std::byte const*>(&value), bytes, bytes, {&one, 1}, {&one, 1}});
-        receives.push_back({peer,
-                            reinterpret_cast<std::byte*>(&got[static_cast<std::size_t>(peer)]),
-                            bytes,
-                            bytes,
-                            {&one, 1},
-                            {&one, 1}});
+        sends.push_back(cpx::consecutive(peer, reinterpret_cast<std::byte const*>(&value), sizeof value));
+        receives.push_back(
+            cpx::consecutive(peer, reinterpret_cast<std::byte*>(&got[static_cast<std::size_t>(peer)]), sizeof value));
     }
     comm.transfer(id, sends, receives);
     return got;
@@ -145,8 +138,8 @@ TEST_SUITE("transport") {
                 all_to_all(comm, 1);
         });
         for (std::size_t r : {0u, 1u}) {
-            CHECK(holds(texts[r], "rank 2 to send a message"));
-            CHECK(holds(texts[r], "within 50 ms"));
+            CHECK(holds(texts[r], "waited in test for messages of rank 2 and for rank 2 to take theirs"));
+            CHECK(holds(texts[r], "an end within 50 ms, got nothing from rank 2"));
         }
     }
 
@@ -162,20 +155,53 @@ TEST_SUITE("transport") {
         }
     }
 
+    TEST_CASE("whoever keeps the others waiting is named at the deadline, and not who waits for it, too") {
+        auto const texts = errors(4, 100ms, [](cpx::threads& comm) { // 0 waits for 1, 1 for 2, 2 for 3
+            if (comm.rank() == 3) return std::this_thread::sleep_for(400ms);
+            std::this_thread::sleep_for(10ms * comm.rank()); // 0's deadline passes first
+            int got = 0;
+            auto const receive = cpx::consecutive(comm.rank() + 1, reinterpret_cast<std::byte*>(&got), sizeof got);
+            comm.transfer({}, {}, {&receive, 1});
+        });
+        for (std::size_t r : {0u, 1u, 2u}) CHECK_MESSAGE(holds(texts[r], "got nothing from rank 3"), texts[r]);
+    }
+
+    TEST_CASE("ranks of which each waits for another are told so at once") {
+        for (bool const in_one : {true, false}) {
+            auto const texts = errors(3, 60s, [&](cpx::threads& comm) { // all receive, nobody sends
+                cpx::identity id;
+                cpx::identity::set(id.operation, in_one || comm.rank() != 1 ? "relayout" : "halo");
+                int got = 0;
+                auto const receive =
+                    cpx::consecutive((comm.rank() + 1) % 3, reinterpret_cast<std::byte*>(&got), sizeof got);
+                comm.transfer(id, {}, {&receive, 1});
+            });
+            for (auto const& text : texts)
+                CHECK_MESSAGE(holds(text, in_one ? "got ranks that wait for each other"
+                                                 : "got relayout in relayout (ranks 0 2), halo in halo (rank 1)"),
+                              text);
+        }
+    }
+
+    TEST_CASE("a deadline that is not positive is refused") {
+        for (auto const deadline : {0ms, std::chrono::milliseconds::min()})
+            rejects({"threads::run: deadline, ms: expected more than 0, got " + std::to_string(deadline.count())}, [&] {
+                cpx::threads::run(
+                    1, [](cpx::threads&) {}, deadline);
+            });
+    }
+
     TEST_CASE("a message of another size is an error, and nothing is written") {
         int target = 7;
         auto const texts = errors(2, 10s, [&](cpx::threads& comm) {
             cpx::identity const id;
             std::array<int, 2> const source = {1, 2};
-            cpx::run const two{0, 2};
-            if (comm.rank() == 0) {
-                cpx::outgoing const send{1,        reinterpret_cast<std::byte const*>(source.data()), 4, 4, {&two, 1},
-                                         {&one, 1}};
+            auto const send = cpx::consecutive(1, reinterpret_cast<std::byte const*>(source.data()), 8);
+            auto const receive = cpx::consecutive(0, reinterpret_cast<std::byte*>(&target), 4);
+            if (comm.rank() == 0)
                 comm.transfer(id, {&send, 1}, {});
-            } else {
-                cpx::incoming const receive{0, reinterpret_cast<std::byte*>(&target), 4, 4, {&one, 1}, {&one, 1}};
+            else
                 comm.transfer(id, {}, {&receive, 1});
-            }
         });
         CHECK(target == 7);
         CHECK(holds(texts[1], "bytes of a message: expected 4, got 8"));

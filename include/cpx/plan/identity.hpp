@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace cpx {
 
@@ -32,6 +33,22 @@ std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
     return hash;
 }
 
+/// Lists the values that ranks have, and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
+inline std::string who_has_what(std::vector<std::string> const& values) {
+    std::string text;
+    for (std::size_t r = 0; r < values.size(); ++r) {
+        if (std::find(values.begin(), values.begin() + static_cast<index_t>(r), values[r]) !=
+            values.begin() + static_cast<index_t>(r))
+            continue; // told already
+        std::string who;
+        for (std::size_t other = r; other < values.size(); ++other)
+            if (values[other] == values[r]) who += ' ' + std::to_string(other);
+        bool const several = who.find(' ', 1) != std::string::npos;
+        text += (text.empty() ? "" : ", ") + values[r] + (several ? " (ranks" : " (rank") + who + ')';
+    }
+    return text;
+}
+
 } // namespace detail
 
 /// A summary of a plan that is the same on every rank if, and in practice only if, the plans fit each other.
@@ -49,6 +66,7 @@ struct identity {
         target_width,
         parameter,
         element_bytes, ///< set when the plan is run
+        agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{"ranks",
@@ -60,13 +78,13 @@ struct identity {
                                                                          "source width",
                                                                          "target width",
                                                                          "parameter",
-                                                                         "bytes of an element"};
+                                                                         "bytes of an element",
+                                                                         "agreement"};
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
     std::array<char, 32> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
-    std::uint64_t agreement = 0; ///< 1: the plan is not run, ranks compare it
 
     friend bool operator==(identity const&, identity const&) = default;
 
@@ -107,9 +125,14 @@ struct identity {
         return id;
     }
 
+    /// Returns whether a rank with this identity and one with `other` are in one exchange; ranks that compare their
+    /// plans are, whatever these are.
+    bool same_exchange(identity const& other) const {
+        return (numbers[agreement] && other.numbers[agreement]) || *this == other;
+    }
+
     /// Returns the number of the first field that differs from `other`, or -1.
     int first_difference(identity const& other) const {
-        if (*this == other) return -1;
         for (int field = 0; field < fields; ++field)
             if (value(field) != other.value(field)) return field;
         return -1;
@@ -135,7 +158,7 @@ struct identity {
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
     std::string text() const {
-        return std::string(agreement ? "agreement on " : "") + operation.data() + (source[0] ? " " : "") +
+        return std::string(numbers[agreement] ? "agreement on " : "") + operation.data() + (source[0] ? " " : "") +
                source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
     }
 

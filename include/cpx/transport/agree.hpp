@@ -13,22 +13,6 @@ namespace cpx {
 
 namespace detail {
 
-/// Lists the values that ranks have, and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
-inline std::string who_has_what(std::vector<std::string> const& values) {
-    std::string text;
-    for (std::size_t r = 0; r < values.size(); ++r) {
-        if (std::find(values.begin(), values.begin() + static_cast<index_t>(r), values[r]) !=
-            values.begin() + static_cast<index_t>(r))
-            continue; // told already
-        std::string who;
-        for (std::size_t other = r; other < values.size(); ++other)
-            if (values[other] == values[r]) who += ' ' + std::to_string(other);
-        bool const several = who.find(' ', 1) != std::string::npos;
-        text += (text.empty() ? "" : ", ") + values[r] + (several ? " (ranks" : " (rank") + who + ')';
-    }
-    return text;
-}
-
 /// Finds the first offset, or else the first valid length, in which the ranks' batches differ, and throws. `gather` as
 /// below; each call of it brings some hundred numbers of every rank, until all have seen where they differ.
 template <class Gather>
@@ -87,7 +71,7 @@ template <transport Comm>
 void agree(Comm& comm, identity const& mine, thd const& batch, caller here = caller::here()) {
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
-    id.agreement = 1;
+    id[identity::agreement] = 1;
     detail::compare(
         "exchange", mine, batch, comm.ranks(),
         [&](void const* my_part, void* all, std::size_t bytes) { detail::gather(comm, id, my_part, all, bytes, here); },

@@ -4,6 +4,7 @@
 
 #include <cpx/plan/plan.hpp>
 
+#include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <span>
 #include <string>
 #include <unordered_set>
+#include <vector>
 
 namespace cpx {
 
@@ -122,7 +124,7 @@ inline void copy(outgoing const& from, incoming const& to) {
 ///   as long as the group.
 ///
 /// These are courtesies: to name the rank at fault in the error, and to check the id. The ranks of one call have the
-/// same id, or all compare their plans (see `agreement`); a transport that sends the id along and gives it to
+/// same id, or all compare their plans (see `identity::agreement`); a transport that sends the id along and gives it to
 /// `require_same_exchange` finds ranks that are in different exchanges, which others hand each other's rows.
 template <class T>
 concept transport =
@@ -136,15 +138,43 @@ concept transport =
 /// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
 /// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
 inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
-    if (mine.agreement && theirs.agreement) return; // they find out themselves
+    if (mine.same_exchange(theirs)) return;
     int const field = mine.first_difference(theirs);
-    if (field < 0 && mine.agreement == theirs.agreement) return;
     auto const place = [&](identity const& id, char const* on, int r) {
-        std::string const who = on + std::to_string(r);
-        return field < 0 ? id.text() + who : id.value(field) + who + " (" + id.text() + ")";
+        return id.value(field) + on + std::to_string(r) + " (" + id.text() + ")";
     };
-    throw error(where, "ranks are in different exchanges: " + (field < 0 ? "agreement" : identity::name(field)),
-                place(mine, " as on rank ", rank), place(theirs, " on rank ", peer));
+    throw error(where, "ranks are in different exchanges: " + identity::name(field), place(mine, " as on rank ", rank),
+                place(theirs, " on rank ", peer));
 }
+
+namespace detail {
+
+inline std::string names(std::vector<int> const& ranks) {
+    std::string text = ranks.size() == 1 ? "rank" : "ranks";
+    for (int const rank : ranks) text += ' ' + std::to_string(rank);
+    return text;
+}
+
+/// The error of `rank`, which waits in an exchange for a rank that has left the group.
+inline error gone(char const* where, int rank, identity const& id, int peer) {
+    std::string const who = "rank " + std::to_string(peer);
+    return {where, "rank " + std::to_string(rank) + " waits in " + id.text() + " for " + who, who + " to take part",
+            "its return"};
+}
+
+/// The error of `rank`, which has waited in an exchange for messages of the ranks `silent` and for the ranks `deaf` to
+/// take theirs. `missing`: those among them and among whom they wait for that are in no exchange, as far as is known.
+inline error late(char const* where, int rank, identity const& id, std::vector<int> const& silent,
+                  std::vector<int> const& deaf, std::vector<int> const& missing, std::chrono::milliseconds deadline) {
+    return {where,
+            "rank " + std::to_string(rank) + " waited in " + id.text() +
+                (silent.empty() ? "" : " for messages of " + names(silent)) +
+                (silent.empty() || deaf.empty() ? "" : " and") +
+                (deaf.empty() ? "" : " for " + names(deaf) + " to take theirs"),
+            "an end within " + std::to_string(deadline.count()) + " ms",
+            missing.empty() ? "ranks that wait for each other" : "nothing from " + names(missing)};
+}
+
+} // namespace detail
 
 } // namespace cpx

@@ -35,7 +35,7 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        tally& sent = sent_[id.agreement ? "agreement" : id.operation.data()];
+        tally& sent = sent_[id.numbers[identity::agreement] ? "agreement" : id.operation.data()];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;

@@ -18,8 +18,8 @@ namespace cpx {
 ///
 ///     cpx::threads::run(4, [&](cpx::threads& comm) { ... every rank's program ... });
 ///
-/// A rank that throws ends the others: their next or present exchange throws an error that names it. No wait outlasts
-/// the deadline.
+/// A rank that throws ends the others: their next or present exchange throws an error that names it. So do one that
+/// returns and one that runs another plan. No wait outlasts the deadline; then who keeps the others waiting is named.
 class threads {
 public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
@@ -29,6 +29,7 @@ public:
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10)) {
         require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
+        require(deadline.count() > 0, "threads::run", "deadline, ms", "more than 0", deadline.count());
         world shared(ranks, deadline);
         std::vector<std::thread> members;
         try {
@@ -45,24 +46,38 @@ public:
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
-    /// See `transport`. Also throws if a peer is in an exchange of another plan, naming both and what differs.
+    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all ranks
+    /// wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         std::unique_lock lock(world_.mutex);
-        auto const deadline = std::chrono::steady_clock::now() + world_.deadline;
+        member& me = world_.member_at(rank_);
+        auto const end = std::chrono::steady_clock::now() + world_.deadline;
         try {
-            check_failure();
+            me.in = &id;
             for (outgoing const& parcel : sends) {
                 world_.at(rank_, parcel.peer) = {post::ready, &parcel, &id};
-                world_.member_at(parcel.peer).wake.notify_one();
+                world_.tell(parcel.peer);
             }
-            for (incoming const& parcel : receives) receive(lock, deadline, id, parcel);
-            for (outgoing const& parcel : sends)
-                wait(lock, deadline, parcel.peer, "to take a message",
-                     [&] { return world_.at(rank_, parcel.peer).state == post::empty; });
+            std::vector<incoming const*> open;
+            for (incoming const& parcel : receives) open.push_back(&parcel);
+            for (bool done = false; !done;) {
+                me.news = false;
+                check_failure();
+                std::erase_if(open, [&](incoming const* parcel) { return receive(lock, id, *parcel); });
+                me.silent.clear();
+                me.deaf.clear();
+                for (incoming const* parcel : open) me.silent.push_back(parcel->peer);
+                for (outgoing const& parcel : sends)
+                    if (world_.at(rank_, parcel.peer).state != post::empty) me.deaf.push_back(parcel.peer);
+                done = me.silent.empty() && me.deaf.empty();
+                if (!done && !me.news) wait(lock, end, id);
+            }
         } catch (...) {
             withdraw(lock, sends);
+            me.in = nullptr;
             throw;
         }
+        me.in = nullptr;
     }
 
 private:
@@ -89,7 +104,11 @@ private:
 
     struct member {
         std::condition_variable wake;
-        bool left = false;
+        bool news = false;             ///< something has changed since it last looked
+        bool asleep = false;           ///< it waits, without news
+        bool left = false;             ///< its program has returned
+        identity const* in = nullptr;  ///< its present exchange
+        std::vector<int> silent, deaf; ///< whose messages it waits for, and who has not taken its own
     };
 
     struct world {
@@ -103,10 +122,19 @@ private:
         }
         member& member_at(int rank) { return members[static_cast<std::size_t>(rank)]; }
 
+        void tell(int rank) {
+            member& m = member_at(rank);
+            m.news = true;
+            m.asleep = false;
+            m.wake.notify_one();
+        }
+        void tell_all() {
+            for (int rank = 0; rank < static_cast<int>(members.size()); ++rank) tell(rank);
+        }
         void leave(int rank) {
             std::lock_guard lock(mutex);
             member_at(rank).left = true;
-            for (member& m : members) m.wake.notify_all();
+            tell_all();
         }
         void fail(int rank, std::string why) {
             std::lock_guard lock(mutex);
@@ -115,7 +143,7 @@ private:
                 reason = std::move(why);
                 exception = std::current_exception();
             }
-            for (member& m : members) m.wake.notify_all();
+            tell_all();
         }
         void rethrow() {
             if (failed < 0) return;
@@ -137,11 +165,11 @@ private:
 
     threads(world& shared, int rank) : world_(shared), rank_(rank) {}
 
-    void receive(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline, identity const& id,
-                 incoming const& parcel) {
+    /// Returns whether a message was there, and has been taken.
+    bool receive(std::unique_lock<std::mutex>& lock, identity const& id, incoming const& parcel) {
         post& from = world_.at(parcel.peer, rank_);
-        wait(lock, deadline, parcel.peer, "to send a message", [&] { return from.state == post::ready; });
-        require_same_exchange("threads", id, rank_, *from.id, parcel.peer);
+        if (from.state != post::ready) return false;
+        check_exchange(id, parcel.peer);
         require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
                 from.parcel->bytes());
         from.state = post::copying;
@@ -149,23 +177,64 @@ private:
         copy(*from.parcel, parcel);
         lock.lock();
         from.state = post::empty;
-        world_.member_at(parcel.peer).wake.notify_one();
+        world_.tell(parcel.peer);
+        return true;
     }
 
-    template <class Done>
-    void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline, int peer,
-              char const* what, Done done) {
-        auto& me = world_.member_at(rank_);
-        auto const over = [&] { return done() || world_.failed >= 0 || world_.member_at(peer).left; };
-        bool const in_time = me.wake.wait_until(lock, deadline, over);
-        if (done()) return;
-        check_failure();
-        std::string const who = "rank " + std::to_string(peer);
-        if (!in_time)
-            throw error("threads", "rank " + std::to_string(rank_) + " waited for " + who + ' ' + what,
-                        "within " + std::to_string(world_.deadline.count()) + " ms", "nothing");
-        throw error("threads", "rank " + std::to_string(rank_) + " waits for " + who + ' ' + what,
-                    who + " to take part", "its return");
+    /// Waits for news from any rank. Throws if there cannot be any, or is none in time.
+    void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point end, identity const& id) {
+        member& me = world_.member_at(rank_);
+        for (auto const* peers : {&me.silent, &me.deaf})
+            for (int const peer : *peers) {
+                check_exchange(id, peer);
+                if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
+            }
+        auto const late = [&](std::vector<int> const& missing) {
+            return detail::late("threads", rank_, id, me.silent, me.deaf, missing, world_.deadline);
+        };
+        me.asleep = true;
+        if (std::ranges::all_of(world_.members, [](member const& m) { return m.left || m.asleep; })) {
+            check_exchanges(id); // nobody is left to wake another
+            throw late({});
+        }
+        me.wake.wait_until(lock, end, [&] { return me.news; });
+        me.asleep = false;
+        if (!me.news) throw late(missing());
+    }
+
+    /// Throws if `peer`, with whom a message is due, sends one of another exchange: it will not come to this one.
+    void check_exchange(identity const& id, int peer) const {
+        post const& from = world_.at(peer, rank_);
+        if (from.state == post::ready) require_same_exchange("threads", id, rank_, *from.id, peer);
+    }
+
+    /// Throws what lists who is in which exchange, if ranks that all wait are in different ones.
+    void check_exchanges(identity const& id) const {
+        auto const& all = world_.members;
+        auto const other = std::ranges::find_if(all, [&](member const& m) { return m.in && !id.same_exchange(*m.in); });
+        if (other == all.end()) return;
+        int const field = id.first_difference(*other->in);
+        std::vector<std::string> values;
+        for (member const& m : all) values.push_back(m.in ? m.in->value(field) + " in " + m.in->text() : "none");
+        throw error("threads", "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
+                    detail::who_has_what(values));
+    }
+
+    /// Returns the ranks that keep this one waiting and do not wait themselves.
+    std::vector<int> missing() const {
+        std::vector<int> seen{rank_}, found;
+        for (std::size_t i = 0; i < seen.size(); ++i) {
+            member const& m = world_.member_at(seen[i]);
+            if (i > 0 && !m.asleep) {
+                found.push_back(seen[i]);
+                continue;
+            }
+            for (auto const* peers : {&m.silent, &m.deaf})
+                for (int const peer : *peers)
+                    if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
+        }
+        std::ranges::sort(found);
+        return found;
     }
 
     void check_failure() const {
