@@ -3254,8 +3254,8 @@ public:
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
 
-    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all ranks
-    /// wait for each other.
+    /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all
+    /// ranks wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         std::unique_lock lock(world_.mutex);
         member& me = world_.member_at(rank_);
