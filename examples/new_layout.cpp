@@ -90,7 +90,7 @@ results run_operators(How how, S const& sharding) {
     return all;
 }
 
-/// Throws unless two runs agree to within `tolerance`.
+/// Throws unless two results agree to within `tolerance`.
 void compare(results const& expected, results const& got, double tolerance) {
     char const* const names[] = {"causal_conv1d", "gated_delta_rule", "attention"};
     for (std::size_t i = 0; i < expected.size(); ++i) {

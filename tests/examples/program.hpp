@@ -54,7 +54,7 @@ private:
     fs::path path_;
 };
 
-/// What a run left behind; `code` is its exit code, or 1000 + the signal that ended it.
+/// What a program left behind; `code` is its exit code, or 1000 + the signal that ended it.
 struct outcome {
     int code = 0;
     std::string out, err;
@@ -95,7 +95,7 @@ inline json run_json(std::vector<std::string> const& arguments) {
     return parsed;
 }
 
-/// Returns "" if a run ended as bad input must: exit code 1, one line on stderr, nothing on stdout.
+/// Returns "" if a program ended as bad input must: exit code 1, one line on stderr, nothing on stdout.
 inline std::string problem_of_refusal(outcome const& result) {
     if (result.code != 1) return "exit code " + std::to_string(result.code);
     if (!result.out.empty()) return "something on stdout: " + result.out;

@@ -38,7 +38,7 @@ std::vector<golden_file> const files = {
 
 std::string path(char const* name) { return (golden / name).string() + ".safetensors"; }
 
-/// Checks that a run reports the outputs and gradients of its file, each within the limit.
+/// Checks that the program reports the outputs and gradients of its file, each within the limit.
 void check_errors(golden_file const& file, std::string const& dtype, arguments const& options) {
     auto const report = run_json(arguments{path(file.name), "--dtype", dtype} + options);
     CHECK(report.at("kind") == file.kind);

@@ -131,7 +131,7 @@ void scatter_rows(std::type_identity_t<rows<T const>> from, std::span<I const> l
 /// none.
 ///
 /// Equal numbers of `list` must stand next to each other, as in a list that is sorted or has no number twice:
-/// `grouped` makes such a list of any other, with its order. Then the bits are the same in every run: a row of `to` is
+/// `grouped` makes such a list of any other, with its order. Then the bits are always the same: a row of `to` is
 /// read once, the rows are added to it in float, i ascending, and the sum is rounded once. Shapes, alignment and errors
 /// as in `scatter_rows`. Cost: reads the rows of `from` once and writes the rows that change; one row's additions are
 /// one after the other.

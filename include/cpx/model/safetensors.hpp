@@ -215,12 +215,12 @@ private:
                         std::to_string(covered - data.first) + " bytes of data", std::to_string(data.size()));
     }
 
-    template <class Map>
-    typename Map::mapped_type const& lookup(Map const& map, char const* kind, std::string_view name) const {
-        if (auto const found = map.find(name); found != map.end()) return found->second;
+    template <class Entries>
+    typename Entries::mapped_type const& lookup(Entries const& entries, char const* kind, std::string_view name) const {
+        if (auto const found = entries.find(name); found != entries.end()) return found->second;
         // Most like: the longest common beginning and end together, which suits dotted names.
         std::vector<std::pair<index_t, std::string_view>> near;
-        for (auto const& [other, value] : map) {
+        for (auto const& [other, value] : entries) {
             auto const head = std::mismatch(name.begin(), name.end(), other.begin(), other.end()).first - name.begin();
             auto const tail = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first;
             near.emplace_back(-std::min<index_t>(head + (tail - name.rbegin()), std::ssize(other)), other);
@@ -231,7 +231,7 @@ private:
         for (auto item = near.begin(); item != shown; ++item)
             names += (names.empty() ? ", such as " : ", ") + detail::quote(item->second);
         throw error(where(), kind + detail::quote(name),
-                    "one of the " + std::to_string(map.size()) + " in the file" + names, "none of that name");
+                    "one of the " + std::to_string(entries.size()) + " in the file" + names, "none of that name");
     }
 
     static std::string show(std::vector<index_t> const& numbers) {
@@ -265,11 +265,11 @@ private:
         } else {
             std::array<Stored, 4096> stored;
             for (std::size_t first = 0; first < values.size(); first += stored.size()) {
-                auto const part = std::span(stored).first(std::min(stored.size(), values.size() - first));
+                auto const block = std::span(stored).first(std::min(stored.size(), values.size() - first));
                 file_->read(static_cast<std::uint64_t>(info.bytes.first) + first * sizeof(Stored),
-                            std::as_writable_bytes(part));
-                for (std::size_t i = 0; i < part.size(); ++i) {
-                    decoded const value = decode(part[i]);
+                            std::as_writable_bytes(block));
+                for (std::size_t i = 0; i < block.size(); ++i) {
+                    decoded const value = decode(block[i]);
                     if (!detail::holds<T>(value))
                         throw error(where(),
                                     "element " + std::to_string(first + i) + " of tensor " + detail::quote(info.name),

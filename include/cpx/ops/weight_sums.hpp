@@ -14,7 +14,7 @@ namespace cpx {
 /// `by_rank`: every rank adds its own rows; nothing moves but the sums. Equal to one rank within rounding.
 /// `by_row`: in the order of the batch, bitwise the same on every sharding and number of ranks, one rank that adds by
 /// row included. Every rank adds all rows for its share of the weight: inputs go to every rank, output gradients by
-/// columns, so that a linear layer moves tokens * ((W - 1) in + out) elements. For runs that must be reproduced on
+/// columns, so that a linear layer moves tokens * ((W - 1) in + out) elements. For training that must be reproduced on
 /// another number of ranks.
 enum class sum_order { by_rank, by_row };
 

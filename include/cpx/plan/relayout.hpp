@@ -56,7 +56,7 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
 
 /// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
 template <any_sharding Mine, any_sharding Other>
-index_t overlap(Mine const& mine, int rank, Other const& other, message_list& messages) {
+index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages) {
     index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
         index_t next = piece.first;
@@ -142,8 +142,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.id[identity::target_width] = p.id[identity::source_width];
 
     detail::message_list sends(from.ranks()), receives(from.ranks());
-    p.source_rows = detail::overlap(from, rank, to, sends);
-    p.target_rows = detail::overlap(to, rank, from, receives);
+    p.source_rows = detail::list_common(from, rank, to, sends);
+    p.target_rows = detail::list_common(to, rank, from, receives);
     p.sends = sends.finish(!by_columns,
                            [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); });
     p.receives = receives.finish(

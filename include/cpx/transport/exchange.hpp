@@ -95,12 +95,12 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 
 } // namespace detail
 
-/// Runs a plan: moves this rank's part of `from` to where it belongs in everybody's `to`.
+/// Runs a plan: moves this rank's rows of `from` to where they belong in everybody's `to`.
 ///
 /// `from` is (plan.source_rows, width), `to` is (plan.target_rows, width); they must not overlap. Every place of `to`
 /// is written: with what the plan brings, or with 0 where it brings nothing. Bits are preserved, NaN payloads included;
 /// a plan that sums adds in rank order.
-/// Collective: every rank calls it with its part of the same plan. Rows that stay are copied once.
+/// Collective: every rank calls it with its own side of the same plan. Rows that stay are copied once.
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
@@ -113,7 +113,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     detail::check_buffer("target", to, p.target_rows, p.target_width, here);
     require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
             to.width(), here);
-    constexpr bool addable = requires(B sum, B const part) { sum += part; };
+    constexpr bool addable = requires(B sum, B const term) { sum += term; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(detail::type_name<B>()), here);
     identity const id = p.id.for_elements<B>(from.width());
