@@ -63,7 +63,7 @@ public:
         }
     }
 
-    /// Returns a weight by its name in the file; tied, `lm_head.weight` is that of the embedding.
+    /// Returns a weight by its name in the file. If the embedding is tied, `lm_head.weight` is the same one.
     cpx::rows<T const> weight(std::string const& name) const {
         bool const tied = config.tie_word_embeddings && name == "lm_head.weight";
         auto const& w = weights_.at(tied ? "model.embed_tokens.weight" : name);

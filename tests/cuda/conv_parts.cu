@@ -24,7 +24,7 @@ void for_each_head(std::vector<width_and_heads> const& list, index_t tokens, ind
     }
 }
 
-/// What normalised parts are to give: from the rounded result of the plain convolution on, in double.
+/// What normalised parts are to give, computed in double from the rounded result of the plain convolution.
 template <class T, class W>
 results normalised(problem<T, W> const& p, std::vector<width_and_heads> const& list, double epsilon) {
     auto const y = run(p, on_ranks::one_rank(p.batch)).y;

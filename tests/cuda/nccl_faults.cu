@@ -104,7 +104,7 @@ std::string replayed_offsets(int rank, bool too_many_rows) {
     return me.problem;
 }
 
-/// In groups some rows go as the plan says, so that other offsets will not do, on however many ranks.
+/// In groups some rows are sent as the plan says: other offsets are refused, whatever the number of ranks.
 std::string replayed_in_groups(int) {
     member me(5s);
     small_move small(*me.comm, 2);
@@ -118,7 +118,7 @@ std::string other_places(int rank) {
     return expect_error({"offset and end of the target"}, 5, [&] { small_move(*me.comm, 8, rank == 1 ? 16 : 0); });
 }
 
-/// What the kernel is given is refused as what is sent.
+/// Arguments of the kernel are refused as those of a message are.
 std::string bad_arguments(int) {
     member me;
     small_move small(*me.comm, 8);
@@ -168,8 +168,7 @@ std::string bad_buffers(int rank) {
     return me.problem;
 }
 
-/// What only this rank did wrong is no other's fault, though others may come later; and it breaks nothing that it need
-/// not.
+/// A mistake of this rank alone is not blamed on others, even if they come later, and breaks nothing that could go on.
 std::string own_faults(int rank) {
     char const mine = static_cast<char>(rank);
     char all[8] = {};

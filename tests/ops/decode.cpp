@@ -28,7 +28,7 @@ using by_heads = cpx::head_sharded<>;
 
 std::size_t at(index_t i) { return static_cast<std::size_t>(i); }
 
-/// One token, one sequence each, or none where `owners` has nobody: rank `owners[s]` decodes sequence s.
+/// A batch of at most one token a sequence, sequence s on rank `owners[s]`, which decodes it.
 spread on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owners) {
     std::vector<int> present;
     for (index_t s = 0; s < batch.sequences(); ++s)
@@ -37,7 +37,7 @@ spread on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owner
     return cpx::shard<cpx::scope::batch>(batch, cpx::table(ranks, present));
 }
 
-/// Returns whether `rank` holds one of the first `count` tokens of sequence `s`; rank 0 those that an empty one lacks.
+/// Returns whether `rank` holds one of the first `count` tokens of sequence `s`. An empty sequence counts as rank 0's.
 template <cpx::any_sharding S>
 bool holds_first(S const& sharding, int rank, index_t s, index_t count) {
     cpx::thd const& batch = sharding.batch();
@@ -159,7 +159,7 @@ std::vector<T> run_by_heads(layer<T> const& p, S const& sharding, caches<T>& sta
     });
 }
 
-/// Hands states over into poisoned ones, after all that `from` did not write is poison, too.
+/// Hands states over into poisoned ones. Before that, all states that `from` did not write are poisoned, too.
 template <class T, cpx::any_sharding From, cpx::any_sharding To>
 caches<T> hand_over(config_type const& config, From const& from, To const& to, caches<T>& states) {
     poison_states(states, [&](int rank, index_t s) { return holds_last(from, rank, s); });

@@ -73,7 +73,7 @@ struct key_gradients {
     }
 };
 
-/// Runs the keys at `of`, with the queries in turn as they are split, on gradients that hold something.
+/// Adds the gradients of the keys at `of` to gradients that are not zero: one call for each list of queries, in turn.
 template <class T>
 key_gradients<T> backward_keys(head<T> const& h, token_list const& of, std::vector<token_list> const& queries,
                                double start, size gap = 0, size shift = 0) {

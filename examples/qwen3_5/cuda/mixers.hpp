@@ -224,7 +224,7 @@ private:
     cpx::cuda::segment_table positions_;
     cpx::cuda::buffer<seen_keys> seen_;
     device_rows<float> x_, q_and_gate_, qkv_, o_;           ///< rows of this rank
-    std::optional<movement> gather_, there_, home_;         ///< the first, or the others
+    std::optional<movement> gather_, there_, home_;         ///< the first alone, or the other two
     std::optional<device_rows<float>> everyones_, o_split_; ///< all tokens: keys and values, or q, k, v by heads
 };
 

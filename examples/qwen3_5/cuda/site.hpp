@@ -91,7 +91,7 @@ public:
 
     int rank() const { return comm.rank(); }
     device_rows<float> make(index_t width) const { return {sharding.rows(rank()), width}; }
-    /// Returns a weight as the host has it; tied, `lm_head.weight` is that of the embedding.
+    /// Returns a weight as the host has it. If the embedding is tied, `lm_head.weight` is the same one.
     rows<float const> on_host(std::string const& name) const { return on_host_.at(stored(name)); }
     /// Returns the same in this device's memory.
     rows<float const> weight(std::string const& name) const {
