@@ -1480,6 +1480,7 @@ public:
 
     rows<T> const& data() const { return data_; }
     S const& sharding() const { return sharding_; }
+    sharded view() const { return *this; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
     sharded columns(index_t first, index_t width) const { return {data_.columns(first, width), sharding_}; }
@@ -1495,6 +1496,43 @@ concept elements_of = std::same_as<std::remove_const_t<A>, T>;
 
 template <class T, class S>
 sharded(rows<T>, S) -> sharded<T, S>;
+
+namespace detail {
+
+template <class View>
+struct of_view;
+template <class T, any_sharding S>
+struct of_view<sharded<T, S>> {
+    using element = T;
+    using sharding = S;
+};
+template <class X>
+using view_of = decltype(std::declval<X&>().view());
+
+} // namespace detail
+
+/// What operators take as sharded rows: a view of them, or what has a `view()` that is one, such as a tensor.
+template <class X>
+concept sharded_like = requires { typename detail::of_view<detail::view_of<X>>::sharding; };
+
+template <sharded_like X>
+using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
+/// The elements of `X`, without const.
+template <sharded_like X>
+using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
+
+// What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
+namespace detail {
+
+template <class S, class... X>
+inline constexpr bool sharded_as = (std::same_as<sharding_of<X>, S> && ...);
+
+/// Whether results can be written to `Y`, deduced for `Y&&`, which is there after the call.
+template <class Y>
+inline constexpr bool takes_result = !std::is_const_v<typename of_view<view_of<Y>>::element> &&
+                                     (std::is_lvalue_reference_v<Y> || std::same_as<view_of<Y>, std::remove_cv_t<Y>>);
+
+} // namespace detail
 
 } // namespace cpx
 
@@ -1577,6 +1615,7 @@ namespace cpx {
 
 /// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
 ///
+/// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
 /// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
 template <class T, any_sharding S>
 class tensor {
@@ -1585,10 +1624,15 @@ public:
         : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
           values_(static_cast<std::size_t>(count_ * width)) {}
 
-    rows<T> data() { return {values_.data(), count_, width_}; }
-    rows<T const> data() const { return {values_.data(), count_, width_}; }
-    sharded<T, S> view() { return {data(), sharding_}; }
-    sharded<T const, S> view() const { return {data(), sharding_}; }
+    rows<T> data() & { return {values_.data(), count_, width_}; }
+    rows<T const> data() const& { return {values_.data(), count_, width_}; }
+    rows<T const> data() const&& = delete;
+    sharded<T, S> view() & { return {data(), sharding_}; }
+    sharded<T const, S> view() const& { return {data(), sharding_}; }
+    sharded<T const, S> view() const&& = delete;
+    operator sharded<T, S>() & { return view(); }
+    operator sharded<T const, S>() const& { return view(); }
+    operator sharded<T const, S>() const&& = delete;
     S const& sharding() const { return sharding_; }
     index_t width() const { return width_; }
 
@@ -3133,6 +3177,30 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     }
 }
 
+template <class A, class B, class Comm>
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
+            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
+            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    check_buffer("source", from, p.source_rows, p.source_width, here);
+    check_buffer("target", to, p.target_rows, p.target_width, here);
+    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
+            to.width(), here);
+    require_apart("exchange", {{"target", to}}, {{"source", from}}, here);
+    constexpr bool addable = requires(B sum, B const term) { sum += term; };
+    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
+            "a type with +=", std::string(type_name<B>()), here);
+    identity const id = p.id.for_elements<B>(from.width());
+    if (!p.local) agree(comm, id, p.batch, here);
+
+    if (p.kind == flow::sums || !p.covers_target())
+        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+    if constexpr (addable) {
+        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
+    }
+    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+}
+
 } // namespace detail
 
 /// Runs a plan: moves this rank's rows of `from` to where they belong in everybody's `to`.
@@ -3144,50 +3212,41 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
-template <class B, elements_of<B> A, transport Comm>
+template <class A, class B, transport Comm>
 void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
-    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
-            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
-            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
-    detail::check_buffer("source", from, p.source_rows, p.source_width, here);
-    detail::check_buffer("target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
-            to.width(), here);
-    constexpr bool addable = requires(B sum, B const term) { sum += term; };
-    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
-            "a type with +=", std::string(detail::type_name<B>()), here);
-    identity const id = p.id.for_elements<B>(from.width());
-    if (!p.local) agree(comm, id, p.batch, here);
-
-    if (p.kind == flow::sums || !p.covers_target())
-        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
-    if constexpr (addable) {
-        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm, here);
-    }
-    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm, here);
+    constexpr bool fits = elements_of<A, B>;
+    static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
+                        "the elements of the source");
+    if constexpr (fits) detail::exchange_rows(p, from, to, comm, here);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
 ///
 /// A tensor of another sharding than the plan's does not compile; one of the same type and another value throws.
-template <any_sharding From, any_sharding To, class A, class B, any_sharding X, any_sharding Y, transport Comm>
-void exchange(relayout_plan<From, To> const& p, sharded<A, X> const& from, sharded<B, Y> const& to, Comm& comm,
-              caller here = caller::here()) {
-    static_assert(std::same_as<From, X>, "cpx: exchange of a tensor that is not sharded as the plan's source; make the "
-                                         "plan with relayout(tensor.sharding(), ...)");
-    static_assert(std::same_as<To, Y>, "cpx: exchange into a tensor that is not sharded as the plan's target; make the "
-                                       "plan with relayout(..., tensor.sharding(), ...)");
-    require(from.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
-    require(to.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
-    exchange(static_cast<plan const&>(p), from.data(), to.data(), comm, here);
+template <any_sharding From, any_sharding To, sharded_like X, sharded_like Y, transport Comm>
+void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
+    constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
+    constexpr bool writes = detail::takes_result<Y>;
+    static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
+                          "relayout(tensor.sharding(), ...)");
+    static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
+                          "relayout(..., tensor.sharding(), ...)");
+    static_assert(writes, "cpx: exchange into a tensor that is const or ends with the call; give it a name");
+    if constexpr (source && target && writes) {
+        auto const x = from.view();
+        auto const y = to.view();
+        require(x.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
+        require(y.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
+        exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
+    }
 }
 
 /// Runs a relayout into a tensor of its own.
-template <any_sharding From, any_sharding To, class T, transport Comm>
-tensor<T, To> exchange(relayout_plan<From, To> const& p, tensor<T, From> const& from, Comm& comm,
-                       caller here = caller::here()) {
-    tensor<T, To> to(p.to, p.rank, p.target_width ? p.target_width : from.width());
-    exchange(p, from.view(), to.view(), comm, here);
+template <any_sharding From, any_sharding To, sharded_like X, transport Comm>
+tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
+                                   caller here = caller::here()) {
+    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width());
+    exchange(p, from, to, comm, here);
     return to;
 }
 
@@ -3201,15 +3260,17 @@ namespace cpx {
 /// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
 /// every rank has its share.
 ///
-/// Collective; all ranks have equally many values. Each rank adds up its share of them and hands it to the others, so
-/// that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
-template <class T, transport Comm>
-void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
+/// values: a vector, array or span. Collective; all ranks have equally many. Each rank adds up its share of them and
+/// hands it to the others, so that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
+template <std::ranges::contiguous_range V, transport Comm>
+    requires std::ranges::borrowed_range<V>
+void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
-    rows<T> const all(values.data(), count, 1);
+    using T = std::ranges::range_value_t<V>;
+    rows<T> const all(std::ranges::data(values), count, 1);
     tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1);
     exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
     exchange(plan, share.view(), sharded(all, whole), comm, here);

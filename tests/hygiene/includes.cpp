@@ -74,7 +74,8 @@ numeric accumulate exclusive_scan gcd inclusive_scan iota lcm midpoint partial_s
 optional nullopt optional
 ostream endl flush ios ostream
 random mt19937 mt19937_64 normal_distribution uniform_int_distribution uniform_real_distribution
-ranges contiguous_range iota_view random_access_range range range_reference_t range_value_t sized_range views
+ranges borrowed_range contiguous_range iota_view random_access_range range range_reference_t range_value_t
+ranges sized_range views
 regex regex regex_match regex_replace regex_search smatch sregex_iterator
 set begin data end erase_if initializer_list multiset set size ssize
 shared_mutex shared_lock shared_mutex
@@ -92,6 +93,7 @@ tuple apply forward_as_tuple get ignore make_tuple tie tuple tuple_element_t tup
 type_traits add_const_t common_type_t conditional_t decay_t enable_if_t false_type integral_constant invoke_result_t
 type_traits is_arithmetic_v is_base_of_v is_const_v is_constant_evaluated is_constructible_v is_convertible_v
 type_traits is_default_constructible_v is_empty_v is_enum_v is_floating_point_v is_integral_v is_invocable_v
+type_traits is_lvalue_reference_v
 type_traits is_nothrow_move_constructible_v is_pointer_v is_same is_same_v is_signed_v is_trivially_copyable_v
 type_traits is_unsigned_v is_void_v make_signed_t make_unsigned_t remove_const_t remove_cv_t remove_cvref_t
 type_traits remove_pointer_t remove_reference_t true_type type_identity type_identity_t underlying_type_t void_t

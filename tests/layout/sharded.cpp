@@ -20,6 +20,25 @@ static_assert(!std::is_convertible_v<cpx::sharded<float const, zigzag>, cpx::sha
 static_assert(
     std::is_same_v<decltype(cpx::sharded(cpx::rows<float>(), std::declval<zigzag>())), cpx::sharded<float, zigzag>>);
 
+// Operators take tensors as they take views: of constants where they only read.
+using tensor = cpx::tensor<float, zigzag>;
+static_assert(std::is_convertible_v<tensor&, cpx::sharded<float, zigzag>>);
+static_assert(std::is_convertible_v<tensor&, cpx::sharded<float const, zigzag>>);
+static_assert(std::is_convertible_v<tensor const&, cpx::sharded<float const, zigzag>>);
+static_assert(!std::is_convertible_v<tensor const&, cpx::sharded<float, zigzag>>);
+static_assert(!std::is_convertible_v<tensor&, cpx::sharded<float, sequential>>);
+static_assert(cpx::sharded_like<tensor> && cpx::sharded_like<tensor const&> &&
+              cpx::sharded_like<cpx::sharded<float const, zigzag>>);
+static_assert(!cpx::sharded_like<float> && !cpx::sharded_like<cpx::rows<float>>);
+static_assert(std::is_same_v<cpx::sharding_of<tensor const>, zigzag>);
+static_assert(std::is_same_v<cpx::element_of<tensor const>, float>);
+
+// A view of what is gone with the expression is none.
+template <class X>
+concept views = requires(X&& x) { std::forward<X>(x).view(); } || requires(X&& x) { std::forward<X>(x).data(); };
+static_assert(views<tensor&> && views<tensor const&> && !views<tensor> && !views<tensor const>);
+static_assert(!std::is_convertible_v<tensor, cpx::sharded<float const, zigzag>>);
+
 TEST_SUITE("layout") {
     TEST_CASE("a sharded view knows its rows and its sharding, and views columns of them") {
         auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
@@ -47,7 +66,8 @@ TEST_SUITE("layout") {
             CHECK(std::as_const(t).data()(0, 1) == 4.0f);
             CHECK(t.view().data().data() == t.data().data());
         }
-        CHECK(cpx::make_tensor<char>(cpx::shard(cpx::thd(), cpx::zigzag<2>{}), 0, 3).data().count() == 0);
+        auto const none = cpx::make_tensor<char>(cpx::shard(cpx::thd(), cpx::zigzag<2>{}), 0, 3);
+        CHECK(none.data().count() == 0);
     }
 }
 

@@ -72,8 +72,8 @@ conv<T> gradient(conv<T> const& p, std::vector<T> const& dy, S const& sharding, 
         cpx::add_local_rows(sharding, rank, sections, cpx::rows<T const>(dw, p.taps), cpx::rows<T>(dweight, p.taps));
         if (!b.empty())
             cpx::add_local_rows(sharding, rank, sections, cpx::rows<T const>(db, 1), cpx::rows<T>(dbias, 1));
-        cpx::sum_over_ranks(std::span(dweight), comm);
-        cpx::sum_over_ranks(std::span(dbias), comm);
+        cpx::sum_over_ranks(dweight, comm);
+        cpx::sum_over_ranks(dbias, comm);
         weight.add(dweight);
         bias.add(dbias);
         return dx;
@@ -165,7 +165,7 @@ layer<T> gradient_of(layer<T> const& p, std::vector<T> const& dy, S const& shard
         auto const dweights = parameters(all, p.config);
         gated_delta_net_backward(net, p.view(), x.view(), saved, of_y.view(),
                                  cpx::gated_delta_net_gradients<T, S>{dx.view(), dweights, order}, comm);
-        cpx::sum_over_ranks(std::span(all), comm);
+        cpx::sum_over_ranks(all, comm);
         weights.add(all);
         return dx;
     });
@@ -224,11 +224,11 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
             cpx::attention_backward_keys(own, k.view(), v.view(), p.heads, p.scale, dk, dv, comm);
         } else if (what == gathered::queries) {
             auto const plan = relayout(sharding, everywhere, rank);
+            auto const own_k = on_ranks::take(p.k, keys, sharding, rank),
+                       own_v = on_ranks::take(p.v, keys, sharding, rank);
             cpx::attention_backward_keys(views(exchange(plan, q, comm), exchange(plan, of_o, comm),
                                                exchange(plan, lse, comm), exchange(plan, delta, comm)),
-                                         on_ranks::take(p.k, keys, sharding, rank).view(),
-                                         on_ranks::take(p.v, keys, sharding, rank).view(), p.heads, p.scale, dk, dv,
-                                         comm);
+                                         own_k.view(), own_v.view(), p.heads, p.scale, dk, dv, comm);
         } else {
             auto all_dk = on_ranks::poisoned<T>(everywhere, rank, own_keys), all_dv = all_dk;
             cpx::attention_backward_keys(own, k.view(), v.view(), p.heads, p.scale, all_dk.view(), all_dv.view(), comm);

@@ -357,7 +357,8 @@ TEST_SUITE("ops") {
                 auto labels = poisoned<index_t>(sharding, comm.rank(), 1);
                 cpx::next_token_labels(cpx::halo(sharding, comm.rank(), 1, cpx::side::after), tokens.view(),
                                        labels.view(), comm);
-                cpx::mean_token_loss(cpx::make_tensor<double>(sharding, comm.rank(), 1).view(), labels.view(), comm);
+                auto const logp = cpx::make_tensor<double>(sharding, comm.rank(), 1);
+                cpx::mean_token_loss(logp.view(), labels.view(), comm);
                 for (char const* operation : {"halo after", "relayout", "agreement"})
                     if (comm.sent(operation).messages != 0) throw cpx::error("test", operation, "nothing sent");
             });

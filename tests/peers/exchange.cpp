@@ -30,7 +30,7 @@ std::vector<float> move(std::vector<float> const& whole, sections const& columns
     return assemble<float>(to, columns, [&](cpx::threads& comm) {
         auto const p = plan(comm.rank());
         auto y = on_ranks::poisoned<float>(to, comm.rank(), p.target_width ? p.target_width : on_ranks::width(columns));
-        exchange(p, take(whole, columns, from, comm.rank()).view(), y.view(), comm);
+        exchange(p, take(whole, columns, from, comm.rank()), y, comm);
         return y;
     });
 }

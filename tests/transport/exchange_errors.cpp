@@ -331,6 +331,29 @@ TEST_SUITE("transport") {
         });
     }
 
+    TEST_CASE("an exchange in place is rejected before anything moves, one between columns of the same rows is not") {
+        auto const sharding = cpx::shard(batch, cpx::zigzag<>{1});
+        auto const p = cpx::relayout(sharding, sharding, 0);
+        cpx::threads::run(1, [&](cpx::threads& comm) {
+            auto x = cpx::make_tensor<float>(sharding, 0, 4);
+            x.data()(1, 1) = 5;
+            auto const before = x.data()(0, 0);
+            auto const here = cpx::caller::here();
+            std::string const overlap = "exchange: overlap of target and source: expected none, got some";
+            rejects({"exchange_errors.cpp:" + std::to_string(here.line + 3), overlap},
+                    [&] { cpx::exchange(p, x, x, comm); });
+            rejects({overlap}, [&] { cpx::exchange(p, x.view().columns(0, 2), x.view().columns(1, 2), comm); });
+            CHECK(x.data()(0, 0) == before);
+            cpx::exchange(p, x.view().columns(0, 2), x.view().columns(2, 2), comm);
+            CHECK(x.data()(1, 3) == 5);
+            rejects({overlap}, [&] {
+                std::vector<float> memory(49);
+                cpx::exchange(p, cpx::rows<float>(memory.data(), 48, 1), cpx::rows<float>(memory.data() + 1, 48, 1),
+                              comm);
+            });
+        });
+    }
+
     TEST_CASE("tensors of the plan's type and another value are rejected before anything moves") {
         auto const owners = [](std::vector<int> list) { return cpx::shard(batch, cpx::table(1, std::move(list))); };
         auto const a = owners({0, 0}), b = owners({0, 0, 0});
@@ -338,7 +361,7 @@ TEST_SUITE("transport") {
         cpx::threads::run(1, [&](cpx::threads& comm) {
             auto x = cpx::make_tensor<float>(a, 0, 2), y = cpx::make_tensor<float>(b, 0, 2);
             rejects({"exchange: sharding of the source: expected the plan's, got another"},
-                    [&] { cpx::exchange(p, y.view(), x.view(), comm); });
+                    [&] { cpx::exchange(p, y, x, comm); });
             rejects({"exchange: sharding of the target: expected the plan's, got another"},
                     [&] { cpx::exchange(p, x.view(), y.view(), comm); });
         });

@@ -5,6 +5,10 @@
 #include <cpx/core/rows.hpp>
 #include <cpx/layout/sharding.hpp>
 
+#include <concepts>
+#include <type_traits>
+#include <utility>
+
 namespace cpx {
 
 /// A view of one rank's rows of a tensor that is sharded as `S` says.
@@ -21,6 +25,7 @@ public:
 
     rows<T> const& data() const { return data_; }
     S const& sharding() const { return sharding_; }
+    sharded view() const { return *this; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
     sharded columns(index_t first, index_t width) const { return {data_.columns(first, width), sharding_}; }
@@ -36,5 +41,42 @@ concept elements_of = std::same_as<std::remove_const_t<A>, T>;
 
 template <class T, class S>
 sharded(rows<T>, S) -> sharded<T, S>;
+
+namespace detail {
+
+template <class View>
+struct of_view;
+template <class T, any_sharding S>
+struct of_view<sharded<T, S>> {
+    using element = T;
+    using sharding = S;
+};
+template <class X>
+using view_of = decltype(std::declval<X&>().view());
+
+} // namespace detail
+
+/// What operators take as sharded rows: a view of them, or what has a `view()` that is one, such as a tensor.
+template <class X>
+concept sharded_like = requires { typename detail::of_view<detail::view_of<X>>::sharding; };
+
+template <sharded_like X>
+using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
+/// The elements of `X`, without const.
+template <sharded_like X>
+using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
+
+// What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
+namespace detail {
+
+template <class S, class... X>
+inline constexpr bool sharded_as = (std::same_as<sharding_of<X>, S> && ...);
+
+/// Whether results can be written to `Y`, deduced for `Y&&`, which is there after the call.
+template <class Y>
+inline constexpr bool takes_result = !std::is_const_v<typename of_view<view_of<Y>>::element> &&
+                                     (std::is_lvalue_reference_v<Y> || std::same_as<view_of<Y>, std::remove_cv_t<Y>>);
+
+} // namespace detail
 
 } // namespace cpx

@@ -10,6 +10,7 @@ namespace cpx {
 
 /// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
 ///
+/// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
 /// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
 template <class T, any_sharding S>
 class tensor {
@@ -18,10 +19,15 @@ public:
         : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
           values_(static_cast<std::size_t>(count_ * width)) {}
 
-    rows<T> data() { return {values_.data(), count_, width_}; }
-    rows<T const> data() const { return {values_.data(), count_, width_}; }
-    sharded<T, S> view() { return {data(), sharding_}; }
-    sharded<T const, S> view() const { return {data(), sharding_}; }
+    rows<T> data() & { return {values_.data(), count_, width_}; }
+    rows<T const> data() const& { return {values_.data(), count_, width_}; }
+    rows<T const> data() const&& = delete;
+    sharded<T, S> view() & { return {data(), sharding_}; }
+    sharded<T const, S> view() const& { return {data(), sharding_}; }
+    sharded<T const, S> view() const&& = delete;
+    operator sharded<T, S>() & { return view(); }
+    operator sharded<T const, S>() const& { return view(); }
+    operator sharded<T const, S>() const&& = delete;
     S const& sharding() const { return sharding_; }
     index_t width() const { return width_; }
 

@@ -2,6 +2,7 @@
 // Runs a plan over a transport.
 #pragma once
 
+#include <cpx/core/overlap.hpp>
 #include <cpx/layout/tensor.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/transport/agree.hpp>
@@ -93,6 +94,30 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     }
 }
 
+template <class A, class B, class Comm>
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
+            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
+            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    check_buffer("source", from, p.source_rows, p.source_width, here);
+    check_buffer("target", to, p.target_rows, p.target_width, here);
+    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
+            to.width(), here);
+    require_apart("exchange", {{"target", to}}, {{"source", from}}, here);
+    constexpr bool addable = requires(B sum, B const term) { sum += term; };
+    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
+            "a type with +=", std::string(type_name<B>()), here);
+    identity const id = p.id.for_elements<B>(from.width());
+    if (!p.local) agree(comm, id, p.batch, here);
+
+    if (p.kind == flow::sums || !p.covers_target())
+        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+    if constexpr (addable) {
+        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
+    }
+    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+}
+
 } // namespace detail
 
 /// Runs a plan: moves this rank's rows of `from` to where they belong in everybody's `to`.
@@ -104,50 +129,41 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
-template <class B, elements_of<B> A, transport Comm>
+template <class A, class B, transport Comm>
 void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
-    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
-            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
-            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
-    detail::check_buffer("source", from, p.source_rows, p.source_width, here);
-    detail::check_buffer("target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
-            to.width(), here);
-    constexpr bool addable = requires(B sum, B const term) { sum += term; };
-    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
-            "a type with +=", std::string(detail::type_name<B>()), here);
-    identity const id = p.id.for_elements<B>(from.width());
-    if (!p.local) agree(comm, id, p.batch, here);
-
-    if (p.kind == flow::sums || !p.covers_target())
-        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
-    if constexpr (addable) {
-        if (p.kind == flow::sums) return detail::exchange_sum(p, id, from, to, comm, here);
-    }
-    detail::exchange_messages(p, id, from, detail::parcels<std::byte>(p.receives, to), comm, here);
+    constexpr bool fits = elements_of<A, B>;
+    static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
+                        "the elements of the source");
+    if constexpr (fits) detail::exchange_rows(p, from, to, comm, here);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
 ///
 /// A tensor of another sharding than the plan's does not compile; one of the same type and another value throws.
-template <any_sharding From, any_sharding To, class A, class B, any_sharding X, any_sharding Y, transport Comm>
-void exchange(relayout_plan<From, To> const& p, sharded<A, X> const& from, sharded<B, Y> const& to, Comm& comm,
-              caller here = caller::here()) {
-    static_assert(std::same_as<From, X>, "cpx: exchange of a tensor that is not sharded as the plan's source; make the "
-                                         "plan with relayout(tensor.sharding(), ...)");
-    static_assert(std::same_as<To, Y>, "cpx: exchange into a tensor that is not sharded as the plan's target; make the "
-                                       "plan with relayout(..., tensor.sharding(), ...)");
-    require(from.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
-    require(to.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
-    exchange(static_cast<plan const&>(p), from.data(), to.data(), comm, here);
+template <any_sharding From, any_sharding To, sharded_like X, sharded_like Y, transport Comm>
+void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
+    constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
+    constexpr bool writes = detail::takes_result<Y>;
+    static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
+                          "relayout(tensor.sharding(), ...)");
+    static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
+                          "relayout(..., tensor.sharding(), ...)");
+    static_assert(writes, "cpx: exchange into a tensor that is const or ends with the call; give it a name");
+    if constexpr (source && target && writes) {
+        auto const x = from.view();
+        auto const y = to.view();
+        require(x.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
+        require(y.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
+        exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
+    }
 }
 
 /// Runs a relayout into a tensor of its own.
-template <any_sharding From, any_sharding To, class T, transport Comm>
-tensor<T, To> exchange(relayout_plan<From, To> const& p, tensor<T, From> const& from, Comm& comm,
-                       caller here = caller::here()) {
-    tensor<T, To> to(p.to, p.rank, p.target_width ? p.target_width : from.width());
-    exchange(p, from.view(), to.view(), comm, here);
+template <any_sharding From, any_sharding To, sharded_like X, transport Comm>
+tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
+                                   caller here = caller::here()) {
+    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width());
+    exchange(p, from, to, comm, here);
     return to;
 }
 

@@ -6,20 +6,24 @@
 #include <cpx/layout/sequential.hpp>
 #include <cpx/transport/exchange.hpp>
 
+#include <ranges>
+
 namespace cpx {
 
 /// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
 /// every rank has its share.
 ///
-/// Collective; all ranks have equally many values. Each rank adds up its share of them and hands it to the others, so
-/// that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
-template <class T, transport Comm>
-void sum_over_ranks(std::span<T> values, Comm& comm, caller here = caller::here()) {
+/// values: a vector, array or span. Collective; all ranks have equally many. Each rank adds up its share of them and
+/// hands it to the others, so that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
+template <std::ranges::contiguous_range V, transport Comm>
+    requires std::ranges::borrowed_range<V>
+void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
-    rows<T> const all(values.data(), count, 1);
+    using T = std::ranges::range_value_t<V>;
+    rows<T> const all(std::ranges::data(values), count, 1);
     tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1);
     exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
     exchange(plan, share.view(), sharded(all, whole), comm, here);

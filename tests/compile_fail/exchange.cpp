@@ -1,0 +1,77 @@
+// Exchanges of what a plan does not move.
+#include <cpx/cpx.hpp>
+
+using zigzag = cpx::sharding<cpx::zigzag<4>>;
+using aligned = cpx::sharding<cpx::zigzag<4>, cpx::scope::sequence, cpx::aligned<64>>;
+using sequential = cpx::sharding<cpx::sequential<4>>;
+using over_batch = cpx::sharding<cpx::sequential<4>, cpx::scope::batch>;
+using by_heads = cpx::head_sharded<4>;
+
+template <class From, class To>
+using plan = cpx::relayout_plan<From, To> const&;
+template <class S>
+using view = cpx::sharded<float, S> const&;
+
+#ifdef CPX_GOOD
+using given = zigzag;
+using uncut = aligned;
+using of_sequences = over_batch;
+using other = cpx::sequential<4>;
+using element = float;
+#else
+using given = sequential;
+using uncut = zigzag;            // the cut is part of the type, too
+using of_sequences = sequential; // fed to flash-linear-attention, which cuts the batch
+using other = cpx::sequential<8>;
+using element = double; // does not become float on its way
+#endif
+
+// expect: exchange of a tensor that is not sharded as the plan's source
+void views(plan<zigzag, sequential> p, view<given> x, view<sequential> y, cpx::threads& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: exchange of a tensor that is not sharded as the plan's source
+void cuts(plan<aligned, by_heads> p, view<uncut> x, view<by_heads> y, cpx::threads& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: exchange into a tensor that is not sharded as the plan's target
+void targets(plan<zigzag, over_batch> p, view<zigzag> x, view<of_sequences> y, cpx::threads& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// As README says: the exchange's own result, given to the same plan once more.
+// expect: exchange of a tensor that is not sharded as the plan's source
+void readme(plan<zigzag, over_batch> p, cpx::tensor<float, zigzag> const& x) {
+    cpx::threads::run(4, [&](cpx::threads& comm) {
+        auto const y = cpx::exchange(p, x, comm);
+#ifdef CPX_GOOD
+        auto const z = cpx::exchange(p.transposed(), y, comm);
+#else
+        auto const z = cpx::exchange(p, y, comm);
+#endif
+        static_cast<void>(z.data());
+    });
+}
+
+// expect: exchange into a tensor that is const or ends with the call
+// expect: exchange into a tensor that is const or ends with the call
+void results(plan<zigzag, sequential> p, view<zigzag> x, cpx::threads& comm) {
+#ifdef CPX_GOOD
+    cpx::tensor<float, sequential> y(p.to, 0, 1);
+    cpx::exchange(p, x, y, comm);
+#else
+    cpx::tensor<float, sequential> const y(p.to, 0, 1);
+    cpx::exchange(p, x, y, comm);
+    cpx::exchange(p, x, cpx::make_tensor<float>(p.to, 0, 1), comm);
+#endif
+}
+
+// expect: exchange between elements of two types
+void elements(cpx::plan const& p, cpx::rows<element const> x, cpx::rows<float> y, cpx::threads& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: relayout between shardings over different numbers of ranks
+void ranks(cpx::thd const& batch) { cpx::relayout(cpx::shard(batch, cpx::zigzag<4>{}), cpx::shard(batch, other{}), 0); }
