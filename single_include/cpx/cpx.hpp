@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <ranges>
 #include <span>
@@ -207,7 +208,7 @@ namespace cpx {
 struct caller {
     char const* file = "";
     int line = 0;
-    static constexpr caller here(char const* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    CPX_HOST_DEVICE static constexpr caller here(char const* file = __builtin_FILE(), int line = __builtin_LINE()) {
         return {file, line};
     }
 };
@@ -342,6 +343,61 @@ CPX_HOST_DEVICE constexpr range intersect(range a, range b) {
 
 } // namespace cpx
 
+// cpx/core/size.hpp
+// Sizes that a caller names: products that do not wrap, and memory that may not be there.
+
+namespace cpx::detail {
+
+/// What every count of tokens, elements and bytes is less than, so that the sum of two does not wrap.
+inline constexpr index_t size_limit = index_t{1} << 62;
+
+/// Throws the error of `product`; apart, because a constant expression builds no text.
+[[noreturn]] inline void bad_product(char const* where, char const* what, std::initializer_list<index_t> factors,
+                                     caller here) {
+    std::string text;
+    bool negative = false;
+    for (index_t const factor : factors) {
+        text += (text.empty() ? "" : " x ") + std::to_string(factor);
+        negative = negative || factor < 0;
+    }
+    throw error(where, what, negative ? "not negative" : "less than 2^62", text, here);
+}
+
+/// Returns the product of counts. Throws `cpx::error` that shows them if one is negative, or it or the product is not
+/// below `size_limit`. `what` names the product.
+constexpr index_t product(char const* where, char const* what, std::initializer_list<index_t> factors,
+                          caller here = caller::here()) {
+    index_t result = 1;
+    bool zero = false, fits = true;
+    for (index_t const factor : factors) {
+        fits = fits && factor >= 0 && factor < size_limit;
+        zero = zero || factor == 0;
+    }
+    if (zero && fits) return 0;
+    for (index_t const factor : factors) {
+        fits = fits && result <= (size_limit - 1) / factor;
+        if (!fits) bad_product(where, what, factors, here);
+        result *= factor;
+    }
+    return result;
+}
+
+/// Returns as many zeros as the product of `counts`, such as rows and their width.
+///
+/// Throws `cpx::error` that shows them and the bytes if they are no size, or more than the system gives.
+template <class T>
+std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here = caller::here()) {
+    index_t const count = product(where, "elements", counts, here);
+    index_t const bytes = product(where, "bytes", {count, static_cast<index_t>(sizeof(T))}, here);
+    try {
+        return std::vector<T>(static_cast<std::size_t>(count));
+    } catch (std::bad_alloc const&) {
+        throw error(where, "memory", std::to_string(bytes) + " bytes", "less than that", here);
+    }
+}
+
+} // namespace cpx::detail
+
 // cpx/core/rows.hpp
 // A view of a rank's local rows.
 
@@ -350,25 +406,35 @@ namespace cpx {
 /// A view of (count, width) elements, row-major; row `i` begins at `data + i * stride`.
 ///
 /// Owns nothing. `stride > width` views some columns of wider rows, such as q inside a fused qkv projection.
+/// Throws `cpx::error`, on the host, of numbers that are negative or of 2^62 bytes and more.
 template <class T>
 class rows {
 public:
     constexpr rows() = default;
-    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width) : rows(data, count, width, width) {}
-    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride)
-        : data_(data), count_(count), width_(width), stride_(stride) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, caller here = caller::here())
+        : rows(data, count, width, width, here) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride,
+                                   [[maybe_unused]] caller here = caller::here())
+        : data_(data), count_(count), width_(width), stride_(stride) {
+#ifndef __CUDA_ARCH__
+        if (((count | width | stride) >> 28) != 0 || sizeof(T) > 64) // few of the views made for every head and segment
+            for (index_t const row : {width, stride})
+                detail::product("rows", "bytes", {count, row, static_cast<index_t>(sizeof(T))}, here);
+#endif
+    }
 
     /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V>& values, index_t width)
-        : rows(values.data(), width > 0 ? static_cast<index_t>(values.size()) / width : 0, width) {
-        require(count_ * width == static_cast<index_t>(values.size()), "rows", "size of the vector",
-                "a multiple of the width " + std::to_string(width), values.size());
+    rows(std::vector<V>& values, index_t width, caller here = caller::here())
+        : rows(values.data(), width > 0 ? std::ssize(values) / width : 0, std::max<index_t>(width, 0), here) {
+        require(width >= 0 && count_ * width == std::ssize(values), "rows", "size of the vector",
+                "a multiple of the width " + std::to_string(width), values.size(), here);
     }
     template <class V>
         requires std::is_same_v<T, V const>
-    rows(std::vector<V> const& values, index_t width) : rows(const_cast<std::vector<V>&>(values), width) {}
+    rows(std::vector<V> const& values, index_t width, caller here = caller::here())
+        : rows(const_cast<std::vector<V>&>(values), width, here) {}
     /// A vector that ends with the expression cannot be viewed.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
@@ -505,60 +571,67 @@ public:
 
     /// Takes offsets and, if there is padding, the valid length of every sequence.
     ///
-    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0 or decrease,
-    /// valid lengths that are not one a sequence or exceed its physical length.
-    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}) {
-        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
-        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
+    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0, decrease or end
+    /// at 2^62 or beyond, valid lengths that are not one a sequence or exceed its physical length.
+    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here()) {
+        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0, here);
+        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front(), here);
         for (std::size_t s = 1; s < offsets.size(); ++s)
             if (offsets[s] <
                 offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
                 throw error("thd", "offset " + std::to_string(s) + " decreases",
-                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]));
+                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]), here);
+        require(offsets.back() < detail::size_limit, "thd", "last offset", "less than 2^62", offsets.back(), here);
         require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
-                offsets.size() - 1, valid.size());
+                offsets.size() - 1, valid.size(), here);
         for (std::size_t s = 0; s < valid.size(); ++s)
             if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
                 throw error("thd", "valid length of sequence " + std::to_string(s),
-                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]));
+                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]), here);
         data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
     }
 
     /// The same of other integers, in a vector, array or span.
     template <integers R, integers V = std::vector<index_t>>
-    explicit thd(R const& offsets, V const& valid = {}) : thd(numbers(offsets), numbers(valid)) {}
+    explicit thd(R const& offsets, V const& valid = {}, caller here = caller::here())
+        : thd(numbers(offsets), numbers(valid), here) {}
 
     /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
     template <integers R, integers V = std::vector<index_t>>
-    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {}) {
-        thd batch(offsets, valid);
+    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {},
+                            caller here = caller::here()) {
+        thd batch(offsets, valid, here);
         require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
-                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
+                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
         return batch;
     }
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
-    static thd uniform(index_t count, index_t length) {
-        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
-                count < 0 ? count : length);
-        require(length == 0 || count < (index_t{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
-                std::to_string(count) + " times " + std::to_string(length));
-        std::vector<index_t> offsets(static_cast<std::size_t>(count) + 1);
+    static thd uniform(index_t count, index_t length, caller here = caller::here()) {
+        detail::product("thd::uniform", "tokens", {count, length}, here);
+        auto offsets = detail::zeros<index_t>("thd::uniform", {count + 1}, here);
         for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
-        return thd(std::move(offsets));
+        return thd(std::move(offsets), {}, here);
     }
 
-    /// Returns the batch of sequences with these lengths.
-    static thd from_lengths(std::vector<index_t> const& lengths) {
+    /// Returns the batch of sequences with these lengths. Throws `cpx::error` that names the first that is negative or
+    /// with which there would be 2^62 tokens.
+    static thd from_lengths(std::vector<index_t> const& lengths, caller here = caller::here()) {
         std::vector<index_t> offsets(1, 0);
-        for (index_t const length : lengths) offsets.push_back(offsets.back() + length);
-        return thd(std::move(offsets));
+        for (index_t const length : lengths) {
+            index_t const most = detail::size_limit - 1 - offsets.back();
+            if (length < 0 || length > most)
+                throw error("thd::from_lengths", "length of sequence " + std::to_string(offsets.size() - 1),
+                            "0 to " + std::to_string(most), std::to_string(length), here);
+            offsets.push_back(offsets.back() + length);
+        }
+        return thd(std::move(offsets), {}, here);
     }
     template <integers R>
-    static thd from_lengths(R const& lengths) {
-        return from_lengths(numbers(lengths));
+    static thd from_lengths(R const& lengths, caller here = caller::here()) {
+        return from_lengths(numbers(lengths), here);
     }
 
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
@@ -631,7 +704,7 @@ public:
         : batch_(std::move(batch)), starts_(std::move(starts)), buffer_rows_(buffer_rows) {
         require(std::ssize(starts_) == batch_.sequences(), "packing", "number of starts", batch_.sequences(),
                 starts_.size(), here);
-        require(buffer_rows_ >= 0, "packing", "rows of the buffer", "not negative", buffer_rows_, here);
+        detail::product("packing", "rows of the buffer", {buffer_rows_}, here);
         index_t end = 0;
         for (index_t s = 0; s < batch_.sequences(); ++s) {
             index_t const last = buffer_rows_ - batch_.length(s);
@@ -647,15 +720,15 @@ public:
     index_t buffer_rows() const { return buffer_rows_; }
 
     /// Returns the buffer's row of every row of the batch, ascending, as gathers by index want them.
-    std::vector<index_t> rows() const {
-        std::vector<index_t> list(static_cast<std::size_t>(batch_.tokens()));
+    std::vector<index_t> rows(caller here = caller::here()) const {
+        auto list = detail::zeros<index_t>("packing::rows", {batch_.tokens()}, here);
         for (index_t s = 0; s < batch_.sequences(); ++s)
             std::iota(list.begin() + batch_.offset(s), list.begin() + batch_.offset(s + 1), start(s));
         return list;
     }
     /// Returns for every row of the buffer 1 if it is a row of the batch, 0 if it is padding.
-    std::vector<std::uint8_t> mask() const {
-        std::vector<std::uint8_t> valid(static_cast<std::size_t>(buffer_rows_), 0);
+    std::vector<std::uint8_t> mask(caller here = caller::here()) const {
+        auto valid = detail::zeros<std::uint8_t>("packing::mask", {buffer_rows_}, here);
         for (index_t s = 0; s < batch_.sequences(); ++s)
             std::fill_n(valid.begin() + start(s), batch_.length(s), std::uint8_t{1});
         return valid;
@@ -672,10 +745,10 @@ private:
 namespace detail {
 
 /// Makes a batch whose valid lengths are left out where there is no padding: equal batches then compare equal.
-inline thd padded_thd(std::vector<index_t> const& lengths, std::vector<index_t> valid) {
-    thd const batch = thd::from_lengths(lengths);
+inline thd padded_thd(std::vector<index_t> const& lengths, std::vector<index_t> valid, caller here) {
+    thd const batch = thd::from_lengths(lengths, here);
     if (valid == lengths) return batch;
-    return thd(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
+    return thd(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end()), std::move(valid), here);
 }
 
 inline void require_columns(char const* where, index_t count, index_t columns, caller here) {
@@ -735,7 +808,7 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
                         std::to_string(position), here);
         previous = position;
     }
-    return detail::padded_thd(lengths, std::move(valid));
+    return detail::padded_thd(lengths, std::move(valid), here);
 }
 
 /// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
@@ -771,7 +844,7 @@ packing packing_from_mask(R const& mask, index_t columns, padding side, caller h
         lengths.push_back(length);
         starts.push_back(start);
     }
-    return packing(thd::from_lengths(lengths), std::move(starts), count, here);
+    return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
 
 /// Makes a batch of the offsets of valid tokens and those of padded sequences (cu_seqlens and cu_seqlens_padded of
@@ -809,16 +882,16 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
             throw error(where, "padded length of sequence " + std::to_string(s),
                         "a multiple of " + std::to_string(buffer.multiple), std::to_string(lengths.back()), here);
     }
-    return detail::padded_thd(lengths, std::move(counts));
+    return detail::padded_thd(lengths, std::move(counts), here);
 }
 
 /// Returns the batch whose sequences have the valid lengths of `batch`, each padded at its end to a multiple of
 /// `multiple` rows; padding that `batch` has is dropped, and 1 drops it all.
 ///
 /// cpx needs no padding. Peers do: zigzag wants 2 W, with sequence parallelism over TP ranks lcm(2 W, W TP).
-/// Throws `cpx::error` if `multiple` is below 1, or so large that there would be 2^62 rows.
+/// Throws `cpx::error` if `multiple` is below 1, or there would be 2^62 rows.
 inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = caller::here()) {
-    index_t const most = ((index_t{1} << 62) - 1 - batch.tokens()) / std::max<index_t>(batch.sequences(), 1);
+    index_t const most = detail::size_limit - 1;
     require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
             here);
     std::vector<index_t> lengths, valid;
@@ -826,13 +899,13 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
         valid.push_back(batch.valid(s));
         lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
     }
-    return detail::padded_thd(lengths, std::move(valid));
+    return detail::padded_thd(lengths, std::move(valid), here);
 }
 
 /// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
-inline packing unpadded(thd const& padded) {
+inline packing unpadded(thd const& padded, caller here = caller::here()) {
     std::vector<index_t> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
-    return packing(pad_to_multiple(padded, 1), offsets, padded.tokens());
+    return packing(pad_to_multiple(padded, 1, here), offsets, padded.tokens(), here);
 }
 
 /// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.
@@ -934,6 +1007,20 @@ inline constexpr int static_ranks = [] {
         return dynamic;
 }();
 
+namespace detail {
+
+/// Returns `ranks`. Throws `cpx::error`, on the host, if `chunks` chunks for each of them are too many to count.
+CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
+    if (int const most = std::numeric_limits<int>::max() / chunks; ranks > most) {
+#ifndef __CUDA_ARCH__
+        require(false, layout, "ranks", "at most " + std::to_string(most), ranks, here);
+#endif
+    }
+    return ranks;
+}
+
+} // namespace detail
+
 } // namespace cpx
 
 // cpx/layout/cut.hpp
@@ -981,6 +1068,18 @@ struct aligned : private extent<Unit> {
     }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
+
+namespace detail {
+
+/// Whether the chunks of every run are known to ascend from its first row; a user's cut is asked.
+template <class C>
+inline constexpr bool ascends = false;
+template <>
+inline constexpr bool ascends<balanced> = true;
+template <int Unit>
+inline constexpr bool ascends<aligned<Unit>> = true;
+
+} // namespace detail
 
 } // namespace cpx
 
@@ -1146,6 +1245,9 @@ namespace cpx {
 /// What a layout cuts: each sequence of the batch, or the whole batch as one run, regardless of boundaries.
 enum class scope { sequence, batch };
 
+/// The most ranks of a sharding: plans list what every rank sends to every other.
+inline constexpr int most_ranks = 1 << 20;
+
 /// A group of `heads` equal heads of `width` elements in the feature axis, e.g. q = {16, 128}.
 struct section {
     index_t heads = 1;
@@ -1154,6 +1256,33 @@ struct section {
 };
 
 namespace detail {
+
+inline void require_ranks(char const* where, char const* what, int ranks, caller here) {
+    require(ranks > 0 && ranks <= most_ranks, where, what, ranks > 0 ? "at most 2^20" : "at least 1", ranks, here);
+}
+
+inline void require_rank(char const* where, int rank, int ranks, caller here) {
+    if (rank < 0 || rank >= ranks) // the text is made only when it is needed
+        throw error(where, "rank", "0 to " + std::to_string(ranks - 1), std::to_string(rank), here);
+}
+
+/// Returns the columns of all sections. Throws `cpx::error` that names the first that has no heads or no width, or too
+/// many to count.
+inline index_t columns_of(char const* where, std::span<section const> sections, caller here) {
+    index_t columns = 0;
+    for (std::size_t i = 0; i < sections.size(); ++i) {
+        auto const name = [&](char const* what) { return what + (" of section " + std::to_string(i)); };
+        auto const [heads, width] = sections[i];
+        index_t const most_heads = std::numeric_limits<int>::max(); // their square has a size
+        if (heads < 1 || heads > most_heads)
+            throw error(where, name("heads"), "1 to " + std::to_string(most_heads), std::to_string(heads), here);
+        index_t const most = (size_limit - 1 - columns) / heads;
+        if (width < 1 || width > most)
+            throw error(where, name("width"), "1 to " + std::to_string(most), std::to_string(width), here);
+        columns += heads * width;
+    }
+    return columns;
+}
 
 // Stand for what callers pass; nvcc does not accept lambdas in a concept.
 struct takes_range {
@@ -1197,12 +1326,20 @@ public:
     static constexpr bool every_row = false;
     static constexpr int static_ranks = cpx::static_ranks<P>;
 
-    /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist.
-    explicit sharding(thd batch, P policy = {}, Cut cut = {}) : batch_(std::move(batch)), policy_(policy), cut_(cut) {
-        require(policy_.ranks() > 0, "sharding", "ranks of the layout", "at least 1", policy_.ranks());
+    /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist, or if the cut
+    /// does not ascend. Cost: O(chunks), of length rules and cuts of the user's O(runs * chunks).
+    explicit sharding(thd batch, P policy = {}, Cut cut = {}, caller here = caller::here())
+        : batch_(std::move(batch)), policy_(policy), cut_(cut) {
+        detail::require_ranks("sharding", "ranks of the layout", policy_.ranks(), here);
         if constexpr (requires { cut_.unit(); })
-            require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit());
-        if constexpr (layout<P>) check(policy_);
+            require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit(), here);
+        if constexpr (layout<P>) check(policy_, here);
+        if constexpr (!layout<P> || !detail::ascends<Cut>)
+            for (index_t i = 0; i < runs(); ++i) {
+                auto const l = layout_at(policy_, run(i).size());
+                if constexpr (!layout<P>) check(l, here);
+                if constexpr (!detail::ascends<Cut>) check_cut(run(i), l.chunks(), here);
+            }
     }
 
     int ranks() const { return policy_.ranks(); }
@@ -1222,8 +1359,10 @@ public:
             return {0, batch_.tokens()};
     }
 
-    /// Returns how many rows `rank` holds. Cost: O(runs * chunks of the rank).
-    index_t rows(int rank) const {
+    /// Returns how many rows `rank` holds. Throws `cpx::error` if there is no such rank. Cost: O(runs * chunks of the
+    /// rank).
+    index_t rows(int rank, caller here = caller::here()) const {
+        detail::require_rank("sharding::rows", rank, ranks(), here);
         index_t count = 0;
         for_each_piece(rank, [&](range piece) { count += piece.size(); });
         return count;
@@ -1237,16 +1376,11 @@ public:
             auto const l = layout_at(policy_, rows.size());
             int const chunks = l.chunks();
             if (!layout<P> || i == 0) {
-                if constexpr (!layout<P>) check(l);
                 owned.clear();
                 for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
             }
             for (int const c : owned) {
                 range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
-                if (piece.size() < 0 || (c == 0 && piece.first != rows.first)) // no built-in cut, but a user's may
-                    throw error("sharding", "cut, at chunk " + std::to_string(c) + " of " + std::to_string(chunks),
-                                "chunks that ascend from the first row, " + std::to_string(rows.first),
-                                std::to_string(piece.first) + " to " + std::to_string(piece.last));
                 if (!piece.empty()) f(piece);
             }
         }
@@ -1260,7 +1394,6 @@ public:
             range const whole = run(i);
             range const common = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
-            if constexpr (!layout<P>) check(l);
             int const chunks = l.chunks();
             int const guess = static_cast<int>(((common.first - whole.first + 1) * chunks - 1) / whole.size());
             int c = last_at_or_before(common.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
@@ -1293,14 +1426,23 @@ private:
     }
 
     template <layout L>
-    void check(L const& l) const {
-        require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
-        require(batch_.tokens() < (index_t{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
-                batch_.tokens());
+    void check(L const& l, caller here) const {
+        require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks(), here);
+        detail::product("sharding", "tokens times chunks", {batch_.tokens(), l.chunks()}, here);
         for (int c = 0; c < l.chunks(); ++c)
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
                 throw error("sharding", "owner of chunk " + std::to_string(c),
-                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
+                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)), here);
+    }
+
+    void check_cut(range rows, int chunks, caller here) const {
+        for (int c = 0; c < chunks; ++c) {
+            range const chunk{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+            if (chunk.size() < 0 || (c == 0 && chunk.first != rows.first))
+                throw error("sharding", "cut, at chunk " + std::to_string(c) + " of " + std::to_string(chunks),
+                            "chunks that ascend from the first row, " + std::to_string(rows.first),
+                            std::to_string(chunk.first) + " to " + std::to_string(chunk.last), here);
+        }
     }
 
     index_t begin(range rows, int c, int chunks) const {
@@ -1322,8 +1464,8 @@ private:
 
 /// Returns the sharding of `batch` by a policy: `shard(batch, zigzag<4>{})`, `shard<scope::batch>(batch, ...)`.
 template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
-sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}) {
-    return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut);
+sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}, caller here = caller::here()) {
+    return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut, here);
 }
 
 } // namespace cpx
@@ -1342,12 +1484,17 @@ public:
     static constexpr bool every_row = true;
     static constexpr int static_ranks = W;
 
-    every_row_sharding(extent<W> ranks, thd batch) : ranks_(ranks), batch_(std::move(batch)) {
-        require(ranks_.get() > 0, "sharding", "ranks", "at least 1", ranks_.get());
+    every_row_sharding(extent<W> ranks, thd batch, caller here) : ranks_(ranks), batch_(std::move(batch)) {
+        require_ranks("sharding", "ranks", ranks_.get(), here);
+        product("sharding", "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
-    index_t rows(int) const { return batch_.tokens(); }
+    /// Throws `cpx::error` if there is no such rank.
+    index_t rows(int rank, caller here = caller::here()) const {
+        require_rank("sharding::rows", rank, ranks(), here);
+        return batch_.tokens();
+    }
 
     template <class F>
     void for_each_piece(int, F&& f) const {
@@ -1380,12 +1527,12 @@ template <int W = dynamic>
 class head_sharded : public detail::every_row_sharding<W> {
 public:
     /// Throws `cpx::error` on sections that are empty, have no heads, no width, or do not divide the largest.
-    head_sharded(thd batch, std::vector<section> sections)
+    head_sharded(thd batch, std::vector<section> sections, caller here = caller::here())
         requires(W != dynamic)
-        : head_sharded(extent<W>{}, std::move(batch), std::move(sections)) {}
-    head_sharded(int ranks, thd batch, std::vector<section> sections)
+        : head_sharded(extent<W>{}, std::move(batch), std::move(sections), here) {}
+    head_sharded(int ranks, thd batch, std::vector<section> sections, caller here = caller::here())
         requires(W == dynamic)
-        : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections)) {}
+        : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections), here) {}
 
     std::span<section const> sections() const { return *sections_; }
 
@@ -1402,18 +1549,17 @@ public:
     }
 
 private:
-    head_sharded(extent<W> ranks, thd batch, std::vector<section> sections)
-        : detail::every_row_sharding<W>(ranks, std::move(batch)) {
-        require(!sections.empty(), "head_sharded", "number of sections", "at least 1", 0);
+    head_sharded(extent<W> ranks, thd batch, std::vector<section> sections, caller here)
+        : detail::every_row_sharding<W>(ranks, std::move(batch), here) {
+        char const* const where = "head_sharded";
+        require(!sections.empty(), where, "number of sections", "at least 1", 0, here);
+        index_t const columns = detail::columns_of(where, sections, here);
+        detail::product(where, "tokens x columns", {this->batch().tokens(), columns}, here);
         for (section const& s : sections) groups_ = std::max(groups_, s.heads);
-        for (std::size_t i = 0; i < sections.size(); ++i) {
-            auto const name = [&](char const* what) { return what + (" of section " + std::to_string(i)); };
-            if (sections[i].heads < 1 || groups_ % sections[i].heads != 0)
-                throw error("head_sharded", name("heads"), "a divisor of " + std::to_string(groups_),
-                            std::to_string(sections[i].heads));
-            if (sections[i].width < 1)
-                throw error("head_sharded", name("width"), "at least 1", std::to_string(sections[i].width));
-        }
+        for (std::size_t i = 0; i < sections.size(); ++i)
+            if (groups_ % sections[i].heads != 0)
+                throw error(where, "heads of section " + std::to_string(i), "a divisor of " + std::to_string(groups_),
+                            std::to_string(sections[i].heads), here);
         sections_ = std::make_shared<std::vector<section> const>(std::move(sections));
     }
 
@@ -1425,12 +1571,12 @@ private:
 template <int W = dynamic>
 class replicated : public detail::every_row_sharding<W> {
 public:
-    explicit replicated(thd batch)
+    explicit replicated(thd batch, caller here = caller::here())
         requires(W != dynamic)
-        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch)) {}
-    replicated(int ranks, thd batch)
+        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch), here) {}
+    replicated(int ranks, thd batch, caller here = caller::here())
         requires(W == dynamic)
-        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch)) {}
+        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch), here) {}
 
     std::span<section const> sections() const { return {}; }
     range heads(int, index_t heads) const { return {0, heads}; }
@@ -1482,8 +1628,15 @@ public:
     S const& sharding() const { return sharding_; }
     sharded view() const { return *this; }
 
-    /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
-    sharded columns(index_t first, index_t width) const { return {data_.columns(first, width), sharding_}; }
+    /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection. Throws
+    /// `cpx::error` if there are no such columns.
+    sharded columns(index_t first, index_t width, caller here = caller::here()) const {
+        index_t const all = data_.width();
+        if (first < 0 || first > all || width < 0 || width > all - first)
+            throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
+                        std::to_string(width) + " from " + std::to_string(first), here);
+        return {data_.columns(first, width), sharding_};
+    }
 
 private:
     rows<T> data_;
@@ -1548,9 +1701,9 @@ template <int W = dynamic, int Stripes = 4>
 struct striped : private extent<W> {
     static_assert(Stripes > 0, "cpx: striped needs at least 1 stripe a rank");
     constexpr striped() = default;
-    CPX_HOST_DEVICE constexpr explicit striped(int ranks)
+    CPX_HOST_DEVICE constexpr explicit striped(int ranks, caller here = caller::here())
         requires(W == dynamic)
-        : extent<W>(ranks) {}
+        : extent<W>(detail::ranks_with(Stripes, ranks, "striped", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return Stripes * ranks(); }
@@ -1573,13 +1726,13 @@ namespace cpx {
 class table {
 public:
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
-    table(int ranks, std::vector<int> owners) : ranks_(ranks) {
-        require(ranks > 0, "table", "ranks", "at least 1", ranks);
-        require(!owners.empty(), "table", "number of chunks", "at least 1", 0);
+    table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
+        require(ranks > 0, "table", "ranks", "at least 1", ranks, here);
+        require(!owners.empty(), "table", "number of chunks", "at least 1", 0, here);
         for (std::size_t c = 0; c < owners.size(); ++c)
             if (owners[c] < 0 || owners[c] >= ranks)
                 throw error("table", "owner of chunk " + std::to_string(c), "0 to " + std::to_string(ranks - 1),
-                            std::to_string(owners[c]));
+                            std::to_string(owners[c]), here);
         owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
     }
 
@@ -1587,7 +1740,7 @@ public:
     template <class L>
         requires(!std::same_as<L, table>) &&
                 layout<L> // last, because for a table it would ask for this class, which is not complete
-    explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
+    explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }
@@ -1613,6 +1766,16 @@ private:
 
 namespace cpx {
 
+namespace detail {
+
+template <any_sharding S>
+index_t rows_of_rank(char const* where, S const& sharding, int rank, caller here) {
+    require_rank(where, rank, sharding.ranks(), here); // a sharding of the user's may not ask
+    return sharding.rows(rank);
+}
+
+} // namespace detail
+
 /// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
 ///
 /// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
@@ -1620,9 +1783,10 @@ namespace cpx {
 template <class T, any_sharding S>
 class tensor {
 public:
-    tensor(S const& sharding, int rank, index_t width)
-        : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
-          values_(static_cast<std::size_t>(count_ * width)) {}
+    /// Throws `cpx::error` if there is no such rank, or not the memory.
+    tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
+        : sharding_(sharding), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
+          values_(detail::zeros<T>("tensor", {count_, width}, here)) {}
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
@@ -1644,8 +1808,8 @@ private:
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
 template <class T, any_sharding S>
-tensor<T, S> make_tensor(S const& sharding, int rank, index_t width) {
-    return {sharding, rank, width};
+tensor<T, S> make_tensor(S const& sharding, int rank, index_t width, caller here = caller::here()) {
+    return {sharding, rank, width, here};
 }
 
 } // namespace cpx
@@ -1661,9 +1825,9 @@ namespace cpx {
 template <int W = dynamic>
 struct zigzag : private extent<W> {
     constexpr zigzag() = default;
-    CPX_HOST_DEVICE constexpr explicit zigzag(int ranks)
+    CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
         requires(W == dynamic)
-        : extent<W>(ranks) {}
+        : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
@@ -1958,11 +2122,12 @@ struct plan {
         return count;
     }
     /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
-    index_t sent_elements(index_t width) const {
-        index_t count = 0;
+    index_t sent_elements(index_t width, caller here = caller::here()) const {
+        index_t whole_rows = 0, parts = 0;
         for (message const& m : sends)
-            if (m.peer != rank) count += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
-        return count;
+            if (m.peer != rank)
+                (m.columns.empty() ? whole_rows : parts) += total(m.rows) * std::max<index_t>(1, total(m.columns));
+        return parts + detail::product("sent_elements", "elements", {whole_rows, width}, here);
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
     bool covers_target() const {
@@ -2054,9 +2219,11 @@ struct segment {
     friend constexpr bool operator==(segment, segment) = default;
 };
 
-/// Returns the segments of `rank`, ascending; every row lies in exactly one. Cost: O(pieces + sequences touched).
+/// Returns the segments of `rank`, ascending; every row lies in exactly one. Throws `cpx::error` if there is no such
+/// rank. Cost: O(pieces + sequences touched).
 template <any_sharding S>
-std::vector<segment> segments(S const& s, int rank) {
+std::vector<segment> segments(S const& s, int rank, caller here = caller::here()) {
+    detail::require_rank("segments", rank, s.ranks(), here);
     std::vector<segment> list;
     thd const& batch = s.batch();
     index_t row = 0, sequence = 0;
@@ -2084,10 +2251,13 @@ inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
 }
 
 /// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
-inline std::vector<index_t> positions(std::vector<segment> const& segments) {
-    std::vector<index_t> list;
+inline std::vector<index_t> positions(std::vector<segment> const& segments, caller here = caller::here()) {
+    index_t count = 0;
+    for (segment const& s : segments) count += s.count;
+    auto list = detail::zeros<index_t>("positions", {count}, here);
+    auto next = list.begin();
     for (segment const& s : segments)
-        for (index_t i = 0; i < s.count; ++i) list.push_back(s.token + i);
+        for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
     return list;
 }
 
@@ -2200,7 +2370,7 @@ void find_chain(S const& sharding, int rank, index_t sequence, index_t& hint, st
 template <any_sharding S>
 carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     int const ranks = sharding.ranks();
-    require(rank >= 0 && rank < ranks, "carry", "rank", "0 to " + std::to_string(ranks - 1), rank, here);
+    detail::require_rank("carry", rank, ranks, here);
     carry_plan<S> c{sharding, rank, segments(sharding, rank), {}, {}, {}, {}, {}};
 
     std::vector<detail::state_plan> steps;
@@ -2305,12 +2475,11 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index_t
 /// A halo may come from several ranks, when segments are shorter than `reach`. Each halo row is received once, even if
 /// several segments need it. Pure: no communication. Cost: O(pieces).
 ///
-/// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative.
+/// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative or no size.
 template <any_sharding S>
 halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side::before, caller here = caller::here()) {
-    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
-            here);
-    require(reach >= 0, "halo", "rows beside a segment", "not negative", reach, here);
+    detail::require_rank("halo", rank, sharding.ranks(), here);
+    detail::product("halo", "rows beside a segment", {reach}, here);
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
@@ -2446,14 +2615,14 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
 
 /// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
 template <any_sharding Mine, any_sharding Other>
-index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages) {
+index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages, caller here) {
     index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
         index_t next = piece.first;
         other.for_each_holder(piece, hint, [&](int peer, range common) {
             if (!Other::every_row && common.first != next)
                 throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(common.first));
+                            "row " + std::to_string(common.first), here);
             messages.add(peer, row + common.first - piece.first, common);
             next = common.last;
         });
@@ -2511,8 +2680,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     static_assert(a == dynamic || b == dynamic || a == b,
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
-    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank,
-            here);
+    detail::require_rank("relayout", rank, from.ranks(), here);
     require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
@@ -2532,8 +2700,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.id[identity::target_width] = p.id[identity::source_width];
 
     detail::message_list sends(from.ranks()), receives(from.ranks());
-    p.source_rows = detail::list_common(from, rank, to, sends);
-    p.target_rows = detail::list_common(to, rank, from, receives);
+    p.source_rows = detail::list_common(from, rank, to, sends, here);
+    p.target_rows = detail::list_common(to, rank, from, receives, here);
     p.sends = sends.finish(!by_columns,
                            [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); });
     p.receives = receives.finish(
@@ -2641,11 +2809,11 @@ namespace cpx {
 ///
 /// Counts rows of which at least one column goes from i to j. Cost: O(runs of the batch).
 template <any_sharding From, any_sharding To>
-std::vector<index_t> traffic(From const& from, To const& to) {
+std::vector<index_t> traffic(From const& from, To const& to, caller here = caller::here()) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
     std::vector<index_t> rows(ranks * ranks);
     for (int i = 0; i < from.ranks(); ++i) {
-        plan const p = relayout(from, to, i);
+        plan const p = relayout(from, to, i, here);
         for (message const& m : p.sends)
             rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
     }
@@ -2666,7 +2834,11 @@ struct volume {
 /// lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
-volume lower_bound(From const& from, To const& to, index_t width = 1) {
+volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
+    char const* const where = "lower_bound";
+    require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
+    require(from.batch() == to.batch(), where, "batch of the target", "the offsets of the source", "others", here);
+    detail::product(where, "elements", {from.ranks(), from.batch().tokens(), width}, here);
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
@@ -2706,10 +2878,11 @@ volume lower_bound(From const& from, To const& to, index_t width = 1) {
 /// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
 /// each once. Cost: O(W tokens); for reports and tests.
 template <any_sharding S>
-index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::before) {
+index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::before, caller here = caller::here()) {
+    detail::product("halo_lower_bound", "rows beside a segment", {reach}, here);
     index_t bound = 0;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
-        std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
+        auto needed = detail::zeros<bool>("halo_lower_bound", {sharding.batch().tokens()}, here);
         for (segment const& s : segments(sharding, rank)) {
             index_t const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
             index_t row = where == side::before ? std::max(first, start - reach) : end;
@@ -3245,7 +3418,7 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
 template <any_sharding From, any_sharding To, sharded_like X, transport Comm>
 tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
                                    caller here = caller::here()) {
-    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width());
+    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width(), here);
     exchange(p, from, to, comm, here);
     return to;
 }
@@ -3271,12 +3444,25 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
     using T = std::ranges::range_value_t<V>;
     rows<T> const all(std::ranges::data(values), count, 1);
-    tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1);
+    tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1, here);
     exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
     exchange(plan, share.view(), sharded(all, whole), comm, here);
 }
 
 } // namespace cpx
+
+// cpx/transport/deadline.hpp
+// How long a rank waits for the others.
+
+namespace cpx::detail {
+
+/// Returns `deadline`, or a year if it is longer. Throws `cpx::error` if it is not positive.
+inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono::milliseconds deadline, caller here) {
+    require(deadline.count() > 0, where, "deadline, ms", "more than 0", deadline.count(), here);
+    return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
+}
+
+} // namespace cpx::detail
 
 // cpx/transport/threads.hpp
 // W ranks as threads of one process: the whole of cpx without a GPU or a launcher.
@@ -3296,10 +3482,10 @@ public:
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
     template <class F>
-    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10)) {
-        require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
-        require(deadline.count() > 0, "threads::run", "deadline, ms", "more than 0", deadline.count());
-        world shared(ranks, deadline);
+    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
+                    caller here = caller::here()) {
+        detail::require_ranks("threads::run", "ranks", ranks, here);
+        world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
         std::vector<std::thread> members;
         try {
             for (int rank = 0; rank < ranks; ++rank)
@@ -3308,7 +3494,7 @@ public:
             shared.fail(static_cast<int>(members.size()), e.what());
         }
         for (auto& member : members) member.join();
-        shared.rethrow();
+        shared.rethrow(here);
     }
 
     int rank() const { return rank_; }
@@ -3381,10 +3567,9 @@ private:
     };
 
     struct world {
-        world(int ranks, std::chrono::milliseconds longest_wait)
-            : deadline(std::min<std::chrono::milliseconds>(longest_wait, std::chrono::hours(24 * 365))),
-              members(static_cast<std::size_t>(ranks)),
-              posts(static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks)) {}
+        world(int ranks, std::chrono::milliseconds longest_wait, caller here)
+            : deadline(longest_wait), members(static_cast<std::size_t>(ranks)),
+              posts(detail::zeros<post>("threads::run", {ranks, ranks}, here)) {}
 
         post& at(int from, int to) {
             return posts[static_cast<std::size_t>(from) * members.size() + static_cast<std::size_t>(to)];
@@ -3414,12 +3599,13 @@ private:
             }
             tell_all();
         }
-        void rethrow() {
+        void rethrow(caller here) {
             if (failed < 0) return;
             try {
                 std::rethrow_exception(exception);
             } catch (...) {
-                std::throw_with_nested(error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason));
+                std::throw_with_nested(
+                    error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason, "", "", here));
             }
         }
 

@@ -398,7 +398,20 @@ TEST_SUITE("core") {
         rejects({"multiple: expected 1 to", "got -4"}, [] { cpx::pad_to_multiple(thd(), -4); });
         rejects({"multiple: expected 1 to"}, [&] { cpx::pad_to_multiple(b, std::numeric_limits<index_t>::max()); });
         CHECK(cpx::pad_to_multiple(b, index_t{1} << 40).tokens() == index_t{2} << 40);
+        thd const most(list{0, (index_t{1} << 62) - 1});
+        CHECK(cpx::unpadded(most).batch() == most);
+        rejects({"packing.cpp", "length of sequence 0"}, [&] { cpx::pad_to_multiple(most, 2); });
+        rejects({"packing.cpp", "length of sequence 1"}, [&] { cpx::pad_to_multiple(b, index_t{1} << 61); });
         CHECK(cpx::pad_to_multiple(thd(list{0, 0, 1}), 6) == thd(list{0, 0, 6}, list{0, 1}));
+    }
+
+    TEST_CASE("a buffer of rows beyond memory is an error") {
+        index_t const many = index_t{1} << 50;
+        rejects({"packing.cpp", "rows of the buffer: expected less than 2^62"},
+                [] { cpx::packing(thd(), {}, std::numeric_limits<index_t>::max()); });
+        if (!support::memory_ends) return;
+        rejects({"packing.cpp", "packing::rows: memory"}, [=] { cpx::packing(thd(list{0, many}), {0}, many).rows(); });
+        rejects({"packing.cpp", "packing::mask: memory"}, [=] { cpx::packing(thd(), {}, many).mask(); });
     }
 
     TEST_CASE("a packing lies in its buffer, in order") {

@@ -8,11 +8,14 @@
 #include <support/rejects.hpp>
 
 #include <cstddef>
+#include <limits>
 #include <numeric>
 
 namespace {
 
+using cpx::index_t;
 using cpx::rows;
+using support::rejects;
 
 static_assert(std::is_trivially_copyable_v<rows<float>>);
 static_assert(std::is_convertible_v<rows<float>, rows<float const>>);
@@ -138,6 +141,51 @@ TEST_SUITE("core") {
         support::rejects({"overlap of dx and dw: expected none, got some"}, [&] {
             cpx::detail::require_apart("op", {{"dx", whole}, {"dw", whole.sub(2, 1)}}, {}, here, yes);
         });
+    }
+
+    TEST_CASE("rows that are no size are rejected where they are named") {
+        index_t const many = index_t{1} << 40, huge = std::numeric_limits<index_t>::max();
+        rejects({"rows.cpp", "rows: bytes: expected not negative, got -1 x 4 x 4"},
+                [] { rows<float>(nullptr, -1, 4); });
+        rejects({"rows.cpp", "got 4 x -1 x 4"}, [] { rows<float>(nullptr, 4, -1); });
+        rejects({"rows.cpp", "got 4 x -6 x 4"}, [] { rows<float>(nullptr, 4, 2, -6); });
+        rejects({"rows: bytes: expected less than 2^62, got 1099511627776 x 16777216 x 1"},
+                [=] { rows<char>(nullptr, many, index_t{1} << 24); });
+        rejects({"rows: bytes", "less than 2^62"}, [=] { rows<int>(nullptr, 1, huge); });
+        rejects({"rows: bytes", "less than 2^62"}, [=] { rows<int>(nullptr, huge, 0); });
+        std::vector<int> values = counted(12);
+        rejects({"rows: bytes"}, [&] { rows<int>(values, 4).sub(0, -1); });
+        rejects({"rows: bytes"}, [&] { rows<int>(values, 4).columns(1, -3); });
+        rejects({"rows.cpp", "size of the vector"}, [&] { rows<int>(values, 5); });
+        std::vector<int> none;
+        rejects({"rows.cpp", "a multiple of the width -3"}, [&] { rows<int>(none, -3); });
+        CHECK(rows<char>(nullptr, many, 1).count() == many);
+    }
+
+    TEST_CASE("a product of counts is one that does not wrap") {
+        using cpx::detail::product;
+        static_assert(product("f", "x", {}) == 1 && product("f", "x", {3, 5, 7}) == 105);
+        static_assert(product("f", "x", {index_t{1} << 40, 0, index_t{1} << 40}) == 0);
+        static_assert(product("f", "x", {index_t{1} << 31, (index_t{1} << 31) - 1}) ==
+                      (index_t{1} << 62) - (1ll << 31));
+        rejects({"rows.cpp", "f: x: expected less than 2^62, got 2147483648 x 2147483648"}, [] {
+            product("f", "x", {index_t{1} << 31, index_t{1} << 31});
+        });
+        rejects({"expected not negative, got 0 x -1"}, [] { product("f", "x", {0, -1}); });
+        rejects({"expected less than 2^62"}, [] { product("f", "x", {index_t{1} << 62}); });
+        rejects({"expected less than 2^62"}, [] { product("f", "x", {0, index_t{1} << 62}); });
+        rejects({"expected not negative"}, [] { product("f", "x", {std::numeric_limits<index_t>::min(), -1}); });
+    }
+
+    TEST_CASE("memory that is not there is an error that says how much it is") {
+        using cpx::detail::zeros;
+        CHECK(zeros<int>("f", {2, 3}) == std::vector<int>(6));
+        rejects({"f: bytes: expected less than 2^62, got 4611686018427387903 x 8"},
+                [] { zeros<double>("f", {(index_t{1} << 62) - 1}); });
+        if (support::memory_ends)
+            rejects({"rows.cpp", "f: memory: expected 9007199254740992 bytes, got less than that"}, [] {
+                zeros<double>("f", {1 << 25, 1 << 25});
+            });
     }
 
     TEST_CASE("rows beyond 2^31 elements have 64-bit addresses") {

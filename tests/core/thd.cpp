@@ -6,6 +6,7 @@
 #include <support/rejects.hpp>
 
 #include <array>
+#include <limits>
 #include <type_traits>
 
 namespace {
@@ -124,9 +125,37 @@ TEST_SUITE("core") {
         rejects({"thd: offset 0: expected 0, got -1"}, [] { thd(list{-1, 6}); });
         rejects({"thd: offset 2 decreases: expected at least 8, got 7"}, [] { thd(list{0, 8, 7, 6}); });
         rejects({"thd: offset 1 decreases", "got -4"}, [] { thd(list{0, -4}); });
-        rejects({"thd: offset 2 decreases: expected at least 3, got 1"}, [] { thd::from_lengths(list{3, -2}); });
-        rejects({"thd::uniform: count and length: expected not negative, got -1"}, [] { thd::uniform(-1, 3); });
-        rejects({"thd::uniform", "got -3"}, [] { thd::uniform(1, -3); });
+    }
+
+    TEST_CASE("an error points at the line that makes the batch, whichever way") {
+        std::vector<std::int32_t> const narrow = {0, 5, 4};
+        auto const at = [](int line) { return "thd.cpp:" + std::to_string(line) + ": thd"; };
+        int const line = __LINE__ + 1;
+        rejects({at(line + 0)}, [] { thd(list{1}); });
+        rejects({at(line + 1)}, [] { thd(list{0, 4}, list{5}); });
+        rejects({at(line + 2)}, [&] { thd::from_offsets(narrow); });
+        rejects({at(line + 3)}, [] { thd::from_lengths(list{-1}); });
+        rejects({at(line + 4)}, [] { thd::uniform(-1, 3); });
+    }
+
+    TEST_CASE("numbers of tokens that are no size are rejected") {
+        index_t const huge = std::numeric_limits<index_t>::max(), limit = index_t{1} << 62;
+        rejects({"thd: last offset: expected less than 2^62, got 4611686018427387904"}, [=] { thd(list{0, limit}); });
+        rejects({"thd::from_lengths: length of sequence 1: expected 0 to 4611686018427387900, got -2"}, [] {
+            thd::from_lengths(list{3, -2});
+        });
+        rejects({"thd::from_lengths: length of sequence 1", "got 9223372036854775807"}, [=] {
+            thd::from_lengths(list{3, huge});
+        });
+        rejects({"thd::from_lengths: length of sequence 1"}, [=] { thd::from_lengths(list{limit - 1, 1}); });
+        CHECK(thd::from_lengths(list{limit - 2, 1}).tokens() == limit - 1);
+        rejects({"thd::uniform: tokens: expected not negative, got -1 x 3"}, [] { thd::uniform(-1, 3); });
+        rejects({"thd::uniform: tokens: expected not negative, got 1 x -3"}, [] { thd::uniform(1, -3); });
+        rejects({"thd::uniform: tokens: expected less than 2^62"}, [=] { thd::uniform(huge, 0); });
+        rejects({"thd::uniform: tokens: expected less than 2^62"}, [=] { thd::uniform(1 << 30, index_t{1} << 32); });
+        if (support::memory_ends)
+            rejects({"thd.cpp", "thd::uniform: memory: expected 9007199254741000 bytes"},
+                    [] { thd::uniform(index_t{1} << 50, 0); });
     }
 
     TEST_CASE("a last offset beyond the buffer is rejected") {

@@ -118,9 +118,20 @@ TEST_SUITE("layout") {
         auto const with = [&](std::vector<section> sections) { return [=] { head_sharded<2>(batch, sections); }; };
         rejects({"head_sharded: number of sections: expected at least 1, got 0"}, with({}));
         rejects({"head_sharded: heads of section 1: expected a divisor of 6, got 4"}, with({{6, 1}, {4, 1}}));
-        rejects({"head_sharded: heads of section 0: expected a divisor of 4, got 0"}, with({{0, 1}, {4, 1}}));
+        rejects({"head_sharded: heads of section 0: expected 1 to 2147483647, got 0"}, with({{0, 1}, {4, 1}}));
         rejects({"head_sharded: heads of section 0", "got -2"}, with({{-2, 1}}));
-        rejects({"head_sharded: width of section 1: expected at least 1, got 0"}, with({{2, 1}, {2, 0}}));
+        rejects({"head_sharded: width of section 1: expected 1 to ", "got 0"}, with({{2, 1}, {2, 0}}));
+        index_t const huge = std::numeric_limits<index_t>::max();
+        rejects({"head_sharded.cpp", "head_sharded: heads of section 0: expected 1 to 2147483647, got 4294967296"},
+                with({{index_t{1} << 32, 1}}));
+        rejects({"heads of section 1: expected 1 to 2147483647, got 9223372036854775807"}, with({{2, 1}, {huge, 1}}));
+        rejects({"width of section 0: expected 1 to 2305843009213693951, got 92233"}, with({{2, huge}}));
+        rejects({"width of section 1: expected 1 to "}, with({{1, index_t{1} << 61}, {1, index_t{1} << 61}}));
+        rejects({"head_sharded: tokens x columns: expected less than 2^62, got 8 x "}, with({{1, index_t{1} << 59}}));
+        head_sharded<> const most(1 << 20, batch, {{2147483647, 1}});
+        CHECK(most.heads((1 << 20) - 1, 2147483647).last == 2147483647);
+        rejects({"head_sharded.cpp", "sharding: tokens times ranks: expected less than 2^62"},
+                [] { cpx::replicated<>(1 << 20, lengths({index_t{1} << 42})); });
         rejects({"sharding: ranks: expected at least 1, got 0"}, [&] { head_sharded<>(0, batch, {{2, 1}}); });
         rejects({"sharding: ranks: expected at least 1, got -1"}, [&] { cpx::replicated<>(-1, batch); });
     }

@@ -6,10 +6,12 @@
 #include <doctest/doctest.h>
 
 #include <support/packings.hpp>
+#include <support/rejects.hpp>
 
 namespace {
 
 using support::lengths;
+using support::rejects;
 using zigzag = cpx::sharding<cpx::zigzag<2>>;
 using sequential = cpx::sharding<cpx::sequential<2>>;
 
@@ -68,6 +70,33 @@ TEST_SUITE("layout") {
         }
         auto const none = cpx::make_tensor<char>(cpx::shard(cpx::thd(), cpx::zigzag<2>{}), 0, 3);
         CHECK(none.data().count() == 0);
+        auto const narrow = cpx::make_tensor<char>(cpx::shard(lengths({7}), cpx::zigzag<2>{}), 0, 0);
+        CHECK(narrow.data().count() == 3);
+    }
+
+    TEST_CASE("a tensor of no rank, of no size or beyond memory is rejected where it is made") {
+        auto const sharding = cpx::shard(lengths({cpx::index_t{1} << 40}), cpx::zigzag<2>{});
+        auto const make = [&](int rank, cpx::index_t width) { return cpx::make_tensor<float>(sharding, rank, width); };
+        rejects({"sharded.cpp", "tensor: rank: expected 0 to 1, got -1"}, [&] { make(-1, 4); });
+        rejects({"sharded.cpp", "tensor: rank: expected 0 to 1, got 2"}, [&] { make(2, 4); });
+        rejects({"sharded.cpp", "tensor: elements: expected not negative, got 549755813888 x -1"},
+                [&] { make(0, -1); });
+        rejects({"sharded.cpp", "tensor: elements: expected less than 2^62, got 549755813888 x 16777216"},
+                [&] { make(0, cpx::index_t{1} << 24); });
+        rejects({"tensor: bytes: expected less than 2^62"}, [&] { make(0, cpx::index_t{1} << 22); });
+        if (support::memory_ends)
+            rejects({"sharded.cpp", "tensor: memory: expected 2251799813685248 bytes"}, [&] { make(0, 1 << 10); });
+        rejects({"sharded.cpp", "tensor: rank"}, [&] { cpx::make_tensor<int>(cpx::replicated<2>(cpx::thd()), 2, 1); });
+    }
+
+    TEST_CASE("columns that a view does not have are rejected") {
+        auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
+        auto x = cpx::make_tensor<int>(sharding, 0, 6);
+        for (auto const& [first, width] : std::vector<std::pair<cpx::index_t, cpx::index_t>>{
+                 {4, 3}, {-1, 2}, {2, -1}, {7, 0}, {1, std::numeric_limits<cpx::index_t>::max()}})
+            rejects({"sharded.cpp", "columns: columns of the view: expected some of 0 to 6"},
+                    [&] { x.view().columns(first, width); });
+        CHECK(x.view().columns(6, 0).data().width() == 0);
     }
 }
 

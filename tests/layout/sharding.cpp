@@ -12,6 +12,7 @@ using namespace support;
 using cpx::index_t;
 using cpx::range;
 using cpx::scope;
+using list = std::vector<index_t>;
 
 // A sharding takes no more room than its batch where its layout and its cut are known at compile time.
 static_assert(sizeof(cpx::sharding<cpx::zigzag<4>>) == sizeof(cpx::thd));
@@ -70,6 +71,13 @@ struct wrong_for_five {
     layout at(index_t n) const { return {n == 5 ? 2 : 1}; }
 };
 static_assert(cpx::length_rule<wrong_for_five>);
+
+/// A cut that begins too late in runs of nine tokens.
+struct late {
+    index_t begin(int c, int chunks, index_t n) const { return n * c / chunks + (n == 9); }
+    index_t snap(index_t t, index_t) const { return t; }
+};
+static_assert(cpx::cut<late>);
 
 struct layout_of {
     int w, c, o;
@@ -192,16 +200,36 @@ TEST_SUITE("layout") {
         CHECK_NOTHROW(cpx::shard(lengths({(index_t{1} << 60) - 1}), cpx::zigzag<>{2}));
     }
 
-    TEST_CASE("a rule is checked for every run, wherever it is asked") {
-        auto const bad = cpx::shard(lengths({8, 5}), wrong_for_five{});
-        auto const good = cpx::shard(lengths({8, 5}), cpx::sequential<>{2});
-        std::vector<std::string> const passages = {"sharding: owner of chunk 1: expected a rank from 0 to 1, got 2"};
-        rejects(passages, [&] { bad.rows(0); });
-        rejects(passages, [&] { cpx::relayout(bad, good, 0); });
-        rejects(passages, [&] { cpx::relayout(good, bad, 0); });
-        rejects(passages, [&] { cpx::halo(bad, 0, 3); });
-        rejects(passages, [&] { cpx::carry(bad, 0); });
+    TEST_CASE("a rule and a cut of the user's are checked for every run of the batch") {
+        rejects({"sharding.cpp", "sharding: owner of chunk 1: expected a rank from 0 to 1, got 2"}, [&] {
+            cpx::shard(lengths({8, 5}), wrong_for_five{});
+        });
         CHECK_NOTHROW(cpx::shard(lengths({8, 6}), wrong_for_five{}).rows(0));
+        auto const cut = [&](auto list) { return [=] { cpx::shard(lengths(list), cpx::sequential<>{2}, late{}); }; };
+        rejects({"sharding.cpp", "cut, at chunk 0 of 2: expected chunks that ascend", "8, got 9 to 13"},
+                cut(list{8, 9}));
+        CHECK_NOTHROW(cut(list{8, 8})());
+    }
+
+    TEST_CASE("ranks that are not there have no rows, and layouts of too many ranks are rejected") {
+        auto const sharding = cpx::shard(lengths({8, 5}), cpx::zigzag<2>{});
+        cpx::replicated<2> const everything(sharding.batch());
+        for (int const rank : {-1, 2}) {
+            std::string const got = "rank: expected 0 to 1, got " + std::to_string(rank);
+            rejects({"sharding.cpp", "sharding::rows: " + got}, [&] { sharding.rows(rank); });
+            rejects({"sharding.cpp", "sharding::rows: " + got}, [&] { everything.rows(rank); });
+            rejects({"sharding.cpp", "segments: " + got}, [&] { cpx::segments(sharding, rank); });
+            rejects({"sharding.cpp", "halo: " + got}, [&] { cpx::halo(sharding, rank, 1); });
+            rejects({"sharding.cpp", "carry: " + got}, [&] { cpx::carry(sharding, rank); });
+            rejects({"sharding.cpp", "relayout: " + got}, [&] { cpx::relayout(sharding, everything, rank); });
+        }
+        int const many = 1 << 30;
+        rejects({"sharding.cpp", "zigzag: ranks: expected at most 1073741823, got 1073741824"},
+                [] { cpx::zigzag<>{many}; });
+        rejects({"striped: ranks: expected at most 536870911, got 1073741824"}, [] { cpx::striped<>{many}; });
+        rejects({"sharding: ranks of the layout: expected at most 2^20, got 1073741824"},
+                [&] { cpx::shard(sharding.batch(), cpx::sequential<>{many}); });
+        rejects({"sharding: ranks: expected at most 2^20"}, [&] { cpx::replicated<>(many, sharding.batch()); });
     }
 }
 

@@ -104,6 +104,9 @@ TEST_SUITE("ops") {
         };
         rejects("query heads: expected a multiple of the key heads 3, got 4", call(q, k, k, q, {4, 3, 2}));
         rejects("query heads: expected a multiple of the key heads 0, got 4", call(q, k, k, q, {4, 0, 2}));
+        index_t const big = index_t{1} << 32;
+        rejects("query heads: expected 0 to 2147483647, got 4294967296", call(q, k, k, q, {big, 1, 2}));
+        rejects("query heads x dim: expected less than 2^62", call(q, k, k, q, {4, 2, index_t{1} << 61}));
         cpx::sharded<float, K> const foreign(k.data(), K(2, other_batch));
         rejects("batch of keys and values: expected the queries' batch", call(q, foreign, foreign, q, grouped));
         rejects("batch of keys and values: expected the queries' batch", call(q, k, foreign, q, grouped));

@@ -335,12 +335,17 @@ TEST_SUITE("ops") {
                 });
             };
         };
-        support::rejects({"causal_conv1d.cpp", "causal_conv1d: rows before a segment in the plan: expected 3, got 2"},
+        std::string const conv = "causal_conv1d: ", taps = "shape of weight: expected ";
+        support::rejects({"causal_conv1d.cpp", conv + taps + "(3, 3), the plan bringing 2 rows, got (3, 4)"},
                          call(halo(sharding, 0, 2), x, w, {}, y));
+        support::rejects({conv + taps + "(3, 4), the plan bringing 3 rows, got (4, 3)"},
+                         call(plan, x, cpx::rows<float const>(weight, 3), {}, y));
+        support::rejects({conv + "rows that the plan brings: expected those before a segment, got those after"},
+                         call(halo(sharding, 0, 3, cpx::side::after), x, w, {}, y));
         support::rejects({"causal_conv1d: sharding of x and y: expected the plan's"}, call(plan, foreign, w, {}, y));
         support::rejects({"causal_conv1d: sharding of x and y: expected the plan's"}, call(plan, x, w, {}, foreign));
         support::rejects({"size of bias: expected 3, got 2"}, call(plan, x, w, std::span(bias).first(2), y));
-        support::rejects({"shape of weight: expected (3, 4), got (2, 4)"}, call(plan, x, w.sub(0, 2), {}, y));
+        support::rejects({taps + "(3, 4)", "got (2, 4)"}, call(plan, x, w.sub(0, 2), {}, y));
         support::rejects({"shape of y: expected (11, 3), got (11, 2)"}, call(plan, x, w, {}, narrow));
         support::rejects({"shape of x: expected (11, 3), got (10, 3)"}, call(plan, low, w, {}, y));
         support::rejects({"shape of y: expected (11, 3), got (10, 3)"}, call(plan, x, w, {}, low));
@@ -409,15 +414,17 @@ TEST_SUITE("ops") {
         rejects("sharding of x: expected that of the plans", [&](arguments& a) { a.before = halo(other, 0, 3); });
         rejects("sharding of dy and dx: expected that of x", [&](arguments& a) { a.dy = foreign; });
         rejects("sharding of dy and dx: expected that of x", [&](arguments& a) { a.to.dx = foreign_dx; });
-        std::string const plans = "rows beside a segment in the plans: expected 3 before and after";
-        rejects(plans, [&](arguments& a) { a.before = halo(sharding, 0, 2); });
-        rejects(plans, [&](arguments& a) { std::swap(a.before, a.after); });
-        rejects(plans, [&](arguments& a) { a.after = halo(sharding, 0, 2, cpx::side::after); });
+        std::string const shorter = "shape of weight: expected (3, 3), the plan bringing 2 rows, got (3, 4)";
+        rejects(shorter, [&](arguments& a) { a.before = halo(sharding, 0, 2); });
+        rejects("rows that the plan brings: expected those before a segment, got those after",
+                [&](arguments& a) { std::swap(a.before, a.after); });
+        rejects(shorter, [&](arguments& a) { a.after = halo(sharding, 0, 2, cpx::side::after); });
         rejects("size of bias: expected 3, got 2", [&](arguments& a) { a.bias = a.bias.first(2); });
         rejects("shape of x: expected (11, 3), got (10, 3)", [&](arguments& a) { a.x = low; });
         rejects("shape of dy: expected (11, 3), got (10, 3)", [&](arguments& a) { a.dy = low; });
         rejects("shape of dx: expected (11, 3), got (10, 3)", [&](arguments& a) { a.to.dx = low_dx; });
-        rejects("shape of weight: expected (3, 4), got (2, 4)", [&](arguments& a) { a.weight = w.sub(0, 2); });
+        rejects("shape of weight: expected (3, 4), the plan bringing 3 rows, got (2, 4)",
+                [&](arguments& a) { a.weight = w.sub(0, 2); });
         rejects("shape of dweight: expected (3, 4), got (3, 3)",
                 [&](arguments& a) { a.to.dweight = dweight.columns(0, 3); });
         rejects("size of dbias: expected 3, got 2", [&](arguments& a) { a.to.dbias = dbias.first(2); });

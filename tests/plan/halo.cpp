@@ -6,6 +6,7 @@
 #include <law.hpp>
 #include <support/rejects.hpp>
 
+#include <limits>
 #include <set>
 
 namespace {
@@ -153,11 +154,17 @@ TEST_SUITE("plan") {
         }
     }
 
-    TEST_CASE("halo rejects a rank that does not exist and a negative number of rows") {
+    TEST_CASE("halo rejects a rank that does not exist and numbers of rows that are no size") {
         auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
         rejects({"halo: rank: expected 0 to 1, got 2", "halo.cpp"}, [&] { cpx::halo(sharding, 2, 1); });
         rejects({"halo: rank", "got -1"}, [&] { cpx::halo(sharding, -1, 1); });
         rejects({"halo: rows beside a segment: expected not negative, got -3"}, [&] { cpx::halo(sharding, 0, -3); });
+        for (index_t const reach : {std::numeric_limits<index_t>::max(), index_t{1} << 62})
+            for (cpx::side const where : {cpx::side::before, cpx::side::after})
+                rejects({"halo.cpp", "rows beside a segment: expected less than 2^62, got " + std::to_string(reach)},
+                        [&] { cpx::halo(sharding, 0, reach, where); });
+        CHECK(cpx::halo(sharding, 0, (index_t{1} << 62) - 1, cpx::side::after).target_rows ==
+              cpx::halo(sharding, 0, 8, cpx::side::after).target_rows);
     }
 
     TEST_CASE("halos of sequences of more than 2^33 tokens count right") {

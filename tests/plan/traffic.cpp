@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <law.hpp>
+#include <support/rejects.hpp>
 
 namespace {
 
@@ -60,6 +61,8 @@ TEST_SUITE("plan") {
         auto const batch = lengths({16});
         CHECK(cpx::halo_lower_bound(cpx::shard(batch, cpx::sequential<4>{}), 3) == 9);
         CHECK(cpx::halo_lower_bound(cpx::shard(batch, cpx::sequential<4>{}), 0) == 0);
+        rejects({"traffic.cpp", "halo_lower_bound: rows beside a segment"},
+                [&] { cpx::halo_lower_bound(cpx::shard(batch, cpx::sequential<4>{}), index_t{1} << 62); });
         CHECK(cpx::halo_lower_bound(cpx::shard(batch, cpx::zigzag<4>{}), 2) == 12); // six cuts between two ranks
     }
 }

@@ -21,6 +21,13 @@ std::string message(F&& call) {
     return "";
 }
 
+/// Whether memory that the system does not have is an exception; under a sanitizer it ends the program.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool memory_ends = false;
+#else
+inline constexpr bool memory_ends = true;
+#endif
+
 /// Checks that `call` throws a `cpx::error` whose message holds all `passages`.
 template <class F>
 void rejects(std::vector<std::string> const& passages, F&& call, cpx::caller from = cpx::caller::here()) {

@@ -181,6 +181,18 @@ TEST_SUITE("transport") {
         }
     }
 
+    TEST_CASE("rows without elements are exchanged without memory") {
+        auto const a = cpx::shard(lengths({6, 10}), cpx::zigzag<2>{});
+        cpx::replicated<2> const everywhere(a.batch());
+        cpx::threads::run(2, [&](cpx::threads& comm) {
+            auto const p = cpx::relayout(a, everywhere, comm.rank());
+            auto const x = cpx::make_tensor<double>(a, comm.rank(), 0);
+            auto const y = cpx::exchange(p, x, comm);
+            cpx::require(y.data().count() == 16 && y.data().data() == nullptr, "test", "rows", 16, y.data().count());
+            cpx::exchange(p.transposed(), y, comm); // a sum
+        });
+    }
+
     TEST_CASE("a hundred exchanges there and back with random delays neither hang nor mix their rows") {
         auto const batch = lengths({17, 40, 0, 6});
         auto const a = law::tokens(batch, {shape::zigzag, scope::sequence, 0, 5}),

@@ -117,8 +117,11 @@ TEST_SUITE("transport") {
         }
         rejects({"rank 0 failed: an exception that is not a std::exception"},
                 [] { cpx::threads::run(1, [](cpx::threads&) { throw 7; }); });
-        rejects({"threads::run: ranks: expected at least 1, got 0"},
-                [] { cpx::threads::run(0, [](cpx::threads&) {}); });
+        auto const nothing = [](cpx::threads&) {};
+        rejects({"threads.cpp", "threads::run: ranks: expected at least 1, got 0"},
+                [&] { cpx::threads::run(0, nothing); });
+        rejects({"threads::run: ranks: expected at most 2^20, got 1073741824"},
+                [&] { cpx::threads::run(1 << 30, nothing); });
     }
 
     TEST_CASE("a rank that returns before an exchange is named by the others") {
@@ -185,10 +188,12 @@ TEST_SUITE("transport") {
 
     TEST_CASE("a deadline that is not positive is refused") {
         for (auto const deadline : {0ms, std::chrono::milliseconds::min()})
-            rejects({"threads::run: deadline, ms: expected more than 0, got " + std::to_string(deadline.count())}, [&] {
-                cpx::threads::run(
-                    1, [](cpx::threads&) {}, deadline);
-            });
+            rejects({"threads.cpp",
+                     "threads::run: deadline, ms: expected more than 0, got " + std::to_string(deadline.count())},
+                    [&] {
+                        cpx::threads::run(
+                            1, [](cpx::threads&) {}, deadline);
+                    });
     }
 
     TEST_CASE("a message of another size is an error, and nothing is written") {

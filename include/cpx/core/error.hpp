@@ -2,6 +2,7 @@
 // The one exception of cpx: what is wrong, where, what was expected and what was found.
 #pragma once
 
+#include <cpx/core/config.hpp>
 #include <cpx/core/printable.hpp>
 
 #include <concepts>
@@ -17,7 +18,7 @@ namespace cpx {
 struct caller {
     char const* file = "";
     int line = 0;
-    static constexpr caller here(char const* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    CPX_HOST_DEVICE static constexpr caller here(char const* file = __builtin_FILE(), int line = __builtin_LINE()) {
         return {file, line};
     }
 };

@@ -39,7 +39,7 @@ public:
         : batch_(std::move(batch)), starts_(std::move(starts)), buffer_rows_(buffer_rows) {
         require(std::ssize(starts_) == batch_.sequences(), "packing", "number of starts", batch_.sequences(),
                 starts_.size(), here);
-        require(buffer_rows_ >= 0, "packing", "rows of the buffer", "not negative", buffer_rows_, here);
+        detail::product("packing", "rows of the buffer", {buffer_rows_}, here);
         index_t end = 0;
         for (index_t s = 0; s < batch_.sequences(); ++s) {
             index_t const last = buffer_rows_ - batch_.length(s);
@@ -55,15 +55,15 @@ public:
     index_t buffer_rows() const { return buffer_rows_; }
 
     /// Returns the buffer's row of every row of the batch, ascending, as gathers by index want them.
-    std::vector<index_t> rows() const {
-        std::vector<index_t> list(static_cast<std::size_t>(batch_.tokens()));
+    std::vector<index_t> rows(caller here = caller::here()) const {
+        auto list = detail::zeros<index_t>("packing::rows", {batch_.tokens()}, here);
         for (index_t s = 0; s < batch_.sequences(); ++s)
             std::iota(list.begin() + batch_.offset(s), list.begin() + batch_.offset(s + 1), start(s));
         return list;
     }
     /// Returns for every row of the buffer 1 if it is a row of the batch, 0 if it is padding.
-    std::vector<std::uint8_t> mask() const {
-        std::vector<std::uint8_t> valid(static_cast<std::size_t>(buffer_rows_), 0);
+    std::vector<std::uint8_t> mask(caller here = caller::here()) const {
+        auto valid = detail::zeros<std::uint8_t>("packing::mask", {buffer_rows_}, here);
         for (index_t s = 0; s < batch_.sequences(); ++s)
             std::fill_n(valid.begin() + start(s), batch_.length(s), std::uint8_t{1});
         return valid;
@@ -80,10 +80,10 @@ private:
 namespace detail {
 
 /// Makes a batch whose valid lengths are left out where there is no padding: equal batches then compare equal.
-inline thd padded_thd(std::vector<index_t> const& lengths, std::vector<index_t> valid) {
-    thd const batch = thd::from_lengths(lengths);
+inline thd padded_thd(std::vector<index_t> const& lengths, std::vector<index_t> valid, caller here) {
+    thd const batch = thd::from_lengths(lengths, here);
     if (valid == lengths) return batch;
-    return thd(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end()), std::move(valid));
+    return thd(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end()), std::move(valid), here);
 }
 
 inline void require_columns(char const* where, index_t count, index_t columns, caller here) {
@@ -143,7 +143,7 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
                         std::to_string(position), here);
         previous = position;
     }
-    return detail::padded_thd(lengths, std::move(valid));
+    return detail::padded_thd(lengths, std::move(valid), here);
 }
 
 /// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
@@ -179,7 +179,7 @@ packing packing_from_mask(R const& mask, index_t columns, padding side, caller h
         lengths.push_back(length);
         starts.push_back(start);
     }
-    return packing(thd::from_lengths(lengths), std::move(starts), count, here);
+    return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
 
 /// Makes a batch of the offsets of valid tokens and those of padded sequences (cu_seqlens and cu_seqlens_padded of
@@ -217,16 +217,16 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
             throw error(where, "padded length of sequence " + std::to_string(s),
                         "a multiple of " + std::to_string(buffer.multiple), std::to_string(lengths.back()), here);
     }
-    return detail::padded_thd(lengths, std::move(counts));
+    return detail::padded_thd(lengths, std::move(counts), here);
 }
 
 /// Returns the batch whose sequences have the valid lengths of `batch`, each padded at its end to a multiple of
 /// `multiple` rows; padding that `batch` has is dropped, and 1 drops it all.
 ///
 /// cpx needs no padding. Peers do: zigzag wants 2 W, with sequence parallelism over TP ranks lcm(2 W, W TP).
-/// Throws `cpx::error` if `multiple` is below 1, or so large that there would be 2^62 rows.
+/// Throws `cpx::error` if `multiple` is below 1, or there would be 2^62 rows.
 inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = caller::here()) {
-    index_t const most = ((index_t{1} << 62) - 1 - batch.tokens()) / std::max<index_t>(batch.sequences(), 1);
+    index_t const most = detail::size_limit - 1;
     require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
             here);
     std::vector<index_t> lengths, valid;
@@ -234,13 +234,13 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
         valid.push_back(batch.valid(s));
         lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
     }
-    return detail::padded_thd(lengths, std::move(valid));
+    return detail::padded_thd(lengths, std::move(valid), here);
 }
 
 /// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
-inline packing unpadded(thd const& padded) {
+inline packing unpadded(thd const& padded, caller here = caller::here()) {
     std::vector<index_t> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
-    return packing(pad_to_multiple(padded, 1), offsets, padded.tokens());
+    return packing(pad_to_multiple(padded, 1, here), offsets, padded.tokens(), here);
 }
 
 /// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.

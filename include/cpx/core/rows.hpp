@@ -2,9 +2,9 @@
 // A view of a rank's local rows.
 #pragma once
 
-#include <cpx/core/error.hpp>
-#include <cpx/core/index.hpp>
+#include <cpx/core/size.hpp>
 
+#include <algorithm>
 #include <type_traits>
 #include <vector>
 
@@ -13,25 +13,35 @@ namespace cpx {
 /// A view of (count, width) elements, row-major; row `i` begins at `data + i * stride`.
 ///
 /// Owns nothing. `stride > width` views some columns of wider rows, such as q inside a fused qkv projection.
+/// Throws `cpx::error`, on the host, of numbers that are negative or of 2^62 bytes and more.
 template <class T>
 class rows {
 public:
     constexpr rows() = default;
-    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width) : rows(data, count, width, width) {}
-    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride)
-        : data_(data), count_(count), width_(width), stride_(stride) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, caller here = caller::here())
+        : rows(data, count, width, width, here) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride,
+                                   [[maybe_unused]] caller here = caller::here())
+        : data_(data), count_(count), width_(width), stride_(stride) {
+#ifndef __CUDA_ARCH__
+        if (((count | width | stride) >> 28) != 0 || sizeof(T) > 64) // few of the views made for every head and segment
+            for (index_t const row : {width, stride})
+                detail::product("rows", "bytes", {count, row, static_cast<index_t>(sizeof(T))}, here);
+#endif
+    }
 
     /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V>& values, index_t width)
-        : rows(values.data(), width > 0 ? static_cast<index_t>(values.size()) / width : 0, width) {
-        require(count_ * width == static_cast<index_t>(values.size()), "rows", "size of the vector",
-                "a multiple of the width " + std::to_string(width), values.size());
+    rows(std::vector<V>& values, index_t width, caller here = caller::here())
+        : rows(values.data(), width > 0 ? std::ssize(values) / width : 0, std::max<index_t>(width, 0), here) {
+        require(width >= 0 && count_ * width == std::ssize(values), "rows", "size of the vector",
+                "a multiple of the width " + std::to_string(width), values.size(), here);
     }
     template <class V>
         requires std::is_same_v<T, V const>
-    rows(std::vector<V> const& values, index_t width) : rows(const_cast<std::vector<V>&>(values), width) {}
+    rows(std::vector<V> const& values, index_t width, caller here = caller::here())
+        : rows(const_cast<std::vector<V>&>(values), width, here) {}
     /// A vector that ends with the expression cannot be viewed.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>

@@ -2,8 +2,7 @@
 // The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
 #pragma once
 
-#include <cpx/core/error.hpp>
-#include <cpx/core/index.hpp>
+#include <cpx/core/size.hpp>
 
 #include <algorithm>
 #include <concepts>
@@ -34,60 +33,67 @@ public:
 
     /// Takes offsets and, if there is padding, the valid length of every sequence.
     ///
-    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0 or decrease,
-    /// valid lengths that are not one a sequence or exceed its physical length.
-    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}) {
-        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0);
-        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front());
+    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0, decrease or end
+    /// at 2^62 or beyond, valid lengths that are not one a sequence or exceed its physical length.
+    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here()) {
+        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0, here);
+        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front(), here);
         for (std::size_t s = 1; s < offsets.size(); ++s)
             if (offsets[s] <
                 offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
                 throw error("thd", "offset " + std::to_string(s) + " decreases",
-                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]));
+                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]), here);
+        require(offsets.back() < detail::size_limit, "thd", "last offset", "less than 2^62", offsets.back(), here);
         require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
-                offsets.size() - 1, valid.size());
+                offsets.size() - 1, valid.size(), here);
         for (std::size_t s = 0; s < valid.size(); ++s)
             if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
                 throw error("thd", "valid length of sequence " + std::to_string(s),
-                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]));
+                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]), here);
         data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
     }
 
     /// The same of other integers, in a vector, array or span.
     template <integers R, integers V = std::vector<index_t>>
-    explicit thd(R const& offsets, V const& valid = {}) : thd(numbers(offsets), numbers(valid)) {}
+    explicit thd(R const& offsets, V const& valid = {}, caller here = caller::here())
+        : thd(numbers(offsets), numbers(valid), here) {}
 
     /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
     template <integers R, integers V = std::vector<index_t>>
-    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {}) {
-        thd batch(offsets, valid);
+    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {},
+                            caller here = caller::here()) {
+        thd batch(offsets, valid, here);
         require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
-                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens());
+                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
         return batch;
     }
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
-    static thd uniform(index_t count, index_t length) {
-        require(count >= 0 && length >= 0, "thd::uniform", "count and length", "not negative",
-                count < 0 ? count : length);
-        require(length == 0 || count < (index_t{1} << 62) / length, "thd::uniform", "tokens", "less than 2^62",
-                std::to_string(count) + " times " + std::to_string(length));
-        std::vector<index_t> offsets(static_cast<std::size_t>(count) + 1);
+    static thd uniform(index_t count, index_t length, caller here = caller::here()) {
+        detail::product("thd::uniform", "tokens", {count, length}, here);
+        auto offsets = detail::zeros<index_t>("thd::uniform", {count + 1}, here);
         for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
-        return thd(std::move(offsets));
+        return thd(std::move(offsets), {}, here);
     }
 
-    /// Returns the batch of sequences with these lengths.
-    static thd from_lengths(std::vector<index_t> const& lengths) {
+    /// Returns the batch of sequences with these lengths. Throws `cpx::error` that names the first that is negative or
+    /// with which there would be 2^62 tokens.
+    static thd from_lengths(std::vector<index_t> const& lengths, caller here = caller::here()) {
         std::vector<index_t> offsets(1, 0);
-        for (index_t const length : lengths) offsets.push_back(offsets.back() + length);
-        return thd(std::move(offsets));
+        for (index_t const length : lengths) {
+            index_t const most = detail::size_limit - 1 - offsets.back();
+            if (length < 0 || length > most)
+                throw error("thd::from_lengths", "length of sequence " + std::to_string(offsets.size() - 1),
+                            "0 to " + std::to_string(most), std::to_string(length), here);
+            offsets.push_back(offsets.back() + length);
+        }
+        return thd(std::move(offsets), {}, here);
     }
     template <integers R>
-    static thd from_lengths(R const& lengths) {
-        return from_lengths(numbers(lengths));
+    static thd from_lengths(R const& lengths, caller here = caller::here()) {
+        return from_lengths(numbers(lengths), here);
     }
 
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }

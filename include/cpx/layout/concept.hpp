@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cpx/core/config.hpp>
+#include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
 #include <cpx/core/index.hpp>
 
 #include <concepts>
+#include <limits>
 #include <type_traits>
 
 namespace cpx {
@@ -69,5 +71,19 @@ inline constexpr int static_ranks = [] {
     else
         return dynamic;
 }();
+
+namespace detail {
+
+/// Returns `ranks`. Throws `cpx::error`, on the host, if `chunks` chunks for each of them are too many to count.
+CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
+    if (int const most = std::numeric_limits<int>::max() / chunks; ranks > most) {
+#ifndef __CUDA_ARCH__
+        require(false, layout, "ranks", "at most " + std::to_string(most), ranks, here);
+#endif
+    }
+    return ranks;
+}
+
+} // namespace detail
 
 } // namespace cpx

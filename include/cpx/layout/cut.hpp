@@ -51,4 +51,16 @@ struct aligned : private extent<Unit> {
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 
+namespace detail {
+
+/// Whether the chunks of every run are known to ascend from its first row; a user's cut is asked.
+template <class C>
+inline constexpr bool ascends = false;
+template <>
+inline constexpr bool ascends<balanced> = true;
+template <int Unit>
+inline constexpr bool ascends<aligned<Unit>> = true;
+
+} // namespace detail
+
 } // namespace cpx

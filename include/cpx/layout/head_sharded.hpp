@@ -17,12 +17,17 @@ public:
     static constexpr bool every_row = true;
     static constexpr int static_ranks = W;
 
-    every_row_sharding(extent<W> ranks, thd batch) : ranks_(ranks), batch_(std::move(batch)) {
-        require(ranks_.get() > 0, "sharding", "ranks", "at least 1", ranks_.get());
+    every_row_sharding(extent<W> ranks, thd batch, caller here) : ranks_(ranks), batch_(std::move(batch)) {
+        require_ranks("sharding", "ranks", ranks_.get(), here);
+        product("sharding", "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
-    index_t rows(int) const { return batch_.tokens(); }
+    /// Throws `cpx::error` if there is no such rank.
+    index_t rows(int rank, caller here = caller::here()) const {
+        require_rank("sharding::rows", rank, ranks(), here);
+        return batch_.tokens();
+    }
 
     template <class F>
     void for_each_piece(int, F&& f) const {
@@ -55,12 +60,12 @@ template <int W = dynamic>
 class head_sharded : public detail::every_row_sharding<W> {
 public:
     /// Throws `cpx::error` on sections that are empty, have no heads, no width, or do not divide the largest.
-    head_sharded(thd batch, std::vector<section> sections)
+    head_sharded(thd batch, std::vector<section> sections, caller here = caller::here())
         requires(W != dynamic)
-        : head_sharded(extent<W>{}, std::move(batch), std::move(sections)) {}
-    head_sharded(int ranks, thd batch, std::vector<section> sections)
+        : head_sharded(extent<W>{}, std::move(batch), std::move(sections), here) {}
+    head_sharded(int ranks, thd batch, std::vector<section> sections, caller here = caller::here())
         requires(W == dynamic)
-        : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections)) {}
+        : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections), here) {}
 
     std::span<section const> sections() const { return *sections_; }
 
@@ -77,18 +82,17 @@ public:
     }
 
 private:
-    head_sharded(extent<W> ranks, thd batch, std::vector<section> sections)
-        : detail::every_row_sharding<W>(ranks, std::move(batch)) {
-        require(!sections.empty(), "head_sharded", "number of sections", "at least 1", 0);
+    head_sharded(extent<W> ranks, thd batch, std::vector<section> sections, caller here)
+        : detail::every_row_sharding<W>(ranks, std::move(batch), here) {
+        char const* const where = "head_sharded";
+        require(!sections.empty(), where, "number of sections", "at least 1", 0, here);
+        index_t const columns = detail::columns_of(where, sections, here);
+        detail::product(where, "tokens x columns", {this->batch().tokens(), columns}, here);
         for (section const& s : sections) groups_ = std::max(groups_, s.heads);
-        for (std::size_t i = 0; i < sections.size(); ++i) {
-            auto const name = [&](char const* what) { return what + (" of section " + std::to_string(i)); };
-            if (sections[i].heads < 1 || groups_ % sections[i].heads != 0)
-                throw error("head_sharded", name("heads"), "a divisor of " + std::to_string(groups_),
-                            std::to_string(sections[i].heads));
-            if (sections[i].width < 1)
-                throw error("head_sharded", name("width"), "at least 1", std::to_string(sections[i].width));
-        }
+        for (std::size_t i = 0; i < sections.size(); ++i)
+            if (groups_ % sections[i].heads != 0)
+                throw error(where, "heads of section " + std::to_string(i), "a divisor of " + std::to_string(groups_),
+                            std::to_string(sections[i].heads), here);
         sections_ = std::make_shared<std::vector<section> const>(std::move(sections));
     }
 
@@ -100,12 +104,12 @@ private:
 template <int W = dynamic>
 class replicated : public detail::every_row_sharding<W> {
 public:
-    explicit replicated(thd batch)
+    explicit replicated(thd batch, caller here = caller::here())
         requires(W != dynamic)
-        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch)) {}
-    replicated(int ranks, thd batch)
+        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch), here) {}
+    replicated(int ranks, thd batch, caller here = caller::here())
         requires(W == dynamic)
-        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch)) {}
+        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch), here) {}
 
     std::span<section const> sections() const { return {}; }
     range heads(int, index_t heads) const { return {0, heads}; }

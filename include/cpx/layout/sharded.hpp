@@ -27,8 +27,15 @@ public:
     S const& sharding() const { return sharding_; }
     sharded view() const { return *this; }
 
-    /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection.
-    sharded columns(index_t first, index_t width) const { return {data_.columns(first, width), sharding_}; }
+    /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection. Throws
+    /// `cpx::error` if there are no such columns.
+    sharded columns(index_t first, index_t width, caller here = caller::here()) const {
+        index_t const all = data_.width();
+        if (first < 0 || first > all || width < 0 || width > all - first)
+            throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
+                        std::to_string(width) + " from " + std::to_string(first), here);
+        return {data_.columns(first, width), sharding_};
+    }
 
 private:
     rows<T> data_;

@@ -6,6 +6,7 @@
 #include <cpx/core/thd.hpp>
 #include <cpx/layout/algorithm.hpp>
 
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -13,6 +14,9 @@ namespace cpx {
 
 /// What a layout cuts: each sequence of the batch, or the whole batch as one run, regardless of boundaries.
 enum class scope { sequence, batch };
+
+/// The most ranks of a sharding: plans list what every rank sends to every other.
+inline constexpr int most_ranks = 1 << 20;
 
 /// A group of `heads` equal heads of `width` elements in the feature axis, e.g. q = {16, 128}.
 struct section {
@@ -22,6 +26,33 @@ struct section {
 };
 
 namespace detail {
+
+inline void require_ranks(char const* where, char const* what, int ranks, caller here) {
+    require(ranks > 0 && ranks <= most_ranks, where, what, ranks > 0 ? "at most 2^20" : "at least 1", ranks, here);
+}
+
+inline void require_rank(char const* where, int rank, int ranks, caller here) {
+    if (rank < 0 || rank >= ranks) // the text is made only when it is needed
+        throw error(where, "rank", "0 to " + std::to_string(ranks - 1), std::to_string(rank), here);
+}
+
+/// Returns the columns of all sections. Throws `cpx::error` that names the first that has no heads or no width, or too
+/// many to count.
+inline index_t columns_of(char const* where, std::span<section const> sections, caller here) {
+    index_t columns = 0;
+    for (std::size_t i = 0; i < sections.size(); ++i) {
+        auto const name = [&](char const* what) { return what + (" of section " + std::to_string(i)); };
+        auto const [heads, width] = sections[i];
+        index_t const most_heads = std::numeric_limits<int>::max(); // their square has a size
+        if (heads < 1 || heads > most_heads)
+            throw error(where, name("heads"), "1 to " + std::to_string(most_heads), std::to_string(heads), here);
+        index_t const most = (size_limit - 1 - columns) / heads;
+        if (width < 1 || width > most)
+            throw error(where, name("width"), "1 to " + std::to_string(most), std::to_string(width), here);
+        columns += heads * width;
+    }
+    return columns;
+}
 
 // Stand for what callers pass; nvcc does not accept lambdas in a concept.
 struct takes_range {
@@ -65,12 +96,20 @@ public:
     static constexpr bool every_row = false;
     static constexpr int static_ranks = cpx::static_ranks<P>;
 
-    /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist.
-    explicit sharding(thd batch, P policy = {}, Cut cut = {}) : batch_(std::move(batch)), policy_(policy), cut_(cut) {
-        require(policy_.ranks() > 0, "sharding", "ranks of the layout", "at least 1", policy_.ranks());
+    /// Throws `cpx::error` if the layout has no ranks or gives a chunk to a rank that does not exist, or if the cut
+    /// does not ascend. Cost: O(chunks), of length rules and cuts of the user's O(runs * chunks).
+    explicit sharding(thd batch, P policy = {}, Cut cut = {}, caller here = caller::here())
+        : batch_(std::move(batch)), policy_(policy), cut_(cut) {
+        detail::require_ranks("sharding", "ranks of the layout", policy_.ranks(), here);
         if constexpr (requires { cut_.unit(); })
-            require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit());
-        if constexpr (layout<P>) check(policy_);
+            require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit(), here);
+        if constexpr (layout<P>) check(policy_, here);
+        if constexpr (!layout<P> || !detail::ascends<Cut>)
+            for (index_t i = 0; i < runs(); ++i) {
+                auto const l = layout_at(policy_, run(i).size());
+                if constexpr (!layout<P>) check(l, here);
+                if constexpr (!detail::ascends<Cut>) check_cut(run(i), l.chunks(), here);
+            }
     }
 
     int ranks() const { return policy_.ranks(); }
@@ -90,8 +129,10 @@ public:
             return {0, batch_.tokens()};
     }
 
-    /// Returns how many rows `rank` holds. Cost: O(runs * chunks of the rank).
-    index_t rows(int rank) const {
+    /// Returns how many rows `rank` holds. Throws `cpx::error` if there is no such rank. Cost: O(runs * chunks of the
+    /// rank).
+    index_t rows(int rank, caller here = caller::here()) const {
+        detail::require_rank("sharding::rows", rank, ranks(), here);
         index_t count = 0;
         for_each_piece(rank, [&](range piece) { count += piece.size(); });
         return count;
@@ -105,16 +146,11 @@ public:
             auto const l = layout_at(policy_, rows.size());
             int const chunks = l.chunks();
             if (!layout<P> || i == 0) {
-                if constexpr (!layout<P>) check(l);
                 owned.clear();
                 for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
             }
             for (int const c : owned) {
                 range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
-                if (piece.size() < 0 || (c == 0 && piece.first != rows.first)) // no built-in cut, but a user's may
-                    throw error("sharding", "cut, at chunk " + std::to_string(c) + " of " + std::to_string(chunks),
-                                "chunks that ascend from the first row, " + std::to_string(rows.first),
-                                std::to_string(piece.first) + " to " + std::to_string(piece.last));
                 if (!piece.empty()) f(piece);
             }
         }
@@ -128,7 +164,6 @@ public:
             range const whole = run(i);
             range const common = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
-            if constexpr (!layout<P>) check(l);
             int const chunks = l.chunks();
             int const guess = static_cast<int>(((common.first - whole.first + 1) * chunks - 1) / whole.size());
             int c = last_at_or_before(common.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
@@ -161,14 +196,23 @@ private:
     }
 
     template <layout L>
-    void check(L const& l) const {
-        require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks());
-        require(batch_.tokens() < (index_t{1} << 62) / l.chunks(), "sharding", "tokens times chunks", "less than 2^62",
-                batch_.tokens());
+    void check(L const& l, caller here) const {
+        require(l.chunks() > 0, "sharding", "chunks of the layout", "at least 1", l.chunks(), here);
+        detail::product("sharding", "tokens times chunks", {batch_.tokens(), l.chunks()}, here);
         for (int c = 0; c < l.chunks(); ++c)
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
                 throw error("sharding", "owner of chunk " + std::to_string(c),
-                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)));
+                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)), here);
+    }
+
+    void check_cut(range rows, int chunks, caller here) const {
+        for (int c = 0; c < chunks; ++c) {
+            range const chunk{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+            if (chunk.size() < 0 || (c == 0 && chunk.first != rows.first))
+                throw error("sharding", "cut, at chunk " + std::to_string(c) + " of " + std::to_string(chunks),
+                            "chunks that ascend from the first row, " + std::to_string(rows.first),
+                            std::to_string(chunk.first) + " to " + std::to_string(chunk.last), here);
+        }
     }
 
     index_t begin(range rows, int c, int chunks) const {
@@ -190,8 +234,8 @@ private:
 
 /// Returns the sharding of `batch` by a policy: `shard(batch, zigzag<4>{})`, `shard<scope::batch>(batch, ...)`.
 template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
-sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}) {
-    return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut);
+sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}, caller here = caller::here()) {
+    return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut, here);
 }
 
 } // namespace cpx

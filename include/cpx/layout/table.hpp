@@ -17,13 +17,13 @@ namespace cpx {
 class table {
 public:
     /// Throws `cpx::error` that names the first chunk whose owner is not a rank.
-    table(int ranks, std::vector<int> owners) : ranks_(ranks) {
-        require(ranks > 0, "table", "ranks", "at least 1", ranks);
-        require(!owners.empty(), "table", "number of chunks", "at least 1", 0);
+    table(int ranks, std::vector<int> owners, caller here = caller::here()) : ranks_(ranks) {
+        require(ranks > 0, "table", "ranks", "at least 1", ranks, here);
+        require(!owners.empty(), "table", "number of chunks", "at least 1", 0, here);
         for (std::size_t c = 0; c < owners.size(); ++c)
             if (owners[c] < 0 || owners[c] >= ranks)
                 throw error("table", "owner of chunk " + std::to_string(c), "0 to " + std::to_string(ranks - 1),
-                            std::to_string(owners[c]));
+                            std::to_string(owners[c]), here);
         owners_ = std::make_shared<std::vector<int> const>(std::move(owners));
     }
 
@@ -31,7 +31,7 @@ public:
     template <class L>
         requires(!std::same_as<L, table>) &&
                 layout<L> // last, because for a table it would ask for this class, which is not complete
-    explicit table(L const& l) : table(l.ranks(), owners_of(l)) {}
+    explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }

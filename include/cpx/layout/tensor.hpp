@@ -8,6 +8,16 @@
 
 namespace cpx {
 
+namespace detail {
+
+template <any_sharding S>
+index_t rows_of_rank(char const* where, S const& sharding, int rank, caller here) {
+    require_rank(where, rank, sharding.ranks(), here); // a sharding of the user's may not ask
+    return sharding.rows(rank);
+}
+
+} // namespace detail
+
 /// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
 ///
 /// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
@@ -15,9 +25,10 @@ namespace cpx {
 template <class T, any_sharding S>
 class tensor {
 public:
-    tensor(S const& sharding, int rank, index_t width)
-        : sharding_(sharding), width_(width), count_(sharding.rows(rank)),
-          values_(static_cast<std::size_t>(count_ * width)) {}
+    /// Throws `cpx::error` if there is no such rank, or not the memory.
+    tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
+        : sharding_(sharding), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
+          values_(detail::zeros<T>("tensor", {count_, width}, here)) {}
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
@@ -39,8 +50,8 @@ private:
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
 template <class T, any_sharding S>
-tensor<T, S> make_tensor(S const& sharding, int rank, index_t width) {
-    return {sharding, rank, width};
+tensor<T, S> make_tensor(S const& sharding, int rank, index_t width, caller here = caller::here()) {
+    return {sharding, rank, width, here};
 }
 
 } // namespace cpx

@@ -12,9 +12,9 @@ namespace cpx {
 template <int W = dynamic>
 struct zigzag : private extent<W> {
     constexpr zigzag() = default;
-    CPX_HOST_DEVICE constexpr explicit zigzag(int ranks)
+    CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
         requires(W == dynamic)
-        : extent<W>(ranks) {}
+        : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }

@@ -14,6 +14,17 @@ struct attention_heads {
     index_t dim = 1;
 };
 
+namespace detail {
+
+/// Throws unless the heads fit each other, their columns have a size, and there is such a rank.
+inline void require_attention(char const* where, attention_heads const& heads, int rank, int ranks, caller here) {
+    require_rank(where, rank, ranks, here);
+    require_groups(where, "query heads", heads.query_heads, "key heads", heads.key_heads, here);
+    product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
+}
+
+} // namespace detail
+
 /// Computes `o = softmax(scale q K^T) V` for every query, over the keys of its sequence up to its own token.
 ///
 /// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
@@ -30,8 +41,7 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
                   "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                   "them to replicated or head_sharded first");
     char const* const where = "attention";
-    require(heads.key_heads > 0 && heads.query_heads % heads.key_heads == 0, where, "query heads",
-            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.query_heads, here);
+    detail::require_attention(where, heads, rank, q.sharding().ranks(), here);
     require(q.sharding().batch() == k.sharding().batch() && v.sharding() == k.sharding(), where,
             "batch of keys and values", "the queries' batch", "another", here);
     require(o.sharding() == q.sharding(), where, "sharding of o", "that of q", "another", here);

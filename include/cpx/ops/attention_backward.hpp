@@ -44,8 +44,7 @@ private:
 template <class T, any_sharding Q>
 void check_queries(char const* where, int rank, attention_queries<T, Q> const& from, attention_heads const& heads,
                    caller here) {
-    require(heads.key_heads > 0 && heads.query_heads % heads.key_heads == 0, where, "query heads",
-            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.query_heads, here);
+    require_attention(where, heads, rank, from.q.sharding().ranks(), here);
     for (auto const* x : {&from.dout, &from.lse, &from.delta})
         require(x->sharding() == from.q.sharding(), where, "sharding of dout, lse and delta", "that of q", "another",
                 here);
@@ -68,6 +67,7 @@ void attention_delta(sharded<A, Q> const& o, sharded<B, Q> const& dout, index_t 
     require(dout.sharding() == o.sharding() && delta.sharding() == o.sharding(), "attention_delta",
             "sharding of dout and delta", "that of o", "another", here);
     index_t const count = o.data().count(), heads = delta.data().width();
+    detail::product("attention_delta", "heads x dim", {heads, dim}, here);
     detail::require_shape("attention_delta", "o", o.data(), count, heads * dim, here);
     detail::require_shape("attention_delta", "dout", dout.data(), count, heads * dim, here);
     detail::require_shape("attention_delta", "delta", delta.data(), count, heads, here);
@@ -154,7 +154,7 @@ void attention_backward_keys(attention_queries<T, Q> const& from, sharded<A, K> 
         detail::require_shape(where, "dk and dv", x->data(), held, keys.size() * dim, here);
     for (auto const* x : {&k, &v}) detail::require_shape(where, "k and v", x->data(), held, keys.size() * dim, here);
 
-    std::vector<T> memory(static_cast<std::size_t>(held * 2 * n * dim)); // of every query head
+    auto memory = detail::zeros<T>(where, {held, 2, n, dim}, here); // of every query head
     rows<T> const terms(memory.data(), held, 2 * n * dim);
     auto of_queries = segments(from.q.sharding(), rank);
     std::ranges::sort(of_queries, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });

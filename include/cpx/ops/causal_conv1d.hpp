@@ -31,6 +31,21 @@ rows<T const> rows_beside(halo_plan<S> const& plan, std::size_t i, rows<T const>
     return {buffer.data(), count, own.width()};
 }
 
+/// Throws `cpx::error` unless `weight` is (channels, K) for a halo of K - 1 rows on that side of a segment.
+template <class T, any_sharding S>
+void require_taps(char const* where, halo_plan<S> const& plan, side wanted, rows<T const> weight, index_t channels,
+                  caller here) {
+    char const* const names[] = {"before", "after"};
+    auto const name = [&](side s) { return names[s == side::after]; };
+    require(plan.where == wanted, where, "rows that the plan brings",
+            std::string("those ") + name(wanted) + " a segment", std::string("those ") + name(plan.where), here);
+    if (weight.count() == channels && weight.width() == plan.reach + 1) return;
+    auto const shape = [](index_t n, index_t k) { return '(' + std::to_string(n) + ", " + std::to_string(k) + ')'; };
+    throw error(where, "shape of weight",
+                shape(channels, plan.reach + 1) + ", the plan bringing " + std::to_string(plan.reach) + " rows",
+                shape(weight.count(), weight.width()), here);
+}
+
 } // namespace detail
 
 /// The K newest rows of every sequence, before the convolution: what a convolution that goes on from here must know.
@@ -64,19 +79,17 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
                   "halo(x.sharding(), ...) and y of the same sharding");
     require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, "causal_conv1d", "sharding of x and y",
             "the plan's", "another", here);
-    require(plan.reach == weight.width() - 1 && plan.where == side::before, "causal_conv1d",
-            "rows before a segment in the plan", weight.width() - 1, plan.where == side::before ? plan.reach : 0, here);
     index_t const channels = x.data().width();
+    detail::require_taps("causal_conv1d", plan, side::before, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, "causal_conv1d", "size of bias", channels, bias.size(), here);
     detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels, here);
     detail::require_shape("causal_conv1d", "y", y.data(), plan.source_rows, channels, here);
-    detail::require_shape("causal_conv1d", "weight", weight, channels, weight.width(), here);
     thd const& batch = plan.sharding.batch();
     index_t const taps = weight.width(), window = taps * channels;
     rows<T const> const all_states[] = {states.initial, states.final};
     for (rows<T const> const& given : all_states)
         if (given.data()) detail::require_shape("causal_conv1d", "states", given, batch.sequences(), window, here);
-    std::vector<T> halo_rows(static_cast<std::size_t>(plan.target_rows * channels));
+    auto halo_rows = detail::zeros<T>("causal_conv1d", {plan.target_rows, channels}, here);
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange(plan, x.data(), halo, comm, here);
     std::vector<T> history, newest;
@@ -137,19 +150,18 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
         require(x.sharding() == plan->sharding, where, "sharding of x", "that of the plans", "another", here);
     require(dy.sharding() == x.sharding() && to.dx.sharding() == x.sharding(), where, "sharding of dy and dx",
             "that of x", "another", here);
-    index_t const channels = x.data().width(), reach = weight.width() - 1;
-    require(before.reach == reach && before.where == side::before && after.reach == reach && after.where == side::after,
-            where, "rows beside a segment in the plans", std::to_string(reach) + " before and after", "others", here);
+    index_t const channels = x.data().width();
+    detail::require_taps(where, before, side::before, weight, channels, here);
+    detail::require_taps(where, after, side::after, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
     detail::require_shape(where, "x", x.data(), before.source_rows, channels, here);
     detail::require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
     detail::require_shape(where, "dx", to.dx.data(), before.source_rows, channels, here);
-    detail::require_shape(where, "weight", weight, channels, weight.width(), here);
     if (to.dweight.data()) detail::require_shape(where, "dweight", to.dweight, channels, weight.width(), here);
     require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
             here);
 
-    auto const buffer = [&](index_t count) { return std::vector<T>(static_cast<std::size_t>(count * channels)); };
+    auto const buffer = [&](index_t count) { return detail::zeros<T>(where, {count, channels}, here); };
     auto unwanted = buffer(to.dweight.data() || to.dbias.empty() ? 0 : weight.width());
     rows<T> const dweight = to.dweight.data() ? to.dweight : rows<T>(unwanted, weight.width());
     auto x_values = buffer(before.target_rows), dz_values = buffer(before.source_rows), beside = buffer(0);

@@ -30,13 +30,15 @@ class gated_delta_net_cache {
 public:
     /// `sharding` is what the recurrence runs on; of its batch only the number of sequences counts.
     template <any_sharding S>
-    gated_delta_net_cache(gated_delta_net_config const& config, S const& sharding, int rank)
+    gated_delta_net_cache(gated_delta_net_config const& config, S const& sharding, int rank,
+                          caller here = caller::here())
         : sequences_(sharding.batch().sequences()) {
-        detail::gated_delta_widths<S> const n(config, sharding, rank);
+        detail::require_rank("gated_delta_net_cache", rank, sharding.ranks(), here);
+        detail::gated_delta_widths<S> const n(detail::checked(config, here), sharding, rank);
         conv_width_ = n.conv;
         recurrent_width_ = n.recurrent;
-        conv_.resize(static_cast<std::size_t>(sequences_ * n.conv));
-        recurrent_.resize(static_cast<std::size_t>(sequences_ * n.recurrent));
+        conv_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.conv}, here);
+        recurrent_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.recurrent}, here);
     }
     gated_delta_net_state<T> view() {
         return {{conv_.data(), sequences_, conv_width_}, {recurrent_.data(), sequences_, recurrent_width_}};
@@ -143,7 +145,7 @@ private:
                               caller here) {
         require(to.batch().sequences() == from.batch().sequences(), where, "sequences of the target",
                 from.batch().sequences(), to.batch().sequences(), here);
-        auto const of_layer = config.sections();
+        auto const of_layer = detail::checked(config, here).sections();
         for (auto const given : {from.sections(), to.sections()})
             require(given.empty() || std::ranges::equal(given, of_layer), where, "sections of a sharding by heads",
                     "those of the layer", "others", here);

@@ -94,6 +94,18 @@ struct gated_delta_net_memory {
 
 namespace detail {
 
+/// Returns `config`, or throws: of heads that do not fit, of what is below 1 or has no size.
+inline gated_delta_net_config const& checked(gated_delta_net_config const& config, caller here) {
+    char const* const where = "gated_delta_net";
+    require_delta_heads(where, config.heads, here);
+    index_t const columns = columns_of(where, config.sections(), here);
+    require(config.kernel >= 1, where, "kernel", "at least 1", config.kernel, here);
+    require(config.chunk >= 1, where, "chunk", "at least 1", config.chunk, here);
+    product(where, "columns x kernel", {columns, config.kernel}, here);
+    product(where, "columns x hidden", {columns, config.hidden}, here);
+    return config;
+}
+
 /// How wide this rank's columns of q (and of k), v, of the gates and of the states are.
 template <any_sharding S>
 struct gated_delta_widths {
@@ -115,9 +127,9 @@ struct gated_delta_mixer {
     halo_plan<S> before, after;
     carry_plan<S> states;
 
-    gated_delta_mixer(S const& sharding, int rank, index_t kernel)
-        : before(halo(sharding, rank, kernel - 1)), after(halo(sharding, rank, kernel - 1, side::after)),
-          states(carry(sharding, rank)) {}
+    gated_delta_mixer(S const& sharding, int rank, index_t kernel, caller here)
+        : before(halo(sharding, rank, kernel - 1, side::before, here)),
+          after(halo(sharding, rank, kernel - 1, side::after, here)), states(carry(sharding, rank, here)) {}
 
     /// The tensors of the delta rule. mixed: the result of the convolution, q, k and v; gates: g, then beta.
     template <class T>
@@ -135,7 +147,8 @@ struct gated_delta_mixer {
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
     template <class T, class Saved, class Comm>
     void operator()(gated_delta_net_config const& config, gated_delta_net_weights<T> const& w, tensor<T, S> const& x,
-                    tensor<T, S>& o, gated_delta_net_state<T> const& state, Saved* saved, Comm& comm) const {
+                    tensor<T, S>& o, gated_delta_net_state<T> const& state, Saved* saved, Comm& comm,
+                    caller here) const {
         S const& sharding = states.sharding;
         int const rank = states.rank;
         gated_delta_widths<S> const n(config, sharding, rank);
@@ -143,9 +156,9 @@ struct gated_delta_mixer {
         auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
 
         auto const conv = local_rows(sharding, rank, qkv, w.conv);
-        tensor<T, S> mixed(sharding, rank, n.qkv()), gates(sharding, rank, 2 * n.values);
+        tensor<T, S> mixed(sharding, rank, n.qkv(), here), gates(sharding, rank, 2 * n.values, here);
         causal_conv1d(before, x.view().columns(0, n.qkv()), rows<T const>(conv, config.kernel), std::span<T const>(),
-                      activation::silu, mixed.view(), comm, {state.conv, state.conv});
+                      activation::silu, mixed.view(), comm, {state.conv, state.conv}, here);
 
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
@@ -159,7 +172,7 @@ struct gated_delta_mixer {
         auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding));
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;
-        gated_delta_rule(How{}, states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
+        gated_delta_rule(How{}, states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
         if (!saved) return;
         saved->mixed = std::move(mixed);
         saved->gates = std::move(gates);
@@ -184,19 +197,20 @@ public:
     using saved_of = gated_delta_net_saved<T, S, Mix>;
 
     /// In place, on whole rows: by tokens or replicated. Pure: no communication. Throws `cpx::error` on rows by heads.
-    gated_delta_net(S const& sharding, int rank, gated_delta_net_config const& config)
+    gated_delta_net(S const& sharding, int rank, gated_delta_net_config const& config, caller here = caller::here())
         requires std::same_as<S, Mix>
-        : config_(config), mixer_(sharding, rank, config.kernel) {
+        : config_(detail::checked(config, here)), mixer_(sharding, rank, config.kernel, here) {
         require(sharding.sections().empty(), "gated_delta_net", "sharding of a layer that runs in place",
-                "whole rows; by heads is what the recurrence runs on", "heads");
+                "whole rows; by heads is what the recurrence runs on", "heads", here);
     }
 
     /// By heads: `mix` and `back` are `head_sharded` over `config.sections()` and `config.output_sections()`.
-    gated_delta_net(S const& sharding, Mix const& mix, Mix const& back, int rank, gated_delta_net_config const& config)
+    gated_delta_net(S const& sharding, Mix const& mix, Mix const& back, int rank, gated_delta_net_config const& config,
+                    caller here = caller::here())
         requires(!std::same_as<S, Mix>)
-        : config_(config), mixer_(mix, rank, config.kernel),
-          moves_{relayout(sharding, mix, rank), relayout(back, sharding, rank), relayout(sharding, back, rank),
-                 relayout(mix, sharding, rank)} {}
+        : config_(detail::checked(config, here)), mixer_(mix, rank, config.kernel, here),
+          moves_{relayout(sharding, mix, rank, here), relayout(back, sharding, rank, here),
+                 relayout(sharding, back, rank, here), relayout(mix, sharding, rank, here)} {}
 
     gated_delta_net_config const& config() const { return config_; }
     S const& sharding() const {
@@ -225,7 +239,8 @@ public:
         index_t const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
         rows<T const> const in = x.data();
         int const rank = comm.rank();
-        tensor<T, S> projected(sharding(), rank, qkv + 2 * heads), z(sharding(), rank, v), o(sharding(), rank, v);
+        tensor<T, S> projected(sharding(), rank, qkv + 2 * heads, here), z(sharding(), rank, v, here),
+            o(sharding(), rank, v, here);
         detail::require_shape(where, "x", in, z.data().count(), config_.hidden, here);
         detail::require_shape(where, "y", y.data(), z.data().count(), config_.hidden, here);
         linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
@@ -237,13 +252,13 @@ public:
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
                 here);
         if constexpr (std::same_as<S, Mix>) {
-            mixer_(config_, w, projected, o, memory.state, saved, comm);
+            mixer_(config_, w, projected, o, memory.state, saved, comm, here);
             if (saved) saved->projected = std::move(projected);
         } else {
-            auto local = exchange(moves_.there, projected, comm);
-            tensor<T, Mix> mixed(moves_.back.from, rank, moves_.back.source_width);
-            mixer_(config_, w, local, mixed, memory.state, saved, comm);
-            exchange(moves_.back, mixed.view(), o.view(), comm);
+            auto local = exchange(moves_.there, projected, comm, here);
+            tensor<T, Mix> mixed(moves_.back.from, rank, moves_.back.source_width, here);
+            mixer_(config_, w, local, mixed, memory.state, saved, comm, here);
+            exchange(moves_.back, mixed.view(), o.view(), comm, here);
             if (saved) saved->projected = std::move(local);
         }
         auto normed = o;
@@ -273,9 +288,6 @@ private:
 
     template <class A>
     void check(char const* where, gated_delta_net_parameters<A> const& w, caller here) const {
-        delta_rule_heads const& heads = config_.heads;
-        require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
-                "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
         for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index_t count, index_t width) {
             detail::require_shape(where, name, weight, count, width, here);
         });

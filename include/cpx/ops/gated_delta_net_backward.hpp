@@ -24,8 +24,8 @@ namespace detail {
 template <class T, carry_kind How, any_sharding S, class Saved, class Comm>
 void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_delta_net_config const& config,
                                 gated_delta_net_weights<T> const& w, Saved& saved, tensor<T, S> const& dout,
-                                tensor<T, S>& dx, gated_delta_net_parameters<T> const& to, sum_order order,
-                                Comm& comm) {
+                                tensor<T, S>& dx, gated_delta_net_parameters<T> const& to, sum_order order, Comm& comm,
+                                caller here) {
     S const& sharding = mixer.states.sharding;
     int const rank = mixer.states.rank;
     gated_delta_widths<S> const n(config, sharding, rank);
@@ -33,7 +33,8 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
     auto const buffer = [](index_t count) { return std::vector<T>(static_cast<std::size_t>(count)); };
 
-    tensor<T, S> dmixed(sharding, rank, n.qkv()), dgates(sharding, rank, 2 * n.values), o(sharding, rank, n.v);
+    tensor<T, S> dmixed(sharding, rank, n.qkv(), here), dgates(sharding, rank, 2 * n.values, here),
+        o(sharding, rank, n.v, here);
     auto t = mixer.delta_rule(n, *saved.mixed, *saved.gates, o.view());
     t.saved = &saved.states;
     auto const dqkv = dmixed.view(), dg_beta = dgates.view();
@@ -44,7 +45,7 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
                                                                 dqkv.columns(2 * n.q, n.v),
                                                                 dg_beta.columns(0, n.values),
                                                                 dg_beta.columns(n.values, n.values)},
-                              config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm);
+                              config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
 
     auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
     auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
@@ -66,7 +67,7 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
                     into[next] += gate.dt_bias;
                 }
             },
-            comm);
+            comm, here);
     add_local_rows(sharding, rank, per_head, rows<T const>(sums.data(), n.values, 1), to.A_log);
     add_local_rows(sharding, rank, per_head, rows<T const>(sums.data() + n.values, n.values, 1), to.dt_bias);
 
@@ -75,7 +76,8 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     causal_conv1d_backward(
         mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()), rows<T const>(conv, config.kernel),
         std::span<T const>(), activation::silu, dqkv,
-        causal_conv1d_gradients<T, S>{dx.view().columns(0, n.qkv()), rows<T>(dconv, config.kernel), {}, order}, comm);
+        causal_conv1d_gradients<T, S>{dx.view().columns(0, n.qkv()), rows<T>(dconv, config.kernel), {}, order}, comm,
+        here);
     add_local_rows(sharding, rank, qkv, rows<T const>(dconv, config.kernel), to.conv);
 }
 
@@ -117,7 +119,7 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
     auto const &o = *saved.o, &z = *saved.z;
     auto normed = o, dnormed = o, dout = o, dz = z;
     gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
-    sums.template linear<T>(sums.template whole<T>(normed.view(), comm), dy, to.weights.out_proj, comm);
+    sums.template linear<T>(sums.template whole<T>(normed.view(), comm, here), dy, to.weights.out_proj, comm, here);
     linear_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
     auto const one = [](auto& of, index_t row) { return of.data().sub(row, 1); };
     sums.terms(
@@ -126,25 +128,27 @@ void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_del
             gated_rms_norm_backward<T>(one(o, row), one(z, row), gain, eps, one(dnormed, row), one(dout, row),
                                        one(dz, row), dgain);
         },
-        comm);
+        comm, here);
 
-    tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads);
+    tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads, here);
     if constexpr (std::same_as<S, Mix>) {
-        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm);
+        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm,
+                                           here);
     } else {
-        auto const local = exchange(net.moves_.gradient_there, dout, comm);
-        tensor<T, Mix> dlocal(net.moves_.there.to, rank, saved.projected->width());
-        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm);
-        exchange(net.moves_.gradient_back, dlocal.view(), dprojected.view(), comm);
+        auto const local = exchange(net.moves_.gradient_there, dout, comm, here);
+        tensor<T, Mix> dlocal(net.moves_.there.to, rank, saved.projected->width(), here);
+        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm,
+                                           here);
+        exchange(net.moves_.gradient_back, dlocal.view(), dprojected.view(), comm, here);
     }
 
-    auto const in = sums.template whole<T>(x, comm);
-    tensor<T, S> dx(sharding, rank, config.hidden);
+    auto const in = sums.template whole<T>(x, comm, here);
+    tensor<T, S> dx(sharding, rank, config.hidden, here);
     linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
-    sums.template linear<T>(in, dz.view(), to.weights.in_proj_z, comm);
+    sums.template linear<T>(in, dz.view(), to.weights.in_proj_z, comm, here);
     auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
         auto const d = dprojected.view().columns(first, weight.count());
-        sums.template linear<T>(in, d, dweight, comm);
+        sums.template linear<T>(in, d, dweight, comm, here);
         linear_backward_input<T>(d.data(), weight, dx.data());
         for (index_t row = 0; row < count; ++row)
             for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += dx.data()(row, j);

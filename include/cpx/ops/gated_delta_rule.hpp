@@ -130,12 +130,18 @@ private:
     delta_rule_options const& options_;
 };
 
+/// Throws unless the heads fit each other and there are sizes of their states.
+inline void require_delta_heads(char const* where, delta_rule_heads const& heads, caller here) {
+    require_groups(where, "value heads", heads.value_heads, "key heads", heads.key_heads, here);
+    for (index_t const dim : {heads.key_dim, heads.value_dim})
+        product(where, "value heads x key_dim x dim", {heads.value_heads, heads.key_dim, dim}, here);
+}
+
 /// Throws unless the tensors fit the plan and the heads.
 template <class T, any_sharding S>
 void check_delta_rule(char const* where, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
                       delta_rule_heads const& heads, delta_rule_options const& options, caller here) {
-    require(heads.key_heads > 0 && heads.value_heads % heads.key_heads == 0, where, "value heads",
-            "a multiple of the key heads " + std::to_string(heads.key_heads), heads.value_heads, here);
+    require_delta_heads(where, heads, here);
     require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
     for (auto const* x : {&t.q, &t.k, &t.v, &t.g, &t.beta})
         require(x->sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
@@ -169,7 +175,7 @@ void carry_states(serial, delta_rule_pass<T, S> const& pass, carry_plan<S> const
         }
         if (level == plan.steps.size()) break;
         cpx::plan const& step = plan.steps[level];
-        std::vector<T> next(static_cast<std::size_t>(step.target_rows * width));
+        auto next = zeros<T>("gated_delta_rule", {step.target_rows, width}, here);
         exchange(step, rows<T const>(states.data(), step.source_rows, width),
                  rows<T>(next.data(), step.target_rows, width), comm, here);
         states = std::move(next);
@@ -181,8 +187,8 @@ template <class T, any_sharding S, class Comm, class Start, class Finish>
 void carry_states(scan, delta_rule_pass<T, S> const& pass, carry_plan<S> const& plan, Start start, Finish finish,
                   Comm& comm, caller here) {
     index_t const width = pass.state_width(), map_width = pass.map_width();
-    auto const buffer = [](index_t count, index_t columns) {
-        return std::vector<T>(static_cast<std::size_t>(count * columns));
+    auto const buffer = [&](index_t count, index_t columns) {
+        return zeros<T>("gated_delta_rule", {count, columns}, here);
     };
     auto ends = buffer(plan.ends.source_rows, width), all_ends = buffer(plan.ends.target_rows, width);
     auto maps = buffer(plan.maps.source_rows, map_width), all_maps = buffer(plan.maps.target_rows, map_width);

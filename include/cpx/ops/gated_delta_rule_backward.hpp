@@ -29,9 +29,10 @@ class delta_rule_backward_pass : public delta_rule_views<T, S> {
 public:
     delta_rule_backward_pass(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
                              delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
-                             delta_rule_options const& options)
+                             delta_rule_options const& options, caller here)
         : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options),
-          dq_dk_(static_cast<std::size_t>(t.q.data().count() * 2 * this->values_.size() * heads.key_dim)) {}
+          dq_dk_(zeros<T>("gated_delta_rule_backward", {t.q.data().count(), 2, this->values_.size(), heads.key_dim},
+                          here)) {}
 
     /// Writes the gradients of segment `i`. `dstate`: the gradient of its end state on entry, of its start state on
     /// return.
@@ -106,7 +107,7 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
                              options, here);
     require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
     detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
-    detail::delta_rule_backward_pass<T, S> pass(plan, t, to, heads, options);
+    detail::delta_rule_backward_pass<T, S> pass(plan, t, to, heads, options, here);
     index_t const width = pass.state_width(), sequences = plan.sharding.batch().sequences();
     require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
             "saved states", "those of the forward", t.saved ? "others" : "none", here);

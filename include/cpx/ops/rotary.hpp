@@ -18,9 +18,9 @@ template <class T, any_sharding S, elements_of<T> A>
 void rotary(int rank, sharded<A, S> const& x, index_t head_dim, rotary_options options, sharded<T, S> const& y,
             caller here = caller::here()) {
     require(y.sharding() == x.sharding(), "rotary", "sharding of y", "that of x", "another", here);
-    auto const tokens = positions(segments(x.sharding(), rank));
+    auto const tokens = positions(segments(x.sharding(), rank, here), here);
     detail::require_shape("rotary", "x", x.data(), std::ssize(tokens), x.data().width(), here);
-    rotary<T>(x.data(), head_dim, tokens, options, y.data());
+    rotary<T>(x.data(), head_dim, tokens, options, y.data(), here);
 }
 
 /// Computes dx from dy, the gradients of `rotary`: rotates back. Arguments and errors as there; dx may be dy.
@@ -28,9 +28,9 @@ template <class T, any_sharding S, elements_of<T> A>
 void rotary_backward(int rank, sharded<A, S> const& dy, index_t head_dim, rotary_options options,
                      sharded<T, S> const& dx, caller here = caller::here()) {
     require(dx.sharding() == dy.sharding(), "rotary_backward", "sharding of dx", "that of dy", "another", here);
-    auto const tokens = positions(segments(dy.sharding(), rank));
+    auto const tokens = positions(segments(dy.sharding(), rank, here), here);
     detail::require_shape("rotary_backward", "dy", dy.data(), std::ssize(tokens), dy.data().width(), here);
-    rotary_backward<T>(dy.data(), head_dim, tokens, options, dx.data());
+    rotary_backward<T>(dy.data(), head_dim, tokens, options, dx.data(), here);
 }
 
 } // namespace cpx

@@ -14,11 +14,13 @@ namespace cpx {
 /// weight: (sum of heads * width over the sections, columns), such as the (channels, K) weight of a convolution over
 /// q, k and v, or the (heads, 1) decay of a recurrence. All rows, unless the sharding is by heads.
 template <class T, any_sharding S>
-std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> weight) {
+std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> weight,
+                          caller here = caller::here()) {
+    detail::require_rank("local_rows", rank, sharding.ranks(), here);
+    index_t const all = detail::columns_of("local_rows", sections, here);
+    require(all == weight.count(), "local_rows", "rows of the weight", all, weight.count(), here);
     std::vector<T> local;
-    index_t all = 0, first = 0;
-    for (section const& s : sections) all += s.heads * s.width;
-    require(all == weight.count(), "local_rows", "rows of the weight", all, weight.count());
+    index_t first = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads);
         for (index_t row = first + heads.first * s.width; row < first + heads.last * s.width; ++row)
@@ -43,18 +45,17 @@ range owned_heads(S const& sharding, int rank, index_t heads) {
 /// Where several ranks hold a head and so its whole gradient, the lowest of them adds it (see `owned_heads`): the sum
 /// over all ranks counts it once.
 template <class T, any_sharding S>
-void add_local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> local,
-                    rows<T> weight) {
-    index_t all = 0, held = 0;
-    for (section const& s : sections) {
-        all += s.heads * s.width;
-        held += sharding.heads(rank, s.heads).size() * s.width;
-    }
+void add_local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> local, rows<T> weight,
+                    caller here = caller::here()) {
+    detail::require_rank("add_local_rows", rank, sharding.ranks(), here);
+    index_t const all = detail::columns_of("add_local_rows", sections, here);
+    index_t held = 0;
+    for (section const& s : sections) held += sharding.heads(rank, s.heads).size() * s.width;
     require(all == weight.count() && held == local.count(), "add_local_rows",
             "rows of the weight, and of it on this rank", std::to_string(all) + " and " + std::to_string(held),
-            std::to_string(weight.count()) + " and " + std::to_string(local.count()));
+            std::to_string(weight.count()) + " and " + std::to_string(local.count()), here);
     require(local.width() == weight.width(), "add_local_rows", "width of the rows on this rank", weight.width(),
-            local.width());
+            local.width(), here);
     index_t first = 0, taken = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);

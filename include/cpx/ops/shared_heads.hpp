@@ -63,8 +63,9 @@ private:
 template <class T, std::size_t N, any_sharding S, class Comm>
 void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width, rows<T const> terms,
                  std::array<rows<T>, N> const& sums, Comm& comm, caller here = caller::here()) {
-    require(shared > 0 && readers % shared == 0, "sum_readers", "readers",
-            "a multiple of the shared heads " + std::to_string(shared), readers, here);
+    detail::require_rank("sum_readers", rank, sharding.ranks(), here);
+    detail::require_groups("sum_readers", "readers", readers, "shared heads", shared, here);
+    detail::product("sum_readers", "readers x width", {static_cast<index_t>(N), readers, width}, here);
     index_t const group = readers / shared;
     range held = sharding.heads(rank, readers);
     range const own = sharding.heads(rank, shared);
@@ -82,7 +83,7 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
         using R = detail::reader_sharding<S>;
         auto const plan =
             relayout(R(sharding, shared, sections, false), R(sharding, shared, sections, true), rank, here);
-        whole.resize(static_cast<std::size_t>(plan.target_rows * plan.target_width));
+        whole = detail::zeros<T>("sum_readers", {plan.target_rows, plan.target_width}, here);
         rows<T> const all(whole.data(), plan.target_rows, plan.target_width);
         exchange(plan, terms, all, comm, here);
         terms = all;

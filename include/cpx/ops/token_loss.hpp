@@ -33,7 +33,7 @@ void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sh
     index_t const count = plan.sharding.rows(plan.rank);
     detail::require_shape(where, "tokens", tokens.data(), count, 1, here);
     detail::require_shape(where, "labels", labels.data(), count, 1, here);
-    std::vector<index_t> received(static_cast<std::size_t>(plan.target_rows));
+    auto received = detail::zeros<index_t>(where, {plan.target_rows}, here);
     rows<index_t> const halo(received.data(), plan.target_rows, 1);
     exchange(plan, tokens.data(), halo, comm, here);
 
@@ -104,7 +104,7 @@ token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& label
     S const& sharding = logp.sharding();
     require(sharding.ranks() == comm.ranks(), where, "ranks of the transport", sharding.ranks(), comm.ranks(), here);
     require(labels.sharding() == sharding, where, "sharding of labels", "that of logp", "another", here);
-    tensor<double, S> terms(sharding, comm.rank(), 2);
+    tensor<double, S> terms(sharding, comm.rank(), 2, here);
     rows<double> const own = terms.data();
     detail::require_shape(where, "logp", logp.data(), own.count(), 1, here);
     detail::require_weights(where, labels.data(), weights, own.count(), here);

@@ -58,7 +58,7 @@ public:
         if (!speaks()) return {x.data().sub(0, 0), {0, 0}, {}};
         if (!moves()) return {x.data(), {0, columns}, {}};
         std::vector<section> const sections(static_cast<std::size_t>(x.data().width() / columns), {columns, 1});
-        head_sharded<> const split(sharding_.ranks(), sharding_.batch(), sections);
+        head_sharded<> const split(sharding_.ranks(), sharding_.batch(), sections, here);
         range const held = split.heads(rank_, columns), owned = owned_heads(split, rank_, columns);
         auto all = gather<T>(x, split, held.size() * std::ssize(sections), comm, here);
         if (owned.empty()) all.data = all.data.sub(0, 0); // a lower rank speaks for these columns
@@ -87,7 +87,7 @@ public:
             for (index_t row = 0; row < count; ++row) term(row, speaks() ? sums : std::span(unheard));
             return;
         }
-        tensor<T, S> of_rows(sharding_, rank_, width);
+        tensor<T, S> of_rows(sharding_, rank_, width, here);
         for (index_t row = 0; row < count; ++row)
             term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
         auto const own = share<T>(of_rows.view(), width, comm, here);
@@ -100,7 +100,7 @@ private:
     template <class T, class A, class To, class Comm>
     summed_rows<T> gather(sharded<A, S> const& x, To const& to, index_t width, Comm& comm, caller here) const {
         auto const plan = relayout(sharding_, to, rank_, here);
-        summed_rows<T> all{{}, {0, width}, std::vector<T>(static_cast<std::size_t>(plan.target_rows * width))};
+        summed_rows<T> all{{}, {0, width}, detail::zeros<T>("weight_sums", {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
         exchange(plan, x, sharded(target, to), comm, here);
         all.data = target;

@@ -109,7 +109,7 @@ void find_chain(S const& sharding, int rank, index_t sequence, index_t& hint, st
 template <any_sharding S>
 carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
     int const ranks = sharding.ranks();
-    require(rank >= 0 && rank < ranks, "carry", "rank", "0 to " + std::to_string(ranks - 1), rank, here);
+    detail::require_rank("carry", rank, ranks, here);
     carry_plan<S> c{sharding, rank, segments(sharding, rank), {}, {}, {}, {}, {}};
 
     std::vector<detail::state_plan> steps;

@@ -56,12 +56,11 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index_t
 /// A halo may come from several ranks, when segments are shorter than `reach`. Each halo row is received once, even if
 /// several segments need it. Pure: no communication. Cost: O(pieces).
 ///
-/// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative.
+/// Throws `cpx::error` if `rank` is not one of the sharding's, or `reach` is negative or no size.
 template <any_sharding S>
 halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side::before, caller here = caller::here()) {
-    require(rank >= 0 && rank < sharding.ranks(), "halo", "rank", "0 to " + std::to_string(sharding.ranks() - 1), rank,
-            here);
-    require(reach >= 0, "halo", "rows beside a segment", "not negative", reach, here);
+    detail::require_rank("halo", rank, sharding.ranks(), here);
+    detail::product("halo", "rows beside a segment", {reach}, here);
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;

@@ -2,9 +2,10 @@
 // Who sends which rows and columns to whom, for one rank.
 #pragma once
 
-#include <cpx/core/error.hpp>
+#include <cpx/core/size.hpp>
 #include <cpx/plan/identity.hpp>
 
+#include <algorithm>
 #include <vector>
 
 namespace cpx {
@@ -69,11 +70,12 @@ struct plan {
         return count;
     }
     /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
-    index_t sent_elements(index_t width) const {
-        index_t count = 0;
+    index_t sent_elements(index_t width, caller here = caller::here()) const {
+        index_t whole_rows = 0, parts = 0;
         for (message const& m : sends)
-            if (m.peer != rank) count += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
-        return count;
+            if (m.peer != rank)
+                (m.columns.empty() ? whole_rows : parts) += total(m.rows) * std::max<index_t>(1, total(m.columns));
+        return parts + detail::product("sent_elements", "elements", {whole_rows, width}, here);
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
     bool covers_target() const {

@@ -56,14 +56,14 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
 
 /// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
 template <any_sharding Mine, any_sharding Other>
-index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages) {
+index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages, caller here) {
     index_t row = 0, hint = 0;
     mine.for_each_piece(rank, [&](range piece) {
         index_t next = piece.first;
         other.for_each_holder(piece, hint, [&](int peer, range common) {
             if (!Other::every_row && common.first != next)
                 throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(common.first));
+                            "row " + std::to_string(common.first), here);
             messages.add(peer, row + common.first - piece.first, common);
             next = common.last;
         });
@@ -121,8 +121,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     static_assert(a == dynamic || b == dynamic || a == b,
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
-    require(rank >= 0 && rank < from.ranks(), "relayout", "rank", "0 to " + std::to_string(from.ranks() - 1), rank,
-            here);
+    detail::require_rank("relayout", rank, from.ranks(), here);
     require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
@@ -142,8 +141,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.id[identity::target_width] = p.id[identity::source_width];
 
     detail::message_list sends(from.ranks()), receives(from.ranks());
-    p.source_rows = detail::list_common(from, rank, to, sends);
-    p.target_rows = detail::list_common(to, rank, from, receives);
+    p.source_rows = detail::list_common(from, rank, to, sends, here);
+    p.target_rows = detail::list_common(to, rank, from, receives, here);
     p.sends = sends.finish(!by_columns,
                            [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); });
     p.receives = receives.finish(

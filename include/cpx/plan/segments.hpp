@@ -17,9 +17,11 @@ struct segment {
     friend constexpr bool operator==(segment, segment) = default;
 };
 
-/// Returns the segments of `rank`, ascending; every row lies in exactly one. Cost: O(pieces + sequences touched).
+/// Returns the segments of `rank`, ascending; every row lies in exactly one. Throws `cpx::error` if there is no such
+/// rank. Cost: O(pieces + sequences touched).
 template <any_sharding S>
-std::vector<segment> segments(S const& s, int rank) {
+std::vector<segment> segments(S const& s, int rank, caller here = caller::here()) {
+    detail::require_rank("segments", rank, s.ranks(), here);
     std::vector<segment> list;
     thd const& batch = s.batch();
     index_t row = 0, sequence = 0;
@@ -47,10 +49,13 @@ inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
 }
 
 /// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
-inline std::vector<index_t> positions(std::vector<segment> const& segments) {
-    std::vector<index_t> list;
+inline std::vector<index_t> positions(std::vector<segment> const& segments, caller here = caller::here()) {
+    index_t count = 0;
+    for (segment const& s : segments) count += s.count;
+    auto list = detail::zeros<index_t>("positions", {count}, here);
+    auto next = list.begin();
     for (segment const& s : segments)
-        for (index_t i = 0; i < s.count; ++i) list.push_back(s.token + i);
+        for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
     return list;
 }
 

@@ -12,11 +12,11 @@ namespace cpx {
 ///
 /// Counts rows of which at least one column goes from i to j. Cost: O(runs of the batch).
 template <any_sharding From, any_sharding To>
-std::vector<index_t> traffic(From const& from, To const& to) {
+std::vector<index_t> traffic(From const& from, To const& to, caller here = caller::here()) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
     std::vector<index_t> rows(ranks * ranks);
     for (int i = 0; i < from.ranks(); ++i) {
-        plan const p = relayout(from, to, i);
+        plan const p = relayout(from, to, i, here);
         for (message const& m : p.sends)
             rows[static_cast<std::size_t>(i) * ranks + static_cast<std::size_t>(m.peer)] += total(m.rows);
     }
@@ -37,7 +37,11 @@ struct volume {
 /// lacks.
 /// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
 template <any_sharding From, any_sharding To>
-volume lower_bound(From const& from, To const& to, index_t width = 1) {
+volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
+    char const* const where = "lower_bound";
+    require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
+    require(from.batch() == to.batch(), where, "batch of the target", "the offsets of the source", "others", here);
+    detail::product(where, "elements", {from.ranks(), from.batch().tokens(), width}, here);
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
@@ -77,10 +81,11 @@ volume lower_bound(From const& from, To const& to, index_t width = 1) {
 /// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
 /// each once. Cost: O(W tokens); for reports and tests.
 template <any_sharding S>
-index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::before) {
+index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::before, caller here = caller::here()) {
+    detail::product("halo_lower_bound", "rows beside a segment", {reach}, here);
     index_t bound = 0;
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
-        std::vector<bool> needed(static_cast<std::size_t>(sharding.batch().tokens()));
+        auto needed = detail::zeros<bool>("halo_lower_bound", {sharding.batch().tokens()}, here);
         for (segment const& s : segments(sharding, rank)) {
             index_t const first = sharding.batch().offset(s.sequence), start = first + s.token, end = start + s.count;
             index_t row = where == side::before ? std::max(first, start - reach) : end;

@@ -162,7 +162,7 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
 template <any_sharding From, any_sharding To, sharded_like X, transport Comm>
 tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
                                    caller here = caller::here()) {
-    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width());
+    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width(), here);
     exchange(p, from, to, comm, here);
     return to;
 }

@@ -4,6 +4,7 @@
 
 #include <cpx/core/error.hpp>
 #include <cpx/transport/concept.hpp>
+#include <cpx/transport/deadline.hpp>
 
 #include <mpi.h>
 
@@ -66,8 +67,6 @@ private:
 class mpi {
 public:
     static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
-    /// A longer deadline is shortened to this one.
-    static constexpr std::chrono::milliseconds longest_deadline = std::chrono::hours(24 * 365);
 
     /// Calls `program(comm)` on the ranks of `group`. If it throws, the other ranks are told why. Collective.
     template <class F>
@@ -90,7 +89,7 @@ public:
     /// ranks come in time (MPI does not say who).
     explicit mpi(MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                  caller here = caller::here())
-        : deadline_(positive(deadline, here)) {
+        : deadline_(detail::checked_deadline("mpi", deadline, here)) {
         require_group(group, here);
         MPI_Request request = MPI_REQUEST_NULL;
         check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
@@ -176,7 +175,7 @@ private:
     };
 
     mpi(int color, MPI_Comm group, std::chrono::milliseconds deadline, caller here)
-        : deadline_(positive(deadline, here)) {
+        : deadline_(detail::checked_deadline("mpi", deadline, here)) {
         require_group(group, here);
         require(color >= 0, "mpi::split", "color", "not negative", color, here);
         MPI_Request request = MPI_REQUEST_NULL;
@@ -186,10 +185,6 @@ private:
         prepare(here);
     }
 
-    static std::chrono::milliseconds positive(std::chrono::milliseconds deadline, caller here) {
-        require(deadline.count() > 0, "mpi", "deadline, ms", "more than 0", deadline.count(), here);
-        return std::min(deadline, longest_deadline);
-    }
     static void require_group(MPI_Comm group, caller here) {
         int running = 0;
         MPI_Initialized(&running);

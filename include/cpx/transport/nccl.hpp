@@ -2,6 +2,7 @@
 // One rank of an NCCL communicator, with deadlines and errors that say who is missing.
 #pragma once
 
+#include <cpx/transport/deadline.hpp>
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/nccl_environment.hpp>
 #include <cpx/transport/nccl_watchdog.hpp>
@@ -37,9 +38,7 @@ namespace cpx {
 class nccl {
 public:
     using clock = std::chrono::steady_clock;
-    /// The deadline unless another one is given, and the longest: a longer one is shortened to it.
-    static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10),
-                                               longest_deadline = std::chrono::hours(24 * 365);
+    static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
 
     /// Joins the communicator of `id` as `rank` of `ranks`. Collective.
     ///
@@ -285,7 +284,7 @@ private:
     template <class Query>
     void wait_until(Query&& query, std::chrono::milliseconds deadline, caller here) {
         require(broken_.empty(), "nccl", "communicator", "one that has not failed", broken_, here);
-        auto const end = clock::now() + std::min(deadline, longest_deadline);
+        auto const end = clock::now() + detail::checked_deadline("nccl", deadline, here);
         for (std::int64_t round = 0;; ++round) {
             cudaError_t const state = query();
             if (round % 64 == 0 || state == cudaSuccess) poll(here);
@@ -320,8 +319,7 @@ private:
     nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here,
          int again = 0)
         : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)),
-          deadline_(std::min(deadline, longest_deadline)), joining_(std::make_shared<joining>()) {
-        require(deadline.count() > 0, "nccl", "deadline, ms", "more than 0", deadline.count(), here);
+          deadline_(detail::checked_deadline("nccl", deadline, here)), joining_(std::make_shared<joining>()) {
         require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
         require(done(cudaGetDevice(&device_)), "nccl", "cudaGetDevice", "a device", "none", here);
         present_ = std::make_shared<roll_call>(page_name(id, again), rank, numbers_);

@@ -4,6 +4,7 @@
 
 #include <cpx/core/error.hpp>
 #include <cpx/transport/concept.hpp>
+#include <cpx/transport/deadline.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -27,10 +28,10 @@ public:
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
     template <class F>
-    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10)) {
-        require(ranks > 0, "threads::run", "ranks", "at least 1", ranks);
-        require(deadline.count() > 0, "threads::run", "deadline, ms", "more than 0", deadline.count());
-        world shared(ranks, deadline);
+    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
+                    caller here = caller::here()) {
+        detail::require_ranks("threads::run", "ranks", ranks, here);
+        world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
         std::vector<std::thread> members;
         try {
             for (int rank = 0; rank < ranks; ++rank)
@@ -39,7 +40,7 @@ public:
             shared.fail(static_cast<int>(members.size()), e.what());
         }
         for (auto& member : members) member.join();
-        shared.rethrow();
+        shared.rethrow(here);
     }
 
     int rank() const { return rank_; }
@@ -112,10 +113,9 @@ private:
     };
 
     struct world {
-        world(int ranks, std::chrono::milliseconds longest_wait)
-            : deadline(std::min<std::chrono::milliseconds>(longest_wait, std::chrono::hours(24 * 365))),
-              members(static_cast<std::size_t>(ranks)),
-              posts(static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks)) {}
+        world(int ranks, std::chrono::milliseconds longest_wait, caller here)
+            : deadline(longest_wait), members(static_cast<std::size_t>(ranks)),
+              posts(detail::zeros<post>("threads::run", {ranks, ranks}, here)) {}
 
         post& at(int from, int to) {
             return posts[static_cast<std::size_t>(from) * members.size() + static_cast<std::size_t>(to)];
@@ -145,12 +145,13 @@ private:
             }
             tell_all();
         }
-        void rethrow() {
+        void rethrow(caller here) {
             if (failed < 0) return;
             try {
                 std::rethrow_exception(exception);
             } catch (...) {
-                std::throw_with_nested(error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason));
+                std::throw_with_nested(
+                    error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason, "", "", here));
             }
         }
 

@@ -46,9 +46,9 @@ T softplus_backward(T x, T dy) {
 ///
 /// Throws `cpx::error` if the shapes differ.
 template <class T>
-void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y) {
-    detail::require_shape("silu_mul", "up", up, gate.count(), gate.width());
-    detail::require_shape("silu_mul", "y", y, gate.count(), gate.width());
+void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y, caller here = caller::here()) {
+    detail::require_shape("silu_mul", "up", up, gate.count(), gate.width(), here);
+    detail::require_shape("silu_mul", "y", y, gate.count(), gate.width(), here);
     for (index_t i = 0; i < y.count(); ++i)
         for (index_t j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
 }
@@ -57,12 +57,13 @@ void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y) {
 ///
 /// Throws `cpx::error` if the shapes differ.
 template <class T>
-void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, rows<T> dgate, rows<T> dup) {
+void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, rows<T> dgate, rows<T> dup,
+                       caller here = caller::here()) {
     char const* const where = "silu_mul_backward";
-    detail::require_shape(where, "up", up, gate.count(), gate.width());
-    detail::require_shape(where, "dy", dy, gate.count(), gate.width());
-    detail::require_shape(where, "dgate", dgate, gate.count(), gate.width());
-    detail::require_shape(where, "dup", dup, gate.count(), gate.width());
+    detail::require_shape(where, "up", up, gate.count(), gate.width(), here);
+    detail::require_shape(where, "dy", dy, gate.count(), gate.width(), here);
+    detail::require_shape(where, "dgate", dgate, gate.count(), gate.width(), here);
+    detail::require_shape(where, "dup", dup, gate.count(), gate.width(), here);
     for (index_t i = 0; i < dy.count(); ++i)
         for (index_t j = 0; j < dy.width(); ++j) {
             T const g = gate(i, j), u = up(i, j), d = dy(i, j);

@@ -13,9 +13,10 @@ namespace cpx {
 namespace detail {
 
 /// Throws `cpx::error` unless each of `tokens` is a token of a sequence of `count`.
-inline void require_tokens(char const* where, char const* what, std::span<index_t const> tokens, index_t count) {
+inline void require_tokens(char const* where, char const* what, std::span<index_t const> tokens, index_t count,
+                           caller here) {
     for (index_t const token : tokens)
-        if (token < 0 || token >= count) require(false, where, what, "0 to " + std::to_string(count - 1), token);
+        if (token < 0 || token >= count) require(false, where, what, "0 to " + std::to_string(count - 1), token, here);
 }
 
 } // namespace detail
@@ -32,13 +33,13 @@ inline void require_tokens(char const* where, char const* what, std::span<index_
 /// Throws `cpx::error` if the shapes do not fit or a position is not a token of the sequence.
 template <class T>
 void attend_head(rows<T const> q, std::span<index_t const> positions, rows<T const> k, rows<T const> v, T scale,
-                 rows<T> o, std::span<T> lse = {}) {
+                 rows<T> o, std::span<T> lse = {}, caller here = caller::here()) {
     auto const queries = static_cast<index_t>(positions.size());
-    detail::require_shape("attend_head", "q", q, queries, k.width());
-    detail::require_shape("attend_head", "v", v, k.count(), v.width());
-    detail::require_shape("attend_head", "o", o, queries, v.width());
-    if (!lse.empty()) require(std::ssize(lse) == queries, "attend_head", "size of lse", queries, lse.size());
-    detail::require_tokens("attend_head", "position", positions, k.count());
+    detail::require_shape("attend_head", "q", q, queries, k.width(), here);
+    detail::require_shape("attend_head", "v", v, k.count(), v.width(), here);
+    detail::require_shape("attend_head", "o", o, queries, v.width(), here);
+    if (!lse.empty()) require(std::ssize(lse) == queries, "attend_head", "size of lse", queries, lse.size(), here);
+    detail::require_tokens("attend_head", "position", positions, k.count(), here);
 
     // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
     detail::padded<T> const keys(k), values(v);

@@ -25,9 +25,9 @@ struct attended_queries {
 ///
 /// o, dout: (queries, Dv); delta: one a query. Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta) {
-    detail::require_shape("attend_head_delta", "dout", dout, o.count(), o.width());
-    require(std::ssize(delta) == o.count(), "attend_head_delta", "size of delta", o.count(), delta.size());
+void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta, caller here = caller::here()) {
+    detail::require_shape("attend_head_delta", "dout", dout, o.count(), o.width(), here);
+    require(std::ssize(delta) == o.count(), "attend_head_delta", "size of delta", o.count(), delta.size(), here);
     for (index_t i = 0; i < o.count(); ++i)
         delta[static_cast<std::size_t>(i)] = detail::dot(dout.row(i), o.row(i), o.width());
 }
@@ -35,13 +35,13 @@ void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta) 
 namespace detail {
 
 template <class T>
-void require_attended(char const* where, attended_queries<T> const& to, rows<T const> k, rows<T const> v) {
+void require_attended(char const* where, attended_queries<T> const& to, rows<T const> k, rows<T const> v, caller here) {
     auto const queries = static_cast<index_t>(to.positions.size());
-    require_shape(where, "q", to.q, queries, k.width());
-    require_shape(where, "dout", to.dout, queries, v.width());
-    require_shape(where, "v", v, k.count(), v.width());
-    require(std::ssize(to.lse) == queries, where, "size of lse", queries, to.lse.size());
-    require(std::ssize(to.delta) == queries, where, "size of delta", queries, to.delta.size());
+    require_shape(where, "q", to.q, queries, k.width(), here);
+    require_shape(where, "dout", to.dout, queries, v.width(), here);
+    require_shape(where, "v", v, k.count(), v.width(), here);
+    require(std::ssize(to.lse) == queries, where, "size of lse", queries, to.lse.size(), here);
+    require(std::ssize(to.delta) == queries, where, "size of delta", queries, to.delta.size(), here);
 }
 
 /// Turns the scaled score of query `i` and a key into the weight of the key's value, and `pull`, the gradient of this
@@ -64,13 +64,13 @@ void attention_pull(attended_queries<T> const& from, index_t i, T scale, T& scor
 ///
 /// Throws `cpx::error` if the shapes do not fit or a position is not a token of k.
 template <class T>
-void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k, rows<T const> v, T scale,
-                                rows<T> dq) {
+void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k, rows<T const> v, T scale, rows<T> dq,
+                                caller here = caller::here()) {
     char const* const where = "attend_head_backward_query";
     auto const queries = static_cast<index_t>(from.positions.size());
-    detail::require_attended(where, from, k, v);
-    detail::require_shape(where, "dq", dq, queries, k.width());
-    detail::require_tokens(where, "position", from.positions, k.count());
+    detail::require_attended(where, from, k, v, here);
+    detail::require_shape(where, "dq", dq, queries, k.width(), here);
+    detail::require_tokens(where, "position", from.positions, k.count(), here);
 
     detail::padded<T> const keys(k), values(v);
     index_t const block = detail::linear_rows;
@@ -108,15 +108,17 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
 /// Throws `cpx::error` if the shapes do not fit or the queries are not in order.
 template <class T>
 void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, rows<T const> v,
-                              std::span<index_t const> tokens, T scale, rows<T> dk, rows<T> dv) {
+                              std::span<index_t const> tokens, T scale, rows<T> dk, rows<T> dv,
+                              caller here = caller::here()) {
     char const* const where = "attend_head_backward_key";
     auto const queries = static_cast<index_t>(from.positions.size()), keys = static_cast<index_t>(tokens.size());
-    detail::require_attended(where, from, k, v);
-    detail::require_shape(where, "k", k, keys, k.width());
-    detail::require_shape(where, "dk", dk, keys, k.width());
-    detail::require_shape(where, "dv", dv, keys, v.width());
+    detail::require_attended(where, from, k, v, here);
+    detail::require_shape(where, "k", k, keys, k.width(), here);
+    detail::require_shape(where, "dk", dk, keys, k.width(), here);
+    detail::require_shape(where, "dv", dv, keys, v.width(), here);
     auto const unordered = std::is_sorted_until(from.positions.begin(), from.positions.end());
-    require(unordered == from.positions.end(), where, "positions", "tokens in ascending order", "a later one first");
+    require(unordered == from.positions.end(), where, "positions", "tokens in ascending order", "a later one first",
+            here);
 
     detail::padded<T> const q(from.q), dout(from.dout);
     index_t const block = detail::linear_rows;

@@ -23,13 +23,14 @@ T const* row_near(rows<T const> before, rows<T const> x, rows<T const> after, in
 
 /// Throws `cpx::error` unless there are at most K - 1 rows of history or future, as wide as the segment.
 template <class T>
-void require_near(char const* where, char const* name, rows<T const> near, rows<T const> weight, index_t channels) {
+void require_near(char const* where, char const* name, rows<T const> near, rows<T const> weight, index_t channels,
+                  caller here) {
     index_t const taps = weight.width();
-    require(taps >= 1, where, "width of weight", "at least 1", taps);
-    require_shape(where, "weight", weight, channels, taps);
+    require(taps >= 1, where, "width of weight", "at least 1", taps, here);
+    require_shape(where, "weight", weight, channels, taps, here);
     require(near.count() < taps, where, (std::string("rows of ") + name).c_str(), "at most " + std::to_string(taps - 1),
-            near.count());
-    if (near.count() > 0) require_shape(where, name, near, near.count(), channels);
+            near.count(), here);
+    if (near.count() > 0) require_shape(where, name, near, near.count(), channels, here);
 }
 
 /// Returns the weight as (K, channels).
@@ -72,11 +73,11 @@ void weigh(std::vector<T const*> const& window, padded<T> const& weight, T const
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, activation act,
-                      rows<T> y) {
+                      rows<T> y, caller here = caller::here()) {
     char const* const where = "convolve_segment";
     index_t const taps = weight.width(), channels = x.width();
-    detail::require_near(where, "history", history, weight, channels);
-    detail::require_shape(where, "y", y, x.count(), channels);
+    detail::require_near(where, "history", history, weight, channels, here);
+    detail::require_shape(where, "y", y, x.count(), channels, here);
 
     auto const by_tap = detail::by_tap(weight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
@@ -98,9 +99,9 @@ void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weig
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias,
-                                    activation act, rows<T const> dy, rows<T> dz) {
-    detail::require_shape("convolve_segment_backward_sums", "dy", dy, x.count(), x.width());
-    if (act == activation::silu) convolve_segment<T>(history, x, weight, bias, activation::none, dz);
+                                    activation act, rows<T const> dy, rows<T> dz, caller here = caller::here()) {
+    detail::require_shape("convolve_segment_backward_sums", "dy", dy, x.count(), x.width(), here);
+    if (act == activation::silu) convolve_segment<T>(history, x, weight, bias, activation::none, dz, here);
     for (index_t t = 0; t < dz.count(); ++t)
         for (index_t channel = 0; channel < dz.width(); ++channel)
             dz(t, channel) = act == activation::silu ? silu_backward(dz(t, channel), dy(t, channel)) : dy(t, channel);
@@ -115,11 +116,12 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, rows<T const> weight, rows<T> dx) {
+void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, rows<T const> weight, rows<T> dx,
+                                     caller here = caller::here()) {
     char const* const where = "convolve_segment_backward_input";
     index_t const taps = weight.width(), channels = dz.width();
-    detail::require_near(where, "future", future, weight, channels);
-    detail::require_shape(where, "dx", dx, dz.count(), channels);
+    detail::require_near(where, "future", future, weight, channels, here);
+    detail::require_shape(where, "dx", dx, dz.count(), channels, here);
     auto const by_tap = detail::by_tap(weight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
     std::vector<T const*> window(static_cast<std::size_t>(taps));
@@ -139,11 +141,11 @@ void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, row
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, rows<T const> dz, rows<T> dweight,
-                                      T* dbias) {
+                                      T* dbias, caller here = caller::here()) {
     char const* const where = "convolve_segment_backward_weight";
     index_t const taps = dweight.width(), channels = x.width();
-    detail::require_near<T>(where, "history", history, dweight, channels);
-    detail::require_shape(where, "dz", dz, x.count(), channels);
+    detail::require_near<T>(where, "history", history, dweight, channels, here);
+    detail::require_shape(where, "dz", dz, x.count(), channels, here);
     auto by_tap = detail::by_tap<T>(dweight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
     for (index_t t = 0; t < x.count(); ++t) {

@@ -120,11 +120,11 @@ delta_chunk<T> prepare_chunk(rows<T const> k, rows<T const> v, rows<T const> g, 
 /// Checks the gates of `count` tokens, and the chunks.
 template <class T>
 void require_gates(char const* where, index_t count, rows<T const> g, rows<T const> beta, index_t first,
-                   delta_rule_options const& options) {
-    require_shape(where, "g", g, count, 1);
-    require_shape(where, "beta", beta, count, 1);
-    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk);
-    require(first >= 0, where, "first", "not negative", first);
+                   delta_rule_options const& options, caller here) {
+    require_shape(where, "g", g, count, 1, here);
+    require_shape(where, "beta", beta, count, 1, here);
+    require(options.chunk >= 1, where, "chunk", "at least 1", options.chunk, here);
+    product(where, "first", {first}, here);
 }
 
 /// Returns the factor of queries of `dim` channels.
@@ -135,10 +135,8 @@ T delta_scale(delta_rule_options const& options, index_t dim) {
 
 /// Calls `f(row, chunk)` for the chunks of a segment in turn; `row` is the chunk's first row.
 template <class T, class F>
-void for_each_chunk(char const* where, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
-                    index_t first, delta_rule_options const& options, F&& f) {
-    require_shape(where, "v", v, k.count(), v.width());
-    require_gates(where, k.count(), g, beta, first, options);
+void for_each_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
+                    delta_rule_options const& options, F&& f) {
     index_t n = 0;
     for (index_t row = 0; row < k.count(); row += n) {
         n = std::min(options.chunk - (first + row) % options.chunk, k.count() - row);
@@ -171,14 +169,17 @@ void copy_out(padded<T> const& from, rows<T> to) {
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
-                        index_t first, delta_rule_options const& options, rows<T> state, rows<T> o) {
+                        index_t first, delta_rule_options const& options, rows<T> state, rows<T> o,
+                        caller here = caller::here()) {
     char const* const where = "delta_rule_forward";
-    detail::require_shape(where, "q", q, k.count(), k.width());
-    detail::require_shape(where, "state", state, k.width(), v.width());
-    detail::require_shape(where, "o", o, k.count(), v.width());
+    detail::require_shape(where, "q", q, k.count(), k.width(), here);
+    detail::require_shape(where, "v", v, k.count(), v.width(), here);
+    detail::require_shape(where, "state", state, k.width(), v.width(), here);
+    detail::require_shape(where, "o", o, k.count(), v.width(), here);
+    detail::require_gates(where, k.count(), g, beta, first, options, here);
     T const scale = detail::delta_scale<T>(options, k.width());
     detail::padded<T> s(state);
-    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
         index_t const n = chunk.keys.count();
         auto const queries = detail::delta_rows(q.sub(row, n), options.qk_l2norm, scale);
         auto const fresh = chunk.fresh(chunk.u, s);
@@ -206,15 +207,17 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
-                     delta_rule_options const& options, rows<T> end, rows<T> map) {
+                     delta_rule_options const& options, rows<T> end, rows<T> map, caller here = caller::here()) {
     char const* const where = "delta_rule_fold";
     bool const with_map = map.data() != nullptr;
-    detail::require_shape(where, "end", end, k.width(), v.width());
-    if (with_map) detail::require_shape(where, "map", map, k.width(), k.width());
+    detail::require_shape(where, "v", v, k.count(), v.width(), here);
+    detail::require_shape(where, "end", end, k.width(), v.width(), here);
+    if (with_map) detail::require_shape(where, "map", map, k.width(), k.width(), here);
+    detail::require_gates(where, k.count(), g, beta, first, options, here);
     detail::padded<T> e(end), m;
     if (with_map) m = {k.width(), k.width()};
     for (index_t d = 0; d < m.count(); ++d) m(d, d) = 1;
-    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
         chunk.advance(chunk.fresh(chunk.u, e), e);
         if (with_map) chunk.advance(chunk.fresh({chunk.keys.count(), k.width()}, m), m);
     });

@@ -181,22 +181,24 @@ struct delta_rule_gradients {
 template <class T>
 void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
                          index_t first, delta_rule_options const& options, rows<T const> state, rows<T const> dout,
-                         rows<T> dstate, delta_rule_gradients<T> const& to) {
+                         rows<T> dstate, delta_rule_gradients<T> const& to, caller here = caller::here()) {
     char const* const where = "delta_rule_backward";
     index_t const count = k.count(), dim = k.width(), value_dim = v.width();
-    detail::require_shape(where, "q", q, count, dim);
-    detail::require_shape(where, "state", state, dim, value_dim);
-    detail::require_shape(where, "dout", dout, count, value_dim);
-    detail::require_shape(where, "dstate", dstate, dim, value_dim);
-    detail::require_shape(where, "dq", to.dq, count, dim);
-    detail::require_shape(where, "dk", to.dk, count, dim);
-    detail::require_shape(where, "dv", to.dv, count, value_dim);
-    detail::require_shape(where, "dg", to.dg, count, 1);
-    detail::require_shape(where, "dbeta", to.dbeta, count, 1);
+    detail::require_shape(where, "q", q, count, dim, here);
+    detail::require_shape(where, "v", v, count, value_dim, here);
+    detail::require_shape(where, "state", state, dim, value_dim, here);
+    detail::require_shape(where, "dout", dout, count, value_dim, here);
+    detail::require_shape(where, "dstate", dstate, dim, value_dim, here);
+    detail::require_shape(where, "dq", to.dq, count, dim, here);
+    detail::require_shape(where, "dk", to.dk, count, dim, here);
+    detail::require_shape(where, "dv", to.dv, count, value_dim, here);
+    detail::require_shape(where, "dg", to.dg, count, 1, here);
+    detail::require_shape(where, "dbeta", to.dbeta, count, 1, here);
+    detail::require_gates(where, count, g, beta, first, options, here);
 
     std::vector<detail::padded<T>> states, written; // before each chunk, and by it
     detail::padded<T> s(state), ds(dstate);
-    detail::for_each_chunk(where, k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
         states.push_back(s);
         written.push_back(chunk.fresh(chunk.u, s));
         chunk.advance(written.back(), s);
@@ -228,12 +230,13 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g, rows<T const> beta, index_t first,
-                              delta_rule_options const& options, rows<T const> dout, rows<T> dstate) {
+                              delta_rule_options const& options, rows<T const> dout, rows<T> dstate,
+                              caller here = caller::here()) {
     char const* const where = "delta_rule_backward_fold";
-    detail::require_shape(where, "q", q, k.count(), k.width());
-    detail::require_shape(where, "dout", dout, k.count(), dout.width());
-    detail::require_shape(where, "dstate", dstate, k.width(), dout.width());
-    detail::require_gates(where, k.count(), g, beta, first, options);
+    detail::require_shape(where, "q", q, k.count(), k.width(), here);
+    detail::require_shape(where, "dout", dout, k.count(), dout.width(), here);
+    detail::require_shape(where, "dstate", dstate, k.width(), dout.width(), here);
+    detail::require_gates(where, k.count(), g, beta, first, options, here);
     detail::padded<T> ds(dstate);
     detail::for_each_chunk_reversed(k.count(), first, options, [&](index_t row, index_t n) {
         auto const of = [&](rows<T const> x) { return x.sub(row, n); };

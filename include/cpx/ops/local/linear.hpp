@@ -97,9 +97,9 @@ void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void linear(rows<T const> x, rows<T const> weight, rows<T> y) {
-    detail::require_shape("linear", "weight", weight, weight.count(), x.width());
-    detail::require_shape("linear", "y", y, x.count(), weight.count());
+void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = caller::here()) {
+    detail::require_shape("linear", "weight", weight, weight.count(), x.width(), here);
+    detail::require_shape("linear", "y", y, x.count(), weight.count(), here);
     // The rows of x pass over a tile of the weight that stays in the cache.
     index_t const tile = std::max<index_t>(32, (index_t{1} << 15) / std::max<index_t>(x.width(), 1));
     for (index_t begin = 0; begin < weight.count(); begin += tile) {
@@ -126,9 +126,9 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y) {
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) {
-    detail::require_shape("linear_backward_input", "weight", weight, dy.width(), weight.width());
-    detail::require_shape("linear_backward_input", "dx", dx, dy.count(), weight.width());
+void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, caller here = caller::here()) {
+    detail::require_shape("linear_backward_input", "weight", weight, dy.width(), weight.width(), here);
+    detail::require_shape("linear_backward_input", "dx", dx, dy.count(), weight.width(), here);
     for (index_t row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
     detail::add_products<T>(dy, weight, dx);
 }
@@ -141,9 +141,9 @@ void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) {
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight) {
-    detail::require_shape("linear_backward_weight", "x", x, dy.count(), x.width());
-    detail::require_shape("linear_backward_weight", "dweight", dweight, dy.width(), x.width());
+void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight, caller here = caller::here()) {
+    detail::require_shape("linear_backward_weight", "x", x, dy.count(), x.width(), here);
+    detail::require_shape("linear_backward_weight", "dweight", dweight, dy.width(), x.width(), here);
     constexpr index_t tile = 256;
     for (index_t begin = 0; begin < dy.count(); begin += tile) {
         index_t const count = std::min(tile, dy.count() - begin);

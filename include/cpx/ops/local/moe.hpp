@@ -41,19 +41,19 @@ struct choice {
 };
 
 /// Throws `cpx::error` unless every choice is an expert.
-inline void require_experts(char const* where, rows<index_t const> chosen, index_t experts) {
+inline void require_experts(char const* where, rows<index_t const> chosen, index_t experts, caller here) {
     for (index_t row = 0; row < chosen.count(); ++row)
         for (index_t number = 0; number < chosen.width(); ++number)
             if (index_t const expert = chosen(row, number); expert < 0 || expert >= experts)
-                require(false, where, "chosen expert", "0 to " + std::to_string(experts - 1), expert);
+                require(false, where, "chosen expert", "0 to " + std::to_string(experts - 1), expert, here);
 }
 
 /// Calls `f(expert, choices)` for every expert that a row chose, ascending, its choices by ascending rows.
 ///
 /// Throws `cpx::error` before the first call if a choice is no expert. Cost: O(choices + experts).
 template <class F>
-void for_each_expert(char const* where, rows<index_t const> chosen, index_t experts, F f) {
-    require_experts(where, chosen, experts);
+void for_each_expert(char const* where, caller here, rows<index_t const> chosen, index_t experts, F f) {
+    require_experts(where, chosen, experts, here);
     std::vector<std::size_t> begin(static_cast<std::size_t>(experts) + 1);
     for (index_t row = 0; row < chosen.count(); ++row)
         for (index_t number = 0; number < chosen.width(); ++number)
@@ -91,17 +91,19 @@ void scatter(rows<T const> from, std::span<choice const> choices, rows<T> to) {
 }
 
 /// Returns the outputs of each expert. Throws `cpx::error` unless `stacked` holds a matrix of some for each.
-inline index_t outputs_of_expert(char const* where, char const* what, index_t stacked, index_t experts) {
-    require(experts > 0, where, "experts", "at least 1", experts);
-    require(stacked % experts == 0, where, what, "a multiple of the experts, " + std::to_string(experts), stacked);
+inline index_t outputs_of_expert(char const* where, char const* what, index_t stacked, index_t experts, caller here) {
+    require(experts > 0, where, "experts", "at least 1", experts, here);
+    require(stacked % experts == 0, where, what, "a multiple of the experts, " + std::to_string(experts), stacked,
+            here);
     return stacked / experts;
 }
 
 /// Throws `cpx::error` unless `x` has `width` columns for all choices or for each.
 template <class T>
-void require_of_choices(char const* where, char const* name, rows<T> x, rows<index_t const> chosen, index_t width) {
-    if (x.width() != width) require_shape(where, name, x, chosen.count(), chosen.width() * width);
-    require_shape(where, name, x, chosen.count(), x.width());
+void require_of_choices(char const* where, char const* name, rows<T> x, rows<index_t const> chosen, index_t width,
+                        caller here) {
+    if (x.width() != width) require_shape(where, name, x, chosen.count(), chosen.width() * width, here);
+    require_shape(where, name, x, chosen.count(), x.width(), here);
 }
 
 } // namespace detail
@@ -115,12 +117,13 @@ void require_of_choices(char const* where, char const* name, rows<T> x, rows<ind
 ///
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
-void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x, rows<T const> weight, rows<T> y) {
+void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x, rows<T const> weight, rows<T> y,
+                   caller here = caller::here()) {
     char const* const where = "expert_linear";
-    index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts);
-    detail::require_of_choices(where, "x", x, chosen, weight.width());
-    detail::require_shape(where, "y", y, chosen.count(), chosen.width() * out);
-    detail::for_each_expert(where, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
+    index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts, here);
+    detail::require_of_choices(where, "x", x, chosen, weight.width(), here);
+    detail::require_shape(where, "y", y, chosen.count(), chosen.width() * out, here);
+    detail::for_each_expert(where, here, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const in = detail::gather(choices, x, weight.width());
         row_buffer<T> result(in.count(), out);
         linear<T>(in.view(), weight.sub(expert * out, out), result.view());
@@ -136,13 +139,13 @@ void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x,
 ///
 /// Throws `cpx::error` if the shapes do not fit or there are fewer experts than choices.
 template <class T>
-void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights) {
+void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights, caller here = caller::here()) {
     char const* const where = "choose_experts";
     index_t const experts = logits.width(), choices = chosen.width();
     require(choices >= 1 && choices <= experts, where, "choices", "1 to the experts, " + std::to_string(experts),
-            choices);
-    detail::require_shape(where, "chosen", chosen, logits.count(), choices);
-    detail::require_shape(where, "weights", weights, logits.count(), choices);
+            choices, here);
+    detail::require_shape(where, "chosen", chosen, logits.count(), choices, here);
+    detail::require_shape(where, "weights", weights, logits.count(), choices, here);
     std::vector<T> probabilities(static_cast<std::size_t>(experts));
     for (index_t row = 0; row < logits.count(); ++row) {
         T const* const logit = logits.row(row);
@@ -208,17 +211,17 @@ struct moe_sizes {
 
 /// Throws `cpx::error` that names `where` unless the weights fit each other and rows of `hidden` channels.
 template <class T>
-moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden, index_t choices) {
+moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden, index_t choices, caller here) {
     moe_sizes const n{w.gate.count(), choices, hidden, w.down_proj.width(), w.shared_gate_proj.count()};
     require(choices >= 1 && choices <= n.experts, where, "choices", "1 to the experts, " + std::to_string(n.experts),
-            choices);
-    require_shape(where, "gate", w.gate, n.experts, hidden);
-    require_shape(where, "gate_up_proj", w.gate_up_proj, n.experts * 2 * n.inner, hidden);
-    require_shape(where, "down_proj", w.down_proj, n.experts * hidden, n.inner);
-    require_shape(where, "shared_gate_proj", w.shared_gate_proj, n.shared, hidden);
-    require_shape(where, "shared_up_proj", w.shared_up_proj, n.shared, hidden);
-    require_shape(where, "shared_down_proj", w.shared_down_proj, hidden, n.shared);
-    require_shape(where, "shared_expert_gate", w.shared_expert_gate, 1, hidden);
+            choices, here);
+    require_shape(where, "gate", w.gate, n.experts, hidden, here);
+    require_shape(where, "gate_up_proj", w.gate_up_proj, n.experts * 2 * n.inner, hidden, here);
+    require_shape(where, "down_proj", w.down_proj, n.experts * hidden, n.inner, here);
+    require_shape(where, "shared_gate_proj", w.shared_gate_proj, n.shared, hidden, here);
+    require_shape(where, "shared_up_proj", w.shared_up_proj, n.shared, hidden, here);
+    require_shape(where, "shared_down_proj", w.shared_down_proj, hidden, n.shared, here);
+    require_shape(where, "shared_expert_gate", w.shared_expert_gate, 1, hidden, here);
     return n;
 }
 
@@ -238,10 +241,10 @@ moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden
 ///
 /// Throws `cpx::error` if the shapes do not fit or there are fewer experts than choices.
 template <class T>
-moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index_t choices, rows<T> y) {
-    auto const n = detail::require_moe("moe", w, x.width(), choices);
+moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index_t choices, rows<T> y, caller here = caller::here()) {
+    auto const n = detail::require_moe("moe", w, x.width(), choices, here);
     index_t const count = x.count();
-    detail::require_shape("moe", "y", y, count, n.hidden);
+    detail::require_shape("moe", "y", y, count, n.hidden, here);
     moe_saved<T> saved{.chosen = {count, choices},
                        .weights = {count, choices},
                        .gate_up = {count, choices * 2 * n.inner},

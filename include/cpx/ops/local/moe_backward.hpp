@@ -19,12 +19,12 @@ namespace cpx {
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
 void expert_linear_backward_input(rows<index_t const> chosen, index_t experts, rows<T const> dy, rows<T const> weight,
-                                  rows<T> dx) {
+                                  rows<T> dx, caller here = caller::here()) {
     char const* const where = "expert_linear_backward_input";
-    index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts);
-    detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * out);
-    detail::require_shape(where, "dx", dx, chosen.count(), chosen.width() * weight.width());
-    detail::for_each_expert(where, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
+    index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts, here);
+    detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * out, here);
+    detail::require_shape(where, "dx", dx, chosen.count(), chosen.width() * weight.width(), here);
+    detail::for_each_expert(where, here, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const of_outputs = detail::gather(choices, dy, out);
         row_buffer<T> result(of_outputs.count(), weight.width());
         linear_backward_input<T>(of_outputs.view(), weight.sub(expert * out, out), result.view());
@@ -44,16 +44,16 @@ void expert_linear_backward_input(rows<index_t const> chosen, index_t experts, r
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
 void expert_linear_backward_weight(rows<index_t const> chosen, index_t experts, rows<T const> dy, rows<T const> x,
-                                   rows<T> dweight, index_t first = 0) {
+                                   rows<T> dweight, index_t first = 0, caller here = caller::here()) {
     char const* const where = "expert_linear_backward_weight";
-    index_t const out = detail::outputs_of_expert(where, "rows of dweight", dweight.count(), experts);
-    require(chosen.width() >= 1, where, "choices", "at least 1", chosen.width());
+    index_t const out = detail::outputs_of_expert(where, "rows of dweight", dweight.count(), experts, here);
+    require(chosen.width() >= 1, where, "choices", "at least 1", chosen.width(), here);
     index_t const n = dy.width() / chosen.width();
-    detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * n);
+    detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * n, here);
     require(first >= 0 && first + n <= out, where, "outputs", "at least 0 and at most " + std::to_string(out),
-            std::to_string(first) + " to " + std::to_string(first + n));
-    detail::require_of_choices(where, "x", x, chosen, dweight.width());
-    detail::for_each_expert(where, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
+            std::to_string(first) + " to " + std::to_string(first + n), here);
+    detail::require_of_choices(where, "x", x, chosen, dweight.width(), here);
+    detail::for_each_expert(where, here, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const of_outputs = detail::gather(choices, dy, n);
         auto const in = detail::gather(choices, x, dweight.width());
         linear_backward_weight<T>(of_outputs.view(), in.view(), dweight.sub(expert * out + first, n));
@@ -89,20 +89,21 @@ struct moe_gradients {
 ///
 /// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
 template <class T>
-moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved, rows<T const> dy, rows<T> dx) {
+moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved, rows<T const> dy, rows<T> dx,
+                              caller here = caller::here()) {
     char const* const where = "moe_backward";
     rows<index_t const> const chosen = saved.chosen.view();
     index_t const count = chosen.count(), choices = chosen.width();
-    auto const n = detail::require_moe(where, w, dy.width(), choices);
-    detail::require_experts(where, chosen, n.experts);
-    detail::require_shape(where, "dy", dy, count, n.hidden);
-    detail::require_shape(where, "dx", dx, count, n.hidden);
-    detail::require_shape(where, "saved weights", saved.weights.view(), count, choices);
-    detail::require_shape(where, "saved gate_up", saved.gate_up.view(), count, choices * 2 * n.inner);
-    detail::require_shape(where, "saved output", saved.output.view(), count, choices * n.hidden);
-    detail::require_shape(where, "saved shared_gate_up", saved.shared_gate_up.view(), count, 2 * n.shared);
-    detail::require_shape(where, "saved shared_output", saved.shared_output.view(), count, n.hidden);
-    detail::require_shape(where, "saved shared_gate", saved.shared_gate.view(), count, 1);
+    auto const n = detail::require_moe(where, w, dy.width(), choices, here);
+    detail::require_experts(where, chosen, n.experts, here);
+    detail::require_shape(where, "dy", dy, count, n.hidden, here);
+    detail::require_shape(where, "dx", dx, count, n.hidden, here);
+    detail::require_shape(where, "saved weights", saved.weights.view(), count, choices, here);
+    detail::require_shape(where, "saved gate_up", saved.gate_up.view(), count, choices * 2 * n.inner, here);
+    detail::require_shape(where, "saved output", saved.output.view(), count, choices * n.hidden, here);
+    detail::require_shape(where, "saved shared_gate_up", saved.shared_gate_up.view(), count, 2 * n.shared, here);
+    detail::require_shape(where, "saved shared_output", saved.shared_output.view(), count, n.hidden, here);
+    detail::require_shape(where, "saved shared_gate", saved.shared_gate.view(), count, 1, here);
     moe_gradients<T> g{.dlogits = {count, n.experts},
                        .dgate_up = {count, choices * 2 * n.inner},
                        .doutput = {count, choices * n.hidden},

@@ -59,19 +59,19 @@ void normalize_heads_backward(rows<T const> x, index_t head_dim, T eps, rows<T> 
 }
 
 /// Throws `cpx::error` unless rows of `width` elements are whole heads of `weight`.
-inline void require_heads(char const* where, index_t width, index_t weight) {
+inline void require_heads(char const* where, index_t width, index_t weight, caller here) {
     require(weight > 0 && width % weight == 0, where, "width of x",
-            "a multiple of the size of weight, " + std::to_string(weight), width);
+            "a multiple of the size of weight, " + std::to_string(weight), width, here);
 }
 
 template <class T>
 void require_norm_backward(char const* where, rows<T const> x, std::span<T const> weight, rows<T const> dy, rows<T> dx,
-                           std::span<T> dweight) {
-    require_heads(where, x.width(), std::ssize(weight));
-    require_shape(where, "dy", dy, x.count(), x.width());
-    if (dx.data() != nullptr) require_shape(where, "dx", dx, x.count(), x.width());
+                           std::span<T> dweight, caller here) {
+    require_heads(where, x.width(), std::ssize(weight), here);
+    require_shape(where, "dy", dy, x.count(), x.width(), here);
+    if (dx.data() != nullptr) require_shape(where, "dx", dx, x.count(), x.width(), here);
     if (!dweight.empty())
-        require(dweight.size() == weight.size(), where, "size of dweight", weight.size(), dweight.size());
+        require(dweight.size() == weight.size(), where, "size of dweight", weight.size(), dweight.size(), here);
 }
 
 } // namespace detail
@@ -84,10 +84,11 @@ void require_norm_backward(char const* where, rows<T const> x, std::span<T const
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T> y) {
+void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T> y,
+              caller here = caller::here()) {
     auto const size = static_cast<index_t>(weight.size());
-    detail::require_heads("rms_norm", x.width(), size);
-    detail::require_shape("rms_norm", "y", y, x.count(), x.width());
+    detail::require_heads("rms_norm", x.width(), size, here);
+    detail::require_shape("rms_norm", "y", y, x.count(), x.width(), here);
     detail::normalize_heads(x, size, eps, [&](index_t i, index_t j, T normed) {
         y(i, j) = normed * (gain_offset + weight[static_cast<std::size_t>(j % size)]);
     });
@@ -97,11 +98,12 @@ void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, 
 ///
 /// x, z, y: (rows, heads * weight.size()), y may be x or z. Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T> y) {
+void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T> y,
+                    caller here = caller::here()) {
     auto const size = static_cast<index_t>(weight.size());
-    detail::require_heads("gated_rms_norm", x.width(), size);
-    detail::require_shape("gated_rms_norm", "z", z, x.count(), x.width());
-    detail::require_shape("gated_rms_norm", "y", y, x.count(), x.width());
+    detail::require_heads("gated_rms_norm", x.width(), size, here);
+    detail::require_shape("gated_rms_norm", "z", z, x.count(), x.width(), here);
+    detail::require_shape("gated_rms_norm", "y", y, x.count(), x.width(), here);
     detail::normalize_heads(x, size, eps, [&](index_t i, index_t j, T normed) {
         y(i, j) = normed * weight[static_cast<std::size_t>(j % size)] * silu(z(i, j));
     });
@@ -116,8 +118,8 @@ void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight,
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T const> dy, rows<T> dx,
-                       std::span<T> dweight) {
-    detail::require_norm_backward("rms_norm_backward", x, weight, dy, dx, dweight);
+                       std::span<T> dweight, caller here = caller::here()) {
+    detail::require_norm_backward("rms_norm_backward", x, weight, dy, dx, dweight, here);
     detail::normalize_heads_backward(
         x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
             T const gradient = dy(i, column);
@@ -132,11 +134,11 @@ void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
 void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T const> dy,
-                             rows<T> dx, rows<T> dz, std::span<T> dweight) {
+                             rows<T> dx, rows<T> dz, std::span<T> dweight, caller here = caller::here()) {
     char const* const where = "gated_rms_norm_backward";
-    detail::require_norm_backward(where, x, weight, dy, dx, dweight);
-    detail::require_shape(where, "z", z, x.count(), x.width());
-    if (dz.data() != nullptr) detail::require_shape(where, "dz", dz, x.count(), x.width());
+    detail::require_norm_backward(where, x, weight, dy, dx, dweight, here);
+    detail::require_shape(where, "z", z, x.count(), x.width(), here);
+    if (dz.data() != nullptr) detail::require_shape(where, "dz", dz, x.count(), x.width(), here);
     detail::normalize_heads_backward(
         x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
             T const gradient = dy(i, column), gate = z(i, column), gain = weight[static_cast<std::size_t>(j)];

@@ -21,9 +21,9 @@ struct rotary_options {
 ///
 /// Throws `cpx::error` if `rotary_dim` is odd or negative.
 template <class T>
-std::vector<T> rotary_frequencies(rotary_options options) {
+std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::here()) {
     index_t const dim = options.rotary_dim;
-    require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", dim);
+    require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", dim, here);
     std::vector<T> result;
     for (index_t i = 0; i < dim; i += 2)
         result.push_back(1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim)));
@@ -34,10 +34,11 @@ std::vector<T> rotary_frequencies(rotary_options options) {
 ///
 /// cos, sin: (positions.size(), frequencies.size()). Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin) {
+void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin,
+                  caller here = caller::here()) {
     auto const count = static_cast<index_t>(positions.size()), half = static_cast<index_t>(frequencies.size());
-    detail::require_shape("rotary_table", "cos", cos, count, half);
-    detail::require_shape("rotary_table", "sin", sin, count, half);
+    detail::require_shape("rotary_table", "cos", cos, count, half, here);
+    detail::require_shape("rotary_table", "sin", sin, count, half, here);
     for (index_t row = 0; row < count; ++row)
         for (index_t i = 0; i < half; ++i) {
             T const angle =
@@ -57,14 +58,15 @@ void rotary_table(std::span<index_t const> positions, std::span<T const> frequen
 ///
 /// Throws `cpx::error` if the shapes do not fit.
 template <class T>
-void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> y) {
+void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> y,
+            caller here = caller::here()) {
     index_t const half = cos.width();
     require(head_dim > 0 && x.width() % head_dim == 0, "rotary", "width of x",
-            "a multiple of head_dim, " + std::to_string(head_dim), x.width());
-    require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half);
-    detail::require_shape("rotary", "cos", cos, x.count(), half);
-    detail::require_shape("rotary", "sin", sin, x.count(), half);
-    detail::require_shape("rotary", "y", y, x.count(), x.width());
+            "a multiple of head_dim, " + std::to_string(head_dim), x.width(), here);
+    require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half, here);
+    detail::require_shape("rotary", "cos", cos, x.count(), half, here);
+    detail::require_shape("rotary", "sin", sin, x.count(), half, here);
+    detail::require_shape("rotary", "y", y, x.count(), x.width(), here);
     for (index_t row = 0; row < x.count(); ++row)
         for (index_t head = 0; head < x.width(); head += head_dim) {
             T const* const from = x.row(row) + head;
@@ -85,32 +87,34 @@ void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> 
 
 /// Computes the same with ordinary positions, one a row.
 template <class T>
-void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> positions, rotary_options options, rows<T> y) {
-    auto const frequencies = rotary_frequencies<T>(options);
+void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> positions, rotary_options options, rows<T> y,
+            caller here = caller::here()) {
+    auto const frequencies = rotary_frequencies<T>(options, here);
     index_t const half = static_cast<index_t>(frequencies.size());
     std::vector<T> cos(positions.size() * frequencies.size()), sin(cos.size());
     rows<T> const c(cos.data(), std::ssize(positions), half), s(sin.data(), std::ssize(positions), half);
-    rotary_table<T>(positions, frequencies, c, s);
-    rotary<T>(x, head_dim, c, s, y);
+    rotary_table<T>(positions, frequencies, c, s, here);
+    rotary<T>(x, head_dim, c, s, y, here);
 }
 
 /// Computes `dx` from `dy`: rotates back, by the angles negated. Arguments as in `rotary`; dx may be dy.
 template <class T>
-void rotary_backward(rows<T const> dy, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx) {
+void rotary_backward(rows<T const> dy, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx,
+                     caller here = caller::here()) {
     std::vector<T> negated(static_cast<std::size_t>(sin.count() * sin.width()));
     rows<T> const back(negated.data(), sin.count(), sin.width());
     for (index_t row = 0; row < sin.count(); ++row)
         for (index_t i = 0; i < sin.width(); ++i) back(row, i) = -sin(row, i);
-    rotary<T>(dy, head_dim, cos, back, dx);
+    rotary<T>(dy, head_dim, cos, back, dx, here);
 }
 
 /// Computes the same with ordinary positions, one a row.
 template <class T>
 void rotary_backward(rows<T const> dy, index_t head_dim, std::span<index_t const> positions, rotary_options options,
-                     rows<T> dx) {
+                     rows<T> dx, caller here = caller::here()) {
     std::vector<index_t> negated(positions.begin(), positions.end());
     for (index_t& position : negated) position = -position;
-    rotary<T>(dy, head_dim, std::span<index_t const>(negated), options, dx);
+    rotary<T>(dy, head_dim, std::span<index_t const>(negated), options, dx, here);
 }
 
 } // namespace cpx

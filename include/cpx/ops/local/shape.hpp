@@ -5,6 +5,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/rows.hpp>
 
+#include <limits>
 #include <string>
 
 namespace cpx::detail {
@@ -16,6 +17,14 @@ void require_shape(char const* where, char const* name, rows<T> view, index_t co
     if (view.count() == count && view.width() == width) return;
     auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     throw error(where, std::string("shape of ") + name, shape(count, width), shape(view.count(), view.width()), here);
+}
+
+/// Throws `cpx::error` unless groups of `heads` heads of one size each share one of `shared` heads.
+inline void require_groups(char const* where, char const* name, index_t heads, char const* shared_name, index_t shared,
+                           caller here) {
+    require(shared > 0 && heads % shared == 0, where, name,
+            std::string("a multiple of the ") + shared_name + ' ' + std::to_string(shared), heads, here);
+    require(heads >= 0 && heads <= std::numeric_limits<int>::max(), where, name, "0 to 2147483647", heads, here);
 }
 
 } // namespace cpx::detail
