@@ -1009,9 +1009,11 @@ inline constexpr int static_ranks = [] {
 
 namespace detail {
 
+inline constexpr int most_chunks = std::numeric_limits<int>::max();
+
 /// Returns `ranks`. Throws `cpx::error`, on the host, if `chunks` chunks for each of them are too many to count.
 CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
-    if (int const most = std::numeric_limits<int>::max() / chunks; ranks > most) {
+    if (int const most = most_chunks / chunks; ranks > most) {
 #ifndef __CUDA_ARCH__
         require(false, layout, "ranks", "at most " + std::to_string(most), ranks, here);
 #endif
