@@ -6,6 +6,9 @@
 #include <cpx/transport/concept.hpp>
 #include <cpx/transport/deadline.hpp>
 
+#if !__has_include(<mpi.h>)
+#error "cpx: this header needs MPI; link cpx::mpi (find_package(cpx COMPONENTS mpi)), or compile with mpicxx"
+#endif
 #include <mpi.h>
 
 #include <algorithm>
