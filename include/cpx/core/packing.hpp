@@ -188,7 +188,7 @@ packing packing_from_mask(R const& mask, index_t columns, padding side, caller h
 ///
 /// mask, positions: (rows, columns). There are no sequences of length 0: positions cannot show them.
 /// Throws `cpx::error` that names row and column of the first contradiction: a token without a position, a position
-/// that neither begins a sequence nor follows the one before it, or a sequence that goes on behind padding or in another
+/// that neither begins a sequence nor follows the one before it, a sequence that goes on behind padding or in another
 /// row.
 template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> M, list_of<std::int32_t, std::int64_t> P>
 packing packing_from_mask(M const& mask, P const& positions, index_t columns, caller here = caller::here()) {
