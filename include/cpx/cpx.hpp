@@ -27,7 +27,6 @@
 #include <cpx/layout/zigzag.hpp>
 
 #include <cpx/plan/carry.hpp>
-#include <cpx/plan/global_rows.hpp>
 #include <cpx/plan/halo.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/plan/route.hpp>

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Times the forward of the gated delta rule on one GPU against what it has to move and to multiply.
+#include "timing.hpp"
+
+#include <cpx/cuda/gated_delta_rule.hpp>
+
+#include <cstdio>
+
+namespace {
+
+using cpx::index_t, cpx::rows;
+namespace gpu = cpx::cuda;
+using element = __nv_bfloat16;
+
+constexpr index_t dim = 128;
+
+/// Fills rows of `dim` with numbers of mean square 1 / dim, or all with numbers from `low` to `high`.
+template <class T>
+__global__ void fill(T* to, index_t count, std::uint64_t seed, float low, float high) {
+    for (index_t i = static_cast<index_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+         i += index_t{gridDim.x} * blockDim.x) {
+        std::uint64_t z = (static_cast<std::uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull * (2 * seed + 1);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z ^= z >> 31;
+        to[i] = static_cast<T>(low + (high - low) * static_cast<float>(z >> 40) * 0x1p-24f);
+    }
+}
+
+template <class T>
+gpu::buffer<T> random(index_t count, std::uint64_t seed, float low, float high) {
+    gpu::buffer<T> b(count);
+    fill<<<1024, 256>>>(b.data(), count, seed, low, high);
+    gpu::check(cudaDeviceSynchronize(), "fill");
+    return b;
+}
+
+/// Returns the milliseconds of a forward, by replays of a graph, and prints them.
+double forward(index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool decays, double rate,
+               gpu::stream const& stream) {
+    index_t const tokens = sequences * length;
+    float const most = std::sqrt(3.0f / dim);
+    auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
+    auto const k = random<element>(tokens * key_heads * dim, 2, -most, most);
+    auto const v = random<element>(tokens * value_heads * dim, 3, -1, 1);
+    auto const g = random<float>(tokens * value_heads, 4, decays ? -0.1f : 0.0f, 0);
+    auto const beta = random<float>(tokens * value_heads, 5, 0, 1);
+    std::vector<index_t> list;
+    for (index_t s = 0; s <= sequences; ++s) list.push_back(s * length);
+    gpu::buffer<index_t> const offsets{std::span<index_t const>(list)};
+    gpu::buffer<element> const o(tokens * value_heads * dim);
+    gpu::buffer<float> const last(sequences * value_heads * dim * dim);
+    gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads};
+    gpu::buffer<char> const space(gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences));
+    auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
+    auto path = gpu::delta_rule_path::plain;
+    auto const run = [&] {
+        path = gpu::gated_delta_rule<element>(shape,
+                                              {{q.data(), tokens, key_heads * dim},
+                                               {k.data(), tokens, key_heads * dim},
+                                               {v.data(), tokens, value_heads * dim},
+                                               {g.data(), tokens, value_heads},
+                                               {beta.data(), tokens, value_heads},
+                                               all(offsets)},
+                                              {o.data(), tokens, value_heads * dim}, all(last), all(space), stream);
+    };
+    gpu::graph const graph(stream, run);
+    double const ms = static_cast<double>(timing::median_ms(
+        stream, [&] { graph.launch(stream); }, [] {}, 5, 9));
+    double const bytes = static_cast<double>(tokens) * (4.0 * dim * static_cast<double>(key_heads + value_heads) +
+                                                        8.0 * static_cast<double>(value_heads));
+    double const flop = static_cast<double>(tokens * value_heads) / 64 * 10.49e6;
+    std::printf("%2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", static_cast<std::ptrdiff_t>(sequences),
+                static_cast<std::ptrdiff_t>(length), static_cast<std::ptrdiff_t>(key_heads),
+                static_cast<std::ptrdiff_t>(value_heads), decays ? "decay" : "none",
+                path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate,
+                flop / (ms * 1e-3) * 1e-12);
+    std::fflush(stdout);
+    return ms;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    if (int const code = timing::refusal(argc, argv); code >= 0) return code;
+    gpu::stream const stream;
+    double const rate = timing::copy_bandwidth(stream);
+    std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
+    std::printf("forward of the gated delta rule, bfloat16, heads of %d; of copy: inputs and outputs once\n", int(dim));
+    std::printf("%-12s %-6s %-8s %-13s %9s %9s %9s\n", "sequences", "heads", "gates", "path", "ms", "of copy",
+                "TFLOP/s");
+    timing::limits limits;
+    struct work {
+        index_t key_heads, value_heads, sequences, length;
+        double limit;
+    };
+    for (work const& w : {work{16, 32, 1, 32768, 0.55}, work{16, 32, 4, 8192, 0.36}, work{16, 32, 1, 8192, 0.20},
+                          work{16, 32, 1, 131072, 2.3}, work{2, 8, 1, 32768, 0.24}})
+        for (bool const decays : {true, false}) {
+            double const ms = forward(w.key_heads, w.value_heads, w.sequences, w.length, decays, rate, stream);
+            limits.at_most("gated delta rule forward, " + std::to_string(w.sequences) + " x " +
+                               std::to_string(w.length) + ", " + std::to_string(w.key_heads) + "/" +
+                               std::to_string(w.value_heads) + " heads" + (decays ? "" : ", no decay") + ", us",
+                           1000 * ms, 1000 * w.limit, "us");
+        }
+    limits.print();
+    return 0;
+}

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the gated delta rule in device memory is given, and how its workspace is divided.
+#pragma once
+
+#include <cpx/cuda/arguments.hpp>
+
+#include <cpx/delta_rule_plan.cuh>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <concepts>
+#include <string>
+
+namespace cpx::cuda {
+
+/// How a gated delta rule is run: token by token, which every GPU and size has, or chunk by chunk on tensor cores.
+enum class delta_rule_path { plain, tensor_cores };
+
+/// What a gated delta rule may hold. Gates, states and sums are float.
+template <class T>
+concept delta_rule_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
+
+/// The sizes of a gated delta rule, and how it is run.
+struct gated_delta_rule_shape {
+    index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
+    index_t key_dim = 128, value_dim = 128; ///< at most 256, any
+    double scale = 0;                       ///< factor of q; 0: 1 / sqrt(key_dim)
+    index_t part = 0;                       ///< chunks of 64 tokens in a part of a sequence, 0: chosen. Changes no bit
+    delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
+};
+
+/// What the gated delta rule reads, in device memory. Rows: (tokens, heads * dim), q and k normalised, or (tokens,
+/// value heads) for g (log decay, never positive) and beta. Any strides.
+template <class T>
+struct gated_delta_rule_input {
+    rows<T const> q, k, v;
+    rows<float const> g, beta;
+    std::span<index_t const> offsets;  ///< (sequences + 1): where sequences begin, and all tokens
+    std::span<float const> state = {}; ///< (sequences, value heads, Dk, Dv) before the sequences; empty: zeros
+    std::span<index_t const> first{};  ///< (sequences): the token of its sequence that a first row is; empty: zeros
+};
+
+/// The gradients of a gated delta rule, shaped as what they are gradients of; all written.
+template <class T>
+struct gated_delta_rule_gradients {
+    rows<T> dq, dk, dv;
+    rows<float> dg, dbeta;
+    std::span<float> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
+};
+
+namespace detail {
+
+/// Where the pieces of a workspace begin, in bytes; -1: it has none.
+struct delta_space {
+    index_t sequences = 0, chunks = 0, parts = 0, part_chunks = 0; ///< at most
+    bool hopper = false, states_first = false;                     ///< the kernel of states runs before outputs
+    index_t plan = 0, part_list = 0, totals = 0, flags = 0;
+    index_t inverse = -1, gates = -1, snapshots = -1;
+    index_t states = -1, dstates = -1, written = -1, dwritten = -1, dq = -1, dk = -1;
+    index_t bytes = 0;
+
+    /// Takes `count` elements of `size` bytes off the end.
+    index_t take(index_t count, std::size_t size) {
+        index_t const at = bytes;
+        bytes += (count * static_cast<index_t>(size) + 255) / 256 * 256;
+        return at;
+    }
+};
+
+inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                                    index_t part_chunks) {
+    delta_space space;
+    space.sequences = sequences;
+    space.chunks = tokens / kernels::delta_chunk + 2 * sequences;
+    space.part_chunks = part_chunks;
+    space.parts = space.chunks / part_chunks + sequences;
+    space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
+    space.part_list = space.take(space.parts, sizeof(kernels::delta_part));
+    space.totals = space.take(2, sizeof(int));
+    space.flags = space.take(space.parts * shape.value_heads * 2, sizeof(int));
+    return space;
+}
+
+inline delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    index_t const state = shape.value_heads * shape.key_dim * shape.value_dim;
+    space.states = space.take(space.chunks * state, sizeof(float));
+    space.dstates = space.take(space.chunks * state, sizeof(float));
+    space.written = space.take(tokens * shape.value_heads * shape.value_dim, sizeof(float));
+    space.dwritten = space.take(tokens * shape.value_heads * shape.value_dim, sizeof(float));
+    space.dq = space.take(tokens * shape.key_heads * shape.key_dim, sizeof(float));
+    space.dk = space.take(tokens * shape.key_heads * shape.key_dim, sizeof(float));
+    return space;
+}
+
+/// Returns the plan as kernels see it.
+inline kernels::delta_plan delta_plan_at(gated_delta_rule_shape const& shape, delta_space const& space,
+                                         char* workspace) {
+    return {reinterpret_cast<kernels::delta_sequence*>(workspace + space.plan),
+            reinterpret_cast<kernels::delta_part*>(workspace + space.part_list),
+            reinterpret_cast<int*>(workspace + space.totals),
+            reinterpret_cast<int*>(workspace + space.flags),
+            space.parts * shape.value_heads * 2,
+            static_cast<int>(space.sequences),
+            static_cast<int>(space.part_chunks)};
+}
+
+template <class T>
+kernels::delta_rows<T> delta_view(rows<T> r) {
+    return {r.data(), r.stride()};
+}
+
+inline float delta_scale_of(gated_delta_rule_shape const& shape) {
+    return static_cast<float>(shape.scale != 0 ? shape.scale : 1 / std::sqrt(static_cast<double>(shape.key_dim)));
+}
+
+/// Throws `cpx::error` unless `states` is empty or one for each sequence and value head.
+template <class T, class F>
+void require_states(char const* where, char const* what, gated_delta_rule_shape const& shape,
+                    gated_delta_rule_input<T> const& in, std::span<F> states, caller here) {
+    index_t const wanted = (std::ssize(in.offsets) - 1) * shape.value_heads * shape.key_dim * shape.value_dim;
+    require(states.empty() || std::ssize(states) == wanted, where, (std::string("size of ") + what).c_str(), wanted,
+            states.size(), here);
+    require_memory(where, what, states, here);
+}
+
+/// Throws `cpx::error` unless sizes make sense and what is read fits them.
+template <class T>
+void require_delta_input(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                         caller here) {
+    index_t const tokens = in.k.count();
+    require(shape.key_heads >= 1, where, "key heads", "at least 1", shape.key_heads, here);
+    require(shape.value_heads >= 1 && shape.value_heads % shape.key_heads == 0, where, "value heads",
+            "a multiple of the key heads, " + std::to_string(shape.key_heads), shape.value_heads, here);
+    require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
+    require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
+            here);
+    require(shape.part >= 0, where, "part", "not negative", shape.part, here);
+    require(tokens < (index_t{1} << 31) - 128, where, "tokens", "less than 2^31 - 128", tokens, here);
+    require_rows(where, "q", in.q, tokens, shape.key_heads * shape.key_dim, here);
+    require_rows(where, "k", in.k, tokens, shape.key_heads * shape.key_dim, here);
+    require_rows(where, "v", in.v, tokens, shape.value_heads * shape.value_dim, here);
+    require_rows(where, "g", in.g, tokens, shape.value_heads, here);
+    require_rows(where, "beta", in.beta, tokens, shape.value_heads, here);
+    require(!in.offsets.empty() && in.offsets.size() <= 65536, where, "size of offsets", "from 1 to 65536",
+            in.offsets.size(), here);
+    require_memory(where, "offsets", in.offsets, here);
+    require(in.first.empty() || in.first.size() + 1 == in.offsets.size(), where, "size of first", in.offsets.size() - 1,
+            in.first.size(), here);
+    require_memory(where, "first", in.first, here);
+    require_states(where, "state", shape, in, in.state, here);
+}
+
+inline void require_workspace(char const* where, index_t bytes, std::span<char> workspace, caller here) {
+    require(std::ssize(workspace) >= bytes, where, "bytes of workspace", "at least " + std::to_string(bytes),
+            workspace.size(), here);
+    require(address(workspace.data()) % 256 == 0, where, "address of workspace", "a multiple of 256",
+            address(workspace.data()), here);
+    require_memory(where, "workspace", workspace, here);
+}
+
+} // namespace detail
+
+} // namespace cpx::cuda

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of the gated delta rule's kernels for sm_90a, of which there are none without CUTLASS's headers.
+#pragma once
+
+#include <cpx/cuda/delta_rule_launch.hpp>
+
+#if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
+
+#include <cpx/delta_rule_main.cuh>
+
+#include <cuda.h>
+
+namespace cpx::cuda::detail {
+
+/// Returns what describes `r` to the copy engine, in panels of 64 rows by 64 columns.
+template <class T>
+CUtensorMap panels_of(rows<T> r, caller here) {
+    static auto const encode = [&] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result),
+              "cudaGetDriverEntryPointByVersion", here);
+        require(result == cudaDriverEntryPointSuccess, "cuda", "driver", "one with cuTensorMapEncodeTiled", "none",
+                here);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+    }();
+    CUtensorMap map{};
+    cuuint64_t const sizes[] = {static_cast<cuuint64_t>(r.width()), static_cast<cuuint64_t>(r.count())};
+    cuuint64_t const strides[] = {static_cast<cuuint64_t>(r.stride()) * sizeof(T)};
+    cuuint32_t const box[] = {64, 64}, steps[] = {1, 1};
+    auto const result =
+        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(static_cast<void const*>(r.data())), sizes,
+               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    require(result == CUDA_SUCCESS, "cuda", "cuTensorMapEncodeTiled", "success", static_cast<int>(result), here);
+    return map;
+}
+
+/// Whether the current device runs this build's code for sm_90a; other code of these kernels is empty.
+inline bool has_delta_hopper() {
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, kernels::delta_rule_main), "cudaFuncGetAttributes");
+    return code.numRegs > 64;
+}
+
+inline int multiprocessors() {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()), "cudaDeviceGetAttribute");
+    return count;
+}
+
+/// Returns how many chunks a part has: all, if sequences and heads alone keep the multiprocessors busy.
+inline index_t delta_part(gated_delta_rule_shape const& shape, index_t sequences) {
+    if (shape.part > 0) return shape.part;
+    return 10 * sequences * shape.value_heads >= 9 * multiprocessors() ? 1 << 24 : 16;
+}
+
+template <class T>
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    bool const hopper = std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores &&
+                        shape.key_dim == 128 && shape.value_dim == 128 && tokens > 0 && has_delta_hopper();
+    if (!hopper) return delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto space = delta_plan_space(shape, tokens, sequences, delta_part(shape, sequences));
+    space.hopper = true;
+    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.part_chunks;
+    space.inverse = space.take(space.chunks * shape.value_heads, kernels::delta::panel_bytes);
+    space.gates = space.take(space.chunks * shape.value_heads, sizeof(kernels::delta_gates));
+    space.snapshots = space.take(space.parts * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
+    return space;
+}
+
+/// Whether the copy engine can read and write these.
+template <class T>
+bool delta_in_panels(gated_delta_rule_input<T> const& in, rows<T> o) {
+    return vector_bytes({address(in.q.data()), row_bytes(in.q), address(in.k.data()), row_bytes(in.k),
+                         address(in.v.data()), row_bytes(in.v), address(o.data()), row_bytes(o)}) == 16;
+}
+
+/// Launches a kernel that waits for the one before it by itself, with much shared memory.
+template <class... P>
+void launch_hopper(void (*kernel)(P...), index_t blocks, int threads, std::size_t shared, cudaStream_t stream,
+                   char const* what, caller here, std::type_identity_t<P> const&... arguments) {
+    require(blocks < index_t{1} << 31, "cuda::gated_delta_rule", "blocks", "less than 2^31", blocks, here);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+          "cudaFuncSetAttribute", here);
+    launch_early(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)), shared, stream,
+                 what, here, arguments...);
+}
+
+template <class T>
+void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, rows<T> o,
+                         std::span<float> last, delta_space const& space, char* workspace, cudaStream_t stream,
+                         caller here) {
+    namespace delta = kernels::delta;
+    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
+               out = panels_of(o, here);
+    int const key_heads = static_cast<int>(shape.key_heads), group = static_cast<int>(shape.value_heads) / key_heads;
+    kernels::delta_prepared const prepared{workspace + space.inverse,
+                                           reinterpret_cast<kernels::delta_gates*>(workspace + space.gates)};
+    kernels::delta_walk const walk{delta_plan_at(shape, space, workspace),
+                                   prepared,
+                                   in.state.data(),
+                                   last.data(),
+                                   reinterpret_cast<float*>(workspace + space.snapshots),
+                                   key_heads,
+                                   group,
+                                   delta_scale_of(shape)};
+    launch_delta_plan(shape, in, space, workspace, stream, here);
+    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 128, sizeof(delta::prep_memory), stream,
+                  "delta_rule_prep", here, k,
+                  kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
+                  prepared);
+    if (space.states_first)
+        launch_hopper(kernels::delta_rule_state, space.sequences * shape.value_heads * 2, 384,
+                      sizeof(delta::state_memory), stream, "delta_rule_state", here, k, v, walk);
+    launch_hopper(kernels::delta_rule_main, space.parts * shape.value_heads, 512, sizeof(delta::main_memory), stream,
+                  "delta_rule_main", here, q, k, v, out, walk,
+                  kernels::delta_output{delta_view(o), space.states_first});
+}
+
+} // namespace cpx::cuda::detail
+
+#else
+
+namespace cpx::cuda::detail {
+
+template <class T>
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    return delta_plan_space(shape, tokens, sequences, 1 << 24);
+}
+template <class T>
+bool delta_in_panels(gated_delta_rule_input<T> const&, rows<T>) {
+    return false;
+}
+template <class... A>
+void launch_delta_hopper(A const&...) {}
+
+} // namespace cpx::cuda::detail
+
+#endif

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule of packed sequences in device memory, all heads at once.
+#pragma once
+
+#include <cpx/cuda/delta_rule_hopper.hpp>
+#include <cpx/cuda/delta_rule_launch.hpp>
+#include <cpx/cuda/nvtx.hpp>
+
+namespace cpx::cuda {
+
+/// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path.
+template <delta_rule_element T>
+index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    return detail::delta_forward_space<T>(shape, tokens, sequences).bytes;
+}
+
+/// The same of a backward.
+template <delta_rule_element T>
+index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    return detail::delta_backward_space(shape, tokens, sequences).bytes;
+}
+
+/// Computes, for every value head of every sequence,
+///
+///     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
+///
+/// o: (tokens, value heads * Dv). last: (sequences, value heads, Dk, Dv), the states after the sequences, or empty.
+/// workspace: device memory at a multiple of 256 bytes. No result overlaps anything else.
+///
+/// Offsets are read on the device: the call can be captured, and replayed with another packing of as many sequences.
+/// Returns the path it took: tensor cores want sm_90a's code and GPUs, CUTLASS's headers, bfloat16, Dk = Dv = 128 and
+/// rows at multiples of 16 bytes. There, to cut a sequence at a multiple of 64 tokens and to hand the state on changes
+/// no bit, nor do the other sequences, which may hold NaN.
+///
+/// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
+template <delta_rule_element T>
+delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
+                                 std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T> o,
+                                 std::span<float> last, std::span<char> workspace, cudaStream_t stream,
+                                 caller here = caller::here()) {
+    char const* const where = "cuda::gated_delta_rule";
+    detail::require_delta_input(where, shape, in, here);
+    detail::require_rows(where, "o", o, in.k.count(), shape.value_heads * shape.value_dim, here);
+    detail::require_states(where, "last", shape, in, last, here);
+    auto const space = detail::delta_forward_space<T>(shape, in.k.count(), std::ssize(in.offsets) - 1);
+    detail::require_workspace(where, space.bytes, workspace, here);
+    if (in.offsets.size() == 1) return delta_rule_path::plain;
+    auto const range = named_range<"cpx gated_delta_rule">();
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper && detail::delta_in_panels(in, o)) {
+            detail::launch_delta_hopper(shape, in, o, last, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
+    detail::launch_delta_plan(shape, in, space, workspace.data(), stream, here);
+    detail::launch_delta_plain(shape, in, o, last, {}, space, workspace.data(), stream, here);
+    return delta_rule_path::plain;
+}
+
+/// Computes the gradients of `gated_delta_rule`, given those of o and of the last states, `dlast`, or none.
+///
+/// Nothing is divided by a decay or by beta: g may be minus infinity, beta 0. By the plain path.
+template <delta_rule_element T>
+void gated_delta_rule_backward(gated_delta_rule_shape const& shape,
+                               std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T const> dout,
+                               std::span<float const> dlast,
+                               std::type_identity_t<gated_delta_rule_gradients<T>> const& to, std::span<char> workspace,
+                               cudaStream_t stream, caller here = caller::here()) {
+    char const* const where = "cuda::gated_delta_rule_backward";
+    detail::require_delta_input(where, shape, in, here);
+    index_t const tokens = in.k.count(), keys = shape.key_heads * shape.key_dim;
+    index_t const values = shape.value_heads * shape.value_dim;
+    detail::require_rows(where, "dout", dout, tokens, values, here);
+    detail::require_states(where, "dlast", shape, in, dlast, here);
+    detail::require_rows(where, "dq", to.dq, tokens, keys, here);
+    detail::require_rows(where, "dk", to.dk, tokens, keys, here);
+    detail::require_rows(where, "dv", to.dv, tokens, values, here);
+    detail::require_rows(where, "dg", to.dg, tokens, shape.value_heads, here);
+    detail::require_rows(where, "dbeta", to.dbeta, tokens, shape.value_heads, here);
+    detail::require_states(where, "dstate", shape, in, to.dstate, here);
+    auto const space = detail::delta_backward_space(shape, tokens, std::ssize(in.offsets) - 1);
+    detail::require_workspace(where, space.bytes, workspace, here);
+    if (in.offsets.size() == 1) return;
+    auto const range = named_range<"cpx gated_delta_rule_backward">();
+    detail::launch_delta_plain_backward(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
+}
+
+} // namespace cpx::cuda

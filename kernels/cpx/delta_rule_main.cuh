@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule's outputs (sm_90a), of all parts of sequences beside each other.
+//
+//     P = s (lower(Q K^T) A) . decay diag(b),    O = s diag(e) Q S + P Y
+#pragma once
+
+#include <cpx/delta_rule_state.cuh>
+
+namespace cpx::kernels {
+
+namespace delta {
+
+struct main_memory {
+    static constexpr int stages = 3;
+    char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes], inverse[stages][panel_bytes];
+    char values[stages][2][panel_bytes]; ///< and then outputs: a warp writes where it alone has read
+    char p[2][panel_bytes], x[2][2 * panel_bytes];
+    delta_gates gates[stages];
+    barrier full[stages], empty[stages], values_full[stages], values_empty[stages], out_full[stages][2];
+    barrier aux_full[2], aux_empty[2], landed, values_landed;
+};
+
+/// What P is, but for lower(Q K^T) A, of a thread's accumulators: s b_j and the decay from token j to i, 0 above the
+/// diagonal. Beside the 16 x 16 block on the diagonal the decay is a product of two, of which no one is above 1.
+__device__ __forceinline__ void load_factors(delta_gates const& gates, float scale, float (&factor)[32]) {
+    int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+    int const first = 16 * warp, row = first + lane / 4, two = lane % 4 * 2;
+    float const begin = gates.sum[first], g[2] = {gates.sum[row], gates.sum[row + 8]};
+    float const since[2] = {warp ? scale * power_of_two(g[0] - begin) : 0.0f,
+                            warp ? scale * power_of_two(g[1] - begin) : 0.0f};
+    float const* const until = gates.until[warp ? warp - 1 : 0] + two; // of no effect from the diagonal on
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        float2 const u = *reinterpret_cast<float2 const*>(until + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) factor[4 * j + 2 * i] = since[i] * u.x, factor[4 * j + 2 * i + 1] = since[i] * u.y;
+    }
+    float diagonal[8];
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            int const across = 8 * j + two + k;
+            float const from = gates.sum[first + across], b = scale * gates.beta[first + across];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                diagonal[4 * j + 2 * i + k] = across <= lane / 4 + 8 * i ? b * power_of_two(g[i] - from) : 0.0f;
+        }
+#pragma unroll
+    for (int block = 0; block < 4; ++block)
+        if (block == warp) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) factor[8 * block + i] = diagonal[i];
+        }
+}
+
+/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp. Those beyond the chunk's end have anything.
+__device__ __forceinline__ void compute_p(char const* queries, char const* keys, char const* inverse,
+                                          delta_gates const& gates, float scale, std::uint32_t (&words)[16]) {
+    int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+    float sum[32], factor[32];
+    std::uint64_t const a = along_rows(queries), b = along_rows(keys);
+    keep(sum);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+        fma_shared<shared_64<Major::K, Major::K>>(sum, step_along(a, k), step_along(b, k),
+                                                  k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+    cute::warpgroup_commit_batch();
+    load_factors(gates, scale, factor);
+    std::uint32_t const triangle =
+        (lane % 4 * 2 <= lane / 4 ? 0xffffu : 0u) | (lane % 4 * 2 + 1 <= lane / 4 ? 0xffff0000u : 0u);
+    cute::warpgroup_wait<0>();
+    keep(sum);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) { // of 16 columns four words, of which the third one is above the diagonal
+        std::uint32_t const on_diagonal = i % 4 == 1 ? ~0u : i % 4 == 2 ? 0u : triangle;
+        words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]) & (i / 4 < warp ? ~0u : i / 4 == warp ? on_diagonal : 0u);
+    }
+    keep(sum);
+    cute::warpgroup_arrive();
+    multiply_down(sum, words, inverse, false);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    keep(sum);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words[i] = two_bf16(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]);
+}
+
+} // namespace delta
+
+/// What `delta_rule_main` writes: (tokens, value heads * 128).
+struct delta_output {
+    delta_rows<__nv_bfloat16> rows;
+    bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after `delta_rule_prep`
+};
+
+/// A block computes the outputs of a part of a sequence and value head. A grid of (parts at most) * value heads blocks
+/// of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have half a state each.
+static __global__ void __launch_bounds__(512, 1)
+    delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
+                    __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const outputs,
+                    delta_walk const in, delta_output const to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace delta;
+    extern __shared__ __align__(1024) char raw[];
+    constexpr int stages = main_memory::stages;
+    auto& memory = *reinterpret_cast<main_memory*>(raw);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            memory.full[i].init(1), memory.empty[i].init(12);
+            memory.values_full[i].init(1), memory.values_empty[i].init(2);
+            for (int half = 0; half < 2; ++half) memory.out_full[i][half].init(4);
+        }
+        for (int i = 0; i < 2; ++i) memory.aux_full[i].init(4), memory.aux_empty[i].init(8);
+        memory.landed.init(1), memory.values_landed.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+    if (!to.after_state) wait_for_previous_kernel();
+    int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
+    int const number = static_cast<int>(blockIdx.x) / heads, group = static_cast<int>(threadIdx.x) / 128;
+    if (number >= in.plan.totals[1]) return;
+    delta_part const part = in.plan.parts[number];
+    delta_sequence const sequence = in.plan.sequences[part.sequence];
+    int const first = part.part * in.plan.part_chunks, last = min(first + in.plan.part_chunks, sequence.chunks);
+    if (group == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+        ring<stages> r;
+        if (warp == 0) {
+            for (int c = first, landings = 0; c < last; ++c, r.next()) {
+                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                bool const whole = n == delta_chunk;
+                barrier& full = whole ? memory.full[r.at] : memory.landed;
+                wait(memory.empty[r.at], r.parity ^ 1);
+                if (lane == 0) {
+                    full.arrive_and_expect_tx(5 * panel_bytes + sizeof(delta_gates));
+                    load_panels<2>(queries, full, memory.queries[r.at], 128 * (head / in.group), row);
+                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
+                                  memory.inverse[r.at], memory.gates[r.at]);
+                }
+                barrier& values_full = whole ? memory.values_full[r.at] : memory.values_landed;
+                wait(memory.values_empty[r.at], r.parity ^ 1);
+                if (lane == 0) {
+                    values_full.arrive_and_expect_tx(2 * panel_bytes);
+                    load_panels<2>(values, values_full, memory.values[r.at][0], 128 * head, row);
+                }
+                __syncwarp();
+                if (whole) continue;
+                wait(memory.landed, landings % 2);
+                wait(memory.values_landed, landings++ % 2);
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    clear_rows(memory.keys[r.at] + p * panel_bytes, n);
+                    clear_rows(memory.values[r.at][p], n);
+                }
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.full[r.at]);
+                arrive_warp(memory.values_full[r.at]);
+            }
+        } else if (warp >= 2) { // stores half the channels
+            int const half = warp - 2, channel = 128 * head + 64 * half;
+            for (int c = first; c < last; ++c, r.next()) {
+                int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
+                char* const out = memory.values[r.at][half];
+                wait(memory.out_full[r.at][half], r.parity);
+                if (n == delta_chunk) {
+                    if (lane == 0) {
+                        cute::SM90_TMA_STORE_2D::copy(&outputs, out, channel, begin);
+                        cute::tma_store_arrive();
+                        cute::tma_store_wait<0>();
+                    }
+                } else {
+#pragma unroll 1
+                    for (int i = lane; i < n * 8; i += 32)
+                        *reinterpret_cast<uint4*>(to.rows.at(begin + i / 8) + channel + i % 8 * 8) =
+                            *reinterpret_cast<uint4 const*>(out + swizzled(i / 8, i % 8));
+                }
+                arrive_warp(memory.values_empty[r.at]);
+            }
+        }
+    } else if (group == 1) {
+        cutlass::arch::warpgroup_reg_dealloc<104>();
+        ring<stages> r;
+        ring<2> b;
+        for (int c = first; c < last; ++c, r.next(), b.next()) {
+            wait(memory.full[r.at], r.parity);
+            std::uint32_t words[16];
+            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[r.at], memory.gates[r.at], in.scale,
+                      words);
+            wait(memory.aux_empty[b.at], b.parity ^ 1);
+            store_operand(words, memory.p[b.at]);
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at], [](int) {});
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.aux_full[b.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<184>();
+        int const count = last - first, half = group - 2;
+        half_state s;
+        if (part.part == 0) {
+            load_state(in.initial ? in.initial + in.state_of(part.sequence, head) : nullptr, half, s);
+        } else {
+            auto const place = in.half_of(sequence.first_part + part.part, head, half);
+            if (threadIdx.x % 128 == 0) await(in.plan.flags + place);
+            join_group(group);
+            load_words(in.snapshots + place * snapshot_words, s);
+        }
+        ring<stages> r;
+        std::uint32_t v[16];
+        float fading = 0;
+        auto const await_chunk = [&] {
+            wait(memory.full[r.at], r.parity);
+            wait(memory.values_full[r.at], r.parity);
+            load_transposed(memory.values[r.at][half], v);
+            fading = memory.gates[r.at].decay[delta_chunk - 1];
+        };
+        if (count > 0) await_chunk();
+        for (int i = 0; i < count; ++i) {
+            int const at = r.at, side = i & 1;
+            std::uint32_t f[32], y[16];
+            round_to_operand(s, f);
+            scale(s, fading); // while products are under way, the compiler would await them
+            float ks[32], o[32];
+            keep(ks);
+            cute::warpgroup_arrive();
+            multiply_along<8>(ks, f, memory.keys[at], false);
+            cute::warpgroup_commit_batch();
+            token_decays e;
+            load_decays(memory.gates[at], e);
+            wait(memory.aux_full[side], i >> 1 & 1);
+            cute::warpgroup_wait<0>();
+            keep(ks);
+            subtract(v, ks, e, y);
+            keep(s);
+            keep(o);
+            cute::warpgroup_arrive();
+            multiply_down(s, y, memory.x[side], true);
+            cute::warpgroup_commit_batch();
+            multiply_along<8>(o, f, memory.queries[at], false);
+            cute::warpgroup_commit_batch();
+            cute::warpgroup_wait<0>();
+            keep(s);
+            keep(o);
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                o[2 * j] *= in.scale * e[j / 2].x;
+                o[2 * j + 1] *= in.scale * e[j / 2].y;
+            }
+            keep(o);
+            cute::warpgroup_arrive();
+            multiply_along<4>(o, y, memory.p[side], true);
+            cute::warpgroup_commit_batch();
+            r.next();
+            if (i + 1 < count) await_chunk();
+            cute::warpgroup_wait<0>();
+            keep(o);
+            arrive_warp(memory.aux_empty[side]);
+            arrive_warp(memory.empty[at]);
+            round_to_operand(o, y);
+            store_transposed(y, memory.values[at][half]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.out_full[at][half]);
+        }
+        int block = static_cast<int>(blockIdx.x);
+        asm volatile("" : "+r"(block)); // or what follows would be kept in registers that are wanted above
+        delta_part const done = in.plan.parts[block / heads];
+        if (in.last && done.part + 1 == in.plan.sequences[done.sequence].parts)
+            store_state(s, half, in.last + in.state_of(done.sequence, block % heads));
+    }
+#endif
+}
+
+} // namespace cpx::kernels

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of the gated delta rule are given, and where the chunks and parts of a packed batch lie.
+#pragma once
+
+#include <cpx/previous_kernel.cuh>
+
+#include <cstdint>
+
+namespace cpx::kernels {
+
+/// Tokens of a chunk, which begins at a multiple of them in its sequence.
+inline constexpr int delta_chunk = 64;
+
+/// Rows of a launch: row i begins `i * stride` elements after `data`.
+template <class T>
+struct delta_rows {
+    T* data;
+    std::int64_t stride;
+    __device__ __forceinline__ T* at(std::int64_t row) const { return data + row * stride; }
+};
+
+/// A segment of a sequence. Its chunk c is rows [origin + 64 c, origin + 64 c + 64), as far as they are its own.
+struct delta_sequence {
+    int begin, end; ///< rows
+    int origin;     ///< the row, perhaps before `begin`, at which chunk 0 begins
+    int chunks, first_chunk, parts, first_part;
+
+    __device__ __forceinline__ int chunk_begin(int c) const { return max(begin, origin + c * delta_chunk); }
+    __device__ __forceinline__ int chunk_end(int c) const { return min(end, origin + (c + 1) * delta_chunk); }
+};
+
+/// Part `part` of sequence `sequence`.
+struct delta_part {
+    int sequence, part;
+};
+
+/// The batch as it is in device memory during a call; `totals`: chunks, parts.
+struct delta_plan {
+    delta_sequence* sequences;
+    delta_part* parts; ///< in order of time: all first parts, all second ones, ...
+    int* totals;
+    int* flags; ///< (parts, value heads, 2): whether the state before a part has been written, for each half
+    std::int64_t flag_count;
+    int count;       ///< sequences
+    int part_chunks; ///< of every part but a sequence's last
+};
+
+/// Returns the sequence of a chunk.
+__device__ __forceinline__ int delta_sequence_of(delta_plan const& plan, int chunk) {
+    int low = 0, high = plan.count;
+    while (high - low > 1) {
+        int const middle = low + (high - low) / 2;
+        (plan.sequences[middle].first_chunk <= chunk ? low : high) = middle;
+    }
+    return low;
+}
+
+/// Writes the plan of segments at `offsets`; `first`: the tokens of their sequences that they begin with, null for 0.
+/// One block.
+static __global__ void __launch_bounds__(1024)
+    delta_rule_plan(std::int64_t const* offsets, std::int64_t const* first, delta_plan plan) {
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    int const thread = static_cast<int>(threadIdx.x);
+    if (thread < 32) {
+        int chunks = 0, parts = 0;
+        for (int s0 = 0; s0 < plan.count; s0 += 32) {
+            int const s = s0 + thread;
+            delta_sequence sequence{};
+            if (s < plan.count) {
+                sequence.begin = static_cast<int>(offsets[s]);
+                sequence.end = static_cast<int>(offsets[s + 1]);
+                sequence.origin = sequence.begin - (first ? static_cast<int>(first[s] % delta_chunk) : 0);
+                if (sequence.end > sequence.begin)
+                    sequence.chunks = (sequence.end - sequence.origin + delta_chunk - 1) / delta_chunk;
+                sequence.parts = max(1, (sequence.chunks + plan.part_chunks - 1) / plan.part_chunks);
+            }
+            int chunks_before = sequence.chunks, parts_before = sequence.parts;
+            for (int apart = 1; apart < 32; apart *= 2) {
+                int const c = __shfl_up_sync(~0u, chunks_before, apart), p = __shfl_up_sync(~0u, parts_before, apart);
+                if (thread >= apart) chunks_before += c, parts_before += p;
+            }
+            sequence.first_chunk = chunks + chunks_before - sequence.chunks;
+            sequence.first_part = parts + parts_before - sequence.parts;
+            if (s < plan.count) plan.sequences[s] = sequence;
+            chunks += __shfl_sync(~0u, chunks_before, 31);
+            parts += __shfl_sync(~0u, parts_before, 31);
+        }
+        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = parts;
+    }
+    for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
+    __syncthreads();
+    int const parts = plan.totals[1];
+    for (int i = thread; i < parts; i += 1024) {
+        int s = 0, high = plan.count;
+        while (high - s > 1) {
+            int const middle = s + (high - s) / 2;
+            (plan.sequences[middle].first_part <= i ? s : high) = middle;
+        }
+        int const part = i - plan.sequences[s].first_part;
+        int place = 0; // the parts before it in time, and those of its time in sequences before
+        for (int other = 0; other < plan.count; ++other)
+            place += min(plan.sequences[other].parts, part + (other < s ? 1 : 0));
+        plan.parts[place] = {s, part};
+    }
+}
+
+} // namespace cpx::kernels

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule's chain (sm_90a): the states before the parts of a sequence, with nothing but the state.
+#pragma once
+
+#include <cpx/delta_rule_step.cuh>
+
+namespace cpx::kernels {
+
+/// What the kernels that walk along sequences are given besides their tensor maps. States are (sequences, value heads,
+/// 128, 128), key channels first; null: zeros, or not wanted.
+struct delta_walk {
+    delta_plan plan;
+    delta_prepared prepared;
+    float const* initial;
+    float* last;      ///< states after the sequences
+    float* snapshots; ///< (parts, value heads, 2, 64 * 128): states before the parts, as they lie in registers
+    int key_heads, group;
+    float scale;
+
+    __device__ __forceinline__ std::int64_t state_of(int sequence, int head) const {
+        return (std::int64_t{sequence} * key_heads * group + head) * 128 * 128;
+    }
+    /// Returns which half of a snapshot this is, and which flag.
+    __device__ __forceinline__ std::int64_t half_of(int part, int head, int half) const {
+        return (std::int64_t{part} * key_heads * group + head) * 2 + half;
+    }
+};
+
+namespace delta {
+
+inline constexpr int snapshot_words = 64 * 128;
+
+struct state_memory {
+    static constexpr int stages = 4;
+    char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][panel_bytes],
+        x[2][2 * panel_bytes];
+    delta_gates gates[stages];
+    barrier full[stages], empty[stages], x_full[2], read_done, step_done, written, landed;
+};
+
+/// A place in a ring of N buffers, and the parity of the next fill of it.
+template <int N>
+struct ring {
+    int at = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++at == N) at = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void publish(int* flag) {
+    asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+}
+__device__ __forceinline__ void await(int const* flag) {
+    int value = 0;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    while (value == 0);
+}
+
+/// Asks for the inverse and the gates of a chunk and head.
+__device__ __forceinline__ void load_prepared(delta_prepared const& from, std::int64_t place, barrier& full,
+                                              char* inverse, delta_gates& gates) {
+    auto* const b = reinterpret_cast<std::uint64_t*>(&full);
+    cute::SM90_BULK_COPY_G2S::copy(from.inverse + place * panel_bytes, b, inverse, panel_bytes);
+    cute::SM90_BULK_COPY_G2S::copy(from.gates + place, b, &gates, sizeof(delta_gates));
+}
+
+} // namespace delta
+
+/// A block walks along half the value channels of a sequence and value head, up to its last part. A grid of sequences *
+/// value heads * 2 blocks of 384 threads: a warp that loads, a warpgroup that makes X, one that has the state.
+static __global__ void __launch_bounds__(384, 1)
+    delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
+                     delta_walk const in) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace delta;
+    extern __shared__ __align__(1024) char raw[];
+    auto& memory = *reinterpret_cast<state_memory*>(raw);
+    constexpr int stages = state_memory::stages;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(8);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4);
+        memory.read_done.init(4), memory.step_done.init(4);
+        memory.written.init(4);
+        memory.landed.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    int const heads = in.key_heads * in.group, half = static_cast<int>(blockIdx.x) % 2;
+    int const head = static_cast<int>(blockIdx.x) / 2 % heads, number = static_cast<int>(blockIdx.x) / 2 / heads;
+    delta_sequence const sequence = in.plan.sequences[number];
+    int const chunks = (sequence.parts - 1) * in.plan.part_chunks, group = static_cast<int>(threadIdx.x) / 128;
+    if (group == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        if (threadIdx.x < 32) {
+            ring<stages> r;
+            for (int c = 0, landings = 0; c < chunks; ++c, r.next()) {
+                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                bool const whole = n == delta_chunk;
+                barrier& full = whole ? memory.full[r.at] : memory.landed;
+                wait(memory.empty[r.at], r.parity ^ 1);
+                if (threadIdx.x == 0) {
+                    full.arrive_and_expect_tx(4 * panel_bytes + sizeof(delta_gates));
+                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
+                                  memory.inverse[r.at], memory.gates[r.at]);
+                    load_panels<1>(values, full, memory.values[r.at], 128 * head + 64 * half, row);
+                }
+                __syncwarp();
+                if (whole) continue;
+                wait(memory.landed, landings++ % 2);
+                clear_rows(memory.keys[r.at], n);
+                clear_rows(memory.keys[r.at] + panel_bytes, n);
+                clear_rows(memory.values[r.at], n);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.full[r.at]);
+            }
+        } else if (threadIdx.x == 32) { // to publish a state takes long
+            for (int part = 1; part < sequence.parts; ++part) {
+                wait(memory.written, (part - 1) % 2);
+                publish(in.plan.flags + in.half_of(sequence.first_part + part, head, half));
+            }
+        }
+    } else if (group == 1) {
+        cutlass::arch::warpgroup_reg_dealloc<88>();
+        ring<stages> r;
+        ring<2> x;
+        for (int c = 0; c < chunks; ++c, r.next(), x.next()) {
+            wait(memory.full[r.at], r.parity);
+            // each half while the state's warpgroup has nothing for the tensor cores: after its K S, and after its step
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at], [&](int half) {
+                if (c > 0) wait(half ? memory.step_done : memory.read_done, (c - 1) & 1);
+            });
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.x_full[x.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<200>();
+        half_state s;
+        load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+        float* snapshot = in.snapshots + in.half_of(sequence.first_part + 1, head, half) * snapshot_words;
+        int left = in.plan.part_chunks;
+        ring<stages> r;
+        ring<2> x;
+        std::uint32_t v[16];
+        float fading = 0;
+        auto const await_chunk = [&] {
+            wait(memory.full[r.at], r.parity);
+            load_transposed(memory.values[r.at], v);
+            fading = memory.gates[r.at].decay[delta_chunk - 1];
+        };
+        if (chunks > 0) await_chunk();
+        for (int c = 0; c < chunks; ++c, x.next()) {
+            std::uint32_t f[32], y[16];
+            round_to_operand(s, f);
+            scale(s, fading); // while products are under way, the compiler would await them
+            float ks[32];
+            keep(ks);
+            cute::warpgroup_arrive();
+            multiply_along<8>(ks, f, memory.keys[r.at], false);
+            cute::warpgroup_commit_batch();
+            token_decays e;
+            load_decays(memory.gates[r.at], e);
+            wait(memory.x_full[x.at], x.parity);
+            cute::warpgroup_wait<0>();
+            keep(ks);
+            arrive_warp(memory.read_done);
+            subtract(v, ks, e, y);
+            keep(s);
+            cute::warpgroup_arrive();
+            multiply_down(s, y, memory.x[x.at], true);
+            cute::warpgroup_commit_batch();
+            arrive_warp(memory.empty[r.at]);
+            r.next();
+            if (c + 1 < chunks) await_chunk();
+            cute::warpgroup_wait<0>();
+            keep(s);
+            arrive_warp(memory.step_done);
+            if (--left == 0) {
+                left = in.plan.part_chunks;
+                store_words(s, snapshot);
+                snapshot += in.half_of(1, 0, 0) * snapshot_words;
+                arrive_warp(memory.written);
+            }
+        }
+    }
+#endif
+}
+
+} // namespace cpx::kernels

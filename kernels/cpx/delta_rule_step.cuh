@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// The step of the gated delta rule's state over one chunk (sm_90a): whoever computes a state has the same bits.
+//
+//     Y = V - diag(e) K S,    S <- e_n S + X^T Y,    X = diag(w) A^T K
+//
+// (I + strictly lower(diag(b) K K^T . decay))^-1 is A . decay: the gate is a similarity. Row j of A^T K is k_j taken
+// through the later factors (I - b k k^T) of its chunk, so that it never grows.
+#pragma once
+
+#include <cpx/delta_rule_prep.cuh>
+
+namespace cpx::kernels::delta {
+
+/// Half of a state, transposed: 64 value channels by 128 key channels, which a warpgroup has in its registers. Word
+/// 4j + 2d + i is that of value channel 16 warp + lane / 4 + 8 d and key channel 8 j + lane % 4 * 2 + i.
+using half_state = float[64];
+
+/// Computes X of a chunk by a warpgroup, in two halves; calls `begin(half)` before each.
+template <class F>
+__device__ __forceinline__ void compute_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
+                                          F&& begin) {
+    int const row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    float const w[2] = {gates.onward[row], gates.onward[row + 8]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        begin(half);
+        float sum[32];
+        std::uint64_t const a = down_rows(inverse), b = down_rows(keys + half * panel_bytes);
+        keep(sum);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            fma_shared<shared_64<Major::MN, Major::MN>>(sum, step_down(a, k), step_down(b, k),
+                                                        k ? ScaleOut::One : ScaleOut::Zero,
+                                                        std::make_index_sequence<32>());
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<0>();
+        keep(sum);
+        std::uint32_t words[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) words[i] = two_bf16(w[i % 2] * sum[2 * i], w[i % 2] * sum[2 * i + 1]);
+        store_operand(words, x + half * panel_bytes);
+    }
+}
+
+/// Zeroes rows of a panel from n on, by a warp, before tensor cores read them: they may be another sequence's, and sums
+/// go over them.
+__device__ __forceinline__ void clear_rows(char* panel, int n) {
+#pragma unroll 1
+    for (int i = n * 8 + static_cast<int>(threadIdx.x % 32); i < 512; i += 32)
+        *reinterpret_cast<uint4*>(panel + swizzled(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+}
+
+/// The decays from the chunk's beginning to the tokens of a thread's accumulators.
+using token_decays = float2[8];
+
+__device__ __forceinline__ void load_decays(delta_gates const& gates, token_decays& e) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) e[j] = *reinterpret_cast<float2 const*>(gates.decay + 8 * j + threadIdx.x % 4 * 2);
+}
+
+/// Y^T from V^T and K S, as an operand.
+__device__ __forceinline__ void subtract(std::uint32_t const (&v)[16], float const (&ks)[32], token_decays const& e,
+                                         std::uint32_t (&y)[16]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+        y[j] =
+            two_bf16(fmaf(-e[j / 2].x, ks[2 * j], low_half(v[j])), fmaf(-e[j / 2].y, ks[2 * j + 1], high_half(v[j])));
+}
+
+__device__ __forceinline__ void scale(half_state& s, float by) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) s[i] *= by;
+}
+
+/// Calls `f(word, value channel, key channel)` for every word of a thread's half state.
+template <class F>
+__device__ __forceinline__ void for_each_word(F&& f) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) f(i, 16 * warp + lane / 4 + i / 2 % 2 * 8, 8 * (i / 4) + lane % 4 * 2 + i % 2);
+}
+
+/// Reads half `half` of a state of (128, 128), key channels first; zeros for null.
+__device__ __forceinline__ void load_state(float const* from, int half, half_state& s) {
+    for_each_word([&](int i, int value, int key) { s[i] = from ? from[key * 128 + 64 * half + value] : 0.0f; });
+}
+__device__ __forceinline__ void store_state(half_state const& s, int half, float* to) {
+    for_each_word([&](int i, int value, int key) { to[key * 128 + 64 * half + value] = s[i]; });
+}
+
+/// The same of a state that one kernel leaves to another, as it lies in registers.
+__device__ __forceinline__ void load_words(float const* from, half_state& s) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        float4 const four = __ldcg(reinterpret_cast<float4 const*>(from) + i * 128 + threadIdx.x % 128);
+        s[4 * i] = four.x, s[4 * i + 1] = four.y, s[4 * i + 2] = four.z, s[4 * i + 3] = four.w;
+    }
+}
+__device__ __forceinline__ void store_words(half_state const& s, float* to) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        reinterpret_cast<float4*>(to)[i * 128 + threadIdx.x % 128] =
+            make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
+}
+
+} // namespace cpx::kernels::delta

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 16-bit elements in shared memory and warpgroup products of them (sm_90a), by CUTLASS's wrappers.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace cpx::kernels::delta {
+
+namespace gmma = cute::SM90::GMMA;
+using cute::SM90::GMMA::Major, cute::SM90::GMMA::ScaleOut;
+using barrier = cutlass::arch::ClusterTransactionBarrier;
+
+/// A panel is 64 rows of 64 elements; column c of 8 elements of row r is at byte r 128 + ((c ^ (r & 7)) << 4), as the
+/// copy engine's 128-byte swizzle has it. It begins at a multiple of 1024 bytes.
+inline constexpr int panel_bytes = 8192;
+
+__device__ __forceinline__ int swizzled(int row, int column) { return row * 128 + ((column ^ (row & 7)) << 4); }
+
+/// Returns 2^x; what is below 2^-126 is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+/// Waits for the phase of the parity; what the others wrote before they arrived is seen.
+__device__ __forceinline__ void wait(barrier& b, int parity) {
+    b.wait(static_cast<std::uint32_t>(parity));
+    asm volatile("" ::: "memory"); // CUTLASS's asm names no memory
+}
+/// One arrival for a warp.
+__device__ __forceinline__ void arrive_warp(barrier& b) {
+    __syncwarp();
+    asm volatile("" ::: "memory");
+    if (threadIdx.x % 32 == 0) b.arrive();
+}
+
+/// Joins the threads of a warpgroup, number `group` of the block.
+__device__ __forceinline__ void join_group(int group) {
+    asm volatile("" ::: "memory");
+    cutlass::arch::NamedBarrier::sync(128, static_cast<std::uint32_t>(group));
+    asm volatile("" ::: "memory");
+}
+
+/// Describes a panel, or more of them one after the other, as an operand whose rows are 16 elements of the sum: at
+/// 64-element panels along the sum. Step k of 16 begins `(k % 4) * 32` bytes into panel k / 4.
+__device__ __forceinline__ std::uint64_t along_rows(void const* panel) {
+    return cute::cast_smem_ptr_to_uint(panel) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+/// The same, transposed: the sum goes down the rows, step k of 16 begins 2048 k bytes into the first panel; panels are
+/// side by side in the other direction.
+__device__ __forceinline__ std::uint64_t down_rows(void const* panel) {
+    return cute::cast_smem_ptr_to_uint(panel) >> 4 | std::uint64_t{panel_bytes >> 4} << 16 | 64ull << 32 | 1ull << 62;
+}
+/// Returns the description of what lies `bytes` further on; only its lower half differs.
+__device__ __forceinline__ std::uint64_t further(std::uint64_t first, int bytes) {
+    return first & 0xffffffff00000000ull | static_cast<std::uint32_t>(first) + static_cast<std::uint32_t>(bytes >> 4);
+}
+__device__ __forceinline__ std::uint64_t step_along(std::uint64_t first, int k) {
+    return further(first, k / 4 * panel_bytes + k % 4 * 32);
+}
+__device__ __forceinline__ std::uint64_t step_down(std::uint64_t first, int k) { return further(first, k * 2048); }
+
+/// Keeps the compiler from moving uses of accumulators across.
+template <int N>
+__device__ __forceinline__ void keep(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(x[i]);
+}
+
+template <class Mma, int N, std::size_t... I>
+__device__ __forceinline__ void fma_registers(float (&sum)[N], std::uint32_t const* a, std::uint64_t b, ScaleOut scale,
+                                              std::index_sequence<I...>) {
+    Mma::fma(a[0], a[1], a[2], a[3], b, sum[I]..., scale);
+}
+template <class Mma, int N, std::size_t... I>
+__device__ __forceinline__ void fma_shared(float (&sum)[N], std::uint64_t a, std::uint64_t b, ScaleOut scale,
+                                           std::index_sequence<I...>) {
+    Mma::fma(a, b, sum[I]..., scale);
+}
+
+template <Major A, Major B>
+using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
+template <Major B, int N>
+using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
+                                        gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
+
+/// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited.
+template <int Steps, int N>
+__device__ __forceinline__ void multiply_along(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
+    std::uint64_t const first = along_rows(b);
+#pragma unroll
+    for (int k = 0; k < Steps; ++k)
+        fma_registers<registers_by<Major::K, N>>(sum, a + 4 * k, step_along(first, k),
+                                                 add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                 std::make_index_sequence<N>());
+}
+/// sum (+)= a b over 64, a in registers, the sum going down the rows of b.
+template <int N>
+__device__ __forceinline__ void multiply_down(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
+    std::uint64_t const first = down_rows(b);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        fma_registers<registers_by<Major::MN, N>>(sum, a + 4 * k, step_down(first, k),
+                                                  add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                  std::make_index_sequence<N>());
+}
+
+__device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
+    __nv_bfloat162 const two = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<std::uint32_t const&>(two);
+}
+__device__ __forceinline__ float low_half(std::uint32_t two) { return __uint_as_float(two << 16); }
+__device__ __forceinline__ float high_half(std::uint32_t two) { return __uint_as_float(two & 0xffff0000u); }
+
+/// Rounds accumulators of 64 rows: words 4k to 4k + 3 are the operand of step k of 16 columns.
+template <int N>
+__device__ __forceinline__ void round_to_operand(float const (&sum)[N], std::uint32_t (&a)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) a[i] = two_bf16(sum[2 * i], sum[2 * i + 1]);
+}
+
+/// Where a lane's 16 bytes are for words 4i to 4i + 3 of an operand of 64 rows, of which a warp has 16.
+__device__ __forceinline__ int place_straight(int i) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    return swizzled(16 * warp + lane % 16, lane / 16) ^ 32 * i;
+}
+/// The same in a panel that holds the operand's transpose.
+__device__ __forceinline__ int place_transposed(int i) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    return swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2) + 2048 * i;
+}
+
+__device__ __forceinline__ void store_operand(std::uint32_t const (&a)[16], char* panel) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
+                                      *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i)));
+}
+__device__ __forceinline__ void store_transposed(std::uint32_t const (&a)[16], char* panel) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        cute::SM90_U16x8_STSM_T::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
+                                      *reinterpret_cast<cute::uint128_t*>(panel + place_transposed(i)));
+}
+__device__ __forceinline__ void load_transposed(char const* panel, std::uint32_t (&a)[16]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(panel + place_transposed(i)), a[4 * i],
+                                      a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+}
+
+/// Copies panels of `map` at (column, row) and, side by side, those after it.
+template <int Panels>
+__device__ __forceinline__ void load_panels(CUtensorMap const& map, barrier& full, char* to, int column, int row) {
+#pragma unroll
+    for (int p = 0; p < Panels; ++p)
+        cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<std::uint64_t*>(&full),
+                                     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     to + p * panel_bytes, column + 64 * p, row);
+}
+
+} // namespace cpx::kernels::delta

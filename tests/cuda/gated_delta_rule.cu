@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/local/delta_rule_backward.hpp>
+
+#include "gpus.hpp"
+
+#include <ops/on_ranks.hpp>
+#include <support/rejects.hpp>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+namespace {
+
+using cpx::index_t, cpx::rows;
+using cpx::cuda::buffer, cpx::cuda::delta_rule_path, cpx::cuda::gated_delta_rule_shape;
+using numbers = std::vector<double>;
+
+template <class T>
+std::vector<T> convert(numbers const& values) {
+    std::vector<T> result;
+    for (double const value : values) result.push_back(static_cast<T>(static_cast<float>(value)));
+    return result;
+}
+template <class T>
+numbers widen(std::vector<T> const& values) {
+    numbers result;
+    for (T const value : values) result.push_back(static_cast<double>(static_cast<float>(value)));
+    return result;
+}
+
+/// What gates, keys and betas are like.
+enum class kind { mild, no_decay, equal_keys, beta_2, strong, spikes, never, beta_0_or_1 };
+
+/// Tensors of a packed batch; T holds those of rows exactly.
+struct problem {
+    std::vector<index_t> offsets{0}, first;
+    gated_delta_rule_shape shape;
+    numbers q, k, v, g, beta, dout, state, dlast;
+
+    index_t tokens() const { return offsets.back(); }
+    index_t sequences() const { return std::ssize(offsets) - 1; }
+    index_t keys() const { return shape.key_heads * shape.key_dim; }
+    index_t values() const { return shape.value_heads * shape.value_dim; }
+};
+
+template <class T>
+problem make(std::vector<index_t> const& lengths, index_t key_heads, index_t group, index_t key_dim, index_t value_dim,
+             kind what, std::uint64_t seed) {
+    problem p;
+    for (index_t const length : lengths) p.offsets.push_back(p.offsets.back() + length);
+    p.shape = {key_heads, key_heads * group, key_dim, value_dim};
+    support::splitmix random(seed);
+    auto const uniform = [&](index_t count, double scale) { return on_ranks::uniform<double>(random, count, scale); };
+    auto const normalised = [&] {
+        numbers x = uniform(p.tokens() * p.keys(), 1);
+        for (index_t i = 0; i < p.tokens() * key_heads; ++i) {
+            double* const row = x.data() + i * key_dim;
+            double squares = 1e-12;
+            for (index_t d = 0; d < key_dim; ++d) {
+                if (what == kind::equal_keys) row[d] = std::cos(static_cast<double>(d)) + 0.02 * row[d];
+                squares += row[d] * row[d];
+            }
+            for (index_t d = 0; d < key_dim; ++d) row[d] /= std::sqrt(squares);
+        }
+        return widen(convert<T>(x));
+    };
+    p.q = normalised();
+    p.k = normalised();
+    p.v = widen(convert<T>(uniform(p.tokens() * p.values(), 2)));
+    p.dout = widen(convert<T>(uniform(p.tokens() * p.values(), 2)));
+    p.g = uniform(p.tokens() * p.shape.value_heads, 1);
+    p.beta = uniform(p.tokens() * p.shape.value_heads, 1);
+    for (double& g : p.g) switch (what) {
+        case kind::no_decay:
+        case kind::equal_keys:
+        case kind::beta_2: g = 0; break;
+        case kind::strong: g = 10 * (g - 1); break;
+        case kind::spikes: g = g > 0.96 ? -100 : 0; break;
+        case kind::never: g = g > 0.9 ? -INFINITY : 0.05 * (g - 1); break;
+        default: g = static_cast<double>(static_cast<float>(0.05 * (g - 1)));
+        }
+    for (double& b : p.beta)
+        b = what == kind::beta_2        ? static_cast<double>(1.999f)
+            : what == kind::beta_0_or_1 ? b > 0
+                                        : static_cast<double>(static_cast<float>(0.5 + 0.5 * b));
+    index_t const states = p.sequences() * p.shape.value_heads * key_dim * value_dim;
+    p.state = widen(convert<float>(uniform(states, 0.3)));
+    p.dlast = widen(convert<float>(uniform(states, 1)));
+    p.g = widen(convert<float>(p.g));
+    return p;
+}
+
+/// Outputs and gradients; of a forward alone the gradients are empty.
+struct results {
+    numbers o, last, dq, dk, dv, dg, dbeta, dstate;
+    delta_rule_path path = delta_rule_path::plain;
+};
+
+results on_host(problem const& p, bool backward) {
+    results r;
+    r.o.resize(p.v.size());
+    r.last = p.state;
+    if (backward) {
+        r.dq.resize(p.q.size());
+        r.dk.resize(p.k.size());
+        r.dv.resize(p.v.size());
+        r.dg.resize(p.g.size());
+        r.dbeta.resize(p.g.size());
+        r.dstate = p.dlast;
+    }
+    cpx::delta_rule_options const options{.qk_l2norm = false};
+    auto const& s = p.shape;
+    for (index_t n = 0; n < p.sequences(); ++n)
+        for (index_t h = 0; h < s.value_heads; ++h) {
+            index_t const begin = p.offsets[static_cast<std::size_t>(n)];
+            index_t const count = p.offsets[static_cast<std::size_t>(n + 1)] - begin;
+            index_t const state = (n * s.value_heads + h) * s.key_dim * s.value_dim;
+            auto const view = [&](auto& x, index_t heads, index_t head, index_t dim) {
+                return rows(x.data() + (begin * heads + head) * dim, count, dim, heads * dim);
+            };
+            auto const key = [&](auto& x) { return view(x, s.key_heads, h * s.key_heads / s.value_heads, s.key_dim); };
+            auto const value = [&](auto& x) { return view(x, s.value_heads, h, s.value_dim); };
+            auto const gate = [&](auto& x) { return view(x, s.value_heads, h, 1); };
+            cpx::delta_rule_forward<double>(key(p.q), key(p.k), value(p.v), gate(p.g), gate(p.beta), 0, options,
+                                            rows(r.last.data() + state, s.key_dim, s.value_dim), value(r.o));
+            if (backward)
+                cpx::delta_rule_backward<double>(key(p.q), key(p.k), value(p.v), gate(p.g), gate(p.beta), 0, options,
+                                                 rows(p.state.data() + state, s.key_dim, s.value_dim), value(p.dout),
+                                                 rows(r.dstate.data() + state, s.key_dim, s.value_dim),
+                                                 {key(r.dq), key(r.dk), value(r.dv), gate(r.dg), gate(r.dbeta)});
+        }
+    return r;
+}
+
+template <class T>
+buffer<T> upload(numbers const& values) {
+    auto const converted = convert<T>(values);
+    return buffer<T>(std::span<T const>(converted));
+}
+template <class T>
+buffer<T> poisoned(std::size_t count) {
+    return upload<T>(numbers(count, NAN));
+}
+template <class T>
+std::span<T> all(buffer<T> const& b) {
+    return {b.data(), static_cast<std::size_t>(b.size())};
+}
+
+template <class T>
+results on_gpu(problem const& p, bool backward) {
+    cpx::cuda::stream const stream;
+    buffer<T> const q = upload<T>(p.q), k = upload<T>(p.k), v = upload<T>(p.v), dout = upload<T>(p.dout);
+    buffer<float> const g = upload<float>(p.g), beta = upload<float>(p.beta), state = upload<float>(p.state),
+                        dlast = upload<float>(p.dlast);
+    buffer<index_t> const offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
+    index_t const tokens = p.tokens(), keys = p.keys(), values = p.values(), heads = p.shape.value_heads;
+    cpx::cuda::gated_delta_rule_input<T> const in{{q.data(), tokens, keys},
+                                                  {k.data(), tokens, keys},
+                                                  {v.data(), tokens, values},
+                                                  {g.data(), tokens, heads},
+                                                  {beta.data(), tokens, heads},
+                                                  all(offsets),
+                                                  all(state),
+                                                  all(first)};
+    auto const o = poisoned<T>(p.v.size());
+    auto const last = poisoned<float>(p.state.size());
+    buffer<char> const space(cpx::cuda::gated_delta_rule_workspace<T>(p.shape, tokens, p.sequences()));
+    cpx::cuda::check(cudaMemset(space.data(), 0xff, static_cast<std::size_t>(space.size())), "cudaMemset");
+    cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    results r;
+    r.path =
+        cpx::cuda::gated_delta_rule<T>(p.shape, in, rows<T>(o.data(), tokens, values), all(last), all(space), stream);
+    r.o = widen(o.read());
+    r.last = widen(last.read());
+    if (!backward) return r;
+    auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size());
+    auto const dg = poisoned<float>(p.g.size()), dbeta = poisoned<float>(p.g.size()),
+               dstate = poisoned<float>(p.state.size());
+    buffer<char> const more(cpx::cuda::gated_delta_rule_backward_workspace<T>(p.shape, tokens, p.sequences()));
+    cpx::cuda::check(cudaMemset(more.data(), 0xff, static_cast<std::size_t>(more.size())), "cudaMemset");
+    cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    cpx::cuda::gated_delta_rule_backward<T>(p.shape, in, rows<T const>(dout.data(), tokens, values), all(dlast),
+                                            {{dq.data(), tokens, keys},
+                                             {dk.data(), tokens, keys},
+                                             {dv.data(), tokens, values},
+                                             {dg.data(), tokens, heads},
+                                             {dbeta.data(), tokens, heads},
+                                             all(dstate)},
+                                            all(more), stream);
+    r.dq = widen(dq.read());
+    r.dk = widen(dk.read());
+    r.dv = widen(dv.read());
+    r.dg = widen(dg.read());
+    r.dbeta = widen(dbeta.read());
+    r.dstate = widen(dstate.read());
+    return r;
+}
+
+void check_close(char const* name, numbers const& got, numbers const& expected, double most) {
+    double const error = on_ranks::relative_error(got, expected);
+    CHECK_MESSAGE(error <= most, name << ": " << error << ", at most " << most);
+}
+
+/// Checks against the host: `rows_most` for what is rounded to T, `sums_most` for what is float.
+void check_close(results const& got, results const& expected, double rows_most, double sums_most) {
+    check_close("o", got.o, expected.o, rows_most);
+    check_close("last", got.last, expected.last, sums_most);
+    if (expected.dq.empty()) return;
+    check_close("dq", got.dq, expected.dq, rows_most);
+    check_close("dk", got.dk, expected.dk, rows_most);
+    check_close("dv", got.dv, expected.dv, rows_most);
+    check_close("dg", got.dg, expected.dg, sums_most);
+    check_close("dbeta", got.dbeta, expected.dbeta, sums_most);
+    check_close("dstate", got.dstate, expected.dstate, sums_most);
+}
+
+/// The rows of a tensor of `width`.
+numbers slice(numbers const& whole, index_t width, index_t first, index_t last) {
+    return on_ranks::slice(whole, width, first, last);
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE_TEMPLATE("the gated delta rule and its gradients are the host's, token by token, of every size", T, float,
+                       __nv_bfloat16, __half) {
+        if (!has_gpus()) return;
+        double const rounding = std::is_same_v<T, float> ? 6e-6 : std::is_same_v<T, __half> ? 4e-4 : 2.5e-3;
+        struct size {
+            index_t key_heads, group, key_dim, value_dim;
+        };
+        std::uint64_t seed = 0;
+        for (size const s : {size{2, 2, 40, 24}, size{1, 3, 128, 128}, size{1, 1, 200, 33}, size{3, 1, 1, 1}})
+            for (kind const what : {kind::mild, kind::strong, kind::never, kind::beta_2, kind::beta_0_or_1}) {
+                CAPTURE(s.key_dim);
+                CAPTURE(static_cast<int>(what));
+                auto p = make<T>({70, 0, 1, 130, 64}, s.key_heads, s.group, s.key_dim, s.value_dim, what, ++seed);
+                p.shape.path = delta_rule_path::plain;
+                check_close(on_gpu<T>(p, true), on_host(p, true), rounding, 6e-6);
+            }
+    }
+
+    TEST_CASE("the gated delta rule of bfloat16 heads of 128 is the host's, whatever the gates") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        for (kind const what : {kind::mild, kind::no_decay, kind::equal_keys, kind::beta_2, kind::strong, kind::spikes,
+                                kind::never, kind::beta_0_or_1})
+            for (auto const& lengths : {std::vector<index_t>{200, 311, 0, 64, 513}, {0, 63, 65, 128, 1, 0}}) {
+                CAPTURE(static_cast<int>(what));
+                auto const p = make<T>(lengths, 1, 2, 128, 128, what, 7);
+                bool const hard = what == kind::equal_keys || what == kind::beta_2;
+                auto const got = on_gpu<T>(p, false);
+                CAPTURE(static_cast<int>(got.path));
+                check_close(got, on_host(p, false), hard ? 2e-2 : 4.5e-3, hard ? 2e-2 : 4.5e-3);
+            }
+    }
+
+    TEST_CASE("sequences of every length up to 130") {
+        if (!has_gpus()) return;
+        std::vector<index_t> lengths;
+        for (index_t i = 0; i <= 130; ++i) lengths.push_back(i);
+        auto const p = make<__nv_bfloat16>(lengths, 1, 1, 128, 128, kind::mild, 3);
+        check_close(on_gpu<__nv_bfloat16>(p, false), on_host(p, false), 4.5e-3, 4.5e-3);
+    }
+
+    TEST_CASE("neither the parts of a sequence nor another one that holds NaN change a bit of a gated delta rule") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        auto p = make<T>({1100, 77, 300}, 2, 2, 128, 128, kind::mild, 11);
+        auto const whole = on_gpu<T>(p, false);
+        for (index_t const part : {1, 3, 16, 1000}) {
+            CAPTURE(part);
+            p.shape.part = part;
+            auto const cut = on_gpu<T>(p, false);
+            CHECK(on_ranks::same_bits(cut.o, whole.o));
+            CHECK(on_ranks::same_bits(cut.last, whole.last));
+        }
+        for (index_t row = 1100; row < 1177; ++row) {
+            std::fill_n(p.q.begin() + row * p.keys(), p.keys(), NAN);
+            std::fill_n(p.k.begin() + row * p.keys(), p.keys(), NAN);
+            std::fill_n(p.v.begin() + row * p.values(), p.values(), NAN);
+            std::fill_n(p.g.begin() + row * p.shape.value_heads, p.shape.value_heads, NAN);
+            std::fill_n(p.beta.begin() + row * p.shape.value_heads, p.shape.value_heads, NAN);
+        }
+        p.shape.part = 3;
+        auto const beside = on_gpu<T>(p, false);
+        CHECK(on_ranks::same_rows(beside.o, whole.o, p.values(), 0, 1100));
+        CHECK(on_ranks::same_rows(beside.o, whole.o, p.values(), 1177, 1477));
+    }
+
+    TEST_CASE("to cut a sequence at a multiple of 64 tokens and to hand the state on changes no bit") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        auto const p = make<T>({500}, 1, 2, 128, 128, kind::mild, 13);
+        auto const whole = on_gpu<T>(p, false);
+        auto const piece = [&](index_t first, index_t last) {
+            problem part = p;
+            part.offsets = {0, last - first};
+            part.first = {first};
+            part.q = slice(p.q, p.keys(), first, last);
+            part.k = slice(p.k, p.keys(), first, last);
+            part.v = slice(p.v, p.values(), first, last);
+            part.dout = slice(p.dout, p.values(), first, last);
+            part.g = slice(p.g, 2, first, last);
+            part.beta = slice(p.beta, 2, first, last);
+            return part;
+        };
+        auto const before = on_gpu<T>(piece(0, 192), false);
+        auto rest = piece(192, 500);
+        rest.state = before.last;
+        auto const after = on_gpu<T>(rest, false);
+        CHECK(on_ranks::same_bits(before.o, slice(whole.o, p.values(), 0, 192)));
+        CHECK(on_ranks::same_bits(after.o, slice(whole.o, p.values(), 192, 500)));
+        CHECK(on_ranks::same_bits(after.last, whole.last));
+
+        auto odd = piece(100, 500); // begins and ends with a part of a chunk
+        odd.state = on_gpu<T>(piece(0, 100), false).last;
+        check_close("o", on_gpu<T>(odd, false).o, slice(on_host(p, false).o, p.values(), 100, 500), 4.5e-3);
+    }
+
+    TEST_CASE("a gated delta rule refuses what does not fit before anything is launched") {
+        if (!has_gpus()) return;
+        auto const p = make<float>({10}, 1, 1, 8, 8, kind::mild, 1);
+        auto const changed = [&](auto&& change) {
+            problem other = p;
+            change(other);
+            return other;
+        };
+        support::rejects({"gated_delta_rule", "value heads", "a multiple of the key heads, 2"},
+                         [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_heads = 2; }), false); });
+        support::rejects({"key_dim", "from 1 to 256", "512"},
+                         [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_dim = 512; }), false); });
+        support::rejects({"size of state"},
+                         [&] { on_gpu<float>(changed([](problem& o) { o.state.pop_back(); }), false); });
+        buffer<index_t> const offsets{std::span<index_t const>(std::vector<index_t>{0, 0})};
+        support::rejects({"bytes of workspace", "at least"}, [&] {
+            cpx::cuda::gated_delta_rule<float>(p.shape, {.offsets = all(offsets)}, rows<float>(), {}, {}, nullptr);
+        });
+    }
+}
