@@ -27,6 +27,7 @@
 #include <cpx/layout/zigzag.hpp>
 
 #include <cpx/plan/carry.hpp>
+#include <cpx/plan/global_rows.hpp>
 #include <cpx/plan/halo.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/plan/route.hpp>

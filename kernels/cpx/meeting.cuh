@@ -2,6 +2,8 @@
 // A barrier between the same block of every rank's kernel, which gives up instead of hanging.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <cstdint>
 
 namespace cpx::kernels {

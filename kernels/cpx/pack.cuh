@@ -2,6 +2,8 @@
 // Some neighbouring elements loaded or stored at once, as floats in registers.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -2,6 +2,8 @@
 // A kernel that is brought to the multiprocessors while the one before it ends.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 namespace cpx::kernels {
 
 /// Waits until the kernels before this one in the stream have ended and what they wrote is seen. The first statement of

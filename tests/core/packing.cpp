@@ -303,6 +303,64 @@ TEST_SUITE("core") {
         CHECK(nothing.buffer_rows() == 6);
     }
 
+    TEST_CASE("a mask and positions mean the batch on which both agree, and are rejected where they do not") {
+        for (index_t columns = 1; columns <= 3; ++columns) {
+            index_t const count = columns == 3 ? 3 : 2 * columns; // two rows, or one
+            for (unsigned bits = 0; bits < 1u << count; ++bits) {
+                std::vector<std::uint8_t> mask;
+                for (index_t i = 0; i < count; ++i) mask.push_back(bits >> i & 1u);
+                list ids(static_cast<std::size_t>(count), -1);
+                for (std::size_t i = 0; i < ids.size();) { // all lists of -1 to 2
+                    bool agree = true;
+                    list lengths, tokens;
+                    for (std::size_t k = 0; k < ids.size(); ++k) {
+                        if (!mask[k]) continue;
+                        bool const goes_on = static_cast<index_t>(k) % columns != 0 && mask[k - 1] && ids[k] > 0 &&
+                                             ids[k] == ids[k - 1] + 1;
+                        agree = agree && (ids[k] == 0 || goes_on);
+                        if (!agree) break;
+                        if (ids[k] == 0) lengths.push_back(0);
+                        ++lengths.back();
+                        tokens.push_back(static_cast<index_t>(k));
+                    }
+                    CAPTURE(bits);
+                    CAPTURE(doctest::toString(ids));
+                    if (agree) {
+                        cpx::packing const p = cpx::packing_from_mask(mask, ids, columns);
+                        REQUIRE(p.batch() == thd::from_lengths(lengths));
+                        REQUIRE(p.rows() == tokens);
+                        REQUIRE(p.mask() == mask);
+                        REQUIRE(p.buffer_rows() == count);
+                    } else
+                        rejects({"packing.cpp", "packing_from_mask: position in row "},
+                                [&] { cpx::packing_from_mask(mask, ids, columns); });
+                    for (i = 0; i < ids.size() && ids[i] == 2; ++i) ids[i] = -1;
+                    if (i < ids.size()) ++ids[i];
+                }
+            }
+        }
+    }
+
+    TEST_CASE("a contradiction of mask and positions is named by row, column and reason") {
+        auto const rejected = [](list const& mask, list const& ids, index_t columns, std::string const& message) {
+            rejects({"packing.cpp", "packing_from_mask: " + message},
+                    [&] { cpx::packing_from_mask(mask, ids, columns); });
+        };
+        list const mask = {0, 1, 1, 1, 1, 0, 1, 1};
+        CHECK(cpx::packing_from_mask(mask, list{1, 0, 1, 0, 0, 7, 0, 1}, 4).rows() == list{1, 2, 3, 4, 6, 7});
+        rejected(mask, {1, 0, -1, 0, 0, 7, 0, 1}, 4,
+                 "position in row 0, column 2: expected 0 or more, for the mask says that this is a token, got -1");
+        rejected(mask, {1, 0, 1, 2, 3, 7, 0, 1}, 4,
+                 "position in row 1, column 0: expected 0, for a row begins with a sequence, got 3");
+        rejected(mask, {1, 0, 1, 2, 0, 1, 2, 3}, 4,
+                 "position in row 1, column 2: expected 0, for the mask says that padding was before, got 2");
+        rejected(mask, {1, 0, 1, 3, 0, 1, 0, 1}, 4, "position in row 0, column 3: expected 0 or 2, got 3");
+        rejected({0, 2}, {0, 0}, 2, "mask in row 0, column 1: expected 0 or 1, got 2");
+        rejected(mask, {0, 1}, 4, "number of positions: expected 8, got 2");
+        rejected(mask, mask, 3, "size of the list: expected a multiple of the columns, 3, got 8");
+        CHECK(cpx::packing_from_mask(list{}, list{}, 4).batch() == thd());
+    }
+
     TEST_CASE("a bad mask is rejected, naming row and column") {
         auto const rejected = [](list const& mask, padding side, std::string const& message) {
             rejects({"packing.cpp", "packing_from_mask: " + message}, [&] { cpx::packing_from_mask(mask, 4, side); });

@@ -144,18 +144,70 @@ TEST_SUITE("mpi") {
         if (world_rank() == last) // the others' messages are there, but so is the news
             CHECK((text.empty() || holds(text, " failed: ")));
         else
-            check_passages(text, {"waited in test", "for messages of ranks", " " + name, "an end within 200 ms"});
+            check_passages(
+                text, {"waited in test for messages of rank", "an end within 200 ms, got nothing from rank " + name});
     }
 
     TEST_CASE("a long message that nobody takes is an error within the deadline, too") {
         if (alone()) return;
-        std::vector<int> const million(1'000'000, 1);
+        std::vector<int> const many(100'000, 1);
         auto const text = error(200ms, [&](cpx::mpi& comm) {
             if (comm.rank() == 1) std::this_thread::sleep_for(1s);
-            send_all(comm, million, "test", million.size());
+            send_all(comm, many, "test", many.size());
         });
-        if (world_rank() == 0) check_passages(text, {"ranks 1 to take theirs"});
-        if (world_rank() != 1) check_passages(text, {"for messages of ranks", " 1"});
+        if (world_rank() != 1) check_passages(text, {"rank 1 to take theirs", "got nothing from rank 1"});
+    }
+
+    TEST_CASE("whoever keeps the others waiting is named at the deadline, and not who waits for it, too") {
+        if (alone()) return;
+        int const last = job::ranks() - 1;
+        auto const text = error(400ms, [&](cpx::mpi& comm) { // 0 waits for 1, 1 for 2, and so on
+            if (comm.rank() == last) return std::this_thread::sleep_for(800ms);
+            std::this_thread::sleep_for(10ms * comm.rank()); // 0's deadline passes first
+            int got = 0;
+            auto const receive = cpx::consecutive(comm.rank() + 1, reinterpret_cast<std::byte*>(&got), sizeof got);
+            comm.transfer({}, {}, {&receive, 1});
+        });
+        check_passages(text, {"got nothing from rank " + std::to_string(last)});
+    }
+
+    TEST_CASE("a rank that returns early is told to the others at once, whether they wait for it or only send") {
+        if (alone()) return;
+        auto const started = std::chrono::steady_clock::now();
+        auto const waits = error(60s, [](cpx::mpi& comm) {
+            if (comm.rank() != 1) send_all(comm);
+        });
+        check_passages(waits, {" waits in test for rank 1: expected rank 1 to take part, got its return"});
+        auto const sends = error(60s, [](cpx::mpi& comm) {
+            int const value = 1;
+            auto const send = cpx::consecutive(1, reinterpret_cast<std::byte const*>(&value), sizeof value);
+            cpx::identity id;
+            cpx::identity::set(id.operation, "halo");
+            if (comm.rank() == 0) comm.transfer(id, {&send, 1}, {});
+        });
+        if (world_rank() == 1)
+            check_passages(sends, {"rank 0 waits in halo for rank 1: expected rank 1 to take part, got its return"});
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+    }
+
+    TEST_CASE("a rank that runs a new plan while the others run one they have agreed on is named at once, by both") {
+        if (job::ranks() < 3) return;
+        auto const started = std::chrono::steady_clock::now();
+        auto const text = error(60s, [](cpx::mpi& comm) {
+            auto const zigzag = cpx::shard(batch, cpx::zigzag<>{comm.ranks()});
+            auto const x = cpx::make_tensor<float>(zigzag, comm.rank(), 2);
+            auto const old = cpx::relayout(zigzag, cpx::shard(batch, cpx::sequential<>{comm.ranks()}), comm.rank());
+            cpx::exchange(old, x, comm);
+            if (comm.rank() == 1)
+                cpx::exchange(cpx::relayout(zigzag, cpx::shard(batch, cpx::striped<>{comm.ranks()}), 1), x, comm);
+            cpx::exchange(old, x, comm);
+        });
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+        check_passages(text, {"rank 1", "agreement on relayout zigzag<> over sequence, balanced -> striped<> "});
+        if (job::ranks() == 3)
+            check_passages(text,
+                           {"ranks are in different exchanges: target layout: expected ",
+                            " (relayout zigzag<> over sequence, balanced -> sequential<> over sequence, balanced)"});
     }
 
     TEST_CASE("a rank that leaves its transport alone for longer than the deadline breaks nothing by itself") {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/plan/segments.hpp>
 
+#include <cpx/plan/global_rows.hpp>
+
 #include <doctest/doctest.h>
 
 #include <law.hpp>
+#include <support/rejects.hpp>
 
 namespace {
 
@@ -24,6 +27,30 @@ std::vector<segment> brute_segments(cpx::thd const& batch, std::vector<index_t> 
     return list;
 }
 
+/// Returns what is wrong with the global rows and the slots of a sharding, or "".
+std::string problem_of(cpx::thd const& batch, law::subject const& a) {
+    return std::visit(
+        [&](auto const& sharding) -> std::string {
+            auto const back = cpx::slots(sharding);
+            if (std::ssize(back) != batch.tokens()) return "slots of other rows";
+            for (int r = a.ranks; r-- > 0;) {
+                auto const& want = a.rows[static_cast<std::size_t>(r)];
+                if (cpx::global_rows(sharding, r) != want) return "global rows of rank " + std::to_string(r);
+                std::vector<index_t> of_pieces;
+                for (cpx::range const piece : cpx::pieces(sharding, r))
+                    for (index_t row = piece.first; row < piece.last; ++row) of_pieces.push_back(row);
+                if (of_pieces != want) return "pieces of rank " + std::to_string(r);
+                for (std::size_t i = 0; i < want.size(); ++i) {
+                    cpx::slot const place = back[static_cast<std::size_t>(want[i])];
+                    if (place != cpx::slot{a.owners.empty() ? 0 : r, static_cast<index_t>(i)})
+                        return "slot of row " + std::to_string(want[i]);
+                }
+            }
+            return "";
+        },
+        a.sharding);
+}
+
 TEST_SUITE("plan") {
     TEST_CASE("segments are the maximal runs of consecutive tokens of one sequence") {
         for (int ranks = 1; ranks <= 6; ++ranks)
@@ -36,6 +63,8 @@ TEST_SUITE("plan") {
                             auto const want = brute_segments(batch, a.rows[static_cast<std::size_t>(r)]);
                             if (got != want) FAIL(a.name << ", rank " << r << ", lengths " << text(batch));
                         }
+                        std::string const problem = problem_of(batch, a);
+                        if (!problem.empty()) FAIL(a.name << ", lengths " << text(batch) << ": " << problem);
                     });
     }
 
@@ -52,7 +81,41 @@ TEST_SUITE("plan") {
                 CHECK_MESSAGE(cpx::segments(std::get<0>(a.sharding), r) ==
                                   brute_segments(lengths(list), a.rows[static_cast<std::size_t>(r)]),
                               a.name << ", rank " << r << ", lengths " << text(lengths(list)));
+            std::string const problem = problem_of(lengths(list), a);
+            CHECK_MESSAGE(problem.empty(), a.name << ", lengths " << text(lengths(list)) << ": " << problem);
         }
+    }
+
+    TEST_CASE("where every rank holds every row, global rows are all rows, and slots name rank 0") {
+        for (auto const& list : std::vector<std::vector<index_t>>{{}, {1}, {3, 0, 4}}) {
+            CHECK(problem_of(lengths(list), law::replicated(lengths(list), 3)) == "");
+            CHECK(problem_of(lengths(list), law::heads(lengths(list), 3, {{4, 2}, {2, 1}})) == "");
+        }
+    }
+
+    // A loader has the batch whole: every rank takes its rows, and what it computes goes back to where it belongs.
+    TEST_CASE("rows that are taken by global rows and put back by slots are the batch") {
+        auto const sharding = cpx::shard(lengths({7, 0, 13}), cpx::zigzag<3>{});
+        std::vector<int> const batch = {5, 3, 8, 1, 9, 2, 7, 4, 6, 0, 15, 13, 18, 11, 19, 12, 17, 14, 16, 10};
+        std::vector<std::vector<int>> local(3);
+        for (int r = 0; r < 3; ++r)
+            for (index_t const row : cpx::global_rows(sharding, r))
+                local[static_cast<std::size_t>(r)].push_back(batch[static_cast<std::size_t>(row)]);
+        std::vector<int> again;
+        for (cpx::slot const place : cpx::slots(sharding))
+            again.push_back(local[static_cast<std::size_t>(place.rank)][static_cast<std::size_t>(place.row)]);
+        CHECK(again == batch);
+    }
+
+    TEST_CASE("global rows of a rank that is not there, or beyond memory, are rejected") {
+        auto const sharding = cpx::shard(lengths({index_t{1} << 50}), cpx::zigzag<2>{});
+        rejects({"segments.cpp", "global_rows: rank: expected 0 to 1, got 2"}, [&] { cpx::global_rows(sharding, 2); });
+        rejects({"segments.cpp", "pieces: rank: expected 0 to 1, got -1"}, [&] { cpx::pieces(sharding, -1); });
+        CHECK(cpx::pieces(sharding, 0).size() == 2);
+        if (!support::memory_ends) return;
+        rejects({"segments.cpp", "global_rows: memory"}, [&] { cpx::global_rows(sharding, 0); });
+        rejects({"segments.cpp", "slots: memory"}, [&] { cpx::slots(sharding); });
+        rejects({"segments.cpp", "positions: memory"}, [&] { cpx::positions(cpx::segments(sharding, 0)); });
     }
 
     TEST_CASE("where every rank holds every row, segments are the sequences that have tokens") {

@@ -182,6 +182,48 @@ packing packing_from_mask(R const& mask, index_t columns, padding side, caller h
     return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
 
+/// Makes a batch of a padding mask, 1 where a token counts, and of position ids: a sequence begins at every 0 and goes
+/// on 1, 2, ... in its row; padding stands before, between and behind sequences. What the positions of padding are does
+/// not matter. The batch has no padding; the packing says where its sequences lie in the padded tensor.
+///
+/// mask, positions: (rows, columns). There are no sequences of length 0: positions cannot show them.
+/// Throws `cpx::error` that names row and column of the first contradiction: a token without a position, a position
+/// that neither begins a sequence nor follows the one before it, a sequence that goes on behind padding or in another
+/// row.
+template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> M, list_of<std::int32_t, std::int64_t> P>
+packing packing_from_mask(M const& mask, P const& positions, index_t columns, caller here = caller::here()) {
+    char const* const where = "packing_from_mask";
+    index_t const count = std::ssize(mask);
+    require(std::ssize(positions) == count, where, "number of positions", count, std::ssize(positions), here);
+    detail::require_columns(where, count, columns, here);
+    std::vector<index_t> lengths, starts;
+    index_t next = -1; // the position with which the sequence before goes on; -1: a row begins, or padding was before
+    for (index_t place = 0; place < count; ++place) {
+        index_t const value = static_cast<index_t>(std::data(mask)[place]), position = std::data(positions)[place];
+        bool const row_begins = place % columns == 0, is_token = value != 0;
+        if (row_begins) next = -1;
+        bool const follows = is_token && position > 0 && position == next;
+        if ((value != 0 && value != 1) || (is_token && position != 0 && !follows)) {
+            std::string const at =
+                " in row " + std::to_string(place / columns) + ", column " + std::to_string(place % columns);
+            if (value != 0 && value != 1) throw error(where, "mask" + at, "0 or 1", std::to_string(value), here);
+            throw error(where, "position" + at,
+                        position < 0 ? "0 or more, for the mask says that this is a token"
+                        : row_begins ? "0, for a row begins with a sequence"
+                        : next == -1 ? "0, for the mask says that padding was before"
+                                     : "0 or " + std::to_string(next),
+                        std::to_string(position), here);
+        }
+        if (is_token && !follows) {
+            starts.push_back(place);
+            lengths.push_back(0);
+        }
+        if (is_token) ++lengths.back();
+        next = is_token ? position + 1 : -1;
+    }
+    return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
+}
+
 /// Makes a batch of the offsets of valid tokens and those of padded sequences (cu_seqlens and cu_seqlens_padded of
 /// TransformerEngine and Megatron-LM). The padding is at the end of each sequence.
 ///

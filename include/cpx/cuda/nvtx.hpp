@@ -2,6 +2,8 @@
 // Names of what a profiler sees.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <nvtx3/nvtx3.hpp>
 
 #include <algorithm>

@@ -2,6 +2,8 @@
 // Streams, events, buffers and graphs that free themselves, and errors of the CUDA runtime as cpx::error.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <cpx/core/error.hpp>
 #include <cpx/core/index.hpp>
 

@@ -5,6 +5,9 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/printable.hpp>
 
+#if !__has_include(<nlohmann/json.hpp>)
+#error "cpx: model needs nlohmann_json 3.11 or newer; link cpx::model (find_package(cpx COMPONENTS model))"
+#endif
 #include <nlohmann/json.hpp>
 
 #include <cstddef>

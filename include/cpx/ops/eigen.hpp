@@ -4,6 +4,9 @@
 
 #include <cpx/core/rows.hpp>
 
+#if !__has_include(<Eigen/Core>)
+#error "cpx: ops need Eigen 3.4 or newer; link cpx::ops (find_package(cpx COMPONENTS ops)), or add its folder to -I"
+#endif
 #include <Eigen/Core>
 
 #include <type_traits>

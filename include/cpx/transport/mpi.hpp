@@ -5,54 +5,19 @@
 #include <cpx/core/error.hpp>
 #include <cpx/transport/concept.hpp>
 #include <cpx/transport/deadline.hpp>
-
-#include <mpi.h>
+#include <cpx/transport/mpi_environment.hpp>
+#include <cpx/transport/mpi_notes.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 namespace cpx {
-
-namespace detail {
-
-/// Whether a transport of this process has failed, so that MPI_Finalize might wait for ranks that never come.
-inline std::atomic<bool> mpi_failed = false;
-
-} // namespace detail
-
-/// MPI from its beginning to its end, for `main`. If MPI runs already, whoever began it ends it.
-///
-/// Does not end MPI when an exception passes or a transport has failed: MPI_Finalize would wait for ranks that never
-/// come. Then `main` returns something other than 0 (or lets the exception go), and the launcher ends the other ranks.
-/// Ranks that have all recovered may call MPI_Finalize themselves.
-class mpi_environment {
-public:
-    /// Throws `cpx::error` if MPI does not give `level`, one of MPI_THREAD_SINGLE to MPI_THREAD_MULTIPLE.
-    explicit mpi_environment(int level = MPI_THREAD_FUNNELED, caller here = caller::here()) {
-        int running = 0, got = level, result = MPI_Initialized(&running);
-        began_ = !running;
-        if (result == MPI_SUCCESS) // until there is a communicator, errors end the process
-            result = began_ ? MPI_Init_thread(nullptr, nullptr, level, &got) : MPI_Query_thread(&got);
-        require(result == MPI_SUCCESS, "mpi_environment", "MPI_Init_thread", MPI_SUCCESS, result, here);
-        require(got >= level, "mpi_environment", "level of threads", level, got, here);
-    }
-    mpi_environment(mpi_environment const&) = delete;
-    mpi_environment& operator=(mpi_environment const&) = delete;
-    ~mpi_environment() {
-        int ended = 0;
-        MPI_Finalized(&ended);
-        if (began_ && !ended && !detail::mpi_failed && std::uncaught_exceptions() == 0) MPI_Finalize();
-    }
-
-private:
-    bool began_ = false;
-};
 
 /// One rank of a communicator of its own, for one thread.
 ///
@@ -62,19 +27,23 @@ private:
 /// A message is packed into one buffer, behind its plan's identity, and sent by one MPI_Isend; messages of two ranks
 /// keep their order, so that a rank in another exchange is found by the identity. Of the caller's memory MPI sees
 /// nothing, and an error leaves nobody writing into it.
-/// A rank that throws ends the others: their next or present exchange throws an error that names it. No wait of an
-/// exchange outlasts the deadline. After an error the transport is broken, and every later call throws at once.
+/// A rank that throws ends the others: their next or present exchange throws an error that names it. So does one that
+/// leaves early. No wait of an exchange outlasts the deadline; shortly before, ranks ask each other for whom they wait,
+/// so that the error names who keeps them all waiting. After an error the transport is broken, and every later call
+/// throws at once.
 class mpi {
 public:
     static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
 
-    /// Calls `program(comm)` on the ranks of `group`. If it throws, the other ranks are told why. Collective.
+    /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the other ranks are told why.
+    /// Collective.
     template <class F>
     static void run(F&& program, std::chrono::milliseconds deadline = default_deadline,
                     MPI_Comm group = MPI_COMM_WORLD) {
         mpi comm(group, deadline);
         try {
             program(comm);
+            comm.leave();
         } catch (std::exception const& e) {
             comm.fail(e.what());
             throw;
@@ -92,7 +61,7 @@ public:
         : deadline_(detail::checked_deadline("mpi", deadline, here)) {
         require_group(group, here);
         MPI_Request request = MPI_REQUEST_NULL;
-        check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
+        detail::mpi_check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
         wait_for_all(request, here);
         prepare(here);
     }
@@ -106,14 +75,20 @@ public:
 
     mpi(mpi const&) = delete;
     mpi& operator=(mpi const&) = delete;
+    /// Leaves, if all goes well.
     ~mpi() {
         if (std::uncaught_exceptions() > exceptions_) fail("an exception");
         int ended = 0;
         MPI_Finalized(&ended);
-        if (!ended && broken_.empty()) {
-            MPI_Type_free(&block_);
-            MPI_Comm_free(&comm_);
+        if (ended) return;
+        try {
+            leave();
+        } catch (std::exception const& e) {
+            fail(e.what());
         }
+        if (!left_) return;
+        MPI_Type_free(&block_);
+        MPI_Comm_free(&comm_);
     }
 
     int rank() const { return rank_; }
@@ -140,22 +115,47 @@ public:
     void fail(std::string const& why) {
         if (!broken_.empty()) return;
         detail::mpi_failed = true;
-        broken_ = "rank " + std::to_string(rank_) + " failed: " + why.substr(0, longest_note);
-        auto const* const note = new std::string(broken_); // MPI may read it until the process ends
-        std::vector<MPI_Request> requests;
+        broken_ = "rank " + std::to_string(rank_) + " failed: " + why;
+        try {
+            notes_->tell_failure(broken_);
+            auto const end = clock::now() + std::chrono::milliseconds(200); // who does not listen now never will
+            while (!notes_->sent() && clock::now() < end) std::this_thread::yield();
+        } catch (error const&) { // MPI itself has failed
+        }
+    }
+
+    /// Says that this rank is done, and waits until all are, or for the deadline. Afterwards every call throws.
+    ///
+    /// Collective, as MPI_Comm_free is. A rank that waits for a message of one that has left is told so. Throws if
+    /// another rank fails, or sends this one a message.
+    void leave() {
+        if (!broken_.empty()) return;
+        notes_->tell_end(); // what nobody receives might reach a later communicator
+        auto farewells = std::make_unique<std::vector<shipment>>();
         for (int peer = 0; peer < ranks_; ++peer)
-            if (peer != rank_)
-                MPI_Isend(note->data(), static_cast<int>(note->size()), MPI_BYTE, peer, note_tag, comm_,
-                          &requests.emplace_back(MPI_REQUEST_NULL));
-        auto const end = clock::now() + std::chrono::milliseconds(200); // who does not listen now never will
-        for (int sent = 0; !sent && clock::now() < end; std::this_thread::yield())
-            MPI_Testall(static_cast<int>(requests.size()), requests.data(), &sent, MPI_STATUSES_IGNORE);
+            if (peer != rank_) farewells->push_back({peer});
+        std::vector<std::uint64_t> to_read(static_cast<std::size_t>(ranks_));
+        try {
+            auto const end = clock::now() + deadline_;
+            for (int round = 0; !left_ && clock::now() < end; ++round) {
+                std::erase_if(*farewells,
+                              [&](shipment& t) { return see_off(t, to_read[static_cast<std::size_t>(t.peer)]); });
+                read_notes(nullptr);
+                left_ = farewells->empty() && notes_->sent() && to_read == notes_->have_been_read();
+                if (!left_) pause(round);
+            }
+        } catch (std::exception const& e) {
+            static_cast<void>(farewells.release()); // MPI may still fill the buffers
+            fail(e.what());
+            throw;
+        }
+        if (!left_) static_cast<void>(farewells.release());
+        broken_ = "rank " + std::to_string(rank_) + " has left";
     }
 
 private:
     using clock = std::chrono::steady_clock;
     enum tag { message_tag = 1, note_tag };
-    static constexpr std::size_t longest_note = 3000; // any transport of MPI takes so much without a receiver
     static constexpr index_t block_bytes = 4096, blocks_from = 65536;
 
     /// What stands in front of the bytes of a message.
@@ -164,6 +164,7 @@ private:
         index_t bytes = 0;
     };
     static_assert(std::is_trivially_copyable_v<header>);
+    static constexpr index_t header_bytes = sizeof(header); // the last words of a rank are fewer
 
     /// A message on its way. It begins with its header; `target` is where a received one is to go.
     struct shipment {
@@ -179,9 +180,10 @@ private:
         require_group(group, here);
         require(color >= 0, "mpi::split", "color", "not negative", color, here);
         MPI_Request request = MPI_REQUEST_NULL;
-        check(MPI_Ibarrier(group, &request), "MPI_Ibarrier", here); // MPI_Comm_split itself knows no deadline
+        detail::mpi_check(MPI_Ibarrier(group, &request), "MPI_Ibarrier",
+                          here); // MPI_Comm_split itself knows no deadline
         wait_for_all(request, here);
-        check(MPI_Comm_split(group, color, 0, &comm_), "MPI_Comm_split", here);
+        detail::mpi_check(MPI_Comm_split(group, color, 0, &comm_), "MPI_Comm_split", here);
         prepare(here);
     }
 
@@ -192,35 +194,29 @@ private:
         require(group != MPI_COMM_NULL, "mpi", "communicator", "one of which this process is a rank", "MPI_COMM_NULL",
                 here);
     }
-    static void check(int result, char const* call, caller here = caller::here()) {
-        if (result == MPI_SUCCESS) return;
-        std::string text(MPI_MAX_ERROR_STRING, '\0');
-        int length = 0;
-        MPI_Error_string(result, text.data(), &length);
-        throw error("mpi", call, "success", text.substr(0, static_cast<std::size_t>(length)), here);
-    }
     void wait_for_all(MPI_Request request, caller here) const {
         auto const end = clock::now() + deadline_;
         for (int round = 0, come = 0;; ++round) {
-            check(MPI_Test(&request, &come, MPI_STATUS_IGNORE), "MPI_Test", here);
+            detail::mpi_check(MPI_Test(&request, &come, MPI_STATUS_IGNORE), "MPI_Test", here);
             if (come) return;
             if (clock::now() > end) {
                 detail::mpi_failed = true;
-                throw error("mpi", "ranks of the communicator", "all of them within " + in_ms(deadline_), "fewer",
-                            here);
+                throw error("mpi", "ranks of the communicator",
+                            "all of them within " + std::to_string(deadline_.count()) + " ms", "fewer", here);
             }
             pause(round);
         }
     }
     void prepare(caller here) {
-        check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", here);
-        check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", here);
-        check(MPI_Comm_size(comm_, &ranks_), "MPI_Comm_size", here);
-        check(MPI_Type_contiguous(static_cast<int>(block_bytes), MPI_BYTE, &block_), "MPI_Type_contiguous", here);
-        check(MPI_Type_commit(&block_), "MPI_Type_commit", here);
+        detail::mpi_check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", here);
+        detail::mpi_check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", here);
+        detail::mpi_check(MPI_Comm_size(comm_, &ranks_), "MPI_Comm_size", here);
+        detail::mpi_check(MPI_Type_contiguous(static_cast<int>(block_bytes), MPI_BYTE, &block_), "MPI_Type_contiguous",
+                          here);
+        detail::mpi_check(MPI_Type_commit(&block_), "MPI_Type_commit", here);
+        notes_.emplace(comm_, note_tag, message_tag, rank_, ranks_);
     }
 
-    static std::string in_ms(std::chrono::milliseconds time) { return std::to_string(time.count()) + " ms"; }
     static void pause(int round) {
         if (round < 1000)
             std::this_thread::yield();
@@ -242,11 +238,19 @@ private:
         std::vector<shipment*> open;
         for (shipment& t : shipments) open.push_back(&t);
         auto const end = clock::now() + deadline_;
+        auto ask_at = end - std::min<std::chrono::milliseconds>(deadline_ / 4, std::chrono::seconds(1));
         for (int round = 0;; ++round) {
             if (std::erase_if(open, [&](shipment* t) { return advance(*t, id); }) > 0) round = 0;
             if (open.empty()) return;
-            if (round % 16 == 0) listen();
-            if (clock::now() > end) late(id, open);
+            auto const now = clock::now();
+            if (round % 16 == 0 || now > ask_at) {
+                std::vector<int> silent, deaf, awaited;
+                for (shipment const* t : open)
+                    (t->target ? silent : deaf).push_back(t->peer), awaited.push_back(t->peer);
+                read_notes(&awaited);
+                if (now > end) throw detail::late("mpi", rank_, id, silent, deaf, notes_->silent(awaited), deadline_);
+                if (now > ask_at) notes_->ask(awaited), ask_at = end;
+            }
             bool const idle = std::ranges::all_of(open, [](shipment* t) { return t->target && !t->data; });
             pause(idle ? round : 0); // long messages advance only while MPI is called
         }
@@ -254,67 +258,76 @@ private:
 
     void send(shipment& t, identity const& id, outgoing const& parcel) {
         header const head{id, parcel.bytes()};
-        t.size = padded(static_cast<index_t>(sizeof head) + head.bytes);
+        t.size = padded(header_bytes + head.bytes);
         t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
         std::memcpy(t.data.get(), &head, sizeof head);
-        pack(parcel, t.data.get() + sizeof head);
-        check(MPI_Isend(t.data.get(), count(t.size), type(t.size), t.peer, message_tag, comm_, &t.request),
-              "MPI_Isend");
+        pack(parcel, t.data.get() + header_bytes);
+        detail::mpi_check(MPI_Isend(t.data.get(), count(t.size), type(t.size), t.peer, message_tag, comm_, &t.request),
+                          "MPI_Isend");
     }
 
     /// Returns whether a message has been taken, or has arrived and been delivered.
     bool advance(shipment& t, identity const& id) {
-        int done = 0;
-        if (t.target && !t.data) { // of any length, because a wrong message must be received for its sender to be named
+        if (!t.target) return is_done(t);
+        if (!has_arrived(t)) return false;
+        if (t.size < header_bytes) throw detail::gone("mpi", rank_, id, t.peer); // its last words
+        deliver(t, id);
+        t.data.reset();
+        return true;
+    }
+
+    /// Returns whether all of a message has come; of any length, because a wrong one must be received for its sender to
+    /// be named.
+    bool has_arrived(shipment& t) {
+        if (!t.data) {
+            int come = 0;
             MPI_Message message;
             MPI_Status status;
-            check(MPI_Improbe(t.peer, message_tag, comm_, &done, &message, &status), "MPI_Improbe");
-            if (!done) return false;
+            detail::mpi_check(MPI_Improbe(t.peer, message_tag, comm_, &come, &message, &status), "MPI_Improbe");
+            if (!come) return false;
             MPI_Count size = 0;
-            check(MPI_Get_elements_x(&status, MPI_BYTE, &size), "MPI_Get_elements_x");
+            detail::mpi_check(MPI_Get_elements_x(&status, MPI_BYTE, &size), "MPI_Get_elements_x");
             t.size = static_cast<index_t>(size);
             t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
-            check(MPI_Imrecv(t.data.get(), count(t.size), type(t.size), &message, &t.request), "MPI_Imrecv");
+            detail::mpi_check(MPI_Imrecv(t.data.get(), count(t.size), type(t.size), &message, &t.request),
+                              "MPI_Imrecv");
         }
-        check(MPI_Test(&t.request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-        if (done && t.target) deliver(t, id);
-        if (done) t.data.reset();
+        return is_done(t);
+    }
+    bool is_done(shipment& t) {
+        int done = 0;
+        detail::mpi_check(MPI_Test(&t.request, &done, MPI_STATUS_IGNORE), "MPI_Test");
         return done != 0;
     }
 
-    void deliver(shipment const& t, identity const& id) const {
+    static header header_of(shipment const& t) {
         header head;
         std::memcpy(&head, t.data.get(), sizeof head);
+        return head;
+    }
+    void deliver(shipment const& t, identity const& id) const {
+        header const head = header_of(t);
         require_same_exchange("mpi", id, rank_, head.id, t.peer);
         require(head.bytes == t.target->bytes(), "mpi", "bytes of a message", t.target->bytes(), head.bytes);
-        unpack(t.data.get() + sizeof head, *t.target);
+        unpack(t.data.get() + header_bytes, *t.target);
     }
 
-    /// Throws if another rank has said that it fails.
-    void listen() {
-        int come = 0;
-        MPI_Status status;
-        check(MPI_Iprobe(MPI_ANY_SOURCE, note_tag, comm_, &come, &status), "MPI_Iprobe");
-        if (!come) return;
-        int size = 0;
-        check(MPI_Get_count(&status, MPI_BYTE, &size), "MPI_Get_count");
-        std::string note(static_cast<std::size_t>(size), '\0');
-        check(MPI_Recv(note.data(), size, MPI_BYTE, status.MPI_SOURCE, note_tag, comm_, MPI_STATUS_IGNORE), "MPI_Recv");
+    /// Reads what other ranks have written, see `mpi_notes::read`. Throws if one says that it fails.
+    void read_notes(std::vector<int> const* awaited) {
+        auto const failure = notes_->read(awaited);
+        if (failure.empty()) return;
         detail::mpi_failed = true;
-        broken_ = note; // whoever wrote it has told all ranks
-        throw error("mpi", note);
+        broken_ = failure; // whoever wrote it has told all ranks
+        throw error("mpi", failure);
     }
 
-    [[noreturn]] void late(identity const& id, std::vector<shipment*> const& open) {
-        listen();
-        std::string silent, deaf;
-        for (shipment const* t : open) (t->target ? silent : deaf) += ' ' + std::to_string(t->peer);
-        throw error("mpi",
-                    "rank " + std::to_string(rank_) + " waited in " + id.text() +
-                        (silent.empty() ? "" : " for messages of ranks" + silent) +
-                        (silent.empty() || deaf.empty() ? "" : " and") +
-                        (deaf.empty() ? "" : " for ranks" + deaf + " to take theirs"),
-                    "an end within " + in_ms(deadline_), "nothing");
+    /// Returns whether a rank has left; then `notes` is how many there are to read of it. Throws if it sends a message.
+    bool see_off(shipment& t, std::uint64_t& notes) {
+        if (!has_arrived(t)) return false;
+        if (t.size >= header_bytes) throw detail::gone("mpi", t.peer, header_of(t).id, rank_);
+        auto const* const words = reinterpret_cast<char const*>(t.data.get());
+        notes = notes_->read_end(t.peer, std::string(words, words + t.size));
+        return true;
     }
 
     MPI_Comm comm_ = MPI_COMM_NULL;
@@ -322,7 +335,9 @@ private:
     int rank_ = 0, ranks_ = 1, exceptions_ = std::uncaught_exceptions();
     std::chrono::milliseconds deadline_;
     std::unordered_set<std::uint64_t> agreed_;
+    std::optional<detail::mpi_notes> notes_;
     std::string broken_;
+    bool left_ = false;
 };
 
 static_assert(transport<mpi>);

@@ -2,6 +2,11 @@
 // A communicator of NCCL whose calls end: by themselves, or by an abort once their deadline has passed.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
+#if !__has_include(<nccl.h>)
+#error "cpx: this header needs NCCL 2.28 or newer; link cpx::nccl (find_package(cpx COMPONENTS nccl))"
+#endif
 #include <nccl.h>
 
 #include <algorithm>

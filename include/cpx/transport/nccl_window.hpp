@@ -4,6 +4,9 @@
 
 #include <cpx/transport/nccl.hpp>
 
+#if !__has_include(<nccl_device.h>)
+#error "cpx: this header needs NCCL 2.28 or newer, whose nccl_device.h is not found"
+#endif
 #include <nccl_device.h>
 
 #include <cpx/meeting.cuh>

@@ -1,0 +1,27 @@
+# Checks that a header whose compiler or third party is missing says so first, and what to do.
+#
+# The preprocessor of COMPILER finds the headers below SOURCE_DIR and no others, not even those of the standard library.
+function(says sentence)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "HEADERS;DEFINE")
+    list(TRANSFORM arg_HEADERS PREPEND ${SOURCE_DIR}/)
+    file(GLOB headers ${arg_HEADERS})
+    if(NOT headers)
+        message(FATAL_ERROR "no such headers: ${arg_HEADERS}")
+    endif()
+    foreach(header IN LISTS headers)
+        execute_process(OUTPUT_QUIET ERROR_VARIABLE text COMMAND ${COMPILER} -std=c++20 -M -MG -nostdinc -nostdinc++
+            -I ${SOURCE_DIR}/include -I ${SOURCE_DIR}/kernels ${arg_DEFINE} -x c++ ${header})
+        string(REGEX MATCH "error: [^\n]*" first "${text}")
+        if(NOT first MATCHES "${sentence}")
+            message(SEND_ERROR "${header}: not \"${sentence}\" but \"${first}\"")
+        endif()
+    endforeach()
+endfunction()
+
+set(nccl include/cpx/transport/nccl.hpp include/cpx/transport/nccl_w*.hpp)
+says("name the file .cu and link cpx::cuda" HEADERS include/cpx/cuda/*.hpp kernels/cpx/*.cuh ${nccl})
+says("needs NCCL 2.28 or newer. link cpx::nccl" HEADERS ${nccl} DEFINE -D__CUDACC__)
+says("needs MPI. link cpx::mpi" HEADERS include/cpx/transport/mpi.hpp)
+says("need Eigen 3.4 or newer. link cpx::ops" HEADERS include/cpx/ops.hpp include/cpx/ops/eigen.hpp)
+says("needs nlohmann_json 3.11 or newer. link cpx::model" HEADERS include/cpx/model/json*.hpp
+    include/cpx/model/safetensors.hpp include/cpx/model/qwen3_5_config.hpp)
