@@ -50,6 +50,14 @@ TEST_SUITE("plan") {
         }
     }
 
+    TEST_CASE("the bound of thousands of ranks and heads takes no longer than their pairs") {
+        int const w = 3000;
+        auto const batch = lengths({w});
+        cpx::head_sharded<> const heads(w, batch, {{w, 2}});
+        auto const bound = cpx::lower_bound(heads, cpx::shard(batch, cpx::sequential<>{w}));
+        CHECK(bound == cpx::volume{w * (w - 1), index_t{w} * (w - 1) * 2});
+    }
+
     TEST_CASE("a replication brings every rank the rows of all others") {
         auto const batch = lengths({10, 3, 8});
         auto const bound = cpx::lower_bound(cpx::shard(batch, cpx::zigzag<3>{}), cpx::replicated<3>(batch), 5);

@@ -35,7 +35,7 @@ struct volume {
 /// For every rank j: the rows that it needs and does not have whole, counted once for every rank that must supply some
 /// of their columns: the holder of the row or, where every rank holds every row, the lowest holder of each head that j
 /// lacks.
-/// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
+/// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + sections * W^2).
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
     char const* const where = "lower_bound";
@@ -45,22 +45,22 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
-    auto const holds = [](auto const& s, int rank, section const& group, index_t head) {
-        range const heads = s.heads(rank, group.heads);
-        return heads.first <= head && head < heads.last;
-    };
     volume bound;
     for (int j = 0; j < to.ranks(); ++j) {
         index_t needed_rows = to.rows(j);
         if constexpr (From::every_row) {
             std::vector<index_t> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
-            for (section const& s : sections)
-                for (index_t head = 0; head < s.heads; ++head) {
-                    int supplier = 0;
-                    while (!holds(from, supplier, s, head)) ++supplier;
-                    if (holds(to, j, s, head) && !holds(from, j, s, head))
-                        supplied[static_cast<std::size_t>(supplier)] += s.width;
+            for (section const& s : sections) {
+                range const needed = to.heads(j, s.heads), own = from.heads(j, s.heads);
+                index_t next = 0; // the first head that no lower rank holds: shares ascend with ranks
+                for (int i = 0; i < from.ranks(); ++i) {
+                    range const held = from.heads(i, s.heads);
+                    range const lacking = intersect({std::max(next, held.first), held.last}, needed);
+                    next = std::max(next, held.last);
+                    supplied[static_cast<std::size_t>(i)] +=
+                        (lacking.size() - intersect(lacking, own).size()) * s.width;
                 }
+            }
             for (index_t const elements : supplied) {
                 bound.rows += elements > 0 ? needed_rows : 0;
                 bound.elements += elements * needed_rows;
