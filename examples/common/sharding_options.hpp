@@ -12,7 +12,8 @@
 
 namespace examples {
 
-inline constexpr int most_ranks = 4096;
+inline constexpr int most_ranks = 4096;  ///< of a sharding that is only looked at
+inline constexpr int most_threads = 256; ///< ranks that run, a thread each
 inline constexpr cpx::index_t most_tokens = 1'000'000'000'000;
 
 /// Returns the number that `text` spells, from `least` to `most`. `where` and `what` name it in the error.
@@ -22,8 +23,7 @@ inline cpx::index_t parse_number(std::string_view text, cpx::index_t least, cpx:
     auto const [end, failure] = std::from_chars(text.data(), text.data() + text.size(), number);
     bool const whole = failure == std::errc{} && end == text.data() + text.size();
     cpx::require(whole && least <= number && number <= most, where, what.c_str(),
-                 "a whole number from " + std::to_string(least) + " to " + std::to_string(most),
-                 '"' + std::string(text) + '"');
+                 "a whole number from " + std::to_string(least) + " to " + std::to_string(most), cpx::quote(text));
     return number;
 }
 
@@ -40,13 +40,23 @@ inline std::vector<cpx::index_t> parse_numbers(std::string_view text, cpx::index
     return numbers;
 }
 
-/// Returns the batch of the offsets (cu_seqlens) in "0,8,20".
-inline cpx::thd parse_batch(std::string_view text, char const* where = "--cu") {
-    return cpx::thd(parse_numbers(text, 0, most_tokens, where, "offset"));
+/// Returns `f()`. What cpx finds wrong there is an error of `where`, an option or a file.
+template <class F>
+auto blame(std::string const& where, F&& f) {
+    try {
+        return f();
+    } catch (cpx::error const& e) {
+        throw cpx::error(where, e.problem(), e.expected(), e.got());
+    }
 }
 
-inline int parse_ranks(std::string_view text, char const* where = "--ranks") {
-    return static_cast<int>(parse_number(text, 1, most_ranks, where, "number of ranks"));
+/// Returns the batch of the offsets (cu_seqlens) in "0,8,20".
+inline cpx::thd parse_batch(std::string_view text, char const* where = "--cu") {
+    return blame(where, [&] { return cpx::thd(parse_numbers(text, 0, most_tokens, where, "offset")); });
+}
+
+inline int parse_ranks(std::string_view text, int most, char const* where = "--ranks") {
+    return static_cast<int>(parse_number(text, 1, most, where, "number of ranks"));
 }
 
 /// Where chunks may begin: anywhere, or at multiples of `unit` tokens of a sequence.
@@ -58,13 +68,13 @@ struct cut_spec {
 inline cut_spec parse_cut(std::string_view text, char const* where = "--cut") {
     if (text == "balanced") return {};
     std::string_view const aligned = "aligned:";
-    cpx::require(text.substr(0, aligned.size()) == aligned, where, "cut", "balanced or aligned:UNIT",
-                 '"' + std::string(text) + '"');
+    cpx::require(text.substr(0, aligned.size()) == aligned, where, "cut", "balanced or aligned:UNIT", cpx::quote(text));
     return {static_cast<int>(parse_number(text.substr(aligned.size()), 1, 1 << 30, where, "unit of aligned"))};
 }
 
 /// A sharding by name, not yet bound to a batch.
 struct sharding_spec {
+    char const* option = "--layout"; ///< that it comes from
     std::string name = "zigzag";
     cpx::scope scope = cpx::scope::sequence;
     std::vector<int> owners = {};            ///< of a table: the rank that owns each chunk
@@ -77,7 +87,7 @@ struct sharding_spec {
 /// Returns what "NAME", "NAME:sequence" or "NAME:batch" means. A table lists its owners: "table=0,1,1,0:batch".
 inline sharding_spec parse_sharding(std::string_view text, char const* where = "--layout") {
     auto const fail = [&](char const* what, char const* expected, std::string_view got) {
-        throw cpx::error(where, what, expected, '"' + std::string(got) + '"');
+        throw cpx::error(where, what, expected, cpx::quote(got));
     };
     std::size_t const colon = text.find(':');
     std::string_view name = text.substr(0, colon);
@@ -90,6 +100,7 @@ inline sharding_spec parse_sharding(std::string_view text, char const* where = "
                name != "replicated") {
         fail("layout", "sequential, zigzag, striped, table=OWNER,OWNER..., head_sharded or replicated", name);
     }
+    spec.option = where;
     spec.name = name;
     if (colon == std::string_view::npos) return spec;
 
@@ -120,8 +131,8 @@ inline cpx::table make_layout(sharding_spec const& spec, int ranks) {
     if (spec.name == "sequential") return cpx::table(cpx::sequential<>(ranks));
     if (spec.name == "zigzag") return cpx::table(cpx::zigzag<>(ranks));
     if (spec.name == "striped") return cpx::table(cpx::striped<>(ranks));
-    if (spec.name == "table") return cpx::table(ranks, spec.owners);
-    throw cpx::error("make_layout", "layout", "sequential, zigzag, striped or table", spec.name);
+    if (spec.name == "table") return blame(spec.option, [&] { return cpx::table(ranks, spec.owners); });
+    throw cpx::error(spec.option, "layout", "sequential, zigzag, striped or table", spec.name);
 }
 
 /// Calls `f(sharding)` with the sharding by tokens that `spec` and `cut` describe: 2 types. Returns its result.

@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdlib>
-#include <fstream>
+#include <optional>
 #include <unistd.h>
 
 namespace {
@@ -30,12 +30,6 @@ std::string to_json(inspect::report const& report) {
     return json.dump() + '\n';
 }
 
-void write_file(std::string const& path, std::string const& content) {
-    std::ofstream file(path, std::ios::binary);
-    file << content << std::flush;
-    cpx::require(file.good(), "--svg", "file", "a path that can be written", '"' + path + '"');
-}
-
 } // namespace
 
 int main(int argc, char** argv) {
@@ -44,7 +38,7 @@ int main(int argc, char** argv) {
     std::string cu, ranks, layout = "zigzag", to, cut = "balanced", heads, svg;
     bool json = false;
     app.add_option("--cu", cu, "Offsets of the sequences, as in cu_seqlens: 0,8,20")->required();
-    app.add_option("--ranks", ranks, "Number of ranks")->required();
+    app.add_option("--ranks", ranks, "Number of ranks, at most 4096")->required();
     app.add_option("--layout", layout,
                    "sequential, zigzag, striped or table=OWNER,OWNER..., then :sequence or :batch if wanted; "
                    "or head_sharded, replicated")
@@ -58,7 +52,7 @@ int main(int argc, char** argv) {
 
     return examples::run_example(argc, argv, app, [&] {
         cpx::thd const batch = examples::parse_batch(cu);
-        int const world = examples::parse_ranks(ranks);
+        int const world = examples::parse_ranks(ranks, examples::most_ranks);
         auto const parse = [&](std::string const& text, char const* where) {
             examples::sharding_spec spec = examples::parse_sharding(text, where);
             if (!heads.empty())
@@ -67,11 +61,20 @@ int main(int argc, char** argv) {
         };
         auto const from = parse(layout, "--layout");
         auto const target = app.count("--to") ? std::optional(parse(to, "--to")) : std::nullopt;
+        auto const either = [&](auto const& has) { return has(from) || (target && has(*target)); };
+        std::string const named = target ? layout + " and " + to : layout;
+        examples::require_effect(app, "--heads", either([](auto const& spec) { return spec.name == "head_sharded"; }),
+                                 "--layout or --to head_sharded", named);
+        examples::require_effect(app, "--cut", either([](auto const& spec) { return !spec.every_row(); }),
+                                 "a --layout or --to that cuts the tokens", named);
 
         auto const report = inspect::make_report(batch, world, examples::parse_cut(cut), from, target);
         bool const colour = isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR");
         std::string const shown = json ? to_json(report) : inspect::text_picture(report, colour).draw();
-        if (app.count("--svg")) write_file(svg, inspect::svg_picture(report).draw());
+        std::optional<examples::output_file> picture;
+        if (app.count("--svg")) picture.emplace("--svg", svg, inspect::svg_picture(report).draw());
         std::cout << shown;
+        examples::flush_output();
+        if (picture) picture->commit();
     });
 }

@@ -21,19 +21,24 @@ struct options {
     bool on_gpus() const { return device == "cuda"; }
 };
 
+int parse_ranks(options const& o) { return examples::parse_ranks(o.ranks, examples::most_threads); }
+
 /// Throws `cpx::error` on what cannot be run; fills in what the device decides.
-void complete(options& o) {
-    auto const quoted = [](std::string const& text) { return '"' + text + '"'; };
-    cpx::require(o.on_gpus() || o.device == "cpu", "--device", "device", "cpu or cuda", quoted(o.device));
+void complete(CLI::App const& app, options& o) {
+    cpx::require(o.on_gpus() || o.device == "cpu", "--device", "device", "cpu or cuda", cpx::quote(o.device));
     if (o.dtype.empty()) o.dtype = o.on_gpus() ? "float32" : "float64";
     cpx::require(o.dtype == "float64" || o.dtype == "float32", "--dtype", "type", "float64 or float32",
-                 quoted(o.dtype));
+                 cpx::quote(o.dtype));
+    for (char const* const option : {"--carry", "--cut"}) // by heads there is none
+        examples::require_effect(app, option, o.linear != "head_sharded" && !o.on_gpus(), "linear attention by tokens",
+                                 o.on_gpus() ? "--device cuda" : "--linear head_sharded");
     if (!o.on_gpus()) return;
-    cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", quoted(o.dtype));
+    examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
+    cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
     cpx::require(o.linear.empty() || o.linear == "head_sharded", "--linear", "sharding with --device cuda",
-                 "head_sharded", quoted(o.linear));
+                 "head_sharded", cpx::quote(o.linear));
     cpx::require(!o.backward, "--backward", "device", "cpu: there is no backward on GPUs", "cuda");
-    int const ranks = examples::parse_ranks(o.ranks), found = qwen3_5::gpus();
+    int const ranks = parse_ranks(o), found = qwen3_5::gpus();
     cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
     cpx::require(ranks <= found, "--ranks", "number of ranks", "at most the GPUs found, " + std::to_string(found),
                  ranks);
@@ -92,7 +97,7 @@ void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one
 qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
     auto const ids = file.read<cpx::index_t>("input_ids", {-1});
     auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
-    auto const batch = cpx::thd::from_offsets(offsets, std::ssize(ids));
+    auto const batch = examples::blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
     cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
                  "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -109,7 +114,7 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
         std::string names;
         for (auto const& name : all) names += (names.empty() ? "" : " or ") + name;
         cpx::require(text.empty() || std::ranges::find(all, text) != all.end(), where, "value", names,
-                     '"' + text + '"');
+                     cpx::quote(text));
         if (!text.empty()) return std::vector{text};
         return table ? all : std::vector{all.front()};
     };
@@ -129,7 +134,7 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
                         attention == "gather" ? qwen3_5::attention_by::gather : qwen3_5::attention_by::heads,
                         examples::parse_sharding(linear, "--linear"), carry == "serial", examples::parse_cut(cut)};
                     cpx::require(s.linear.name != "replicated" && s.linear.name != "table", "--linear", "sharding",
-                                 "sequential, zigzag, striped or head_sharded", '"' + linear + '"');
+                                 "sequential, zigzag, striped or head_sharded", cpx::quote(linear));
                     bool const again =
                         s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
                     bool const possible = !o.on_gpus() || s.by_heads();
@@ -140,7 +145,7 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
 
 template <class T>
 std::vector<report> run(options const& o) {
-    int const ranks = examples::parse_ranks(o.ranks);
+    int const ranks = parse_ranks(o);
     cpx::index_t const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
     auto const strategies = choose(o);
     qwen3_5::checkpoint<T> const model(o.model);
@@ -255,7 +260,8 @@ int main(int argc, char** argv) {
     options o;
     app.add_option("--model", o.model, "directory with config.json and model.safetensors")->required();
     app.add_option("--reference", o.reference, "safetensors file with input_ids, cu_seqlens and logprobs")->required();
-    app.add_option("--ranks", o.ranks, "ranks, as threads of this process, on GPUs one each")->capture_default_str();
+    app.add_option("--ranks", o.ranks, "ranks, as threads of this process, at most 256; on GPUs one each")
+        ->capture_default_str();
     app.add_option("--device", o.device, "cpu, or cuda: float32, linear attention by heads, forward only")
         ->capture_default_str();
     app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
@@ -268,10 +274,10 @@ int main(int argc, char** argv) {
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--json", o.json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {
-        complete(o);
+        complete(app, o);
         bool const wide = o.dtype == "float64";
         auto const reports = wide ? run<double>(o) : run<float>(o);
-        int const ranks = examples::parse_ranks(o.ranks);
+        int const ranks = parse_ranks(o);
         cpx::index_t const element = wide ? 8 : 4;
         if (o.json)
             print_json(reports, ranks, o, element);

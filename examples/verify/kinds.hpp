@@ -8,6 +8,7 @@
 #include <cpx/model/safetensors.hpp>
 #include <cpx/ops.hpp>
 
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -29,6 +30,25 @@ struct job {
 
     cpx::index_t tokens() const { return batch.tokens(); }
 };
+
+/// Throws `cpx::error` unless the sizes that the file gives an operator are from 1 to 2^16: then products of some of
+/// them with the numbers of tokens or sequences do not wrap, whatever shapes tensors without elements have.
+inline void check_sizes(job const& j, std::initializer_list<std::pair<char const*, cpx::index_t>> sizes) {
+    for (auto const& [name, size] : sizes)
+        cpx::require(1 <= size && size <= 1 << 16, j.file.where().c_str(), name, "1 to 65536", size);
+}
+
+/// Returns what a text of the metadata stands for. Throws `cpx::error` that lists the `known` ones.
+template <class Value>
+Value choose(job const& j, char const* key, std::initializer_list<std::pair<char const*, Value>> known) {
+    std::string const& text = j.file.metadata(key);
+    std::string names;
+    for (auto const& [name, value] : known) {
+        if (text == name) return value;
+        names += (names.empty() ? "" : " or ") + std::string(name);
+    }
+    throw cpx::error(j.file.where(), std::string(key) + " in the metadata", names, cpx::quote(text));
+}
 
 /// Returns this rank's share of a whole tensor, as a data loader takes it: nothing moves.
 template <class T, class S>
@@ -71,7 +91,12 @@ outputs<T> gated_delta_rule(job const& j) {
     cpx::require(q.size() == 3 && v.size() == 3, j.file.where().c_str(), "axes of q and v", "3 and 3",
                  std::to_string(q.size()) + " and " + std::to_string(v.size()));
     cpx::delta_rule_heads const heads{q[1], v[1], q[2], v[2]};
-    cpx::delta_rule_options const options{.chunk = j.chunk, .qk_l2norm = j.file.metadata("qk_l2norm") == "True"};
+    check_sizes(j, {{"key heads", heads.key_heads},
+                    {"value heads", heads.value_heads},
+                    {"width of a key head", heads.key_dim},
+                    {"width of a value head", heads.value_dim}});
+    cpx::delta_rule_options const options{
+        .chunk = j.chunk, .qk_l2norm = choose<bool>(j, "qk_l2norm", {{"True", true}, {"False", false}})};
     std::vector<cpx::section> const in{{heads.key_heads, heads.key_dim},
                                        {heads.key_heads, heads.key_dim},
                                        {heads.value_heads, heads.value_dim},
@@ -81,19 +106,23 @@ outputs<T> gated_delta_rule(job const& j) {
     char const* const names[] = {"q", "k", "v", "g", "beta"};
     if (j.file.metadata().contains("scale")) // the only one that cpx's default is
         cpx::require(j.file.metadata("scale") == std::to_string(heads.key_dim) + "**-0.5", j.file.where().c_str(),
-                     "scale in the metadata", std::to_string(heads.key_dim) + "**-0.5", j.file.metadata("scale"));
+                     "scale in the metadata", std::to_string(heads.key_dim) + "**-0.5",
+                     cpx::quote(j.file.metadata("scale")));
 
     cpx::index_t width = 0; // one row holds q, k, v, g and beta of a token, so that they are sharded together
-    for (cpx::section const& s : in) width += s.heads * s.width;
-    std::vector<T> whole(static_cast<std::size_t>(j.tokens() * width));
-    cpx::index_t first = 0;
+    std::vector<std::vector<T>> inputs;
     for (std::size_t i = 0; i < in.size(); ++i) {
         auto shape = std::vector<cpx::index_t>{j.tokens(), in[i].heads};
         if (i < 3) shape.push_back(in[i].width);
-        auto const values = j.file.read<T>(names[i], shape);
+        inputs.push_back(j.file.read<T>(names[i], shape));
+        width += in[i].heads * in[i].width;
+    }
+    std::vector<T> whole(static_cast<std::size_t>(j.tokens() * width)); // as many as were read
+    cpx::index_t first = 0;
+    for (std::size_t i = 0; i < in.size(); ++i) {
         cpx::index_t const columns = in[i].heads * in[i].width;
         cpx::as_matrix(cpx::rows<T>(whole, width).columns(first, columns)) =
-            cpx::as_matrix(cpx::rows<T const>(values, columns));
+            cpx::as_matrix(cpx::rows<T const>(inputs[i], columns));
         first += columns;
     }
 
@@ -105,7 +134,8 @@ outputs<T> gated_delta_rule(job const& j) {
     outputs<T> result;
     cpx::index_t const state = heads.key_dim * heads.value_dim;
     auto& final_state = result["final_state"];
-    final_state.resize(static_cast<std::size_t>(j.batch.sequences() * heads.value_heads * state));
+    final_state.resize(
+        j.file.read<T>("final_state", {j.batch.sequences(), heads.value_heads, heads.key_dim, heads.value_dim}).size());
     std::mutex guard;
     with_sharding(j, in, out, [&](auto const& sharding, auto const& out_sharding) {
         using S = std::remove_cvref_t<decltype(sharding)>;
@@ -176,9 +206,11 @@ outputs<T> causal_conv1d(job const& j) {
     auto const& shape = j.file.tensor("weight").shape;
     cpx::require(shape.size() == 2, j.file.where().c_str(), "axes of weight", 2, shape.size());
     cpx::index_t const channels = shape[0], taps = shape[1];
+    check_sizes(j, {{"channels", channels}, {"taps", taps}});
     auto const x = j.file.read<T>("x", {j.tokens(), channels}), weight = j.file.read<T>("weight");
     auto const bias = j.file.contains("bias") ? j.file.read<T>("bias", {channels}) : std::vector<T>();
-    auto const act = j.file.metadata("activation") == "silu" ? cpx::activation::silu : cpx::activation::none;
+    auto const act =
+        choose<cpx::activation>(j, "activation", {{"silu", cpx::activation::silu}, {"None", cpx::activation::none}});
     std::vector<cpx::section> const sections{{channels, 1}}; // by heads, every channel is one
     bool const backward = j.file.contains("dy");
     auto const dy = backward ? j.file.read<T>("dy", {j.tokens(), channels}) : std::vector<T>();
@@ -235,7 +267,15 @@ outputs<T> gdn_layer(job const& j) {
                                            get("linear_key_head_dim"), get("linear_value_head_dim")},
                                           get("linear_conv_kernel_dim"),
                                           j.chunk,
-                                          config.template get<double>("rms_norm_eps")};
+                                          config.template get<T>("rms_norm_eps")};
+    check_sizes(j, {{"hidden_size", net.hidden},
+                    {"linear_num_key_heads", net.heads.key_heads},
+                    {"linear_num_value_heads", net.heads.value_heads},
+                    {"linear_key_head_dim", net.heads.key_dim},
+                    {"linear_value_head_dim", net.heads.value_dim},
+                    {"linear_conv_kernel_dim", net.kernel}});
+    auto const act = config.template get<std::string>("hidden_act");
+    cpx::require(act == "silu", config.where().c_str(), "hidden_act", "\"silu\"", cpx::quote(act));
     auto const x = j.file.read<T>("hidden_states", {j.tokens(), net.hidden});
     auto const order = cpx::sum_order::by_rank;
     bool const backward = j.file.contains("d_output");

@@ -31,12 +31,11 @@ verify::outputs<T> run(verify::job const& j, std::string const& kind, bool seria
         return serial ? verify::gated_delta_rule<T, cpx::serial>(j) : verify::gated_delta_rule<T, cpx::scan>(j);
     if (kind == "gdn_layer") return serial ? verify::gdn_layer<T, cpx::serial>(j) : verify::gdn_layer<T, cpx::scan>(j);
     throw cpx::error(j.file.where(), "kind in the metadata", "gated_delta_rule, causal_conv1d or gdn_layer",
-                     '"' + kind + '"');
+                     cpx::quote(kind));
 }
 
 template <class T>
-void report(verify::job const& j, bool serial, bool json) {
-    std::string const kind = j.file.metadata("kind");
+void report(verify::job const& j, std::string const& kind, bool serial, bool json) {
     nlohmann::json errors = nlohmann::json::object();
     for (auto const& [name, values] : run<T>(j, kind, serial)) {
         auto const reference = j.file.read<double>(name);
@@ -63,7 +62,7 @@ int main(int argc, char** argv) {
     std::string file, ranks = "2", layout = "zigzag", dtype = "float64", carry = "scan", cut = "balanced", chunk = "64";
     bool json = false;
     app.add_option("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d or gdn_layer")->required();
-    app.add_option("--ranks", ranks, "ranks, as threads of this process")->capture_default_str();
+    app.add_option("--ranks", ranks, "ranks, as threads of this process, at most 256")->capture_default_str();
     app.add_option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded")
         ->capture_default_str();
     app.add_option("--dtype", dtype, "float64 or float32")->capture_default_str();
@@ -73,21 +72,27 @@ int main(int argc, char** argv) {
     app.add_flag("--json", json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {
         cpx::require(dtype == "float64" || dtype == "float32", "--dtype", "type", "float64 or float32",
-                     '"' + dtype + '"');
-        cpx::require(carry == "scan" || carry == "serial", "--carry", "carry", "scan or serial", '"' + carry + '"');
+                     cpx::quote(dtype));
+        cpx::require(carry == "scan" || carry == "serial", "--carry", "carry", "scan or serial", cpx::quote(carry));
         cpx::safetensors const golden(file);
         auto const offsets = golden.read<cpx::index_t>("cu_seqlens", {-1});
         verify::job const j{golden,
-                            cpx::thd(offsets),
+                            examples::blame(file, [&] { return cpx::thd(offsets); }),
                             examples::parse_sharding(layout),
                             examples::parse_cut(cut),
-                            examples::parse_ranks(ranks),
+                            examples::parse_ranks(ranks, examples::most_threads),
                             examples::parse_number(chunk, 1, 1 << 20, "--chunk", "tokens")};
         cpx::require(j.layout.name != "replicated", "--layout", "sharding", "one that shares the work",
                      "\"replicated\"");
+        std::string const kind = golden.metadata("kind");
+        bool const by_heads = j.layout.name == "head_sharded", layer = kind == "gdn_layer";
+        for (char const* const option : {"--carry", "--chunk"})
+            examples::require_effect(app, option, kind != "causal_conv1d", "a file with a recurrence", kind);
+        examples::require_effect(app, "--carry", !by_heads, "a --layout by tokens", layout);
+        examples::require_effect(app, "--cut", !by_heads || layer, "a --layout by tokens", layout);
         if (dtype == "float64")
-            report<double>(j, carry == "serial", json);
+            report<double>(j, kind, carry == "serial", json);
         else
-            report<float>(j, carry == "serial", json);
+            report<float>(j, kind, carry == "serial", json);
     });
 }

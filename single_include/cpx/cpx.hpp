@@ -128,7 +128,9 @@ inline constexpr std::string_view element_name = detail::default_element_name<T>
 // cpx/core/printable.hpp
 // Bytes of unknown origin as text that is safe to print: errors show names and values from files and command lines.
 
-namespace cpx::detail {
+namespace cpx {
+
+namespace detail {
 
 /// A character at the start of a text: how many bytes it has, and whether it may be shown as it is.
 struct leading_character {
@@ -160,6 +162,8 @@ inline leading_character first_character(std::string_view text) {
                  within(0x2060, 0x206f) || code == 0xfeff)};
 }
 
+} // namespace detail
+
 /// Returns `text` with every byte that must not be printed as \xHH; line feeds stay if `lines`.
 ///
 /// Printable text stays as it is, backslashes too, so that a second call changes nothing.
@@ -168,7 +172,7 @@ inline std::string printable(std::string_view text, bool lines = false) {
     std::string safe;
     safe.reserve(text.size());
     while (!text.empty()) {
-        auto const [bytes, shown] = first_character(text);
+        auto const [bytes, shown] = detail::first_character(text);
         if (shown || (lines && text[0] == '\n'))
             safe += text.substr(0, bytes);
         else
@@ -186,7 +190,7 @@ inline std::string quote(std::string_view text) {
     std::string shown;
     std::size_t end = 0;
     while (end < text.size()) {
-        auto const next = text.substr(end, first_character(text.substr(end)).bytes);
+        auto const next = text.substr(end, detail::first_character(text.substr(end)).bytes);
         if (end + next.size() > most) break;
         if (next == "\"" || next == "\\") shown += '\\';
         shown += printable(next);
@@ -195,7 +199,7 @@ inline std::string quote(std::string_view text) {
     return '"' + shown + (end < text.size() ? "\"..." : "\"");
 }
 
-} // namespace cpx::detail
+} // namespace cpx
 
 // cpx/core/error.hpp
 // The one exception of cpx: what is wrong, where, what was expected and what was found.
@@ -221,9 +225,8 @@ class error : public std::runtime_error {
 public:
     error(std::string where, std::string what, std::string expected = "", std::string got = "",
           caller from = caller::here())
-        : std::runtime_error(place(from) + text(where, what, expected, got)), where_(detail::printable(where)),
-          problem_(detail::printable(what, true)), expected_(detail::printable(expected)),
-          got_(detail::printable(got)) {}
+        : std::runtime_error(place(from) + text(where, what, expected, got)), where_(printable(where)),
+          problem_(printable(what, true)), expected_(printable(expected)), got_(printable(got)) {}
 
     /// Returns `what()` without file and line, for users of a program, whose mistake is not in its source.
     std::string message() const { return text(where_, problem_, expected_, got_); }
@@ -244,9 +247,9 @@ private:
     }
     static std::string text(std::string const& where, std::string const& what, std::string const& expected,
                             std::string const& got) {
-        std::string message = detail::printable(where) + ": " + detail::printable(what, true);
-        if (!expected.empty()) message += ": expected " + detail::printable(expected);
-        if (!got.empty()) message += ", got " + detail::printable(got);
+        std::string message = printable(where) + ": " + printable(what, true);
+        if (!expected.empty()) message += ": expected " + printable(expected);
+        if (!got.empty()) message += ", got " + printable(got);
         return message;
     }
 
@@ -2928,7 +2931,7 @@ struct volume {
 /// For every rank j: the rows that it needs and does not have whole, counted once for every rank that must supply some
 /// of their columns: the holder of the row or, where every rank holds every row, the lowest holder of each head that j
 /// lacks.
-/// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + heads * W^2).
+/// `width`: elements of a row if there are no sections. Cost: O(runs of the batch + sections * W^2).
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
     char const* const where = "lower_bound";
@@ -2938,22 +2941,22 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     if (sections.empty()) sections = std::span(&whole, 1);
-    auto const holds = [](auto const& s, int rank, section const& group, index_t head) {
-        range const heads = s.heads(rank, group.heads);
-        return heads.first <= head && head < heads.last;
-    };
     volume bound;
     for (int j = 0; j < to.ranks(); ++j) {
         index_t needed_rows = to.rows(j);
         if constexpr (From::every_row) {
             std::vector<index_t> supplied(static_cast<std::size_t>(from.ranks())); // elements of a row, by supplier
-            for (section const& s : sections)
-                for (index_t head = 0; head < s.heads; ++head) {
-                    int supplier = 0;
-                    while (!holds(from, supplier, s, head)) ++supplier;
-                    if (holds(to, j, s, head) && !holds(from, j, s, head))
-                        supplied[static_cast<std::size_t>(supplier)] += s.width;
+            for (section const& s : sections) {
+                range const needed = to.heads(j, s.heads), own = from.heads(j, s.heads);
+                index_t next = 0; // the first head that no lower rank holds: shares ascend with ranks
+                for (int i = 0; i < from.ranks(); ++i) {
+                    range const held = from.heads(i, s.heads);
+                    range const lacking = intersect({std::max(next, held.first), held.last}, needed);
+                    next = std::max(next, held.last);
+                    supplied[static_cast<std::size_t>(i)] +=
+                        (lacking.size() - intersect(lacking, own).size()) * s.width;
                 }
+            }
             for (index_t const elements : supplied) {
                 bound.rows += elements > 0 ? needed_rows : 0;
                 bound.elements += elements * needed_rows;
@@ -3576,20 +3579,25 @@ public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
     /// the others in one exchange; at most a year.
     ///
-    /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
+    /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it. Where the
+    /// system starts fewer threads, throws one that says how many.
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
         detail::require_ranks("threads::run", "ranks", ranks, here);
         world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
         std::vector<std::thread> members;
+        std::string refusal;
         try {
             for (int rank = 0; rank < ranks; ++rank)
                 members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
         } catch (std::exception const& e) { // the system has no more threads: end those that run
-            shared.fail(static_cast<int>(members.size()), e.what());
+            refusal = e.what();
+            shared.fail(static_cast<int>(members.size()), refusal);
         }
         for (auto& member : members) member.join();
+        require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
+                std::to_string(ranks) + ", one a rank", std::to_string(members.size()) + ", then: " + refusal, here);
         shared.rethrow(here);
     }
 

@@ -44,10 +44,10 @@ TEST_SUITE("core") {
     }
 
     TEST_CASE("a quoted text is short, and no character of it is cut") {
-        CHECK(cpx::detail::quote("a \"b\" \\") == R"("a \"b\" \\")");
-        CHECK(cpx::detail::quote(std::string(64, 'n')) == '"' + std::string(64, 'n') + '"');
-        CHECK(cpx::detail::quote(std::string(63, 'n') + "\xc3\xa9") == '"' + std::string(63, 'n') + "\"...");
-        CHECK(cpx::detail::quote("\x1b") == R"("\x1b")");
+        CHECK(cpx::quote("a \"b\" \\") == R"("a \"b\" \\")");
+        CHECK(cpx::quote(std::string(64, 'n')) == '"' + std::string(64, 'n') + '"');
+        CHECK(cpx::quote(std::string(63, 'n') + "\xc3\xa9") == '"' + std::string(63, 'n') + "\"...");
+        CHECK(cpx::quote("\x1b") == R"("\x1b")");
     }
 
     TEST_CASE("fields that are empty leave no trace") {

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include <support/files.hpp>
 
@@ -58,13 +59,17 @@ TEST_SUITE("examples") {
     TEST_CASE("every golden file agrees on every number of ranks and every layout") {
         std::vector<std::string> const layouts = {"sequential", "sequential:batch", "zigzag",         "zigzag:batch",
                                                   "striped",    "head_sharded",     "table=0,0:batch"};
+        std::string const heads = "head_sharded";
         std::size_t turn = 0;
         for (golden_file const& file : files)
             for (char const* ranks : {"1", "2", "3", "4", "5", "8"})
                 for (auto const& layout : layouts) {
                     ++turn;
-                    arguments options{"--ranks", ranks, "--layout", layout, "--carry", turn % 2 ? "scan" : "serial"};
-                    if (turn % 3 == 0) options = options + arguments{"--chunk", "16", "--cut", "aligned:16"};
+                    bool const recurrence = file.kind != std::string("causal_conv1d"), by_heads = layout == heads;
+                    arguments options{"--ranks", ranks, "--layout", layout};
+                    if (recurrence && !by_heads) options = options + arguments{"--carry", turn % 2 ? "scan" : "serial"};
+                    if (recurrence && turn % 3 == 0) options = options + arguments{"--chunk", "16"};
+                    if (!by_heads && turn % 3 == 0) options = options + arguments{"--cut", "aligned:16"};
                     check_errors(file, turn % 5 < 3 ? "float64" : "float32", options);
                 }
     }
@@ -80,13 +85,15 @@ TEST_SUITE("examples") {
 
     TEST_CASE("options that mean nothing are refused") {
         for (auto const& [option, value, passages] : std::vector<std::tuple<std::string, std::string, arguments>>{
-                 {"--ranks", "0", {"--ranks", "from 1 to 4096", "\"0\""}},
-                 {"--ranks", "-1", {"--ranks", "from 1 to 4096", "\"-1\""}},
-                 {"--ranks", "1000000000", {"--ranks", "from 1 to 4096", "\"1000000000\""}},
+                 {"--ranks", "0", {"--ranks", "from 1 to 256", "\"0\""}},
+                 {"--ranks", "-1", {"--ranks", "from 1 to 256", "\"-1\""}},
+                 {"--ranks", "1000000000", {"--ranks", "from 1 to 256", "\"1000000000\""}},
+                 {"--ranks", "257", {"--ranks", "from 1 to 256", "\"257\""}},
+                 {"--layout", "", {"--layout", "some text"}},
                  {"--layout", "diagonal", {"--layout", "sequential, zigzag", "\"diagonal\""}},
                  {"--layout", "zigzag:rows", {"--layout", "sequence or batch", "\"rows\""}},
                  {"--layout", "replicated", {"--layout", "\"replicated\""}},
-                 {"--layout", "table=0,2", {"owner of chunk 1", "0 to 1", "got 2"}},
+                 {"--layout", "table=0,2", {"--layout", "owner of chunk 1", "0 to 1", "got 2"}},
                  {"--layout", "table=", {"--layout", "owner of chunk 0"}},
                  {"--dtype", "float16", {"--dtype", "float64 or float32", "\"float16\""}},
                  {"--carry", "tree", {"--carry", "scan or serial", "\"tree\""}},
@@ -96,6 +103,19 @@ TEST_SUITE("examples") {
                  {"--frobnicate", "1", {"--frobnicate"}}})
             check_refusal({path("gdr_small"), option, value}, arguments{"verify: "} + passages);
         check_refusal({}, {"FILE is required"});
+    }
+
+    TEST_CASE("options that have no effect are refused") {
+        arguments const by_heads{"--layout", "head_sharded"};
+        for (auto const& [file, options, option] : std::vector<std::tuple<char const*, arguments, std::string>>{
+                 {"conv_silu", {"--carry", "scan"}, "--carry"},
+                 {"conv_silu", {"--chunk", "64"}, "--chunk"},
+                 {"conv_silu", by_heads + arguments{"--cut", "balanced"}, "--cut"},
+                 {"gdr_small", by_heads + arguments{"--cut", "aligned:16"}, "--cut"},
+                 {"gdr_small", by_heads + arguments{"--carry", "serial"}, "--carry"},
+                 {"gdn_layer_small", by_heads + arguments{"--carry", "serial"}, "--carry"}})
+            check_refusal(arguments{path(file)} + options, {"verify: " + option + ": no effect: expected"});
+        run_json(arguments{path("gdn_layer_small"), "--cut", "aligned:16"} + by_heads); // of what is not by heads
     }
 
     TEST_CASE("files that are missing, cut short or not what they claim are refused") {
@@ -158,8 +178,31 @@ TEST_SUITE("examples") {
             refuse(name, [](archive& a) { a.metadata.erase("kind"); }, {"kind"});
             refuse(name, [](archive& a) { a.metadata["kind"] = "softmax"; }, {"kind", "softmax"});
         }
+        refuse("conv_silu", [](archive& a) { a.metadata["activation"] = "ge\x1blu"; },
+               {"activation in the metadata: expected silu or None, got \"ge\\x1blu\""});
+        refuse("gdr_small", [](archive& a) { a.metadata["qk_l2norm"] = "yes"; },
+               {"expected True or False, got \"yes\""});
+        for (auto const& [text, part] : std::vector<std::pair<json, std::string>>{
+                 {{{"hidden_act", "gelu"}}, "hidden_act: expected \"silu\", got \"gelu\""},
+                 {{{"linear_key_head_dim", std::int64_t{1} << 40}}, "linear_key_head_dim: expected 1 to 65536"},
+                 {{{"hidden_size", -1}}, "hidden_size: expected 1 to 65536, got -1"}})
+            refuse("gdn_layer_small",
+                   [&](archive& a) {
+                       json config = json::parse(a.metadata["config"].get<std::string>());
+                       config.update(text);
+                       a.metadata["config"] = config.dump();
+                   },
+                   {part});
         refuse("conv_bias", cu(6, 45), {"x", "45", "44"});
         refuse("conv_bias", cu(6, std::int64_t{1} << 60), {"x", "44"});
+        refuse("gdr_small", cu(4, std::int64_t{1} << 60), {"shape of tensor", "expected [1152921504606846976, ", "64"});
+        refuse("gdr_small",
+               [](archive& a) {
+                   for (char const* name : {"q", "k", "v", "o"})
+                       a.tensors.at(name) = {"F32", {0, 1, std::int64_t{1} << 40}, ""};
+                   a.tensors.at("cu_seqlens") = {"I64", {1}, std::string(8, '\0')};
+               },
+               {"width of a key head: expected 1 to 65536, got 1099511627776"});
         refuse("gdr_small", cu(4, 65), {"65", "64"});
         refuse("gdr_small", cu(4, 63), {"63", "64"});
         refuse("gdn_layer_small", cu(3, 53), {"hidden_states", "53", "52"});

@@ -31,9 +31,8 @@ class error : public std::runtime_error {
 public:
     error(std::string where, std::string what, std::string expected = "", std::string got = "",
           caller from = caller::here())
-        : std::runtime_error(place(from) + text(where, what, expected, got)), where_(detail::printable(where)),
-          problem_(detail::printable(what, true)), expected_(detail::printable(expected)),
-          got_(detail::printable(got)) {}
+        : std::runtime_error(place(from) + text(where, what, expected, got)), where_(printable(where)),
+          problem_(printable(what, true)), expected_(printable(expected)), got_(printable(got)) {}
 
     /// Returns `what()` without file and line, for users of a program, whose mistake is not in its source.
     std::string message() const { return text(where_, problem_, expected_, got_); }
@@ -54,9 +53,9 @@ private:
     }
     static std::string text(std::string const& where, std::string const& what, std::string const& expected,
                             std::string const& got) {
-        std::string message = detail::printable(where) + ": " + detail::printable(what, true);
-        if (!expected.empty()) message += ": expected " + detail::printable(expected);
-        if (!got.empty()) message += ", got " + detail::printable(got);
+        std::string message = printable(where) + ": " + printable(what, true);
+        if (!expected.empty()) message += ": expected " + printable(expected);
+        if (!got.empty()) message += ", got " + printable(got);
         return message;
     }
 

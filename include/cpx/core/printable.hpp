@@ -9,7 +9,9 @@
 #include <string>
 #include <string_view>
 
-namespace cpx::detail {
+namespace cpx {
+
+namespace detail {
 
 /// A character at the start of a text: how many bytes it has, and whether it may be shown as it is.
 struct leading_character {
@@ -41,6 +43,8 @@ inline leading_character first_character(std::string_view text) {
                  within(0x2060, 0x206f) || code == 0xfeff)};
 }
 
+} // namespace detail
+
 /// Returns `text` with every byte that must not be printed as \xHH; line feeds stay if `lines`.
 ///
 /// Printable text stays as it is, backslashes too, so that a second call changes nothing.
@@ -49,7 +53,7 @@ inline std::string printable(std::string_view text, bool lines = false) {
     std::string safe;
     safe.reserve(text.size());
     while (!text.empty()) {
-        auto const [bytes, shown] = first_character(text);
+        auto const [bytes, shown] = detail::first_character(text);
         if (shown || (lines && text[0] == '\n'))
             safe += text.substr(0, bytes);
         else
@@ -67,7 +71,7 @@ inline std::string quote(std::string_view text) {
     std::string shown;
     std::size_t end = 0;
     while (end < text.size()) {
-        auto const next = text.substr(end, first_character(text.substr(end)).bytes);
+        auto const next = text.substr(end, detail::first_character(text.substr(end)).bytes);
         if (end + next.size() > most) break;
         if (next == "\"" || next == "\\") shown += '\\';
         shown += printable(next);
@@ -76,4 +80,4 @@ inline std::string quote(std::string_view text) {
     return '"' + shown + (end < text.size() ? "\"..." : "\"");
 }
 
-} // namespace cpx::detail
+} // namespace cpx

@@ -140,7 +140,7 @@ public:
 
     /// Returns the value as an error shows it: short texts and numbers in full, arrays and objects by their size.
     std::string got() const {
-        if (value_->is_string()) return detail::quote(value_->get_ref<std::string const&>());
+        if (value_->is_string()) return quote(value_->get_ref<std::string const&>());
         if (value_->is_array()) return "an array of " + std::to_string(value_->size());
         if (value_->is_object()) return "an object of " + std::to_string(value_->size());
         return value_->dump();
@@ -174,7 +174,7 @@ private:
     }
     /// A pointer is made of keys of the file, so that it is shown as carefully as any value.
     static std::string show(std::string const& pointer) {
-        auto const quoted = detail::quote(pointer);
+        auto const quoted = quote(pointer);
         return pointer.empty() ? "the document" : quoted == '"' + pointer + '"' ? pointer : quoted;
     }
 

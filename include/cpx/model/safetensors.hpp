@@ -129,7 +129,7 @@ public:
         auto const& info = tensor(name);
         auto const same = [](index_t want, index_t have) { return want == -1 || want == have; };
         if (!std::ranges::equal(expected, info.shape, same))
-            throw error(where(), "shape of tensor " + detail::quote(name), show(expected), show(info.shape));
+            throw error(where(), "shape of tensor " + quote(name), show(expected), show(info.shape));
         return read<T>(name);
     }
 
@@ -146,7 +146,7 @@ private:
                         std::to_string(header));
         auto const text = file_->read(prefix, header);
         if (!text.starts_with('{'))
-            throw error(where(), "header", "a JSON object", detail::quote(std::string_view(text).substr(0, 8)));
+            throw error(where(), "header", "a JSON object", quote(std::string_view(text).substr(0, 8)));
         range const data{static_cast<index_t>(prefix + header), static_cast<index_t>(size)};
 
         auto const root = json_value::parse(text, where(), {.bytes = longest_header});
@@ -164,14 +164,12 @@ private:
     /// Adds one tensor, whose bytes lie in `data`.
     void add(std::string const& name, json_value const& entry, range data) {
         auto const wrong = [&](char const* what, std::string expected, std::string got) {
-            return error(where(), std::string(what) + " of tensor " + detail::quote(name), std::move(expected),
-                         std::move(got));
+            return error(where(), std::string(what) + " of tensor " + quote(name), std::move(expected), std::move(got));
         };
         auto const code = entry.get<std::string>("dtype");
         auto const known = std::ranges::find(dtype_names, code);
         if (known == dtype_names.end())
-            throw wrong("dtype", "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8 or BOOL",
-                        detail::quote(code));
+            throw wrong("dtype", "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8 or BOOL", quote(code));
         auto const type = static_cast<dtype>(known - dtype_names.begin());
 
         auto shape = entry.get<std::vector<index_t>>("shape");
@@ -205,7 +203,7 @@ private:
             if (info->bytes.first != covered)
                 throw error(where(),
                             (info->bytes.first < covered ? "overlap before tensor " : "gap before tensor ") +
-                                detail::quote(info->name),
+                                quote(info->name),
                             "a begin of " + std::to_string(covered - data.first),
                             std::to_string(info->bytes.first - data.first));
             covered = info->bytes.last;
@@ -229,8 +227,8 @@ private:
         std::ranges::partial_sort(near, shown);
         std::string names;
         for (auto item = near.begin(); item != shown; ++item)
-            names += (names.empty() ? ", such as " : ", ") + detail::quote(item->second);
-        throw error(where(), kind + detail::quote(name),
+            names += (names.empty() ? ", such as " : ", ") + quote(item->second);
+        throw error(where(), kind + quote(name),
                     "one of the " + std::to_string(entries.size()) + " in the file" + names, "none of that name");
     }
 
@@ -251,7 +249,7 @@ private:
         } catch (std::length_error const& refused) {
             reason = refused.what();
         }
-        throw error(where(), "memory for tensor " + detail::quote(info.name),
+        throw error(where(), "memory for tensor " + quote(info.name),
                     std::to_string(info.elements()) + " elements of " + std::to_string(sizeof(T)) + " bytes", reason);
     }
 
@@ -260,7 +258,7 @@ private:
     void convert(tensor_info const& info, std::vector<T>& values, Decode decode = {}) const {
         using decoded = std::remove_cvref_t<std::invoke_result_t<Decode, Stored&>>;
         if constexpr (std::floating_point<decoded> && std::integral<T>) {
-            throw error(where(), "dtype of tensor " + detail::quote(info.name), "an integer dtype or BOOL",
+            throw error(where(), "dtype of tensor " + quote(info.name), "an integer dtype or BOOL",
                         std::string(dtype_names[static_cast<std::size_t>(info.dtype)]));
         } else {
             std::array<Stored, 4096> stored;
@@ -271,8 +269,7 @@ private:
                 for (std::size_t i = 0; i < block.size(); ++i) {
                     decoded const value = decode(block[i]);
                     if (!detail::holds<T>(value))
-                        throw error(where(),
-                                    "element " + std::to_string(first + i) + " of tensor " + detail::quote(info.name),
+                        throw error(where(), "element " + std::to_string(first + i) + " of tensor " + quote(info.name),
                                     std::same_as<T, index_t> ? "an int64"
                                     : std::same_as<T, float> ? "a float"
                                                              : "a double",

@@ -26,20 +26,25 @@ public:
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
     /// the others in one exchange; at most a year.
     ///
-    /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it.
+    /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it. Where the
+    /// system starts fewer threads, throws one that says how many.
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
         detail::require_ranks("threads::run", "ranks", ranks, here);
         world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
         std::vector<std::thread> members;
+        std::string refusal;
         try {
             for (int rank = 0; rank < ranks; ++rank)
                 members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
         } catch (std::exception const& e) { // the system has no more threads: end those that run
-            shared.fail(static_cast<int>(members.size()), e.what());
+            refusal = e.what();
+            shared.fail(static_cast<int>(members.size()), refusal);
         }
         for (auto& member : members) member.join();
+        require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
+                std::to_string(ranks) + ", one a rank", std::to_string(members.size()) + ", then: " + refusal, here);
         shared.rethrow(here);
     }
 
