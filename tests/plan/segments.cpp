@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/plan/segments.hpp>
 
+#include <cpx/core/packing.hpp>
 #include <cpx/plan/global_rows.hpp>
 
 #include <doctest/doctest.h>
@@ -95,16 +96,20 @@ TEST_SUITE("plan") {
 
     // A loader has the batch whole: every rank takes its rows, and what it computes goes back to where it belongs.
     TEST_CASE("rows that are taken by global rows and put back by slots are the batch") {
-        auto const sharding = cpx::shard(lengths({7, 0, 13}), cpx::zigzag<3>{});
-        std::vector<int> const batch = {5, 3, 8, 1, 9, 2, 7, 4, 6, 0, 15, 13, 18, 11, 19, 12, 17, 14, 16, 10};
-        std::vector<std::vector<int>> local(3);
-        for (int r = 0; r < 3; ++r)
-            for (index_t const row : cpx::global_rows(sharding, r))
-                local[static_cast<std::size_t>(r)].push_back(batch[static_cast<std::size_t>(row)]);
-        std::vector<int> again;
-        for (cpx::slot const place : cpx::slots(sharding))
-            again.push_back(local[static_cast<std::size_t>(place.rank)][static_cast<std::size_t>(place.row)]);
-        CHECK(again == batch);
+        std::vector<int> const position_ids = {0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1},
+                               token_ids = {5, 3, 8, 1, 9, 2, 7, 4, 6, 0, 15, 13, 18, 11, 19, 12, 17, 14, 16};
+        int const ranks = 3;
+        std::vector<int> all[ranks], again;
+        for (int rank = 0; rank < ranks; ++rank) {
+            std::vector<int>& mine = all[rank];
+            cpx::thd const batch = cpx::thd_from_positions(position_ids, cpx::pad::joins_last_sequence);
+            auto const sharding = cpx::shard(batch, cpx::zigzag<>(ranks));
+            for (cpx::index_t const row : cpx::global_rows(sharding, rank)) mine.push_back(token_ids[row]);
+            CHECK(std::ssize(mine) == sharding.rows(rank));
+        }
+        auto const sharding = cpx::shard(lengths({7, 1, 11}), cpx::zigzag<>(ranks));
+        for (cpx::slot const home : cpx::slots(sharding)) again.push_back(all[home.rank][home.row]);
+        CHECK(again == token_ids);
     }
 
     TEST_CASE("global rows of a rank that is not there, or beyond memory, are rejected") {

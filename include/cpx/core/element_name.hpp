@@ -25,15 +25,16 @@ template <class T>
 constexpr std::string_view number_name() {
     using limits = std::numeric_limits<T>;
     if (std::same_as<T, bool>) return "bool";
+    int bits = limits::digits; // of a floating-point number those of the fraction, with the hidden one
     if (std::floating_point<T>) {
-        switch (limits::digits) { // binary ones, with the hidden one
+        switch (bits) {
         case 8: return "bfloat16";
         case 11: return "float16";
         case 24: return "float32";
         case 53: return "float64";
         }
     } else {
-        switch (limits::digits + limits::is_signed) {
+        switch (bits += limits::is_signed) {
         case 8: return limits::is_signed ? "int8" : "uint8";
         case 16: return limits::is_signed ? "int16" : "uint16";
         case 32: return limits::is_signed ? "int32" : "uint32";
