@@ -2,6 +2,8 @@
 // Tiles of 16-bit elements in shared memory and warpgroup products of them (sm_90a), by CUTLASS's wrappers.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
