@@ -2911,7 +2911,7 @@ namespace cpx {
 template <any_sharding From, any_sharding To>
 std::vector<index_t> traffic(From const& from, To const& to, caller here = caller::here()) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
-    std::vector<index_t> rows(ranks * ranks);
+    auto rows = detail::zeros<index_t>("traffic", {from.ranks(), from.ranks()}, here);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i, here);
         for (message const& m : p.sends)
@@ -3434,7 +3434,7 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     for (message const& m : p.receives) {
         index_t const width = m.columns.empty() ? to.width() : total(m.columns);
         compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
-        staged.emplace_back(static_cast<std::size_t>(total(m.rows) * width));
+        staged.push_back(zeros<B>("exchange", {total(m.rows), width}, here));
         rows<B> const buffer(staged.back(), width);
         receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
     }

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <ops/gradients.hpp>
+#include <support/rejects.hpp>
 
 #include <numbers>
 #include <numeric>
@@ -129,6 +130,8 @@ TEST_SUITE("ops") {
         std::vector<size> const positions = {0};
         scattered<float> y(1, 8);
         CHECK_THROWS_AS(cpx::rotary<float>(x, 8, positions, {.theta = 1e4, .rotary_dim = 3}, y.view()), cpx::error);
-        CHECK_THROWS_AS(cpx::rotary<float>(x, 4, positions, {.theta = 1e4, .rotary_dim = 6}, y.view()), cpx::error);
+        for (cpx::index_t const dim : {cpx::index_t{6}, cpx::index_t{1} << 60})
+            support::rejects({"local_rotary.cpp", "rotary: rotary_dim: expected at most head_dim, 4"},
+                             [&] { cpx::rotary<float>(x, 4, positions, {.theta = 1e4, .rotary_dim = dim}, y.view()); });
     }
 }

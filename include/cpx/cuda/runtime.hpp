@@ -4,8 +4,7 @@
 
 #include <cpx/cuda/nvcc.hpp>
 
-#include <cpx/core/error.hpp>
-#include <cpx/core/index.hpp>
+#include <cpx/core/size.hpp>
 
 #include <cuda_runtime.h>
 
@@ -111,10 +110,11 @@ class buffer {
 public:
     buffer() = default;
     explicit buffer(index_t count, caller here = caller::here()) : count_(count) {
-        require(count >= 0, "cuda::buffer", "elements", "not negative", count, here);
-        if (count > 0)
-            check(cudaMalloc(reinterpret_cast<void**>(&data_), static_cast<std::size_t>(count) * sizeof(T)),
-                  "cudaMalloc", here);
+        index_t const bytes =
+            cpx::detail::product("cuda::buffer", "bytes", {count, static_cast<index_t>(sizeof(T))}, here);
+        if (count == 0) return;
+        cudaError_t const result = cudaMalloc(reinterpret_cast<void**>(&data_), static_cast<std::size_t>(bytes));
+        if (result != cudaSuccess) check(result, ("cudaMalloc of " + std::to_string(bytes) + " bytes").c_str(), here);
     }
     /// Copies `values` to the device; returns when they are there.
     explicit buffer(std::span<T const> values, caller here = caller::here()) : buffer(std::ssize(values), here) {
@@ -142,7 +142,7 @@ public:
     }
     /// Returns the elements once the device has done all it was given.
     std::vector<T> read(caller here = caller::here()) const {
-        std::vector<T> values(static_cast<std::size_t>(count_));
+        auto values = cpx::detail::zeros<T>("cuda::buffer", {count_}, here);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", here);
         if (count_ > 0)
             check(cudaMemcpy(values.data(), data_, values.size() * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy",

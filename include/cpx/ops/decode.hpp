@@ -121,7 +121,8 @@ public:
                     caller here = caller::here()) const {
         source_.check("states of the source", from, here);
         target_.check("states of the target", to, here);
-        std::vector<T> leaving, coming(target_.size());
+        std::vector<T> leaving;
+        auto coming = detail::zeros<T>(where, {std::ssize(target_.sequences), target_.width()}, here);
         leaving.reserve(source_.size());
         for (index_t const s : source_.sequences) {
             leaving.insert(leaving.end(), from.conv.row(s), from.conv.row(s) + source_.conv);

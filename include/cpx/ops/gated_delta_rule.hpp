@@ -82,10 +82,10 @@ template <class T, any_sharding S>
 class delta_rule_pass : public delta_rule_views<T, S> {
 public:
     delta_rule_pass(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& tensors, delta_rule_heads const& heads,
-                    delta_rule_options const& options)
+                    delta_rule_options const& options, caller here)
         : delta_rule_views<T, S>(plan, heads), t_(tensors), options_(options) {
         if (t_.saved)
-            t_.saved->starts.assign(plan.segments.size() * static_cast<std::size_t>(this->state_width()), T{});
+            t_.saved->starts = zeros<T>("gated_delta_rule", {std::ssize(plan.segments), this->state_width()}, here);
     }
 
     /// Writes the outputs of segment `i`. `state`: its start state on entry, its end state on return.
@@ -165,7 +165,7 @@ void carry_states(serial, delta_rule_pass<T, S> const& pass, carry_plan<S> const
     std::vector<T> states;
     for (std::size_t level = 0; level < plan.levels.size(); ++level) {
         auto const& members = plan.levels[level];
-        if (level == 0) states.resize(members.size() * static_cast<std::size_t>(width));
+        if (level == 0) states = zeros<T>("gated_delta_rule", {std::ssize(members), width}, here);
         for (std::size_t i = 0; i < members.size(); ++i) {
             auto const member = static_cast<std::size_t>(members[i]);
             T* const state = states.data() + static_cast<index_t>(i) * width;
@@ -240,7 +240,7 @@ void gated_delta_rule(How how, carry_plan<S> const& plan, delta_rule_tensors<T, 
                       caller here = caller::here()) {
     char const* const where = "gated_delta_rule";
     detail::check_delta_rule(where, plan, t, heads, options, here);
-    detail::delta_rule_pass<T, S> const pass(plan, t, heads, options);
+    detail::delta_rule_pass<T, S> const pass(plan, t, heads, options, here);
     index_t const sequences = plan.sharding.batch().sequences(), width = pass.state_width();
     if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width, here);

@@ -115,7 +115,9 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
     if (to.dinitial.data()) detail::require_shape(where, "dinitial", to.dinitial, sequences, width, here);
 
     constexpr bool folds = std::same_as<How, scan>;
-    auto const states = [&](std::size_t count) { return std::vector<T>(count * static_cast<std::size_t>(width)); };
+    auto const states = [&](std::size_t count) {
+        return detail::zeros<T>(where, {static_cast<index_t>(count), width}, here);
+    };
     auto const at = [&](std::vector<T>& values, auto i) { return values.data() + static_cast<index_t>(i) * width; };
     auto folded = states(folds ? plan.segments.size() : 0), dends = states(folds ? plan.segments.size() : 0);
     for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)

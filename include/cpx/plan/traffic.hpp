@@ -14,7 +14,7 @@ namespace cpx {
 template <any_sharding From, any_sharding To>
 std::vector<index_t> traffic(From const& from, To const& to, caller here = caller::here()) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
-    std::vector<index_t> rows(ranks * ranks);
+    auto rows = detail::zeros<index_t>("traffic", {from.ranks(), from.ranks()}, here);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i, here);
         for (message const& m : p.sends)

@@ -78,7 +78,7 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     for (message const& m : p.receives) {
         index_t const width = m.columns.empty() ? to.width() : total(m.columns);
         compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
-        staged.emplace_back(static_cast<std::size_t>(total(m.rows) * width));
+        staged.push_back(zeros<B>("exchange", {total(m.rows), width}, here));
         rows<B> const buffer(staged.back(), width);
         receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
     }

@@ -20,8 +20,8 @@ template <class T>
 class row_buffer {
 public:
     row_buffer() = default;
-    row_buffer(index_t count, index_t width)
-        : count_(count), width_(width), values_(static_cast<std::size_t>(count * width)) {}
+    row_buffer(index_t count, index_t width, caller here = caller::here())
+        : count_(count), width_(width), values_(detail::zeros<T>("row_buffer", {count, width}, here)) {}
 
     rows<T> view() { return {values_.data(), count_, width_}; }
     rows<T const> view() const { return {values_.data(), count_, width_}; }
@@ -245,16 +245,16 @@ moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index_t choices, rows
     auto const n = detail::require_moe("moe", w, x.width(), choices, here);
     index_t const count = x.count();
     detail::require_shape("moe", "y", y, count, n.hidden, here);
-    moe_saved<T> saved{.chosen = {count, choices},
-                       .weights = {count, choices},
-                       .gate_up = {count, choices * 2 * n.inner},
-                       .activation = {count, choices * n.inner},
-                       .output = {count, choices * n.hidden},
-                       .shared_gate_up = {count, 2 * n.shared},
-                       .shared_activation = {count, n.shared},
-                       .shared_output = {count, n.hidden},
-                       .shared_gate = {count, 1}};
-    row_buffer<T> logits(count, n.experts);
+    moe_saved<T> saved{.chosen = {count, choices, here},
+                       .weights = {count, choices, here},
+                       .gate_up = {count, choices * 2 * n.inner, here},
+                       .activation = {count, choices * n.inner, here},
+                       .output = {count, choices * n.hidden, here},
+                       .shared_gate_up = {count, 2 * n.shared, here},
+                       .shared_activation = {count, n.shared, here},
+                       .shared_output = {count, n.hidden, here},
+                       .shared_gate = {count, 1, here}};
+    row_buffer<T> logits(count, n.experts, here);
     linear<T>(x, w.gate, logits.view());
     choose_experts<T>(logits.view(), saved.chosen.view(), saved.weights.view());
 

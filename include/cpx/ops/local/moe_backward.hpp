@@ -104,12 +104,12 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved
     detail::require_shape(where, "saved shared_gate_up", saved.shared_gate_up.view(), count, 2 * n.shared, here);
     detail::require_shape(where, "saved shared_output", saved.shared_output.view(), count, n.hidden, here);
     detail::require_shape(where, "saved shared_gate", saved.shared_gate.view(), count, 1, here);
-    moe_gradients<T> g{.dlogits = {count, n.experts},
-                       .dgate_up = {count, choices * 2 * n.inner},
-                       .doutput = {count, choices * n.hidden},
-                       .dshared_gate_up = {count, 2 * n.shared},
-                       .dshared_output = {count, n.hidden},
-                       .dshared_gate = {count, 1}};
+    moe_gradients<T> g{.dlogits = {count, n.experts, here},
+                       .dgate_up = {count, choices * 2 * n.inner, here},
+                       .doutput = {count, choices * n.hidden, here},
+                       .dshared_gate_up = {count, 2 * n.shared, here},
+                       .dshared_output = {count, n.hidden, here},
+                       .dshared_gate = {count, 1, here}};
 
     for (index_t row = 0; row < count; ++row) {
         T const* const weight = saved.weights.view().row(row);
@@ -132,7 +132,7 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved
         }
     }
 
-    row_buffer<T> dactivation(count, choices * n.inner), terms(count, choices * n.hidden);
+    row_buffer<T> dactivation(count, choices * n.inner, here), terms(count, choices * n.hidden, here);
     expert_linear_backward_input<T>(chosen, n.experts, g.doutput.view(), w.down_proj, dactivation.view());
     auto const open = [](rows<T const> gate_up, rows<T const> of_activation, rows<T> of_gate_up) {
         index_t const width = of_activation.width();
@@ -144,7 +144,7 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved
              dactivation.view().columns(s * n.inner, n.inner), g.dgate_up.view().columns(s * 2 * n.inner, 2 * n.inner));
     expert_linear_backward_input<T>(chosen, n.experts, g.dgate_up.view(), w.gate_up_proj, terms.view());
 
-    row_buffer<T> dshared_activation(count, n.shared), term(count, n.hidden);
+    row_buffer<T> dshared_activation(count, n.shared, here), term(count, n.hidden, here);
     linear_backward_input<T>(g.dshared_output.view(), w.shared_down_proj, dshared_activation.view());
     open(saved.shared_gate_up.view(), dshared_activation.view(), g.dshared_gate_up.view());
 

@@ -24,9 +24,10 @@ template <class T>
 std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::here()) {
     index_t const dim = options.rotary_dim;
     require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", dim, here);
-    std::vector<T> result;
+    auto result = detail::zeros<T>("rotary_frequencies", {dim / 2}, here);
     for (index_t i = 0; i < dim; i += 2)
-        result.push_back(1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim)));
+        result[static_cast<std::size_t>(i / 2)] =
+            1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim));
     return result;
 }
 
@@ -89,10 +90,12 @@ void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> 
 template <class T>
 void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> positions, rotary_options options, rows<T> y,
             caller here = caller::here()) {
+    require(options.rotary_dim <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim),
+            options.rotary_dim, here);
     auto const frequencies = rotary_frequencies<T>(options, here);
-    index_t const half = static_cast<index_t>(frequencies.size());
-    std::vector<T> cos(positions.size() * frequencies.size()), sin(cos.size());
-    rows<T> const c(cos.data(), std::ssize(positions), half), s(sin.data(), std::ssize(positions), half);
+    index_t const count = std::ssize(positions), half = std::ssize(frequencies);
+    auto cos = detail::zeros<T>("rotary", {count, half}, here), sin = cos;
+    rows<T> const c(cos.data(), count, half), s(sin.data(), count, half);
     rotary_table<T>(positions, frequencies, c, s, here);
     rotary<T>(x, head_dim, c, s, y, here);
 }
@@ -101,7 +104,7 @@ void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> position
 template <class T>
 void rotary_backward(rows<T const> dy, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx,
                      caller here = caller::here()) {
-    std::vector<T> negated(static_cast<std::size_t>(sin.count() * sin.width()));
+    auto negated = detail::zeros<T>("rotary_backward", {sin.count(), sin.width()}, here);
     rows<T> const back(negated.data(), sin.count(), sin.width());
     for (index_t row = 0; row < sin.count(); ++row)
         for (index_t i = 0; i < sin.width(); ++i) back(row, i) = -sin(row, i);
