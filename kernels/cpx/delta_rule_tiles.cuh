@@ -13,7 +13,9 @@
 
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 namespace cpx::kernels::delta {
