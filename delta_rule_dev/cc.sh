@@ -1,1 +1,0 @@
-cd /tmp && nvcc -std=c++20 -O3 --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -Xptxas -v -I/work/wt/kernels/kernels -I/work/wt/kernels/include -I/tmp/cutlass/cutlass_library/source/include -c /tmp/t1.cu -o /tmp/t1.o 2>&1 | grep -v "^$\|Compile time" | grep -A4 "C75\|main\|state" 
