@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <support/files.hpp>
+#include <support/rejects.hpp>
 
 #include <array>
 #include <bit>
@@ -337,8 +338,9 @@ TEST_SUITE("model") {
         if (refused) return;
         safetensors const f(path);
         CHECK(f.read<cpx::index_t>("small") == std::vector<cpx::index_t>{'a', 'b'});
-        CHECK(contains(message([&] { f.read<float>("x"); }),
-                       R"(memory for tensor "x": expected 9999999999998 elements of 4 bytes, got std::bad_alloc)"));
+        if (support::memory_ends)
+            CHECK(contains(message([&] { f.read<float>("x"); }),
+                           R"(memory for tensor "x": expected 9999999999998 elements of 4 bytes, got std::bad_alloc)"));
         CHECK(contains(message([&] { f.read<float>("x", {2}); }), "expected [2], got [9999999999998]"));
         std::filesystem::resize_file(path, 8 + header.size());
         CHECK(contains(message([&] { f.read<float>("small"); }), "cannot read: expected 2 bytes from"));
