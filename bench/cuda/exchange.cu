@@ -5,8 +5,8 @@
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/shared_memory.hpp>
 
-#include "../../tests/cuda/processes.hpp"
-#include "../../tests/cuda/whole.hpp"
+#include "../../harness/processes.hpp"
+#include "../../harness/whole.hpp"
 #include "three_steps.hpp"
 #include "timing.hpp"
 

@@ -6,7 +6,7 @@
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/transport/nccl.hpp>
 
-#include "../../tests/cuda/whole.hpp"
+#include "../../harness/whole.hpp"
 
 #include <cstdint>
 #include <numeric>

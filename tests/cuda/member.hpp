@@ -6,8 +6,10 @@
 
 #include <doctest/doctest.h>
 
-#include "processes.hpp"
-#include "whole.hpp"
+#include <support/skipped.hpp>
+
+#include "../../harness/processes.hpp"
+#include "../../harness/whole.hpp"
 
 #include <chrono>
 #include <cstring>

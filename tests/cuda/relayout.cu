@@ -7,9 +7,9 @@
 #include <support/packings.hpp>
 #include <support/random.hpp>
 
+#include "../../harness/whole.hpp"
 #include "gpus.hpp"
 #include "one_gpu.hpp"
-#include "whole.hpp"
 
 #include <algorithm>
 #include <cstring>

@@ -3,7 +3,7 @@ if(NOT CLANG_FORMAT)
     message("cpx: skipped, clang-format-16 not found")
     return()
 endif()
-file(GLOB_RECURSE sources include/*.hpp kernels/*.cuh tests/*.[ch]pp examples/*.[ch]pp bench/*.[ch]pp
+file(GLOB_RECURSE sources include/*.hpp kernels/*.cuh tests/*.[ch]pp examples/*.[ch]pp bench/*.[ch]pp harness/*.hpp
     tests/*.cu examples/*.cu bench/*.cu)
 execute_process(COMMAND ${CLANG_FORMAT} --dry-run -Werror ${sources} RESULT_VARIABLE differs)
 if(differs)

@@ -177,7 +177,7 @@ public:
     std::map<fs::path, source> files;
 
 private:
-    static constexpr char const* folders[] = {"include", "kernels", "tests", "examples", "bench"};
+    static constexpr char const* folders[] = {"include", "kernels", "tests", "examples", "bench", "harness"};
 
     void read(fs::path const& path, source& file) {
         std::ifstream in(path);

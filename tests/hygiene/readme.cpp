@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every C++ block of README.md is a passage of a file that is compiled and run.
+// Every C++ block of README.md is a passage of a file that is compiled and run, and what texts name is there.
 #include <doctest/doctest.h>
 
 #include <support/files.hpp>
@@ -58,6 +58,40 @@ bool quotes(text const& block, text const& source) {
     return false;
 }
 
+/// Returns the words of a text, without the marks around them.
+std::vector<std::string> words(text const& lines) {
+    std::vector<std::string> result;
+    for (std::string const& line : lines)
+        for (std::size_t at = 0; at < line.size();) {
+            std::size_t const first = line.find_first_not_of(" `|()[]\"'*,;", at);
+            if (first == std::string::npos) break;
+            at = std::min(line.find_first_of(" `|()[]\"'*,;", first), line.size());
+            std::string word = line.substr(first, at - first);
+            while (word.ends_with('.') || word.ends_with(':')) word.pop_back();
+            if (word.starts_with("./")) word.erase(0, 2);
+            result.push_back(word);
+        }
+    return result;
+}
+
+bool is_source(fs::path const& stem) {
+    return fs::exists(root / (stem.string() + ".cpp")) || fs::exists(root / (stem.string() + ".cu"));
+}
+
+/// Returns whether a word names no target, or one that CMake makes of a source.
+bool is_made(std::string const& word) {
+    std::string const file = word.substr(word.rfind('/') + 1);
+    if (file.find_first_of("ABCDEFGHIJKLMNOPQRSTUVWXYZ<*") != std::string::npos) return true; // stands for any
+    if (word.starts_with("build/") && word.find("/bin/") != std::string::npos)
+        return is_source("examples/" + file) || is_source("examples/" + file + "/main");
+    std::string path = file;
+    std::ranges::replace(path, '.', '/');
+    if (file.starts_with("bench.")) return is_source(path);
+    if (file.starts_with("test.") && std::ranges::count(file, '.') == 2) return is_source("tests/" + path.substr(5));
+    if (file.starts_with("tests.")) return fs::is_directory(root / path);
+    return true;
+}
+
 } // namespace
 
 TEST_SUITE("hygiene") {
@@ -72,6 +106,21 @@ TEST_SUITE("hygiene") {
             REQUIRE(!block.empty());
             CAPTURE(block.front());
             CHECK(std::any_of(sources.begin(), sources.end(), [&](text const& s) { return quotes(block, s); }));
+        }
+    }
+
+    TEST_CASE("every script, preset, program and test that README, CONTRIBUTING and RESULTS name is there") {
+        auto const presets = words(lines(root / "CMakePresets.json"));
+        for (std::string const file : {"README.md", "CONTRIBUTING.md", "bench/RESULTS.md"}) {
+            CAPTURE(file);
+            std::string before;
+            for (std::string const& word : words(lines(root / file))) {
+                CAPTURE(word);
+                if (before == "--preset") CHECK(std::ranges::find(presets, word) != presets.end());
+                if (word.starts_with("scripts/") || word.starts_with("bench/peers/")) CHECK(fs::exists(root / word));
+                CHECK(is_made(word));
+                before = word;
+            }
         }
     }
 }

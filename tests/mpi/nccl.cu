@@ -3,8 +3,8 @@
 #include <cpx/cuda/exchange.hpp>
 #include <cpx/transport/mpi.hpp>
 
+#include "../../harness/whole.hpp"
 #include <cuda/gpus.hpp>
-#include <cuda/whole.hpp>
 #include <mpi/job.hpp>
 #include <support/packings.hpp>
 #include <support/random.hpp>
