@@ -3112,9 +3112,12 @@ inline void copy(outgoing const& from, incoming const& to) {
 /// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is empty at first and lives
 ///   as long as the group.
 ///
-/// These are courtesies: to name the rank at fault in the error, and to check the id. The ranks of one call have the
-/// same id, or all compare their plans (see `identity::agreement`); a transport that sends the id along and gives it to
-/// `require_same_exchange` finds ranks that are in different exchanges, which others hand each other's rows.
+/// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
+/// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
+/// gives it to `require_same_exchange` finds ranks that are in different exchanges; another one hands rows of one
+/// exchange to ranks that are in another.
+///
+/// `testing::check_transport` tests all of this.
 template <class T>
 concept transport =
     requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
@@ -3142,6 +3145,12 @@ inline std::string names(std::vector<int> const& ranks) {
     std::string text = ranks.size() == 1 ? "rank" : "ranks";
     for (int const rank : ranks) text += ' ' + std::to_string(rank);
     return text;
+}
+
+/// Returns what a transport tells other ranks of its own error, whose line would be one of the library.
+inline std::string reason(std::exception const& e) {
+    auto const* const own = dynamic_cast<error const*>(&e);
+    return own ? own->message() : e.what();
 }
 
 /// The error of `rank`, which waits in an exchange for a rank that has left the group.
@@ -3594,7 +3603,7 @@ public:
                 members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
         } catch (std::exception const& e) { // the system has no more threads: end those that run
             refusal = e.what();
-            shared.fail(static_cast<int>(members.size()), refusal);
+            shared.end(static_cast<int>(members.size()), refusal);
         }
         for (auto& member : members) member.join();
         require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
@@ -3632,9 +3641,10 @@ public:
                 done = me.silent.empty() && me.deaf.empty();
                 if (!done && !me.news) wait(lock, end, id);
             }
-        } catch (...) {
+        } catch (std::exception const& e) {
             withdraw(lock, sends);
             me.in = nullptr;
+            world_.fail(rank_, detail::reason(e));
             throw;
         }
         me.in = nullptr;
@@ -3650,9 +3660,9 @@ private:
             program(comm);
             shared.leave(rank);
         } catch (std::exception const& e) {
-            shared.fail(rank, e.what());
+            shared.end(rank, e.what());
         } catch (...) {
-            shared.fail(rank, "an exception that is not a std::exception");
+            shared.end(rank, "an exception that is not a std::exception");
         }
     }
 
@@ -3695,22 +3705,27 @@ private:
             member_at(rank).left = true;
             tell_all();
         }
+        /// Tells all ranks that this one fails, unless another has before.
         void fail(int rank, std::string why) {
-            std::lock_guard lock(mutex);
-            if (failed < 0) {
-                failed = rank;
-                reason = std::move(why);
-                exception = std::current_exception();
-            }
+            if (failed >= 0 && failed != rank) return;
+            failed = rank;
+            reason = std::move(why);
             tell_all();
         }
+        /// Keeps the exception that ends a program: the first, or that of the rank that failed first.
+        void end(int rank, std::string why) {
+            std::lock_guard lock(mutex);
+            fail(rank, why);
+            if (exception && rank != failed) return;
+            exception = std::current_exception();
+            ended = "rank " + std::to_string(rank) + " failed: " + why;
+        }
         void rethrow(caller here) {
-            if (failed < 0) return;
+            if (!exception) return;
             try {
                 std::rethrow_exception(exception);
             } catch (...) {
-                std::throw_with_nested(
-                    error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason, "", "", here));
+                std::throw_with_nested(error("threads::run", ended, "", "", here));
             }
         }
 
@@ -3719,7 +3734,7 @@ private:
         std::vector<member> members;
         std::vector<post> posts;
         int failed = -1;
-        std::string reason;
+        std::string reason, ended;
         std::exception_ptr exception;
     };
 

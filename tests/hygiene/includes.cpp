@@ -55,6 +55,7 @@ filesystem error_code filesystem
 format format
 fstream fstream ifstream ios istream ofstream ostream streamsize
 functional bind_front cref equal_to function greater hash identity invoke less minus plus reference_wrapper ref
+future async future launch promise
 initializer_list initializer_list
 iomanip setfill setprecision setw
 ios ios streamsize

@@ -3,6 +3,7 @@
 #include <cpx/transport/mpi.hpp>
 
 #include <cpx/cpx.hpp>
+#include <cpx/testing/transport.hpp>
 
 #include <mpi/job.hpp>
 #include <support/packings.hpp>
@@ -85,6 +86,19 @@ bool alone() { return job::ranks() == 1; }
 
 TEST_SUITE("mpi") {
     using cpx::index_t;
+
+    TEST_CASE("MPI does all that a transport owes, and its courtesies") {
+        job::ranks();
+        auto const run = [](auto const& program) {
+            try {
+                cpx::mpi::run(program, 400ms);
+            } catch (cpx::error const&) { // the program has said so
+            }
+            MPI_Barrier(MPI_COMM_WORLD);
+        };
+        auto const found = cpx::testing::check_transport(run, 400ms);
+        CHECK_MESSAGE((found.all_duties() && found.all_courtesies()), found.text());
+    }
 
     TEST_CASE("ranks whose plans differ get an error that names the ranks and the field, and nothing moves") {
         if (alone()) return;

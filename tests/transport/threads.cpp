@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/transport/threads.hpp>
 
+#include <cpx/testing/transport.hpp>
+
 #include <doctest/doctest.h>
 
 #include <support/rejects.hpp>
@@ -52,6 +54,25 @@ std::vector<std::string> errors(int ranks, std::chrono::milliseconds deadline, F
 }
 
 bool holds(std::string const& text, std::string const& passage) { return text.find(passage) != std::string::npos; }
+
+enum class fault { none, no_ids, ids_of_agreements, byte };
+
+/// Threads that hide the ids of exchanges, hide which of them are agreements, or change a byte of what arrives.
+struct faulty_threads {
+    cpx::threads& comm;
+    fault what;
+
+    int rank() const { return comm.rank(); }
+    int ranks() const { return comm.ranks(); }
+    std::unordered_set<std::uint64_t>& agreed() { return comm.agreed(); }
+    void transfer(cpx::identity id, std::span<cpx::outgoing const> sends, std::span<cpx::incoming const> receives) {
+        if (what == fault::no_ids) id = {};
+        if (what == fault::ids_of_agreements) id[cpx::identity::agreement] = 0;
+        comm.transfer(id, sends, receives);
+        if (what == fault::byte && !receives.empty())
+            cpx::for_each_run(receives.back(), [](std::byte* bytes, std::size_t) { *bytes ^= std::byte{1}; });
+    }
+};
 
 TEST_SUITE("transport") {
     TEST_CASE("a program runs once on every rank") {
@@ -211,6 +232,47 @@ TEST_SUITE("transport") {
         CHECK(target == 7);
         CHECK(holds(texts[1], "bytes of a message: expected 4, got 8"));
         CHECK(holds(texts[0], "rank 1 failed"));
+    }
+
+    TEST_CASE("threads do all that a transport owes, and its courtesies") {
+        for (int const ranks : {1, 4}) {
+            auto const found = cpx::testing::check_transport(
+                [&](auto const& program) { cpx::threads::run(ranks, program, 150ms); }, 150ms);
+            CHECK_MESSAGE((found.all_duties() && found.all_courtesies()), ranks << " ranks\n" << found.text());
+        }
+    }
+
+    TEST_CASE("the test of transports finds what is wrong with one") {
+        auto const wrong_with = [](fault what, std::chrono::milliseconds deadline = 150ms) {
+            auto const run = [&](auto const& program) {
+                cpx::threads::run(
+                    3,
+                    [&](cpx::threads& comm) {
+                        faulty_threads faulty{comm, what};
+                        program(faulty);
+                    },
+                    deadline);
+            };
+            std::string list;
+            for (auto const& f : cpx::testing::check_transport(run, 150ms).findings)
+                if (!f.problem.empty()) list += (list.empty() ? "" : "; ") + f.property;
+            return list;
+        };
+        CHECK(wrong_with(fault::no_ids) == "ranks in different exchanges are told so");
+        CHECK(wrong_with(fault::ids_of_agreements) == "ranks whose plans differ can compare them");
+        CHECK(wrong_with(fault::none, 10s) ==
+              "a rank that does not come is an error within the deadline; which names it");
+        CHECK(wrong_with(fault::byte)
+                  .starts_with("messages of any rows, columns and strides arrive, and nothing else is written; "
+                               "messages without bytes"));
+    }
+
+    TEST_CASE("the test of transports says so where no rank has run") {
+        auto const found =
+            cpx::testing::check_transport([](auto const&) { throw std::runtime_error("out of sockets"); }, 1ms);
+        CHECK(!found.all_duties());
+        CHECK(
+            holds(found.text(), "duty      NO   a rank that throws ends the others: no rank has run: out of sockets"));
     }
 
     TEST_CASE("a group can be used after another has failed") {

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <span>
 #include <string>
 #include <unordered_set>
@@ -123,9 +124,12 @@ inline void copy(outgoing const& from, incoming const& to) {
 /// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is empty at first and lives
 ///   as long as the group.
 ///
-/// These are courtesies: to name the rank at fault in the error, and to check the id. The ranks of one call have the
-/// same id, or all compare their plans (see `identity::agreement`); a transport that sends the id along and gives it to
-/// `require_same_exchange` finds ranks that are in different exchanges, which others hand each other's rows.
+/// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
+/// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
+/// gives it to `require_same_exchange` finds ranks that are in different exchanges; another one hands rows of one
+/// exchange to ranks that are in another.
+///
+/// `testing::check_transport` tests all of this.
 template <class T>
 concept transport =
     requires(T& t, identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
@@ -153,6 +157,12 @@ inline std::string names(std::vector<int> const& ranks) {
     std::string text = ranks.size() == 1 ? "rank" : "ranks";
     for (int const rank : ranks) text += ' ' + std::to_string(rank);
     return text;
+}
+
+/// Returns what a transport tells other ranks of its own error, whose line would be one of the library.
+inline std::string reason(std::exception const& e) {
+    auto const* const own = dynamic_cast<error const*>(&e);
+    return own ? own->message() : e.what();
 }
 
 /// The error of `rank`, which waits in an exchange for a rank that has left the group.

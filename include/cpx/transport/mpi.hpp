@@ -83,8 +83,7 @@ public:
         if (ended) return;
         try {
             leave();
-        } catch (std::exception const& e) {
-            fail(e.what());
+        } catch (std::exception const&) { // and has told the others
         }
         if (!left_) return;
         MPI_Type_free(&block_);
@@ -105,7 +104,7 @@ public:
             complete(id, sends, receives, *shipments);
         } catch (std::exception const& e) {
             static_cast<void>(shipments.release()); // MPI may still read or fill the buffers
-            fail(e.what());
+            fail(detail::reason(e));
             throw;
         }
     }
@@ -146,7 +145,7 @@ public:
             }
         } catch (std::exception const& e) {
             static_cast<void>(farewells.release()); // MPI may still fill the buffers
-            fail(e.what());
+            fail(detail::reason(e));
             throw;
         }
         if (!left_) static_cast<void>(farewells.release());

@@ -40,7 +40,7 @@ public:
                 members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
         } catch (std::exception const& e) { // the system has no more threads: end those that run
             refusal = e.what();
-            shared.fail(static_cast<int>(members.size()), refusal);
+            shared.end(static_cast<int>(members.size()), refusal);
         }
         for (auto& member : members) member.join();
         require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
@@ -78,9 +78,10 @@ public:
                 done = me.silent.empty() && me.deaf.empty();
                 if (!done && !me.news) wait(lock, end, id);
             }
-        } catch (...) {
+        } catch (std::exception const& e) {
             withdraw(lock, sends);
             me.in = nullptr;
+            world_.fail(rank_, detail::reason(e));
             throw;
         }
         me.in = nullptr;
@@ -96,9 +97,9 @@ private:
             program(comm);
             shared.leave(rank);
         } catch (std::exception const& e) {
-            shared.fail(rank, e.what());
+            shared.end(rank, e.what());
         } catch (...) {
-            shared.fail(rank, "an exception that is not a std::exception");
+            shared.end(rank, "an exception that is not a std::exception");
         }
     }
 
@@ -141,22 +142,27 @@ private:
             member_at(rank).left = true;
             tell_all();
         }
+        /// Tells all ranks that this one fails, unless another has before.
         void fail(int rank, std::string why) {
-            std::lock_guard lock(mutex);
-            if (failed < 0) {
-                failed = rank;
-                reason = std::move(why);
-                exception = std::current_exception();
-            }
+            if (failed >= 0 && failed != rank) return;
+            failed = rank;
+            reason = std::move(why);
             tell_all();
         }
+        /// Keeps the exception that ends a program: the first, or that of the rank that failed first.
+        void end(int rank, std::string why) {
+            std::lock_guard lock(mutex);
+            fail(rank, why);
+            if (exception && rank != failed) return;
+            exception = std::current_exception();
+            ended = "rank " + std::to_string(rank) + " failed: " + why;
+        }
         void rethrow(caller here) {
-            if (failed < 0) return;
+            if (!exception) return;
             try {
                 std::rethrow_exception(exception);
             } catch (...) {
-                std::throw_with_nested(
-                    error("threads::run", "rank " + std::to_string(failed) + " failed: " + reason, "", "", here));
+                std::throw_with_nested(error("threads::run", ended, "", "", here));
             }
         }
 
@@ -165,7 +171,7 @@ private:
         std::vector<member> members;
         std::vector<post> posts;
         int failed = -1;
-        std::string reason;
+        std::string reason, ended;
         std::exception_ptr exception;
     };
 

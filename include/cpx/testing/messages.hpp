@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// Messages of any shape between ranks, made of numbers that both ends draw.
+#pragma once
+
+#include <cpx/transport/concept.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace cpx::testing::detail {
+
+using cpx::detail::mix;
+
+/// Numbers that look random, and are the same wherever the seed is.
+class dice {
+public:
+    explicit dice(std::uint64_t seed) : state_(seed) {}
+    index_t operator()(index_t first, index_t last) {
+        state_ = mix(state_, 1);
+        return first + static_cast<index_t>(state_ % static_cast<std::uint64_t>(last - first + 1));
+    }
+
+private:
+    std::uint64_t state_;
+};
+
+/// What both ends of a message have in common.
+struct shape {
+    std::vector<index_t> rows, columns;
+    index_t unit = 0;
+    bool dense = false; ///< whole rows, side by side
+};
+
+inline shape any_shape(dice& roll) {
+    shape s;
+    for (index_t i = roll(1, 3); i > 0; --i) s.rows.push_back(roll(1, 4));
+    for (index_t i = roll(1, 3); i > 0; --i) s.columns.push_back(roll(1, 5));
+    s.unit = roll(1, 9);
+    s.dense = s.columns.size() == 1 && roll(0, 1) == 0;
+    return s;
+}
+
+/// One end of a message, at places of its own in memory of its own, where all other places hold 0xaa.
+class end_of_message {
+public:
+    end_of_message(shape const& s, std::uint64_t seed) : unit_(s.unit) {
+        dice roll(seed);
+        index_t width = 0, height = 0;
+        rows_ = places(s.rows, s.dense ? 0 : 2, roll, height);
+        columns_ = places(s.columns, s.dense ? 0 : 2, roll, width);
+        stride_ = width * unit_ + (s.dense ? 0 : roll(0, 7));
+        memory_.assign(static_cast<std::size_t>(height * stride_), std::byte{0xaa});
+    }
+
+    template <class Byte>
+    parcel<Byte> view(int peer) {
+        return {peer, memory_.empty() ? nullptr : memory_.data(), stride_, unit_, rows_, columns_};
+    }
+    void fill(std::uint64_t seed) {
+        for_each_run(view<std::byte>(0), [&, i = 0ull](std::byte* bytes, std::size_t count) mutable {
+            for (std::size_t k = 0; k < count; ++k) bytes[k] = static_cast<std::byte>(mix(seed, i++));
+        });
+    }
+    /// Returns whether the message holds what `fill(seed)` makes of it, and every other place what it held.
+    bool holds(std::uint64_t seed) const {
+        end_of_message wanted = *this;
+        std::ranges::fill(wanted.memory_, std::byte{0xaa});
+        wanted.fill(seed);
+        return memory_ == wanted.memory_;
+    }
+
+private:
+    /// Returns runs of these counts, ascending or descending, with gaps; `extent` is one past the last place.
+    static std::vector<run> places(std::vector<index_t> const& counts, index_t gap, dice& roll, index_t& extent) {
+        std::vector<run> runs;
+        for (index_t const count : counts) runs.push_back({0, count});
+        bool const descending = roll(0, 1) == 1;
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            run& r = runs[descending ? runs.size() - 1 - i : i];
+            r.first = extent + roll(0, gap);
+            extent = r.first + r.count;
+        }
+        return runs;
+    }
+
+    std::vector<run> rows_, columns_;
+    index_t unit_, stride_;
+    std::vector<std::byte> memory_;
+};
+
+/// Makes one call of `transfer` and returns what is wrong with its outcome. `shape_of(from, to)`: the message from one
+/// rank to another, without rows if there is none. All is overwritten and freed as soon as the call returns.
+template <class Comm, class ShapeOf>
+std::string transfer(Comm& comm, index_t call, ShapeOf&& shape_of) {
+    auto const id = std::make_unique<identity>();
+    identity::set(id->operation, "test");
+    id->numbers[identity::parameter] = static_cast<std::uint64_t>(call);
+    auto const seed = [&](int from, int to, std::uint64_t what) {
+        return mix(mix(mix(what, static_cast<std::uint64_t>(call)), static_cast<std::uint64_t>(from)),
+                   static_cast<std::uint64_t>(to));
+    };
+    int const me = comm.rank();
+    std::vector<std::pair<int, end_of_message>> out, in;
+    for (int peer = 0; peer < comm.ranks(); ++peer) {
+        if (peer == me) continue;
+        if (shape const s = shape_of(me, peer); !s.rows.empty()) {
+            out.emplace_back(peer, end_of_message(s, seed(me, peer, 1)));
+            out.back().second.fill(seed(me, peer, 0));
+        }
+        if (shape const s = shape_of(peer, me); !s.rows.empty())
+            in.emplace_back(peer, end_of_message(s, seed(peer, me, 2)));
+    }
+    {
+        std::vector<outgoing> sends;
+        std::vector<incoming> receives;
+        for (auto& [peer, end] : out) sends.push_back(end.template view<std::byte const>(peer));
+        for (auto& [peer, end] : in) receives.push_back(end.template view<std::byte>(peer));
+        comm.transfer(*id, sends, receives);
+    }
+    *id = {};
+    for (auto& [peer, end] : out) {
+        if (!end.holds(seed(me, peer, 0)))
+            return "the source of a message to rank " + std::to_string(peer) + " differs";
+        end.fill(99);
+    }
+    for (auto const& [peer, end] : in)
+        if (!end.holds(seed(peer, me, 0)))
+            return "call " + std::to_string(call) + ": the message of rank " + std::to_string(peer) +
+                   " is not what it sent, or something beside its places was written";
+    return "";
+}
+
+inline shape bytes(index_t count) { return {{1}, {count}, 1, true}; }
+
+inline void sleep_up_to(index_t us, dice& roll) { std::this_thread::sleep_for(std::chrono::microseconds(roll(0, us))); }
+
+} // namespace cpx::testing::detail

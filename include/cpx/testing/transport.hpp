@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// A test of transports: what the concept asks of them, and which courtesies they offer.
+#pragma once
+
+#include <cpx/layout/head_sharded.hpp>
+#include <cpx/layout/sequential.hpp>
+#include <cpx/layout/striped.hpp>
+#include <cpx/layout/zigzag.hpp>
+#include <cpx/testing/board.hpp>
+#include <cpx/testing/messages.hpp>
+#include <cpx/transport/exchange.hpp>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace cpx::testing {
+
+/// One thing that has been tested of a transport, and what is wrong with it, or "".
+struct finding {
+    std::string property;
+    bool duty = true; ///< else a courtesy, see `transport`
+    std::string problem;
+};
+
+/// What a test has found, as far as the ranks of this process, of its threads and of its children know.
+struct report {
+    std::vector<finding> findings;
+
+    /// Returns whether the transport can be used.
+    bool all_duties() const {
+        return std::ranges::none_of(findings, [](finding const& f) { return f.duty && !f.problem.empty(); });
+    }
+    bool all_courtesies() const {
+        return std::ranges::none_of(findings, [](finding const& f) { return !f.duty && !f.problem.empty(); });
+    }
+    /// Returns a line for everything that has been tested.
+    std::string text() const {
+        std::string lines;
+        for (finding const& f : findings)
+            lines += std::string(f.duty ? "duty      " : "courtesy  ") + (f.problem.empty() ? "yes  " : "NO   ") +
+                     f.property + (f.problem.empty() ? "" : ": " + f.problem) + '\n';
+        return lines;
+    }
+};
+
+namespace detail {
+
+using std::chrono::milliseconds;
+
+/// Makes some calls in which any rank may have a message of any shape for another.
+template <class Comm>
+verdict any_rectangles(Comm& comm, index_t smallest_unit) {
+    dice delay(static_cast<std::uint64_t>(comm.rank()));
+    for (index_t call = 0; call < 30; ++call) {
+        sleep_up_to(500, delay);
+        auto const problem = transfer(comm, call, [&](int from, int to) -> shape {
+            dice roll(mix(static_cast<std::uint64_t>(call), static_cast<std::uint64_t>(from * comm.ranks() + to)));
+            if (roll(0, 3) == 0) return {};
+            shape s = any_shape(roll);
+            if (smallest_unit == 0 && roll(0, 1) == 0) s.unit = 0, s.dense = true;
+            return s;
+        });
+        if (!problem.empty()) return {problem, ""};
+    }
+    return {};
+}
+
+/// Makes calls of two ranks each, which the others leave out or make without messages.
+template <class Comm>
+verdict without_barrier(Comm& comm) {
+    dice delay(static_cast<std::uint64_t>(comm.rank()));
+    int const ranks = comm.ranks();
+    for (int call = 0; call < 8 * ranks; ++call) {
+        int const sender = call % ranks, receiver = (sender + 1 + call / ranks) % ranks;
+        if (comm.rank() != sender && comm.rank() != receiver && call % 2 == 0) continue;
+        sleep_up_to(1000, delay);
+        auto const problem = transfer(comm, call, [&](int from, int to) {
+            return from == sender && to == receiver ? bytes(100 + call) : shape{};
+        });
+        if (!problem.empty()) return {problem, ""};
+    }
+    return {};
+}
+
+/// Runs plans there and back, some of which add.
+template <class Comm>
+verdict plans(Comm& comm) {
+    thd const batch({0, 7, 7, 20, 61});
+    auto const a = shard(batch, zigzag<>(comm.ranks()));
+    auto const x = [&] {
+        auto filled = make_tensor<std::int64_t>(a, comm.rank(), 6);
+        for (index_t i = 0; i < filled.data().count() * 6; ++i)
+            filled.data().data()[i] = i * comm.ranks() + comm.rank();
+        return filled;
+    }();
+    auto const returns = [&](auto const& b, index_t factor) {
+        auto const there = relayout(a, b, comm.rank());
+        auto const y = exchange(there.transposed(), exchange(there, x, comm), comm);
+        for (index_t i = 0; i < x.data().count() * 6; ++i)
+            if (y.data().data()[i] != factor * x.data().data()[i]) return false;
+        return true;
+    };
+    bool const all = returns(shard(batch, sequential<>(comm.ranks())), 1) &&
+                     returns(shard<scope::batch>(batch, striped<>(comm.ranks())), 1) &&
+                     returns(replicated<>(comm.ranks(), batch), comm.ranks());
+    return {all ? "" : "rows do not come back as they went", ""};
+}
+
+/// Lets rank 0 have another batch than the others: their identities differ, and the transport carries them.
+template <class Comm>
+verdict disagreement(Comm& comm) {
+    thd const batch({0, comm.rank() == 0 ? 9 : 8, 20});
+    auto const a = shard(batch, zigzag<>(comm.ranks()));
+    try {
+        exchange(relayout(a, shard(batch, sequential<>(comm.ranks())), comm.rank()),
+                 make_tensor<float>(a, comm.rank(), 1), comm);
+    } catch (error const& e) {
+        bool const told = e.problem().find("ranks disagree on offset 1 of cu_seqlens") != std::string::npos;
+        return {told ? "" : "not that ranks disagree, but " + std::string(e.what()), ""};
+    }
+    return {"no error", ""};
+}
+
+/// Returns whether a text has the number `rank` in it.
+inline bool names(std::string_view text, int rank) {
+    std::string const number = std::to_string(rank);
+    auto const digit = [&](std::size_t i) { return i < text.size() && text[i] >= '0' && text[i] <= '9'; };
+    for (auto at = text.find(number); at != std::string_view::npos; at = text.find(number, at + 1))
+        if (!digit(at - 1) && !digit(at + number.size())) return true;
+    return false;
+}
+
+/// All ranks but the last wait for messages of all others. Says how that ends.
+template <class Comm>
+verdict without_last(Comm& comm, milliseconds duty, milliseconds courtesy) {
+    auto const start = std::chrono::steady_clock::now();
+    try {
+        transfer(comm, 0, [](int, int) { return bytes(8); });
+    } catch (error const& e) {
+        auto const took = std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - start);
+        verdict v;
+        std::string const late = "an error after " + std::to_string(took.count()) + " ms only";
+        if (took > duty) v.duty = late;
+        if (took > courtesy) v.courtesy = late;
+        if (!names(e.what(), comm.ranks() - 1)) v.courtesy = std::string("another one is named: ") + e.what();
+        return v;
+    }
+    return {"no error", "no error"};
+}
+
+/// Returns what a rank says that should get an error: nothing if it does.
+template <class F>
+verdict courtesy_of(F&& call) {
+    try {
+        call();
+    } catch (error const&) {
+        return {};
+    }
+    return {"", "it is not noticed"};
+}
+
+enum class property {
+    numbers,
+    rectangles,
+    no_bytes,
+    no_barrier,
+    large,
+    plans,
+    disagreement,
+    throws,
+    returns,
+    stays_away,
+    exchanges,
+    lengths
+};
+
+struct description {
+    property tested;
+    char const *duty, *courtesy; ///< null: nothing is tested as one
+};
+inline constexpr std::array<description, 12> descriptions{{
+    {property::numbers, "ranks are numbered from 0, and agreed() is empty and remembers", nullptr},
+    {property::rectangles, "messages of any rows, columns and strides arrive, and nothing else is written", nullptr},
+    {property::no_bytes, "messages without bytes and calls without messages come to an end", nullptr},
+    {property::no_barrier, "calls of some ranks do not wait for the others", nullptr},
+    {property::large, "messages of 2 MiB pass each other", nullptr},
+    {property::plans, "plans run there and back", nullptr},
+    {property::disagreement, "ranks whose plans differ can compare them", nullptr},
+    {property::throws, "a rank that throws ends the others", "they are told at once, and which rank it was"},
+    {property::returns, "a rank that returns early ends the others", "they are told at once, and which rank it was"},
+    {property::stays_away, "a rank that does not come is an error within the deadline", "which names it"},
+    {property::exchanges, nullptr, "ranks in different exchanges are told so"},
+    {property::lengths, nullptr, "a message of another length is an error"},
+}};
+
+template <class Comm>
+verdict test(property tested, Comm& comm, milliseconds deadline) {
+    int const rank = comm.rank(), ranks = comm.ranks();
+    bool const last = rank == ranks - 1, alone = ranks == 1;
+    switch (tested) {
+    case property::numbers: {
+        bool const fresh = comm.agreed().empty();
+        comm.agreed().insert(7);
+        bool const good = rank >= 0 && rank < ranks && fresh && comm.agreed().contains(7);
+        return {good ? "" : "rank " + std::to_string(rank) + " of " + std::to_string(ranks), ""};
+    }
+    case property::rectangles: return any_rectangles(comm, 1);
+    case property::no_bytes: return any_rectangles(comm, 0);
+    case property::no_barrier: return alone ? verdict{} : without_barrier(comm);
+    case property::large: return {transfer(comm, 0, [](int, int) { return bytes(1 << 21); }), ""};
+    case property::plans: return plans(comm);
+    case property::disagreement: return alone ? verdict{} : disagreement(comm);
+    case property::throws:
+        if (last) throw error("testing", "thrown on purpose");
+        return without_last(comm, 2 * deadline, deadline);
+    case property::returns: return last ? verdict{} : without_last(comm, 2 * deadline, deadline);
+    case property::stays_away:
+        if (!last) return without_last(comm, 2 * deadline, 2 * deadline);
+        if (!alone) std::this_thread::sleep_for(3 * deadline);
+        return {};
+    case property::exchanges:
+        if (alone) return {};
+        return courtesy_of(
+            [&] { static_cast<void>(transfer(comm, rank == 0 ? 0 : 1, [](int, int) { return bytes(8); })); });
+    case property::lengths: {
+        auto const message = [&](int from, int to) {
+            return from == 0 && to == 1 ? bytes(rank == 0 ? 8 : 4) : shape{};
+        };
+        verdict const v = courtesy_of([&] { static_cast<void>(transfer(comm, 0, message)); });
+        return rank == 1 ? v : verdict{}; // only the receiver must see it
+    }
+    }
+    return {};
+}
+
+} // namespace detail
+
+/// Tests all that `transport` asks for. `run(program)` calls `program(comm)` on every rank of a new group, whose
+/// deadline is `deadline`, and returns when all ranks have ended; it may throw if they fail.
+///
+/// Ranks may be threads, processes that `run` forks, or processes that all call this function and get a report each
+/// (MPI). Of fewer than 3 ranks it says less. Takes about 5 deadlines; one second is enough on most machines. It hangs
+/// where a transport waits without end.
+///
+///     auto const found = cpx::testing::check_transport(
+///         [](auto const& program) { cpx::threads::run(3, program, 1s); }, 1s);
+template <class Run>
+report check_transport(Run&& run, std::chrono::milliseconds deadline) {
+    report found;
+    detail::board verdicts;
+    for (detail::description const& d : detail::descriptions) {
+        verdicts.clear();
+        std::string thrown;
+        try {
+            run([&](auto& comm) {
+                verdicts.begin(comm.rank());
+                try {
+                    verdicts.end(comm.rank(), detail::test(d.tested, comm, deadline));
+                } catch (std::exception const& e) {
+                    bool const meant = d.tested == detail::property::throws && comm.rank() == comm.ranks() - 1;
+                    verdicts.end(comm.rank(), {meant ? "" : e.what(), ""});
+                    throw;
+                }
+            });
+        } catch (std::exception const& e) {
+            thrown = e.what();
+        }
+        detail::verdict const v = verdicts.read(thrown);
+        if (d.duty) found.findings.push_back({d.duty, true, v.duty});
+        if (d.courtesy) found.findings.push_back({d.courtesy, false, v.courtesy});
+    }
+    return found;
+}
+
+} // namespace cpx::testing
