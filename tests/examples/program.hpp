@@ -99,6 +99,7 @@ inline json run_json(std::vector<std::string> const& arguments) {
 inline std::string problem_of_refusal(outcome const& result) {
     if (result.code != 1) return "exit code " + std::to_string(result.code);
     if (!result.out.empty()) return "something on stdout: " + result.out;
+    if (result.err.find(".hpp:") != std::string::npos) return "a line of cpx's sources: " + result.err;
     if (result.err.empty() || result.err.find('\n') != result.err.size() - 1) return "not one line: " + result.err;
     return "";
 }
