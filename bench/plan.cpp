@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long one rank takes to make its plan: 4096 sequences over 64 ranks.
+// How long one rank takes to make its plan: 4096 sequences over 64 ranks, 256 over 8 to 4096.
 #include <cpx/cpx.hpp>
 
 #include <benchmark/benchmark.h>
@@ -13,23 +13,22 @@
 namespace {
 
 constexpr int ranks = 64;
-constexpr int sequences = 4096;
 constexpr double limit_ms = 1;
 constexpr double no_limit = 0; // for information
 
 /// Lengths from 0 to `most` tokens; the same on every machine.
-cpx::thd unequal(unsigned most) {
+cpx::thd unequal(cpx::index_t most, std::size_t sequences = 4096) {
     std::mt19937 random(2026);
     std::vector<cpx::index_t> lengths(sequences);
-    for (cpx::index_t& length : lengths) length = random() % (most + 1);
+    for (cpx::index_t& length : lengths) length = static_cast<cpx::index_t>(random()) % (most + 1);
     return cpx::thd::from_lengths(lengths);
 }
 
-/// Times `make(rank)`, and the end of what it returns, for one rank after another: their mean.
+/// Times `make(rank)`, and the end of what it returns, for 64 of `of` ranks, one after another: their mean.
 ///
 /// `slowest_ms` is the slowest rank's fastest time.
 template <class Make>
-void each_rank(benchmark::State& state, double limit, Make const& make) {
+void each_rank(benchmark::State& state, double limit, int of, Make const& make) {
     using clock = std::chrono::steady_clock;
     std::array<double, ranks> fastest;
     fastest.fill(1e9);
@@ -37,7 +36,7 @@ void each_rank(benchmark::State& state, double limit, Make const& make) {
     for (auto _ : state) {
         auto const start = clock::now();
         {
-            auto plan = make(static_cast<int>(rank));
+            auto plan = make(static_cast<int>(rank) * of / ranks);
             benchmark::DoNotOptimize(plan);
         }
         double const seconds = std::chrono::duration<double>(clock::now() - start).count();
@@ -45,16 +44,14 @@ void each_rank(benchmark::State& state, double limit, Make const& make) {
         fastest[rank] = std::min(fastest[rank], 1e3 * seconds);
         rank = (rank + 1) % ranks;
     }
-    double const made = static_cast<double>(sequences) * static_cast<double>(state.iterations());
-    state.counters["sequences/s"] = benchmark::Counter(made, benchmark::Counter::kIsRate);
     state.counters["slowest_ms"] = *std::ranges::max_element(fastest);
     state.counters["limit_ms"] = limit;
 }
 
 template <class Make>
-void add(std::string const& name, double limit, int rounds, Make const& make) {
-    auto const run = [=](benchmark::State& state) { each_rank(state, limit, make); };
-    benchmark::RegisterBenchmark(name.c_str(), run)
+void add(std::string const& name, double limit, int rounds, int of, Make const& make) {
+    auto const times = [=](benchmark::State& state) { each_rank(state, limit, of, make); };
+    benchmark::RegisterBenchmark(name.c_str(), times)
         ->Iterations(rounds * ranks)
         ->Repetitions(5)
         ->UseManualTime()
@@ -64,7 +61,7 @@ void add(std::string const& name, double limit, int rounds, Make const& make) {
 template <class From, class To>
 void add_relayout(std::string const& name, From const& from, To const& to, double limit = limit_ms) {
     int const rounds = From::every_row || To::every_row ? 1 : 8; // plans for heads are large
-    add("relayout/" + name, limit, rounds, [=](int rank) { return cpx::relayout(from, to, rank); });
+    add("relayout/" + name, limit, rounds, from.ranks(), [=](int rank) { return cpx::relayout(from, to, rank); });
 }
 
 /// Adds the plans of a batch between zigzag and sequential over the sequences, and sequential over the batch.
@@ -79,7 +76,7 @@ void add_relayouts(std::string const& name, cpx::thd const& batch, Zigzag zigzag
 }
 
 int add_all() {
-    cpx::thd const batch = unequal(8192), brief = unequal(64);
+    cpx::thd const batch = unequal(8192);
     cpx::zigzag<ranks> const zigzag;
     cpx::sequential<ranks> const sequential;
     cpx::zigzag<> const any_zigzag(ranks);
@@ -90,22 +87,37 @@ int add_all() {
     add_relayouts("dynamic", batch, any_zigzag, any_sequential, cpx::balanced{});
     add_relayouts("static aligned", batch, zigzag, sequential, aligned);
     add_relayouts("dynamic aligned", batch, any_zigzag, any_sequential, cpx::aligned<cpx::dynamic>(64));
-    add_relayouts("static of 4096 tokens each", cpx::thd::uniform(sequences, 4096), zigzag, sequential,
-                  cpx::balanced{});
-    add_relayouts("static of 0 to 64 tokens", brief, zigzag, sequential, cpx::balanced{});
+    add_relayouts("static of 4096 tokens each", cpx::thd::uniform(4096, 4096), zigzag, sequential, cpx::balanced{});
+    add_relayouts("static of 0 to 64 tokens", unequal(64), zigzag, sequential, cpx::balanced{});
 
     auto const zigzags = cpx::shard(batch, zigzag);
     cpx::head_sharded<ranks> const heads(batch, {{64, 128}, {64, 128}, {64, 128}});
     add_relayout("zigzag to heads", zigzags, heads, no_limit);
     add_relayout("heads to zigzag", heads, zigzags, no_limit);
 
-    auto const add_neighbours = [](std::string const& name, auto const& sharding) {
-        add("halo/" + name, no_limit, 8, [=](int rank) { return cpx::halo(sharding, rank, 3); });
-        add("carry/" + name, no_limit, 1, [=](int rank) { return cpx::carry(sharding, rank); });
+    auto const add_carries = [](std::string const& name, auto const& sharding, double limit) {
+        add("carry/serial, " + name, limit, 4, sharding.ranks(),
+            [=](int rank) { return cpx::carry<cpx::serial>(sharding, rank); });
+        add("carry/scan, " + name, limit, 4, sharding.ranks(),
+            [=](int rank) { return cpx::carry<cpx::scan>(sharding, rank); });
+    };
+    auto const add_neighbours = [&](std::string const& name, auto const& sharding) {
+        add("halo/" + name, no_limit, 8, sharding.ranks(), [=](int rank) { return cpx::halo(sharding, rank, 3); });
+        add_carries(name, sharding, limit_ms);
     };
     add_neighbours("zigzag", zigzags);
     add_neighbours("sequential", cpx::shard(batch, sequential));
     add_neighbours("sequential over batch", cpx::shard<cpx::scope::batch>(batch, sequential));
+    add_carries("zigzag, aligned", cpx::shard(batch, zigzag, aligned), no_limit);
+    add_carries("zigzag, 0 to 64 tokens", cpx::shard(unequal(64), zigzag), no_limit);
+
+    for (int const w : {8, 64, 512, 4096}) { // 256 sequences, 8600 rows a rank
+        cpx::thd const wide = unequal(2 * 8600 * w / 256, 256);
+        std::string const of = "256 sequences over " + std::to_string(w);
+        auto const wide_zigzag = cpx::shard(wide, cpx::zigzag<>(w));
+        add_relayout("zigzag to sequential/" + of, wide_zigzag, cpx::shard(wide, cpx::sequential<>(w)), 0.15);
+        add_carries("zigzag/" + of, wide_zigzag, limit_ms);
+    }
     return 0;
 }
 

@@ -44,7 +44,7 @@ auto numbers(S const& sharding, int rank, cpx::index_t width, double frequency) 
 
 /// Runs every operator in place on a sharding. Returns their results, whole, in global order.
 template <cpx::carry_kind How, cpx::any_sharding S>
-results run_operators(How how, S const& sharding) {
+results run_operators(How, S const& sharding) {
     cpx::replicated<S::static_ranks> const whole(sharding.batch());
     results all;
     std::mutex guard;
@@ -74,7 +74,7 @@ results run_operators(How how, S const& sharding) {
                 beta.data()(row, h) = std::abs(beta.data()(row, h));
             }
         cpx::gated_delta_rule(
-            how, carry(sharding, rank),
+            carry<How>(sharding, rank),
             cpx::delta_rule_tensors<double, S>{q.view(), k.view(), v.view(), g.view(), beta.view(), o.view()}, heads,
             {.chunk = 8}, comm);
         keep(o);

@@ -149,7 +149,7 @@ outputs<T> gated_delta_rule(job const& j) {
             std::vector<T> finals(static_cast<std::size_t>(j.batch.sequences() * local_state));
             auto const x = local.view();
             cpx::index_t const v_end = 2 * k + n * heads.value_dim;
-            auto const plan = carry(sharding, rank);
+            auto const plan = cpx::carry<How>(sharding, rank);
             cpx::delta_rule_saved<T> saved;
             cpx::delta_rule_tensors<T, S> const tensors{x.columns(0, k),
                                                         x.columns(k, k),
@@ -160,7 +160,7 @@ outputs<T> gated_delta_rule(job const& j) {
                                                         {},
                                                         {finals.data(), j.batch.sequences(), local_state},
                                                         &saved};
-            cpx::gated_delta_rule(How{}, plan, tensors, heads, options, comm);
+            cpx::gated_delta_rule(plan, tensors, heads, options, comm);
             auto all = gather<T>(o.data(), out_width, out_sharding, comm);
 
             std::vector<T> gradients;
@@ -168,7 +168,7 @@ outputs<T> gated_delta_rule(job const& j) {
                 cpx::tensor<T, S> d(sharding, rank, local.width());
                 auto const d_out = take(dout, out_width, out_sharding, comm);
                 auto const dx = d.view();
-                cpx::gated_delta_rule_backward(How{}, plan, tensors,
+                cpx::gated_delta_rule_backward(plan, tensors,
                                                cpx::delta_rule_gradient_tensors<T, S>{{d_out.data(), sharding},
                                                                                       dx.columns(0, k),
                                                                                       dx.columns(k, k),
@@ -180,7 +180,7 @@ outputs<T> gated_delta_rule(job const& j) {
             }
             std::lock_guard const lock(guard);
             for (std::size_t i = 0; i < plan.segments.size(); ++i) { // a final state is where its sequence ends
-                if (plan.links[i].has_successor) continue;
+                if (plan.links[i].beside(cpx::side::after) > 0) continue;
                 cpx::index_t const s = plan.segments[i].sequence;
                 std::copy_n(finals.data() + s * local_state, local_state,
                             final_state.data() + (s * heads.value_heads + values.first) * state);

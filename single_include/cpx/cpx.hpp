@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <chrono>
 #include <concepts>
 #include <condition_variable>
@@ -1081,6 +1082,9 @@ namespace cpx {
 /// `begin(c, C, n)` ascends in `c` from 0; `snap(t, n)` ascends in `t` from 0 to at most `n`, the length of the
 /// sequence that holds token `t`. Two steps, because a run may be the whole batch: the first looks at the run only, the
 /// second at the sequence that is cut.
+///
+/// A cut may also tell `fills(C, n)`: that each of the C chunks of a sequence of `n` tokens surely holds one. Plans for
+/// long sequences then follow from the layout, without a look at every chunk.
 template <class C>
 concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index_t n) {
     { k.begin(c, c, n) } -> std::same_as<index_t>;
@@ -1091,6 +1095,7 @@ concept cut = std::copyable<C> && std::default_initializable<C> && requires(C co
 struct balanced {
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
     CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
+    constexpr bool fills(int chunks, index_t n) const { return n >= chunks; }
     friend constexpr bool operator==(balanced, balanced) = default;
 };
 
@@ -1114,6 +1119,7 @@ struct aligned : private extent<Unit> {
         index_t const nearest = (t + unit() / 2) / unit() * unit();
         return nearest < n ? nearest : n;
     }
+    constexpr bool fills(int chunks, index_t n) const { return n / unit() >= chunks; }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 
@@ -1137,16 +1143,17 @@ inline constexpr bool ascends<aligned<Unit>> = true;
 namespace cpx {
 
 /// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
-/// where to look first. Cost: O(1) if the guess is right, else O(log count).
+/// where to look first. Cost: O(log d) if the guess is d off.
 CPX_CALLS_BACK
 template <class Begins>
 CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess, Begins const& begins) {
-    int low = 0, high = count;
+    int low = guess, high = guess, step = 1;
     if (begins(guess) <= at) {
-        low = guess;
-        if (guess + 1 == count || at < begins(guess + 1)) return guess;
+        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
+        high = low + step < count ? low + step : count;
     } else {
-        high = guess;
+        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
+        low = step < high ? high - step : 0;
     }
     while (low + 1 < high) {
         int const middle = low + (high - low) / 2;
@@ -1407,6 +1414,13 @@ public:
             return {0, batch_.tokens()};
     }
 
+    /// Returns whether each chunk of sequence `s` surely holds rows: then its holders follow from the layout alone.
+    bool fills(index_t s) const
+        requires(Scope == scope::sequence && layout<P> && requires(Cut const c) { c.fills(1, index_t{1}); })
+    {
+        return cut_.fills(policy_.chunks(), batch_.length(s));
+    }
+
     /// Returns how many rows `rank` holds. Throws `cpx::error` if there is no such rank. Cost: O(runs * chunks of the
     /// rank).
     index_t rows(int rank, caller here = caller::here()) const {
@@ -1443,11 +1457,17 @@ public:
             range const common = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
             int const chunks = l.chunks();
+            auto const begins = [&](int k) { return begin(whole, k, chunks); };
             int const guess = static_cast<int>(((common.first - whole.first + 1) * chunks - 1) / whole.size());
-            int c = last_at_or_before(common.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
+            int c = last_at_or_before(common.first, chunks, guess, begins);
             for (index_t first = common.first; first < common.last; ++c) {
-                index_t const last = std::min(begin(whole, c + 1, chunks), common.last);
-                if (first < last) f(l.owner(c), range{first, last});
+                index_t last = begins(c + 1);
+                if (last <= first) { // there may be more empty chunks than others
+                    c = last_at_or_before(first, chunks, c + 1, begins);
+                    last = begins(c + 1);
+                }
+                last = std::min(last, common.last);
+                f(l.owner(c), range{first, last});
                 first = last;
             }
             rows.first = common.last;
@@ -1887,6 +1907,155 @@ struct zigzag : private extent<W> {
 
 } // namespace cpx
 
+// cpx/plan/segments.hpp
+// The maximal runs of consecutive tokens of one sequence among a rank's rows.
+
+namespace cpx {
+
+/// Tokens `token .. token + count` of `sequence`, in local rows `row .. row + count`.
+struct segment {
+    index_t sequence = 0;
+    index_t token = 0;
+    index_t row = 0;
+    index_t count = 0;
+    friend constexpr bool operator==(segment, segment) = default;
+};
+
+/// From where in its sequence a segment needs something: from before it, as in a forward, or from after it, as in its
+/// backward.
+enum class side { before, after };
+
+constexpr side opposite(side where) { return where == side::before ? side::after : side::before; }
+
+/// Returns the segments of `rank`, ascending; every row lies in exactly one. Throws `cpx::error` if there is no such
+/// rank. Cost: O(pieces + sequences touched).
+template <any_sharding S>
+std::vector<segment> segments(S const& s, int rank, caller here = caller::here()) {
+    detail::require_rank("segments", rank, s.ranks(), here);
+    std::vector<segment> list;
+    thd const& batch = s.batch();
+    index_t row = 0, sequence = 0;
+    s.for_each_piece(rank, [&](range piece) {
+        while (!piece.empty()) {
+            while (batch.offset(sequence + 1) <= piece.first) ++sequence;
+            range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
+            index_t const token = common.first - batch.offset(sequence);
+            if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
+                list.back().count += common.size();
+            else
+                list.push_back({sequence, token, row, common.size()});
+            row += common.size();
+            piece.first = common.last;
+        }
+    });
+    return list;
+}
+
+/// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
+inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
+    std::vector<index_t> list{0};
+    for (segment const& s : segments) list.push_back(s.row + s.count);
+    return list;
+}
+
+/// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
+inline std::vector<index_t> positions(std::vector<segment> const& segments, caller here = caller::here()) {
+    index_t count = 0;
+    for (segment const& s : segments) count += s.count;
+    auto list = detail::zeros<index_t>("positions", {count}, here);
+    auto next = list.begin();
+    for (segment const& s : segments)
+        for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
+    return list;
+}
+
+} // namespace cpx
+
+// cpx/plan/chains.hpp
+// The chain of a sequence: its segments in token order, and the ranks that hold them.
+
+namespace cpx {
+
+/// The place of one segment in the chain of its sequence's segments.
+struct carry_link {
+    index_t level = 0;    ///< how many segments come before it
+    index_t length = 1;   ///< of the chain
+    index_t holders = 0;  ///< where `carry_plan::holders` begins to list the chain's ranks
+    index_t map_row = -1; ///< its row among the rank's segments that lie between two others, -1: it does not
+
+    /// Returns how many segments of the chain lie on one side of it.
+    index_t beside(side where) const { return where == side::before ? level : length - 1 - level; }
+    friend constexpr bool operator==(carry_link, carry_link) = default;
+};
+
+namespace detail {
+
+/// A chain as one rank sees it: how long it is, where its ranks are listed, and the levels that are the rank's own.
+struct chain {
+    index_t length = 0, holders = 0;
+    std::vector<index_t> own;
+};
+
+/// Finds the chains of a batch. Chains of sequences with rows in every chunk are the layout's, found once; others are
+/// walked along.
+template <any_sharding S>
+class chain_finder {
+public:
+    /// Adds to `holders`, which lives longer.
+    chain_finder(S const& sharding, int rank, std::vector<int>& holders)
+        : sharding_(sharding), rank_(rank), holders_(holders) {
+        if constexpr (follows)
+            for (index_t s = 0; s < sharding.batch().sequences() && whole_.length == 0; ++s)
+                if (sharding.fills(s)) {
+                    auto const& layout = sharding.policy();
+                    for (int c = 0; c < layout.chunks(); ++c) add(whole_, layout.owner(c));
+                }
+    }
+
+    /// Returns the chain of `sequence`, of which the rank has segments or not, until the next call; or null if the rank
+    /// has none and the chain is not longer than others.
+    chain const* find(index_t sequence, bool has_segments) {
+        if constexpr (follows)
+            if (whole_.length > 0) {
+                if (sharding_.fills(sequence)) return &whole_;
+                if (!has_segments) return nullptr; // to leave out chunks makes no chain longer
+            }
+        index_t const before = std::ssize(holders_);
+        walked_.length = 0;
+        walked_.own.clear();
+        range const tokens{sharding_.batch().offset(sequence), sharding_.batch().offset(sequence + 1)};
+        if (S::every_row && !tokens.empty()) add(walked_, rank_);
+        if (!S::every_row && !tokens.empty())
+            sharding_.for_each_holder(tokens, hint_, [&](int holder, range) { add(walked_, holder); });
+        if (!has_segments) holders_.resize(static_cast<std::size_t>(before));
+        return &walked_;
+    }
+
+private:
+    static constexpr bool follows = requires(S const& s, index_t i) { s.fills(i); };
+
+    /// Adds a piece of `holder`.
+    void add(chain& c, int holder) {
+        if (c.length == 0)
+            c.holders = std::ssize(holders_);
+        else if (holders_.back() == holder)
+            return;
+        if (holder == rank_) c.own.push_back(c.length);
+        holders_.push_back(holder);
+        ++c.length;
+    }
+
+    S const& sharding_;
+    int rank_;
+    std::vector<int>& holders_;
+    chain whole_, walked_;
+    index_t hint_ = 0;
+};
+
+} // namespace detail
+
+} // namespace cpx
+
 // cpx/plan/identity.hpp
 // What ranks must agree on before they run a plan together.
 
@@ -2201,116 +2370,6 @@ struct plan {
 
 } // namespace cpx
 
-// cpx/plan/message_list.hpp
-// Collects the messages of one rank, in the order on which both ends agree.
-
-namespace cpx::detail {
-
-/// The sends, or the receives, of one rank while its plan is made.
-///
-/// Rows are added in ascending global order. Rows that follow one another in the batch become one run, and only those:
-/// that rule looks at global rows alone, so both ends of a message make the same runs.
-class message_list {
-public:
-    explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
-
-    /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
-    void add(int peer, index_t first, range rows) {
-        entry& e = entries_[static_cast<std::size_t>(peer)];
-        if (e.end == rows.first && !e.rows.empty())
-            e.rows.back().count += rows.size();
-        else
-            e.rows.push_back({first, rows.size()});
-        e.end = rows.last;
-    }
-
-    /// Returns one past the last global row added for `peer`.
-    index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
-
-    /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
-    template <class Columns>
-    std::vector<message> finish(bool whole_rows, Columns&& columns) {
-        std::vector<message> messages;
-        for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
-            if (entries_[peer].rows.empty()) continue;
-            message m{static_cast<int>(peer), std::move(entries_[peer].rows), {}};
-            if (!whole_rows) m.columns = columns(m.peer);
-            if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
-        }
-        return messages;
-    }
-    std::vector<message> finish() {
-        return finish(true, [](int) { return std::vector<run>{}; });
-    }
-
-private:
-    struct entry {
-        std::vector<run> rows;
-        index_t end = 0;
-    };
-    std::vector<entry> entries_;
-};
-
-} // namespace cpx::detail
-
-// cpx/plan/segments.hpp
-// The maximal runs of consecutive tokens of one sequence among a rank's rows.
-
-namespace cpx {
-
-/// Tokens `token .. token + count` of `sequence`, in local rows `row .. row + count`.
-struct segment {
-    index_t sequence = 0;
-    index_t token = 0;
-    index_t row = 0;
-    index_t count = 0;
-    friend constexpr bool operator==(segment, segment) = default;
-};
-
-/// Returns the segments of `rank`, ascending; every row lies in exactly one. Throws `cpx::error` if there is no such
-/// rank. Cost: O(pieces + sequences touched).
-template <any_sharding S>
-std::vector<segment> segments(S const& s, int rank, caller here = caller::here()) {
-    detail::require_rank("segments", rank, s.ranks(), here);
-    std::vector<segment> list;
-    thd const& batch = s.batch();
-    index_t row = 0, sequence = 0;
-    s.for_each_piece(rank, [&](range piece) {
-        while (!piece.empty()) {
-            while (batch.offset(sequence + 1) <= piece.first) ++sequence;
-            range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
-            index_t const token = common.first - batch.offset(sequence);
-            if (!list.empty() && list.back().sequence == sequence && list.back().token + list.back().count == token)
-                list.back().count += common.size();
-            else
-                list.push_back({sequence, token, row, common.size()});
-            row += common.size();
-            piece.first = common.last;
-        }
-    });
-    return list;
-}
-
-/// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
-inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
-    std::vector<index_t> list{0};
-    for (segment const& s : segments) list.push_back(s.row + s.count);
-    return list;
-}
-
-/// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
-inline std::vector<index_t> positions(std::vector<segment> const& segments, caller here = caller::here()) {
-    index_t count = 0;
-    for (segment const& s : segments) count += s.count;
-    auto list = detail::zeros<index_t>("positions", {count}, here);
-    auto next = list.begin();
-    for (segment const& s : segments)
-        for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
-    return list;
-}
-
-} // namespace cpx
-
 // cpx/plan/carry.hpp
 // The plans by which recurrent states are handed along the segments of a sequence.
 
@@ -2319,12 +2378,11 @@ namespace cpx {
 /// How states reach the segments of a sequence that is cut; a type, so that it shows which results are exact.
 ///
 /// `serial` hands the state itself from segment to segment: the operations of one rank in the order of one rank, one
-/// exchange a step. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
+/// exchange a level. With cuts at multiples of the operator's chunk its results are bitwise those of one rank.
 struct serial {};
 
-/// `scan` folds every segment into its step S -> M S + E, exchanges E (and M where a segment has both a
-/// predecessor and a successor) at once, and joins them on every rank that needs them. Equal to one rank within
-/// rounding.
+/// `scan` folds every segment into its step S -> M S + E and joins the steps of neighbours, of twice as many segments
+/// with every exchange. Equal to one rank within rounding, in an order that the sharding alone decides.
 struct scan {};
 
 template <class How>
@@ -2343,127 +2401,170 @@ constexpr bool is_exact(S const& sharding, index_t chunk) {
         return sharding.ranks() == 1;
 }
 
-/// The place of one segment in the chain of its sequence's segments.
-struct carry_link {
-    index_t level = 0;          ///< how many segments come before it
-    bool has_successor = false; ///< whether a segment comes after it
-    index_t map_row = -1;       ///< its row among the rank's maps M; -1: its M is not needed
-    index_t ends = 0, maps = 0; ///< the rows at which its sequence's gathered E and gathered M begin
-};
-
-/// What a recurrent operator needs of a sharding: the segments of a rank, their chain, and the plans between them.
-///
-/// The rows of the plans are states. `levels[l]` lists the rank's segments of level l; `steps[l]` hands their end
-/// states to the start states of `levels[l + 1]`. `ends` gathers the E (source rows: segments) and `maps` the M
-/// (source rows: `carry_link::map_row`) that come before a rank's last segment of a sequence, in level order from
-/// `carry_link::ends` and `carry_link::maps` on.
-template <any_sharding S>
-struct carry_plan {
-    S sharding;
-    int rank = 0;
-    std::vector<segment> segments;
-    std::vector<carry_link> links;
-    std::vector<std::vector<index_t>> levels;
-    std::vector<plan> steps;
-    plan ends, maps;
-};
-
 namespace detail {
 
-/// A plan over states while it is made. States have no global order by which they could be merged into runs.
-class state_plan {
+/// What one rank sends, or receives, in an exchange of states: rows of a buffer, added in the order of its segments, on
+/// which both ends of a message agree.
+class state_rows {
 public:
-    explicit state_plan(int ranks) : sends_(ranks), receives_(ranks) {}
+    void add(int peer, index_t count) {
+        if (count > 0) runs_.push_back({peer, {rows_, count}});
+        rows_ += count;
+    }
+    void skip(index_t count) { rows_ += count; }
+    index_t rows() const { return rows_; }
 
-    void send(int peer, index_t row) { sends_.add(peer, row, apart()); }
-    void receive(int peer) { receives_.add(peer, target_rows_++, apart()); }
-    index_t target_rows() const { return target_rows_; }
-    template <any_sharding S>
-    plan finish(S const& sharding, int rank, index_t source_rows, identity const& id) {
-        return {rank, source_rows,  target_rows_,    0, 0, sends_.finish(), receives_.finish(), flow::copies,
-                id,   S::every_row, sharding.batch()};
+    std::vector<message> messages() {
+        std::ranges::stable_sort(runs_, {}, &std::pair<int, run>::first);
+        std::vector<message> list;
+        for (auto const& [peer, rows] : runs_) {
+            if (list.empty() || list.back().peer != peer) list.push_back({peer, {}, {}});
+            list.back().rows.push_back(rows);
+        }
+        return list;
     }
 
 private:
-    range apart() {
-        count_ += 2;
-        return {count_, count_ + 1};
-    }
-    message_list sends_, receives_;
-    index_t target_rows_ = 0, count_ = 0;
+    std::vector<std::pair<int, run>> runs_;
+    index_t rows_ = 0;
 };
-
-/// Returns the ranks that hold the segments of `sequence`, in token order.
-template <any_sharding S>
-void find_chain(S const& sharding, int rank, index_t sequence, index_t& hint, std::vector<int>& chain) {
-    chain.clear();
-    range const tokens{sharding.batch().offset(sequence), sharding.batch().offset(sequence + 1)};
-    if (tokens.empty()) return;
-    if constexpr (S::every_row)
-        chain.push_back(rank);
-    else
-        sharding.for_each_holder(tokens, hint, [&](int holder, range) {
-            if (chain.empty() || chain.back() != holder) chain.push_back(holder);
-        });
-}
 
 } // namespace detail
 
-/// Returns the plans by which `rank` hands recurrent states on. Pure: no communication.
-///
-/// Works in place on any sharding: a rank may hold several segments of a sequence (zigzag: two).
-/// Cost: O(chunks) for every sequence of the batch, because all ranks must know how many steps there are.
-///
-/// Throws `cpx::error` if `rank` is not one of the sharding's.
+/// What a recurrent operator needs to know of a sharding: a rank's segments, their places in their sequences' chains,
+/// and how many exchanges there are.
 template <any_sharding S>
-carry_plan<S> carry(S const& sharding, int rank, caller here = caller::here()) {
-    int const ranks = sharding.ranks();
-    detail::require_rank("carry", rank, ranks, here);
-    carry_plan<S> c{sharding, rank, segments(sharding, rank), {}, {}, {}, {}, {}};
+struct carry_chains {
+    S sharding;
+    int rank = 0;
+    std::vector<segment> segments = {};
+    std::vector<carry_link> links = {}; ///< one a segment
+    std::vector<int> holders = {};      ///< the ranks of the chains, see `carry_link::holders`
+    index_t steps = 0;                  ///< exchanges, the same on all ranks
+    identity id = {};
 
-    std::vector<detail::state_plan> steps;
-    detail::state_plan ends(ranks), maps(ranks);
-    std::vector<int> chain, last_level(static_cast<std::size_t>(ranks), -1);
-    index_t own_maps = 0, hint = 0;
-    auto const at = [](auto& list, auto i) -> auto& { return list[static_cast<std::size_t>(i)]; };
+    /// Returns the rank that holds what lies `onward` levels after segment `i`.
+    int holder(index_t i, index_t onward) const {
+        carry_link const& l = links[static_cast<std::size_t>(i)];
+        return holders[static_cast<std::size_t>(l.holders + l.level + onward)];
+    }
+    /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
+    plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
+        return {rank,
+                source.rows(),
+                target.rows(),
+                0,
+                0,
+                source.messages(),
+                target.messages(),
+                flow::copies,
+                from == side::before ? id : id.transposed(false),
+                S::every_row,
+                sharding.batch()};
+    }
+};
 
-    for (index_t s = 0; s < sharding.batch().sequences(); ++s) {
-        detail::find_chain(sharding, rank, s, hint, chain);
-        int const length = static_cast<int>(chain.size());
-        while (static_cast<int>(steps.size()) + 1 < length) steps.emplace_back(ranks);
-        while (static_cast<int>(c.levels.size()) < length) c.levels.emplace_back();
-        for (int l = 0; l < length; ++l) at(last_level, at(chain, l)) = l;
+/// The exchanges by which states are handed along chains, see `serial` and `scan`.
+template <carry_kind How, any_sharding S>
+struct carry_plan;
 
-        index_t const first_end = ends.target_rows(), first_map = maps.target_rows();
-        for (int l = 0; l < length; ++l) {
-            int const holder = at(chain, l);
-            bool const has_successor = l + 1 < length, needs_map = l > 0 && has_successor;
-            if (l < at(last_level, rank)) { // before this rank's last segment: its own E and M are gathered, too
-                ends.receive(holder);
-                if (l > 0) maps.receive(holder);
-            }
-            if (holder != rank) continue;
-            index_t const mine = static_cast<index_t>(c.links.size());
-            if (has_successor) at(steps, l).send(at(chain, l + 1), static_cast<index_t>(at(c.levels, l).size()));
-            if (l > 0) at(steps, l - 1).receive(at(chain, l - 1));
-            for (int r = 0; r < ranks; ++r) {
-                if (at(last_level, r) <= l) continue;
-                ends.send(r, mine);
-                if (needs_map) maps.send(r, own_maps);
-            }
-            at(c.levels, l).push_back(mine);
-            c.links.push_back({l, has_successor, needs_map ? own_maps++ : -1, first_end, first_map});
-        }
-        for (int const r : chain) at(last_level, r) = -1;
+template <any_sharding S>
+struct carry_plan<serial, S> : carry_chains<S> {
+    std::vector<index_t> by_level = {}, level_begin = {};
+
+    /// Returns the segments of level `l`, 0 to `steps`, ascending.
+    std::span<index_t const> level(index_t l) const {
+        auto const begin = level_begin.begin() + l;
+        return {by_level.begin() + begin[0], by_level.begin() + begin[1]};
     }
 
-    identity const id = detail::identify("carry", sharding, sharding);
-    for (std::size_t l = 0; l < steps.size(); ++l)
-        c.steps.push_back(steps[l].finish(sharding, rank, static_cast<index_t>(c.levels[l].size()), id));
-    identity scanned = id; // another name, so that ranks find out if one of them hands states on serially
-    identity::set(scanned.operation, "carry, scan");
-    c.ends = ends.finish(sharding, rank, static_cast<index_t>(c.segments.size()), scanned);
-    c.maps = maps.finish(sharding, rank, own_maps, scanned);
+    /// Returns the plan of the exchange between levels `l` and `l + 1`: from the former to the latter, or back. Rows
+    /// are states, one a segment of `level(l)` and of `level(l + 1)`.
+    plan step(index_t l, side from) const {
+        detail::state_rows lower, upper;
+        for (index_t const i : level(l))
+            if (this->links[static_cast<std::size_t>(i)].beside(side::after) > 0)
+                lower.add(this->holder(i, 1), 1);
+            else
+                lower.skip(1);
+        for (index_t const i : level(l + 1)) upper.add(this->holder(i, -1), 1);
+        return from == side::before ? this->between(lower, upper, from) : this->between(upper, lower, from);
+    }
+};
+
+template <any_sharding S>
+struct carry_plan<scan, S> : carry_chains<S> {
+    /// Returns the plan of exchange `k`: every segment that has one 2^k further on gives it the step that the last 2^k
+    /// segments, itself included, make together.
+    ///
+    /// A step is E, then M, which is left out where no segment comes before those joined. Source: the steps that
+    /// segments give; target: those that segments get, both in the order of the segments. Rows are of `row_width`.
+    plan step(index_t k, side from, index_t state_width, index_t map_width) const {
+        index_t const reach = index_t{1} << k, onward = from == side::before ? reach : -reach;
+        index_t const width = row_width(state_width, map_width);
+        detail::state_rows given, got;
+        for (index_t i = 0; i < std::ssize(this->links); ++i) {
+            carry_link const& l = this->links[static_cast<std::size_t>(i)];
+            index_t const passed = l.beside(from);
+            auto const rows = [&](bool has_map) { return (state_width + (has_map ? map_width : 0)) / width; };
+            if (l.beside(opposite(from)) >= reach) given.add(this->holder(i, onward), rows(passed >= reach));
+            if (passed >= reach) got.add(this->holder(i, -onward), rows(passed >= 2 * reach));
+        }
+        plan p = this->between(given, got, from);
+        p.id[identity::target_width] = static_cast<std::uint64_t>(state_width);
+        p.id[identity::parameter] = static_cast<std::uint64_t>(map_width);
+        return p;
+    }
+
+    /// Returns the elements of a row that fit a state and a map, of `state_width` and `map_width` elements.
+    static index_t row_width(index_t state_width, index_t map_width) {
+        return std::max<index_t>(1, std::gcd(state_width, map_width));
+    }
+};
+
+/// Returns the plan by which `rank` hands recurrent states on: `carry<scan>(sharding, rank)`. Pure: no communication.
+///
+/// Works in place on any sharding: a rank may hold several segments of a sequence (zigzag: two). Cost: O(segments of
+/// the rank) where sequences are cut one by one and fill all chunks of a layout, whatever the number of ranks; else
+/// O(pieces of all ranks), because all must know how many exchanges there are.
+///
+/// Throws `cpx::error` if `rank` is not one of the sharding's.
+template <carry_kind How, any_sharding S>
+carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here()) {
+    detail::require_rank("carry", rank, sharding.ranks(), here);
+    carry_plan<How, S> c{{sharding, rank, segments(sharding, rank)}};
+    c.links.reserve(c.segments.size());
+    detail::chain_finder<S> chains(sharding, rank, c.holders);
+    index_t longest = 1, maps = 0;
+    for (index_t s = 0; s < sharding.batch().sequences(); ++s) {
+        bool const own = c.links.size() < c.segments.size() && c.segments[c.links.size()].sequence == s;
+        detail::chain const* const chain = chains.find(s, own);
+        if (!chain) continue;
+        longest = std::max(longest, chain->length);
+        for (index_t const level : chain->own) {
+            bool const inner = level > 0 && level + 1 < chain->length;
+            c.links.push_back({level, chain->length, chain->holders, inner ? maps++ : -1});
+        }
+    }
+    require(c.links.size() == c.segments.size(), "carry", "segments of the rank, each token on one rank",
+            c.segments.size(), c.links.size(), here);
+    if constexpr (std::same_as<How, scan>) {
+        c.id = detail::identify("carry, scan", sharding, sharding);
+        c.steps = static_cast<index_t>(std::bit_width(static_cast<std::size_t>(longest - 1)));
+    } else {
+        c.id = detail::identify("carry", sharding, sharding);
+        c.steps = longest - 1;
+        c.level_begin.resize(static_cast<std::size_t>(longest) + 1); // a counting sort
+        auto const begin = c.level_begin.begin();
+        for (carry_link const& l : c.links) ++begin[l.level + 1];
+        std::partial_sum(begin, c.level_begin.end(), begin);
+        auto next = c.level_begin;
+        c.by_level.resize(c.links.size());
+        for (index_t i = 0; i < std::ssize(c.links); ++i) {
+            index_t& place = next[static_cast<std::size_t>(c.links[static_cast<std::size_t>(i)].level)];
+            c.by_level[static_cast<std::size_t>(place++)] = i;
+        }
+    }
     return c;
 }
 
@@ -2521,6 +2622,58 @@ std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
 
 } // namespace cpx
 
+// cpx/plan/message_list.hpp
+// Collects the messages of one rank, in the order on which both ends agree.
+
+namespace cpx::detail {
+
+/// The sends, or the receives, of one rank while its plan is made.
+///
+/// Rows are added in ascending global order. Rows that follow one another in the batch become one run, and only those:
+/// that rule looks at global rows alone, so both ends of a message make the same runs.
+class message_list {
+public:
+    explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
+
+    /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
+    void add(int peer, index_t first, range rows) {
+        entry& e = entries_[static_cast<std::size_t>(peer)];
+        if (e.end == rows.first && !e.rows.empty())
+            e.rows.back().count += rows.size();
+        else
+            e.rows.push_back({first, rows.size()});
+        e.end = rows.last;
+    }
+
+    /// Returns one past the last global row added for `peer`.
+    index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
+
+    /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
+    template <class Columns>
+    std::vector<message> finish(bool whole_rows, Columns&& columns) {
+        std::vector<message> messages;
+        for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
+            if (entries_[peer].rows.empty()) continue;
+            message m{static_cast<int>(peer), std::move(entries_[peer].rows), {}};
+            if (!whole_rows) m.columns = columns(m.peer);
+            if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
+        }
+        return messages;
+    }
+    std::vector<message> finish() {
+        return finish(true, [](int) { return std::vector<run>{}; });
+    }
+
+private:
+    struct entry {
+        std::vector<run> rows;
+        index_t end = 0;
+    };
+    std::vector<entry> entries_;
+};
+
+} // namespace cpx::detail
+
 // cpx/plan/halo.hpp
 // The plan that brings every segment the rows before it.
 
@@ -2533,10 +2686,6 @@ struct halo_run {
     index_t count = 0;
     friend constexpr bool operator==(halo_run, halo_run) = default;
 };
-
-/// Which rows of its sequence a halo brings to a segment: those before it, as a causal convolution reads them, or those
-/// after it, as its backward does.
-enum class side { before, after };
 
 /// Brings the rows beside a rank's segments: source, its rows; target, the halo rows, each of them once.
 ///

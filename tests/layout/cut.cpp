@@ -21,6 +21,8 @@ static_assert(balanced{}.begin(0, 4, 10) == 0 && balanced{}.begin(1, 4, 10) == 2
               balanced{}.begin(3, 4, 10) == 7);
 static_assert(balanced{}.begin(7, 8, (index_t{1} << 40)) == (index_t{7} << 37));
 static_assert(balanced{}.snap(5, 10) == 5);
+static_assert(balanced{}.fills(8, 8) && !balanced{}.fills(8, 7) && aligned<64>{}.fills(8, 512) &&
+              !aligned<64>{}.fills(8, 511));
 
 // To the nearest multiple, up if two are as near, never beyond the end of the sequence.
 static_assert(aligned<64>{}.snap(0, 1000) == 0 && aligned<64>{}.snap(31, 1000) == 0 &&
@@ -43,6 +45,7 @@ void check_ascent(Cut const& cut, bool even) {
             CHECK(cut.snap(cut.begin(0, chunks, n), n) == 0);
             for (int c = 1; c <= chunks; ++c) {
                 index_t const at = c == chunks ? n : cut.snap(cut.begin(c, chunks, n), n);
+                if (cut.fills(chunks, n) && at == previous) FAIL("chunk " << c << " of " << chunks << " is empty");
                 if (at < previous || at > n) FAIL("chunk " << c << " of " << chunks << ", " << n << " tokens");
                 if (even && (at - previous < n / chunks || at - previous > (n + chunks - 1) / chunks))
                     FAIL("chunk " << c << " of " << chunks << " of " << n << " tokens is " << at - previous << " long");

@@ -220,7 +220,7 @@ TEST_SUITE("layout") {
             rejects({"sharding.cpp", "sharding::rows: " + got}, [&] { everything.rows(rank); });
             rejects({"sharding.cpp", "segments: " + got}, [&] { cpx::segments(sharding, rank); });
             rejects({"sharding.cpp", "halo: " + got}, [&] { cpx::halo(sharding, rank, 1); });
-            rejects({"sharding.cpp", "carry: " + got}, [&] { cpx::carry(sharding, rank); });
+            rejects({"sharding.cpp", "carry: " + got}, [&] { cpx::carry<cpx::scan>(sharding, rank); });
             rejects({"sharding.cpp", "relayout: " + got}, [&] { cpx::relayout(sharding, everything, rank); });
         }
         int const many = 1 << 30;

@@ -106,7 +106,7 @@ TEST_SUITE("layout") {
             auto const fixed = cpx::shard(batch, my::snake<3>{});
             auto const loose = cpx::shard(batch, my::snake<>{3});
             CHECK(cpx::halo(fixed, r, 3).runs == cpx::halo(loose, r, 3).runs);
-            CHECK(cpx::carry(fixed, r).levels == cpx::carry(loose, r).levels);
+            CHECK(cpx::carry<cpx::scan>(fixed, r).links == cpx::carry<cpx::scan>(loose, r).links);
             CHECK(cpx::halo(fixed, r, 3).sends == cpx::halo(loose, r, 3).sends);
         }
     }
@@ -126,7 +126,7 @@ TEST_SUITE("layout") {
             CHECK_MESSAGE(problem.empty(), problem);
             CHECK_NOTHROW(cpx::relayout(my::halves{batch}, cpx::shard(batch, cpx::zigzag<2>{}), 1));
             CHECK_NOTHROW(cpx::halo(my::halves{batch}, 1, 3));
-            CHECK_NOTHROW(cpx::carry(my::halves{batch}, 1));
+            CHECK_NOTHROW(cpx::carry<cpx::serial>(my::halves{batch}, 1));
         }
     }
 }

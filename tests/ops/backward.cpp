@@ -109,9 +109,9 @@ gradients<T> delta_rule(golden<T> const& f, S const& sharding, index_t chunk, bo
                                                         final ? cpx::rows<T const>(dfinal, state)
                                                               : cpx::rows<T const>(),
                                                         cpx::rows<T>(dinitial, state)};
-        auto const plan = carry(sharding, rank);
-        gated_delta_rule(How{}, plan, t, heads, options, comm);
-        gated_delta_rule_backward(How{}, plan, t, to, heads, options, comm);
+        auto const plan = cpx::carry<How>(sharding, rank);
+        gated_delta_rule(plan, t, heads, options, comm);
+        gated_delta_rule_backward(plan, t, to, heads, options, comm);
         std::lock_guard const lock(guard);
         for (auto const& [name, gradient] : d) put(gradient, rank, result["d" + name]);
         auto& all = result["dinitial"];

@@ -124,9 +124,9 @@ delta<T> gradient(delta<T> const& p, result<T> const& upstream, S const& shardin
                                                         dx.columns(2 * k + v + n, n),
                                                         states(dfinal),
                                                         {dinitial.data(), dinitial.empty() ? 0 : sequences, local}};
-        auto const plan = carry(sharding, rank);
-        cpx::gated_delta_rule(How{}, plan, t, p.heads, p.options, comm);
-        cpx::gated_delta_rule_backward(How{}, plan, t, to, p.heads, p.options, comm);
+        auto const plan = cpx::carry<How>(sharding, rank);
+        cpx::gated_delta_rule(plan, t, p.heads, p.options, comm);
+        cpx::gated_delta_rule_backward(plan, t, to, p.heads, p.options, comm);
         return dfused;
     });
     if (!p.initial.empty()) d.initial = whole_states(sharding, heads, state, dinitials);

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/ops/gated_delta_rule.hpp>
 
+#include <cpx/transport/counted.hpp>
+
 #include <doctest/doctest.h>
 
 #include <ops/on_ranks.hpp>
 #include <ops/reference.hpp>
 #include <support/rejects.hpp>
+
+#include <bit>
+#include <mutex>
 
 namespace {
 
@@ -234,6 +239,35 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE("a scan sends each segment one state for each binary digit of its level, and one map fewer") {
+        for (int const ranks : {1, 2, 3, 6, 8, 33, 64}) {
+            CAPTURE(ranks);
+            auto const p = random_delta<double>(lengths({130, 3}), {1, 2, 3, 5}, {.chunk = 4}, 1e-2, false, 11);
+            auto const sharding = cpx::shard(p.batch, cpx::sequential<>{ranks});
+            index_t numbers = 0, bytes = 0;
+            for (index_t const length : {130, 3})
+                for (index_t level = 1; level < std::min<index_t>(ranks, length); ++level) {
+                    index_t const digits = std::bit_width(static_cast<unsigned>(level));
+                    numbers += 2 * (digits * 3 * 5 + (digits - 1) * 3 * 3);
+                }
+            std::mutex guard;
+            cpx::threads::run(ranks, [&](cpx::threads& comm) {
+                cpx::counted counter(comm);
+                auto const x = take(p.x, p.sections(), sharding, comm.rank());
+                auto o = poisoned<double>(sharding, comm.rank(), 10);
+                auto const c = x.view();
+                cpx::gated_delta_rule(cpx::carry<cpx::scan>(sharding, comm.rank()),
+                                      cpx::delta_rule_tensors<double, cpx::sharding<cpx::sequential<>>>{
+                                          c.columns(0, 3), c.columns(3, 3), c.columns(6, 10), c.columns(16, 2),
+                                          c.columns(18, 2), o.view()},
+                                      p.heads, p.options, counter);
+                std::lock_guard const lock(guard);
+                bytes += counter.sent("carry, scan").bytes;
+            });
+            CHECK(bytes == numbers * 8);
+        }
+    }
+
     TEST_CASE("the delta rule rejects what does not fit") {
         using S = cpx::sharding<cpx::zigzag<>>;
         auto const batch = lengths({6, 5});
@@ -248,7 +282,7 @@ TEST_SUITE("ops") {
                 auto t = good;
                 change(t);
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::gated_delta_rule(cpx::scan{}, carry(sharding, 0), t, h, options, comm);
+                    cpx::gated_delta_rule(cpx::carry<cpx::scan>(sharding, 0), t, h, options, comm);
                 });
             };
         };

@@ -238,7 +238,7 @@ result<T> run(delta<T> const& p, S const& sharding) {
                                               o.view(),
                                               {initial.data(), initial.empty() ? 0 : sequences, local},
                                               {final.data(), sequences, local}};
-        cpx::gated_delta_rule(How{}, carry(sharding, rank), t, p.heads, p.options, comm);
+        cpx::gated_delta_rule(cpx::carry<How>(sharding, rank), t, p.heads, p.options, comm);
         return o;
     });
     out.final = whole_states(sharding, heads, state, finals);

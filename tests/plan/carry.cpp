@@ -11,13 +11,16 @@ namespace {
 using namespace support;
 using cpx::index_t;
 
+using cpx::carry_link, cpx::scan, cpx::serial, cpx::side;
+
 /// A state that remembers which tokens made it and in which order: S -> 31^count S + E, modulo 2^64.
 using state = std::uint64_t;
 constexpr state factor = 31;
 
-state advance(state s, index_t row) { return s * factor + static_cast<state>(row) + 1; }
-state fold(state s, index_t first, index_t count) {
-    for (index_t row = first; row < first + count; ++row) s = advance(s, row);
+/// Goes on from the state `s` over the tokens of a segment, or with `side::after` over them backwards.
+state fold(state s, index_t first, index_t count, side from) {
+    for (index_t i = 0; i < count; ++i)
+        s = s * factor + static_cast<state>(from == side::before ? first + i : first + count - 1 - i) + 1;
     return s;
 }
 state power(index_t count) {
@@ -27,117 +30,172 @@ state power(index_t count) {
 }
 
 using states = std::vector<std::vector<state>>;
+template <class How>
+using carries = std::vector<cpx::carry_plan<How, any_tokens>>;
 
-std::vector<cpx::carry_plan<any_tokens>> carries(law::subject const& a) {
-    std::vector<cpx::carry_plan<any_tokens>> list;
-    for (int r = 0; r < a.ranks; ++r) list.push_back(cpx::carry(std::get<0>(a.sharding), r));
+template <class How>
+carries<How> carries_of(law::subject const& a) {
+    carries<How> list;
+    for (int r = 0; r < a.ranks; ++r) list.push_back(cpx::carry<How>(std::get<0>(a.sharding), r));
     return list;
 }
 
-/// Returns the state before every segment of every rank, from one pass over all tokens.
-states brute_starts(cpx::thd const& batch, std::vector<cpx::carry_plan<any_tokens>> const& all) {
+state over(cpx::thd const& batch, cpx::segment const& s, state reaching, side from) {
+    return fold(reaching, batch.offset(s.sequence) + s.token, s.count, from);
+}
+
+/// Returns the state that reaches every segment of every rank, from one pass over all tokens.
+template <class How>
+states brute(cpx::thd const& batch, carries<How> const& all, side from) {
     states list;
     for (auto const& c : all) {
         list.emplace_back();
-        for (cpx::segment const& s : c.segments) list.back().push_back(fold(0, batch.offset(s.sequence), s.token));
+        for (cpx::segment const& s : c.segments) {
+            index_t const first = batch.offset(s.sequence), end = s.token + s.count;
+            list.back().push_back(from == side::before ? fold(0, first, s.token, from)
+                                                       : fold(0, first + end, batch.length(s.sequence) - end, from));
+        }
     }
     return list;
 }
 
-state end_of(cpx::thd const& batch, cpx::segment const& s, state start) {
-    return fold(start, batch.offset(s.sequence) + s.token, s.count);
-}
-
-/// Hands the states themselves on, one step after the other, and returns the state before every segment.
-states run_serial(cpx::thd const& batch, std::vector<cpx::carry_plan<any_tokens>> const& all, std::string& problem) {
-    states starts(all.size());
-    for (std::size_t r = 0; r < all.size(); ++r) {
-        starts[r].assign(all[r].segments.size(), 0);
-        if (all[r].steps.size() != all[0].steps.size()) problem = "ranks take another number of steps";
-    }
-    for (std::size_t l = 0; l < all[0].steps.size(); ++l) {
+/// Hands the states themselves on, one exchange after the other, and returns the state that reaches every segment.
+states hand_on(cpx::thd const& batch, carries<serial> const& all, side from, std::string& problem) {
+    states reaching;
+    for (auto const& c : all) reaching.emplace_back(c.segments.size(), 0);
+    for (index_t k = 0; k < all[0].steps; ++k) {
+        index_t const lower = from == side::before ? k : all[0].steps - 1 - k;
         std::vector<cpx::plan> plans;
-        states ends(all.size());
+        states leaving(all.size());
         for (std::size_t r = 0; r < all.size(); ++r) {
-            plans.push_back(all[r].steps[l]);
-            if (l < all[r].levels.size())
-                for (index_t const i : all[r].levels[l])
-                    ends[r].push_back(end_of(batch, all[r].segments[static_cast<std::size_t>(i)],
-                                             starts[r][static_cast<std::size_t>(i)]));
-            if (plans.back().source_rows != static_cast<index_t>(ends[r].size()))
-                problem = "step with a wrong number of source rows";
+            plans.push_back(all[r].step(lower, from));
+            for (index_t const i : all[r].level(from == side::before ? lower : lower + 1)) {
+                auto const at = static_cast<std::size_t>(i);
+                leaving[r].push_back(over(batch, all[r].segments[at], reaching[r][at], from));
+            }
+            if (plans.back().source_rows != std::ssize(leaving[r])) problem = "wrong number of source rows";
         }
         if (problem.empty()) problem = disagreement(plans);
-        if (!problem.empty()) return starts;
-        auto const next = execute(plans, ends, 1, state{0} - 1);
+        if (!problem.empty()) return reaching;
+        auto const next = execute(plans, leaving, 1, state{0} - 1);
         for (std::size_t r = 0; r < all.size(); ++r) {
-            if (next[r].empty()) continue;
-            for (std::size_t k = 0; k < next[r].size(); ++k)
-                starts[r][static_cast<std::size_t>(all[r].levels.at(l + 1).at(k))] = next[r][k];
+            auto const members = all[r].level(from == side::before ? lower + 1 : lower);
+            for (std::size_t m = 0; m < members.size(); ++m)
+                reaching[r][static_cast<std::size_t>(members[m])] = next[r].at(m);
         }
     }
-    return starts;
+    return reaching;
 }
 
-/// Folds every segment, gathers E and M at once, joins them, and returns the state before every segment.
-states run_scan(cpx::thd const& batch, std::vector<cpx::carry_plan<any_tokens>> const& all, std::string& problem) {
-    std::vector<cpx::plan> end_plans, map_plans;
-    states ends(all.size()), maps(all.size()), starts(all.size());
-    for (std::size_t r = 0; r < all.size(); ++r) {
-        auto const& c = all[r];
-        end_plans.push_back(c.ends);
-        map_plans.push_back(c.maps);
-        for (std::size_t i = 0; i < c.segments.size(); ++i) {
-            ends[r].push_back(end_of(batch, c.segments[i], 0));
-            bool const inner = c.links[i].level > 0 && c.links[i].has_successor;
-            if (inner != (c.links[i].map_row >= 0)) problem = "a map is kept that nobody needs, or the other way round";
-            if (inner && c.links[i].map_row != static_cast<index_t>(maps[r].size())) problem = "maps are out of order";
-            if (inner) maps[r].push_back(power(c.segments[i].count));
-        }
-        if (c.ends.source_rows != static_cast<index_t>(ends[r].size())) problem = "wrong number of ends";
-        if (c.maps.source_rows != static_cast<index_t>(maps[r].size())) problem = "wrong number of maps";
-    }
-    if (problem.empty()) problem = disagreement(end_plans);
-    if (problem.empty()) problem = disagreement(map_plans);
-    if (!problem.empty()) return starts;
-    auto const all_ends = execute(end_plans, ends, 1, state{0}), all_maps = execute(map_plans, maps, 1, state{0});
+/// What some segments do to the state.
+struct affine {
+    state map = 1, end = 0;
+    affine after(affine const& first) const { return {map * first.map, map * first.end + end}; }
+};
+
+/// Joins steps, and returns the state that reaches every segment. A state is `wide` numbers, a map `map_wide`.
+states join(cpx::thd const& batch, carries<scan> const& all, side from, index_t wide, index_t map_wide,
+            std::string& problem) {
+    std::vector<std::vector<affine>> own(all.size()), reaching(all.size());
     for (std::size_t r = 0; r < all.size(); ++r)
-        for (cpx::carry_link const& link : all[r].links) {
-            state s = 0;
-            for (index_t k = 0; k < link.level; ++k) {
-                state const map = k > 0 ? all_maps[r].at(static_cast<std::size_t>(link.maps + k - 1)) : 0;
-                s = map * s + all_ends[r].at(static_cast<std::size_t>(link.ends + k));
-            }
-            starts[r].push_back(s);
+        for (cpx::segment const& s : all[r].segments) {
+            own[r].push_back({power(s.count), over(batch, s, 0, from)});
+            reaching[r].emplace_back();
         }
-    return starts;
+    for (index_t k = 0; k < all[0].steps; ++k) {
+        index_t const reach = index_t{1} << k, row = all[0].row_width(wide, map_wide);
+        std::vector<cpx::plan> plans;
+        states given(all.size());
+        for (std::size_t r = 0; r < all.size(); ++r) {
+            plans.push_back(all[r].step(k, from, wide, map_wide));
+            for (std::size_t i = 0; i < own[r].size(); ++i) {
+                index_t const passed = all[r].links[i].beside(from);
+                if (all[r].links[i].beside(cpx::opposite(from)) < reach) continue;
+                affine const step = own[r][i].after(reaching[r][i]);
+                given[r].insert(given[r].end(), static_cast<std::size_t>(wide), step.end);
+                if (passed >= reach) given[r].insert(given[r].end(), static_cast<std::size_t>(map_wide), step.map);
+            }
+            if (plans.back().source_rows * row != std::ssize(given[r])) problem = "wrong number of source rows";
+        }
+        if (problem.empty()) problem = disagreement(plans);
+        if (!problem.empty()) return {};
+        auto const got = execute(plans, given, row, state{0} - 1);
+        for (std::size_t r = 0; r < all.size(); ++r) {
+            std::size_t at = 0;
+            auto const take = [&](index_t count) {
+                state const first = got[r].at(at);
+                for (; count > 0; --count)
+                    if (got[r].at(at++) != first) problem = "a state or a map has come in parts of several";
+                return first;
+            };
+            for (std::size_t i = 0; i < own[r].size(); ++i) {
+                index_t const passed = all[r].links[i].beside(from);
+                if (passed < reach) continue;
+                affine before;
+                before.end = take(wide);
+                before.map = passed < 2 * reach ? 0 : take(map_wide); // 0: what came before does not reach it
+                reaching[r][i] = reaching[r][i].after(before);
+            }
+        }
+    }
+    states list(all.size());
+    for (std::size_t r = 0; r < all.size(); ++r)
+        for (affine const& a : reaching[r]) list[r].push_back(a.end);
+    return list;
+}
+
+/// Returns what is wrong with the links of all ranks, or "".
+template <class How>
+std::string problem_of_links(cpx::thd const& batch, carries<How> const& all) {
+    index_t tokens = 0;
+    for (auto const& c : all) {
+        if (c.links.size() != c.segments.size()) return "not one link a segment";
+        if (c.steps != all[0].steps) return "ranks have another number of exchanges";
+        if (c.id != all[0].id) return "identities differ";
+        index_t inner = 0;
+        for (std::size_t i = 0; i < c.segments.size(); ++i) {
+            cpx::segment const& s = c.segments[i];
+            bool const has_before = c.links[i].beside(side::before) > 0, has_after = c.links[i].beside(side::after) > 0;
+            tokens += s.count;
+            if (has_before != (s.token > 0)) return "a first segment that is not of level 0";
+            if (has_after != (s.token + s.count < batch.length(s.sequence))) return "a wrong successor";
+            if (c.links[i].map_row != (has_before && has_after ? inner++ : -1)) return "a wrong row of a map";
+        }
+    }
+    return tokens == batch.tokens() ? "" : "segments do not cover the batch";
 }
 
 /// Returns what is wrong with the carries of all ranks, or "".
 std::string problem_of(cpx::thd const& batch, law::subject const& a) {
-    auto const all = carries(a);
-    auto const want = brute_starts(batch, all);
-    std::string problem;
-    std::size_t tokens = 0;
-    for (auto const& c : all) {
-        if (c.links.size() != c.segments.size()) return "not one link a segment";
-        std::vector<index_t> level_of(c.segments.size(), -1);
-        for (std::size_t l = 0; l < c.levels.size(); ++l)
-            for (index_t const i : c.levels[l]) level_of.at(static_cast<std::size_t>(i)) = static_cast<index_t>(l);
-        for (std::size_t i = 0; i < c.segments.size(); ++i) {
-            cpx::segment const& s = c.segments[i];
-            tokens += static_cast<std::size_t>(s.count);
-            if (level_of[i] != c.links[i].level) return "levels and links disagree";
-            if ((c.links[i].level == 0) != (s.token == 0)) return "a first segment that is not of level 0";
-            if (c.links[i].has_successor != (s.token + s.count < batch.length(s.sequence))) return "a wrong successor";
-        }
-        for (cpx::plan const* p : {&c.ends, &c.maps})
-            if (p->fingerprint() != all[0].ends.fingerprint()) return "fingerprints differ";
+    auto const by_hand = carries_of<serial>(a);
+    auto const joined = carries_of<scan>(a);
+    if (auto const problem = problem_of_links(batch, by_hand); !problem.empty()) return problem;
+    if (auto const problem = problem_of_links(batch, joined); !problem.empty()) return problem;
+    if (by_hand[0].id == joined[0].id) return "serial and scan have one identity";
+    bool const wider = batch.tokens() % 2 == 0; // 2 and 3 have rows of 1 number, 2 and 4 of 2
+    for (side const from : {side::before, side::after}) {
+        auto const want = brute(batch, by_hand, from);
+        std::string problem;
+        if (hand_on(batch, by_hand, from, problem) != want || !problem.empty()) return "serial: " + problem;
+        if (join(batch, joined, from, 2, wider ? 4 : 3, problem) != want || !problem.empty()) return "scan: " + problem;
     }
-    if (tokens != static_cast<std::size_t>(batch.tokens())) return "segments do not cover the batch";
-    if (run_serial(batch, all, problem) != want || !problem.empty()) return "serial: " + problem;
-    if (run_scan(batch, all, problem) != want || !problem.empty()) return "scan: " + problem;
     return "";
+}
+
+/// The states and the maps that others give a rank in all exchanges of a scan.
+struct received {
+    index_t states = 0, maps = 0;
+    friend bool operator==(received, received) = default;
+};
+
+template <class S>
+received received_by(S const& sharding, int rank, side from) {
+    auto const c = cpx::carry<scan>(sharding, rank);
+    received sum;
+    for (index_t k = 0; k < c.steps; ++k) // of 1 and 1000 elements, and rows of 1
+        for (cpx::message const& m : c.step(k, from, 1, 1000).receives)
+            if (m.peer != rank) sum = {sum.states + cpx::total(m.rows) % 1000, sum.maps + cpx::total(m.rows) / 1000};
+    return sum;
 }
 
 TEST_SUITE("plan") {
@@ -166,34 +224,93 @@ TEST_SUITE("plan") {
     }
 
     TEST_CASE("the chain of a zigzag visits every rank twice, and the last rank once") {
-        auto const c = cpx::carry(cpx::shard(lengths({16}), cpx::zigzag<4>{}), 1);
-        CHECK(c.steps.size() == 6); // 7 segments: 0 1 2 3 2 1 0
+        auto const sharding = cpx::shard(lengths({16}), cpx::zigzag<4>{});
+        auto const c = cpx::carry<serial>(sharding, 1);
+        CHECK(c.steps == 6); // 7 segments: 0 1 2 3 2 1 0
+        CHECK(c.holders == std::vector<int>{0, 1, 2, 3, 2, 1, 0});
         REQUIRE(c.links.size() == 2);
         CHECK(c.links[0].level == 1);
         CHECK(c.links[1].level == 5);
-        CHECK(c.ends.target_rows == 5);
-        CHECK(c.maps.target_rows == 4); // the first segment of a sequence starts from zero
+        CHECK(cpx::carry<scan>(sharding, 1).steps == 3);
+    }
+
+    TEST_CASE("a scan gives a segment one state for each binary digit of its level, and one map fewer") {
+        for (int w = 1; w <= 64; ++w) {
+            CAPTURE(w);
+            auto const batch = lengths({1000});
+            auto const sequential = cpx::shard(batch, cpx::sequential<>{w});
+            auto const zigzag = cpx::shard(batch, cpx::zigzag<>{w});
+            CHECK(cpx::carry<scan>(sequential, 0).steps == std::bit_width(static_cast<unsigned>(w - 1)));
+            CHECK(cpx::carry<scan>(zigzag, 0).steps == std::bit_width(static_cast<unsigned>(2 * w - 2)));
+            auto const of_level = [](int level) {
+                index_t const digits = std::bit_width(static_cast<unsigned>(level));
+                return received{digits, std::max<index_t>(0, digits - 1)};
+            };
+            for (int r = 0; r < w; ++r) {
+                CHECK(received_by(sequential, r, side::before) == of_level(r));
+                CHECK(received_by(sequential, r, side::after) == of_level(w - 1 - r));
+                received want = of_level(r), second = of_level(2 * w - 2 - r);
+                if (r + 1 < w) {
+                    want = {want.states + second.states, want.maps + second.maps};
+                    unsigned const apart = static_cast<unsigned>(2 * (w - 1 - r)); // of its two segments
+                    if (std::has_single_bit(apart)) {                              // what it gives itself is not sent
+                        --want.states;
+                        want.maps -= r >= static_cast<int>(apart);
+                    }
+                }
+                CHECK(received_by(zigzag, r, side::before) == want);
+            }
+        }
     }
 
     TEST_CASE("a chain of two segments needs no map, as in fla's context parallelism over two ranks") {
         for (int r = 0; r < 2; ++r) {
-            auto const c = cpx::carry(cpx::shard<cpx::scope::batch>(lengths({300, 400, 324}), cpx::sequential<2>{}), r);
-            CHECK(c.maps.source_rows == 0);
-            CHECK(c.maps.target_rows == 0);
-            CHECK(c.ends.messages() == (r == 0 ? 1 : 0));
-            CHECK(c.ends.sent_rows() == (r == 0 ? 1 : 0)); // only the sequence that is cut, 300 .. 700
+            auto const c =
+                cpx::carry<scan>(cpx::shard<cpx::scope::batch>(lengths({300, 400, 324}), cpx::sequential<2>{}), r);
+            REQUIRE(c.steps == 1);
+            auto const step = c.step(0, side::before, 1, 1000);
+            CHECK(step.messages() == (r == 0 ? 1 : 0));
+            CHECK(step.sent_rows() == (r == 0 ? 1 : 0)); // only the sequence that is cut, 300 .. 700
         }
     }
 
     TEST_CASE("sequences that are not cut hand nothing on") {
-        auto const c = cpx::carry(cpx::shard<cpx::scope::batch>(lengths({512, 512}), cpx::sequential<2>{}), 0);
-        CHECK(c.steps.empty());
-        CHECK(c.ends.sends.empty());
-        auto const h = cpx::carry(cpx::head_sharded<3>(lengths({8, 0, 3}), {{3, 1}}), 2);
-        CHECK(h.steps.empty());
+        CHECK(cpx::carry<scan>(cpx::shard<cpx::scope::batch>(lengths({512, 512}), cpx::sequential<2>{}), 0).steps == 0);
+        auto const h = cpx::carry<serial>(cpx::head_sharded<3>(lengths({8, 0, 3}), {{3, 1}}), 2);
+        CHECK(h.steps == 0);
         CHECK(h.links.size() == 2);
-        CHECK(h.ends.target_rows == 0);
-        CHECK(cpx::carry(cpx::shard(cpx::thd(), cpx::zigzag<3>{}), 2).steps.empty());
+        CHECK(h.level(0).size() == 2);
+        CHECK(cpx::carry<scan>(cpx::shard(cpx::thd(), cpx::zigzag<3>{}), 2).steps == 0);
+    }
+
+    TEST_CASE("what follows from the layout is what a walk over all pieces finds") {
+        splitmix numbers(29);
+        for (int turn = 0; turn < 40; ++turn) {
+            int const ranks = static_cast<int>(numbers.between(1, 70));
+            std::vector<index_t> list; // some shorter than the chunks, some not
+            for (index_t n = numbers.between(0, 6); n-- > 0;) list.push_back(numbers.between(0, 6 * ranks));
+            auto const check = [&](auto const& sharding) {
+                any_tokens const walked(sharding); // says nothing of its layout
+                int const rank = static_cast<int>(numbers.between(0, ranks - 1));
+                auto const a = cpx::carry<serial>(sharding, rank);
+                auto const b = cpx::carry<serial>(walked, rank);
+                CHECK(a.steps == b.steps);
+                REQUIRE(a.links.size() == b.links.size());
+                for (std::size_t i = 0; i < a.links.size(); ++i) {
+                    carry_link one = a.links[i], other = b.links[i];
+                    auto const ranks_of = [](auto const& c, carry_link const& l) {
+                        return std::vector(c.holders.begin() + l.holders, c.holders.begin() + l.holders + l.length);
+                    };
+                    CHECK(ranks_of(a, one) == ranks_of(b, other));
+                    one.holders = other.holders = 0;
+                    CHECK(one == other);
+                }
+            };
+            check(cpx::shard(lengths(list), cpx::zigzag<>{ranks}));
+            check(cpx::shard(lengths(list), cpx::sequential<>{ranks}, cpx::aligned<2>{}));
+            check(cpx::shard(lengths(list), cpx::striped<>{ranks}));
+            check(cpx::shard(lengths(list), cpx::table(ranks, random_owners(numbers, ranks, 2 * ranks))));
+        }
     }
 
     TEST_CASE("the types tell where results are exact") {
@@ -211,14 +328,13 @@ TEST_SUITE("plan") {
     TEST_CASE("static equals dynamic for carries, and other ranks are rejected") {
         auto const batch = lengths({9, 0, 14, 1});
         for (int r = 0; r < 3; ++r) {
-            auto const fixed = cpx::carry(cpx::shard(batch, cpx::zigzag<3>{}), r);
-            auto const loose = cpx::carry(cpx::shard(batch, cpx::zigzag<>{3}), r);
-            CHECK(fixed.ends.sends == loose.ends.sends);
-            CHECK(fixed.maps.receives == loose.maps.receives);
-            CHECK(fixed.levels == loose.levels);
+            auto const fixed = cpx::carry<scan>(cpx::shard(batch, cpx::zigzag<3>{}), r);
+            auto const loose = cpx::carry<scan>(cpx::shard(batch, cpx::zigzag<>{3}), r);
+            CHECK(fixed.links == loose.links);
+            CHECK(fixed.holders == loose.holders);
         }
         rejects({"carry: rank: expected 0 to 2, got 3", "carry.cpp"},
-                [&] { cpx::carry(cpx::shard(batch, cpx::zigzag<3>{}), 3); });
+                [&] { cpx::carry<scan>(cpx::shard(batch, cpx::zigzag<3>{}), 3); });
     }
 }
 

@@ -86,7 +86,7 @@ TEST_SUITE("plan") {
             for (context const& want : c.contexts) {
                 CAPTURE(text(batch));
                 CAPTURE(want.rank);
-                auto const plan = cpx::carry(sharding, want.rank);
+                auto const plan = cpx::carry<cpx::scan>(sharding, want.rank);
                 CHECK(cpx::offsets(plan.segments) == want.offsets);
                 if (plan.segments.empty()) continue;
                 index_t const last =

@@ -9,16 +9,17 @@
 namespace cpx {
 
 /// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
-/// where to look first. Cost: O(1) if the guess is right, else O(log count).
+/// where to look first. Cost: O(log d) if the guess is d off.
 CPX_CALLS_BACK
 template <class Begins>
 CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess, Begins const& begins) {
-    int low = 0, high = count;
+    int low = guess, high = guess, step = 1;
     if (begins(guess) <= at) {
-        low = guess;
-        if (guess + 1 == count || at < begins(guess + 1)) return guess;
+        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
+        high = low + step < count ? low + step : count;
     } else {
-        high = guess;
+        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
+        low = step < high ? high - step : 0;
     }
     while (low + 1 < high) {
         int const middle = low + (high - low) / 2;

@@ -15,6 +15,9 @@ namespace cpx {
 /// `begin(c, C, n)` ascends in `c` from 0; `snap(t, n)` ascends in `t` from 0 to at most `n`, the length of the
 /// sequence that holds token `t`. Two steps, because a run may be the whole batch: the first looks at the run only, the
 /// second at the sequence that is cut.
+///
+/// A cut may also tell `fills(C, n)`: that each of the C chunks of a sequence of `n` tokens surely holds one. Plans for
+/// long sequences then follow from the layout, without a look at every chunk.
 template <class C>
 concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index_t n) {
     { k.begin(c, c, n) } -> std::same_as<index_t>;
@@ -25,6 +28,7 @@ concept cut = std::copyable<C> && std::default_initializable<C> && requires(C co
 struct balanced {
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
     CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
+    constexpr bool fills(int chunks, index_t n) const { return n >= chunks; }
     friend constexpr bool operator==(balanced, balanced) = default;
 };
 
@@ -48,6 +52,7 @@ struct aligned : private extent<Unit> {
         index_t const nearest = (t + unit() / 2) / unit() * unit();
         return nearest < n ? nearest : n;
     }
+    constexpr bool fills(int chunks, index_t n) const { return n / unit() >= chunks; }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 

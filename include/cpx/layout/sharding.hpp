@@ -129,6 +129,13 @@ public:
             return {0, batch_.tokens()};
     }
 
+    /// Returns whether each chunk of sequence `s` surely holds rows: then its holders follow from the layout alone.
+    bool fills(index_t s) const
+        requires(Scope == scope::sequence && layout<P> && requires(Cut const c) { c.fills(1, index_t{1}); })
+    {
+        return cut_.fills(policy_.chunks(), batch_.length(s));
+    }
+
     /// Returns how many rows `rank` holds. Throws `cpx::error` if there is no such rank. Cost: O(runs * chunks of the
     /// rank).
     index_t rows(int rank, caller here = caller::here()) const {
@@ -165,11 +172,17 @@ public:
             range const common = intersect(rows, whole);
             auto const l = layout_at(policy_, whole.size());
             int const chunks = l.chunks();
+            auto const begins = [&](int k) { return begin(whole, k, chunks); };
             int const guess = static_cast<int>(((common.first - whole.first + 1) * chunks - 1) / whole.size());
-            int c = last_at_or_before(common.first, chunks, guess, [&](int k) { return begin(whole, k, chunks); });
+            int c = last_at_or_before(common.first, chunks, guess, begins);
             for (index_t first = common.first; first < common.last; ++c) {
-                index_t const last = std::min(begin(whole, c + 1, chunks), common.last);
-                if (first < last) f(l.owner(c), range{first, last});
+                index_t last = begins(c + 1);
+                if (last <= first) { // there may be more empty chunks than others
+                    c = last_at_or_before(first, chunks, c + 1, begins);
+                    last = begins(c + 1);
+                }
+                last = std::min(last, common.last);
+                f(l.owner(c), range{first, last});
                 first = last;
             }
             rows.first = common.last;

@@ -125,11 +125,11 @@ struct gated_delta_widths {
 template <carry_kind How, any_sharding S>
 struct gated_delta_mixer {
     halo_plan<S> before, after;
-    carry_plan<S> states;
+    carry_plan<How, S> states;
 
     gated_delta_mixer(S const& sharding, int rank, index_t kernel, caller here)
         : before(halo(sharding, rank, kernel - 1, side::before, here)),
-          after(halo(sharding, rank, kernel - 1, side::after, here)), states(carry(sharding, rank, here)) {}
+          after(halo(sharding, rank, kernel - 1, side::after, here)), states(carry<How>(sharding, rank, here)) {}
 
     /// The tensors of the delta rule. mixed: the result of the convolution, q, k and v; gates: g, then beta.
     template <class T>
@@ -172,7 +172,7 @@ struct gated_delta_mixer {
         auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding));
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;
-        gated_delta_rule(How{}, states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
+        gated_delta_rule(states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
         if (!saved) return;
         saved->mixed = std::move(mixed);
         saved->gates = std::move(gates);

@@ -38,7 +38,7 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     auto t = mixer.delta_rule(n, *saved.mixed, *saved.gates, o.view());
     t.saved = &saved.states;
     auto const dqkv = dmixed.view(), dg_beta = dgates.view();
-    gated_delta_rule_backward(How{}, mixer.states, t,
+    gated_delta_rule_backward(mixer.states, t,
                               delta_rule_gradient_tensors<T, S>{{dout.data(), sharding},
                                                                 dqkv.columns(0, n.q),
                                                                 dqkv.columns(n.q, n.q),

@@ -27,19 +27,31 @@ namespace detail {
 template <class T, any_sharding S>
 class delta_rule_backward_pass : public delta_rule_views<T, S> {
 public:
-    delta_rule_backward_pass(carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+    delta_rule_backward_pass(carry_chains<S> const& plan, delta_rule_tensors<T, S> const& t,
                              delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
                              delta_rule_options const& options, caller here)
         : delta_rule_views<T, S>(plan, heads), t_(t), to_(to), options_(options),
           dq_dk_(zeros<T>("gated_delta_rule_backward", {t.q.data().count(), 2, this->values_.size(), heads.key_dim},
                           here)) {}
 
-    /// Writes the gradients of segment `i`. `dstate`: the gradient of its end state on entry, of its start state on
-    /// return.
-    void backward(std::size_t i, T* dstate) {
+    void first(std::size_t i, T* dstate) const { start(this->segment_at(i).sequence, dstate); }
+    void last(std::size_t i, T const* dstate) const {
+        if (to_.dinitial.data())
+            std::copy_n(dstate, to_.dinitial.width(), to_.dinitial.row(this->segment_at(i).sequence));
+    }
+    /// Sets the gradient of the state after the last token of a sequence.
+    void start(index_t sequence, T* dstate) const {
+        if (to_.dfinal.data())
+            std::copy_n(to_.dfinal.row(sequence), to_.dfinal.width(), dstate);
+        else
+            std::fill_n(dstate, this->shape().state_width(), T{});
+    }
+
+    /// Writes the gradients of segment `i`.
+    void over(std::size_t i, T* dstate) {
         segment const& s = this->segment_at(i);
         index_t const dim = this->heads_.value_dim;
-        T const* const start = t_.saved->starts.data() + static_cast<index_t>(i) * this->state_width();
+        T const* const start = t_.saved->starts.data() + static_cast<index_t>(i) * this->shape().state_width();
         index_t const keys = this->heads_.key_dim, values = this->values_.size();
         rows<T> const dq_dk = terms().sub(s.row, s.count);
         for (index_t h = 0; h < values; ++h)
@@ -49,29 +61,18 @@ public:
                 this->matrix_at(start, h, dim), this->columns(to_.dout, s, h, dim), this->matrix_at(dstate, h, dim),
                 {dq_dk.columns(h * keys, keys), dq_dk.columns((values + h) * keys, keys),
                  this->columns(to_.dv, s, h, dim), this->columns(to_.dg, s, h, 1), this->columns(to_.dbeta, s, h, 1)});
-        if (s.token == 0 && to_.dinitial.data()) std::copy_n(dstate, this->state_width(), to_.dinitial.row(s.sequence));
     }
 
-    /// Sets `dstate` to the gradient of the start state of segment `i` that the segment's own outputs cause.
-    void fold(std::size_t i, T* dstate) const {
+    /// Gives what the outputs of segment `i` alone make the gradient of its start state, and the transpose of its M.
+    void fold(std::size_t i, T* dstate, T* map) const {
         segment const& s = this->segment_at(i);
-        index_t const dim = this->heads_.value_dim;
-        std::fill_n(dstate, this->state_width(), T{});
-        for (index_t h = 0; h < this->values_.size(); ++h)
+        index_t const keys = this->heads_.key_dim, dim = this->heads_.value_dim;
+        T const* const saved = t_.saved->maps.data() + this->plan_.links[i].map_row * this->shape().map_width();
+        for (index_t h = 0; h < this->values_.size(); ++h) {
             delta_rule_backward_fold<T>(this->key_columns(t_.q, s, h), this->key_columns(t_.k, s, h),
                                         this->columns(t_.g, s, h, 1), this->columns(t_.beta, s, h, 1), s.token,
                                         options_, this->columns(to_.dout, s, h, dim), this->matrix_at(dstate, h, dim));
-    }
-
-    /// Computes `dstate = M^T dstate + folded`, with the M that the forward saved for segment `i`.
-    void join(std::size_t i, T const* folded, T* dstate) const {
-        T const* const maps = t_.saved->maps.data() + this->plan_.links[i].map_row * this->map_width();
-        matrix<T> next;
-        for (index_t h = 0; h < this->values_.size(); ++h) {
-            auto const ds = cpx::as_matrix(this->matrix_at(dstate, h, this->heads_.value_dim));
-            next = cpx::as_matrix(this->matrix_at(maps, h, this->heads_.key_dim)).transpose() * ds +
-                   cpx::as_matrix(this->matrix_at(folded, h, this->heads_.value_dim));
-            cpx::as_matrix(this->matrix_at(dstate, h, this->heads_.value_dim)) = next;
+            as_matrix(this->matrix_at(map, h, keys)) = as_matrix(this->matrix_at(saved, h, keys)).transpose();
         }
     }
 
@@ -89,15 +90,14 @@ private:
 
 /// Computes the gradients of `gated_delta_rule`.
 ///
-/// `how`, `plan`, `t`, `heads` and `options` as in the forward, which has filled `t.saved`; t.o is not read.
-/// The gradient of the state goes back along each sequence's segments, one exchange of one state (value heads * key_dim
-/// * value_dim) a cut: with `serial` from the end of one segment's backward to the next, with `scan` as
-/// `dS_start = M^T dS_end + E`, the M cached from the forward and all E computed beforehand, in parallel.
+/// `plan`, `t`, `heads` and `options` as in the forward, which has filled `t.saved`; t.o is not read.
+/// The gradient of the state goes back along each sequence's segments with the exchanges of the forward, from the last
+/// segment: with `serial` as it is, with `scan` by the steps `dS_start = M^T dS_end + E`, the M saved by the forward.
 /// Where a rank holds some of the value heads of a key head only, their shares of dq and dk meet in one more exchange.
 /// With `serial` and cuts at multiples of the chunk bitwise the same as on one rank.
 /// Collective. Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
 template <carry_kind How, class T, any_sharding S, transport Comm>
-void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensors<T, S> const& t,
+void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, S> const& t,
                                delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
                                delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
     char const* const where = "gated_delta_rule_backward";
@@ -108,52 +108,21 @@ void gated_delta_rule_backward(How, carry_plan<S> const& plan, delta_rule_tensor
     require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
     detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
     detail::delta_rule_backward_pass<T, S> pass(plan, t, to, heads, options, here);
-    index_t const width = pass.state_width(), sequences = plan.sharding.batch().sequences();
+    index_t const width = pass.shape().state_width(), sequences = plan.sharding.batch().sequences();
     require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
             "saved states", "those of the forward", t.saved ? "others" : "none", here);
+    if constexpr (std::same_as<How, scan>)
+        require(std::ssize(t.saved->maps) == detail::inner_segments(plan.links) * pass.shape().map_width(), where,
+                "saved maps", "those of the forward, by scan", "others", here);
     if (to.dfinal.data()) detail::require_shape(where, "dfinal", to.dfinal, sequences, width, here);
     if (to.dinitial.data()) detail::require_shape(where, "dinitial", to.dinitial, sequences, width, here);
 
-    constexpr bool folds = std::same_as<How, scan>;
-    auto const states = [&](std::size_t count) {
-        return detail::zeros<T>(where, {static_cast<index_t>(count), width}, here);
-    };
-    auto const at = [&](std::vector<T>& values, auto i) { return values.data() + static_cast<index_t>(i) * width; };
-    auto folded = states(folds ? plan.segments.size() : 0), dends = states(folds ? plan.segments.size() : 0);
-    for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
-        if (plan.links[i].map_row >= 0) pass.fold(i, at(folded, i));
-
-    std::vector<T> later; // gradients of the start states of the level above
-    for (std::size_t level = plan.levels.size(); level-- > 0;) {
-        auto const& members = plan.levels[level];
-        auto dstates = states(members.size()); // of end states, then of start states
-        if (level < plan.steps.size()) {
-            cpx::plan const back = plan.steps[level].transposed();
-            exchange(back, rows<T const>(later.data(), back.source_rows, width),
-                     rows<T>(dstates.data(), back.target_rows, width), comm, here);
-        }
-        for (std::size_t m = 0; m < members.size(); ++m) {
-            auto const i = static_cast<std::size_t>(members[m]);
-            bool const last = !plan.links[i].has_successor;
-            T* const dstate = at(dstates, m);
-            if (last && to.dfinal.data()) std::copy_n(to.dfinal.row(plan.segments[i].sequence), width, dstate);
-            if (folds) std::copy_n(dstate, width, at(dends, i));
-            if (!folds || last)
-                pass.backward(i, dstate);
-            else if (level > 0)
-                pass.join(i, at(folded, i), dstate);
-        }
-        later = std::move(dstates);
-    }
-    for (std::size_t i = 0; folds && i < plan.segments.size(); ++i)
-        if (plan.links[i].has_successor) pass.backward(i, at(dends, i));
+    std::vector<T> maps;
+    detail::carry_states(where, plan, side::after, pass, maps, comm, here);
     sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, pass.terms(),
                    std::array{to.dq.data(), to.dk.data()}, comm, here);
     for (index_t s = 0; to.dinitial.data() && s < sequences; ++s)
-        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) {
-            std::fill_n(to.dinitial.row(s), width, T{});
-            if (to.dfinal.data()) std::copy_n(to.dfinal.row(s), width, to.dinitial.row(s));
-        }
+        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) pass.start(s, to.dinitial.row(s));
 }
 
 } // namespace cpx

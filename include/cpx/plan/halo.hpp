@@ -15,10 +15,6 @@ struct halo_run {
     friend constexpr bool operator==(halo_run, halo_run) = default;
 };
 
-/// Which rows of its sequence a halo brings to a segment: those before it, as a causal convolution reads them, or those
-/// after it, as its backward does.
-enum class side { before, after };
-
 /// Brings the rows beside a rank's segments: source, its rows; target, the halo rows, each of them once.
 ///
 /// The `reach` rows beside segment i are, in order, `runs[begin[i]] .. runs[begin[i + 1]]`; fewer only where

@@ -17,6 +17,12 @@ struct segment {
     friend constexpr bool operator==(segment, segment) = default;
 };
 
+/// From where in its sequence a segment needs something: from before it, as in a forward, or from after it, as in its
+/// backward.
+enum class side { before, after };
+
+constexpr side opposite(side where) { return where == side::before ? side::after : side::before; }
+
 /// Returns the segments of `rank`, ascending; every row lies in exactly one. Throws `cpx::error` if there is no such
 /// rank. Cost: O(pieces + sequences touched).
 template <any_sharding S>
