@@ -65,10 +65,10 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
         linear("shared_expert.down_proj.weight", at.whole(on_site(saved.shared_activation)), on_site(d.dshared_output));
         linear("shared_expert_gate.weight", whole, on_site(d.dshared_gate));
 
-        auto const chosen = at.sums.template whole<cpx::index_t>(on_site(saved.chosen), at.comm);
+        auto const chosen = at.sums.whole(on_site(saved.chosen), at.comm);
         auto const experts = [&](char const* weight, cpx::summed_rows<T> const& input, auto const& dy,
                                  cpx::index_t outputs) {
-            auto const own = at.sums.template share<T>(dy, outputs, at.comm);
+            auto const own = at.sums.share(dy, outputs, at.comm);
             if (!own.share.empty())
                 cpx::expert_linear_backward_weight<T>(chosen.data, config.num_experts, own.data, input.data,
                                                       at.grads.of(name(weight)), own.share.first);

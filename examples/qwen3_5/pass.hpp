@@ -88,8 +88,8 @@ private:
         for (cpx::index_t row = 0; row < h.data().count(); ++row)
             std::copy_n(weight.row(ids.data()(row, 0)), weight.width(), h.data().row(row));
         tape_.push_back([this, ids, dweight = grads_.of(name)] {
-            auto const whole = at_entry_.sums.template whole<cpx::index_t>(ids.view(), comm_);
-            auto const dh = at_entry_.sums.template share<T>(dh_.view(), dweight.width(), comm_);
+            auto const whole = at_entry_.sums.whole(ids.view(), comm_);
+            auto const dh = at_entry_.sums.share(dh_.view(), dweight.width(), comm_);
             for (cpx::index_t row = 0; row < dh.data.count(); ++row)
                 for (cpx::index_t j = dh.share.first; j < dh.share.last; ++j)
                     dweight(whole.data(row, 0), j) += dh.data(row, j - dh.share.first);

@@ -102,10 +102,10 @@ public:
         cpx::linear<T>(x.data(), model.weight(weight), y.data());
     }
     /// Returns the input of linear layers as their weights' gradients want it.
-    cpx::summed_rows<T> whole(const_view x) const { return sums.template whole<T>(x, comm); }
+    cpx::summed_rows<T> whole(const_view x) const { return sums.whole(x, comm); }
     /// Adds to dx; `x` is from `whole`.
     void linear_backward(std::string const& weight, cpx::summed_rows<T> const& x, const_view dy, view dx) const {
-        sums.template linear<T>(x, dy, grads.of(weight), comm);
+        sums.linear(x, dy, grads.of(weight), comm);
         auto own = make(dx.data().width());
         cpx::linear_backward_input<T>(dy.data(), model.weight(weight), own.data());
         add(own.data(), dx.data());

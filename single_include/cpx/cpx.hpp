@@ -85,6 +85,7 @@ constexpr std::string_view number_name() {
         case 11: return "float16";
         case 24: return "float32";
         case 53: return "float64";
+        default: break;
         }
     } else {
         switch (bits += limits::is_signed) {
@@ -92,6 +93,7 @@ constexpr std::string_view number_name() {
         case 16: return limits::is_signed ? "int16" : "uint16";
         case 32: return limits::is_signed ? "int32" : "uint32";
         case 64: return limits::is_signed ? "int64" : "uint64";
+        default: break;
         }
     }
     return type_name<T>();
@@ -469,6 +471,33 @@ private:
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
+/// What an operator takes that knows the width of the rows: rows, or their elements in a vector, array or span.
+template <class T>
+class rows_or_list {
+public:
+    rows_or_list() = default;
+    rows_or_list(rows<T> r) : rows_(r) {}
+    rows_or_list(rows<std::remove_const_t<T>> r)
+        requires std::is_const_v<T>
+        : rows_(r) {}
+    template <class R>
+        requires std::is_convertible_v<R, std::span<T>>
+    rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
+
+    /// Returns rows of `width` elements; of a list that does not hold whole ones, rows of another width.
+    rows<T> of_width(index_t width) const {
+        index_t const size = std::ssize(list_);
+        if (!is_list_) return rows_;
+        return width > 0 && size % width == 0 ? rows<T>(list_.data(), size / width, width)
+                                              : rows<T>(list_.data(), size, 1);
+    }
+
+private:
+    rows<T> rows_;
+    std::span<T> list_;
+    bool is_list_ = false;
+};
+
 template <class T>
 rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
@@ -488,6 +517,7 @@ struct operand {
     std::uintptr_t first = 0;
     index_t count = 0, width = 0, stride = 0;
 
+    operand() = default;
     template <class T>
     operand(char const* called, rows<T> r)
         : name(called), first(reinterpret_cast<std::uintptr_t>(r.data())), count(r.data() ? r.count() : 0),
@@ -1748,10 +1778,12 @@ namespace detail {
 template <class S, class... X>
 inline constexpr bool sharded_as = (std::same_as<sharding_of<X>, S> && ...);
 
-/// Whether results can be written to `Y`, deduced for `Y&&`, which is there after the call.
-template <class Y>
-inline constexpr bool takes_result = !std::is_const_v<typename of_view<view_of<Y>>::element> &&
-                                     (std::is_lvalue_reference_v<Y> || std::same_as<view_of<Y>, std::remove_cv_t<Y>>);
+/// Whether results can be written to `Y`, deduced for `Y&&`, which is there after the call, and have the elements of all
+/// of `X`.
+template <class Y, class... X>
+inline constexpr bool writes = !std::is_const_v<typename of_view<view_of<Y>>::element> &&
+                               (std::is_lvalue_reference_v<Y> || std::same_as<view_of<Y>, std::remove_cv_t<Y>>)&&(
+                                   std::same_as<element_of<X>, element_of<Y>> && ...);
 
 } // namespace detail
 
@@ -3657,7 +3689,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
 template <any_sharding From, any_sharding To, sharded_like X, sharded_like Y, transport Comm>
 void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
     constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
-    constexpr bool writes = detail::takes_result<Y>;
+    constexpr bool writes = detail::writes<Y>;
     static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
                           "relayout(tensor.sharding(), ...)");
     static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "

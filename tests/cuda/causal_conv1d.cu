@@ -420,6 +420,11 @@ TEST_SUITE("cuda") {
         refused_backward(of_host("dweight"), [&](call& w) { host(w.to.dweight); });
         refused_backward(of_host("dbias"), [&](call& w) { host_numbers(w.to.dbias); });
         refused_backward(of_host("workspace"), [&](call& w) { host_numbers(w.to.workspace); });
+        support::rejects({"causal_conv1d.cu", "cuda::causal_conv1d: overlap of y and x: expected none, got some"}, [&] {
+            call const same = fitting();
+            cpx::cuda::causal_conv1d(plan, same.x, same.halo, same.weight, same.bias, activation::none, same.y, stream);
+        });
+        refused_backward("overlap of dx and dweight: expected none, got some", [](call&) {});
         refused_backward("shape of dy", [&](call& w) { w.dy = of(count, 6); });
         refused_backward("shape of dx", [&](call& w) { w.to.dx = of(count + 1, 5); });
         refused_backward("shape of edge", [&](call& w) { w.edge = {}; });

@@ -374,6 +374,9 @@ TEST_SUITE("cuda") {
                      ", got memory of device " + std::to_string(neighbour)},
                     forwards(of_neighbour, out));
             rejects({text + "y: expected memory of the current device"}, forwards(in, of_neighbour));
+            rejects({"nccl_operators.cu", text + "overlap of y and x: expected none, got some"}, forwards(in, in));
+            rejects({"nccl_operators.cu", back + "overlap of dx and x: expected none, got some"},
+                    backwards(by, in, in));
             rejects({"nccl_operators.cu", back + "plan of rows after"}, backwards(forward, in, out));
             rejects({back + "sharding of dy"}, backwards(by, elsewhere, out));
             rejects({back + "sharding of dx"}, backwards(by, in, elsewhere));

@@ -246,8 +246,9 @@ TEST_SUITE("cuda") {
         rejects({"cuda::rotary: width of x: expected a multiple of head_dim, 4, got 6"}, call({fits}, 4, four));
         rejects({"cuda::rotary: rows and width of y: expected 4, 6, got 4, 3"},
                 call({fits, {shape(4, 6, 6), shape(4, 3, 3)}}, 3, four));
-        rejects({"cuda::rotary: stride of y, which is x: expected 6, got 8"},
+        rejects({"rotary.cu", "cuda::rotary: overlap of y and x: expected none, or the same rows"},
                 call({{shape(4, 6, 6), shape(4, 6, 8)}}, 3, four));
+        rejects({"cuda::rotary: overlap of y and another y: expected none"}, call({fits, fits}, 3, four));
         rejects({"cuda::rotary: stride of x: expected at least the width, 6, got 5"},
                 call({{shape(4, 6, 5), shape(4, 6, 6)}}, 3, four));
         rejects({"cuda::rotary_backward: head_dim: expected 1 to 2^20, got -1"},

@@ -233,6 +233,8 @@ TEST_SUITE("cuda") {
                 [&] { cuda::scatter_add_rows(host, list, no_order, rows_here, nullptr); });
         rejects({of_host("cuda::scatter_add_rows: order")},
                 [&] { cuda::scatter_add_rows(rows_here, list, host_list, rows_here, nullptr); });
+        rejects({"row_gather.cu", "cuda::gather_rows: overlap of to and from: expected none, got some"},
+                [&] { cuda::gather_rows(rows_here, list, rows<float>(device.data() + 3, 2, 3), nullptr); });
     }
 
     TEST_CASE("a grouped list has equal numbers side by side, each with where it stood, ascending") {

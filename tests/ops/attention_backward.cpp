@@ -162,7 +162,7 @@ TEST_SUITE("ops") {
         auto const wide = at(here, values, 11, 8), narrow = at(here, values, 11, 4), d = at(here, written, 11, 8);
         queries const good{wide, wide, narrow, narrow};
         cpx::sharded<float, K> const k({values.data(), 11, 4, 8}, K(1, batch)),
-            dk({written.data(), 11, 4, 8}, k.sharding());
+            dk({written.data(), 11, 4, 8}, k.sharding()), dv({written.data() + 4, 11, 4, 8}, k.sharding());
         cpx::sharded<float, K> const foreign(k.data(), K(1, other_batch)), foreign_dk(dk.data(), foreign.sharding());
         auto const low = [](cpx::sharded<float, K> const& x) {
             return cpx::sharded<float, K>(x.data().sub(0, 10), x.sharding());
@@ -184,9 +184,9 @@ TEST_SUITE("ops") {
                               cpx::attention_heads h) {
             support::rejects({"attention_backward.cpp", "attention_backward_queries: " + passage},
                              of_queries(from, keys, v, h, d));
-            cpx::sharded<float, K> const to(dk.data(), keys.sharding());
+            cpx::sharded<float, K> const to(dk.data(), keys.sharding()), to_v(dv.data(), keys.sharding());
             support::rejects({"attention_backward.cpp", "attention_backward_keys: " + passage},
-                             of_keys(from, keys, v, h, to, to));
+                             of_keys(from, keys, v, h, to, to_v));
             untouched();
         };
         both("query heads: expected a multiple of the key heads 3, got 4", good, k, k, {4, 3, 2});
@@ -227,6 +227,15 @@ TEST_SUITE("ops") {
         support::rejects({keys_ + of_dk}, of_keys(good, k, k, grouped, dk, low(dk)));
         support::rejects({keys_ + of_k}, of_keys(good, low(k), k, grouped, dk, dk));
         support::rejects({keys_ + of_k}, of_keys(good, k, low(k), grouped, dk, dk));
+        cpx::sharded<float, K> const in_d(d.data().columns(0, 4), k.sharding());
+        queries const written_queries{d, wide, narrow, narrow};
+        support::rejects({"attention_backward.cpp", queries_ + "overlap of dq and k: expected none, got some"},
+                         of_queries(good, in_d, k, grouped, d));
+        support::rejects({queries_ + "overlap of dq and q"}, of_queries(written_queries, k, k, grouped, d));
+        support::rejects({"attention_backward.cpp", keys_ + "overlap of dk and dv: expected none, got some"},
+                         of_keys(good, k, k, grouped, dk, dk));
+        support::rejects({keys_ + "overlap of dk and k"}, of_keys(good, in_d, k, grouped, dk, dv));
+        support::rejects({keys_ + "overlap of dk and q"}, of_keys(written_queries, k, k, grouped, dk, dv));
         untouched();
 
         using H = cpx::head_sharded<>; // keys by heads, queries whole
@@ -258,7 +267,10 @@ TEST_SUITE("ops") {
                          delta(wide, at(here, values, 11, 7), narrow));
         support::rejects({where + "shape of delta: expected (11, 4), got (10, 4)"},
                          delta(wide, wide, at(here, values, 10, 4)));
+        support::rejects({"attention_backward.cpp", where + "overlap of delta and o: expected none, got some"},
+                         delta(wide, wide, narrow));
+        CHECK(support::message(delta(wide, wide, at(here, written, 11, 4))) == "");
         CHECK(support::message(of_queries(good, k, k, grouped, d)) == "");
-        CHECK(support::message(of_keys(good, k, k, grouped, dk, dk)) == "");
+        CHECK(support::message(of_keys(good, k, k, grouped, dk, dv)) == "");
     }
 }

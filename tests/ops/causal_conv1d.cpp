@@ -321,10 +321,10 @@ TEST_SUITE("ops") {
         auto const sharding = cpx::shard(batch, cpx::zigzag<>(1));
         using S = cpx::sharding<cpx::zigzag<>>;
         std::vector<float> const weight(12), bias(3);
-        std::vector<float> values(33);
+        std::vector<float> values(33), written(33);
         cpx::rows<float const> const w(weight, 4);
-        cpx::sharded<float, S> const x({values, 3}, sharding),
-            y = x, foreign({values, 3}, cpx::shard(other, cpx::zigzag<>(1)));
+        cpx::sharded<float, S> const x({values, 3}, sharding), y({written, 3}, sharding),
+            foreign({values, 3}, cpx::shard(other, cpx::zigzag<>(1)));
         cpx::sharded<float, S> const narrow = x.columns(0, 2), low(x.data().sub(0, 10), sharding);
         auto const plan = halo(sharding, 0, 3);
         auto const call = [](auto const& p, auto const& from, auto const& taps, std::span<float const> b,
@@ -349,10 +349,21 @@ TEST_SUITE("ops") {
         support::rejects({"shape of y: expected (11, 3), got (11, 2)"}, call(plan, x, w, {}, narrow));
         support::rejects({"shape of x: expected (11, 3), got (10, 3)"}, call(plan, low, w, {}, y));
         support::rejects({"shape of y: expected (11, 3), got (10, 3)"}, call(plan, x, w, {}, low));
+        support::rejects({conv + taps + "(3, 4), the plan bringing 3 rows, got (11, 1)"},
+                         call(plan, x, std::span(weight).first(11), {}, y));
         CHECK(support::message(call(plan, x, w, bias, y)) == "");
+        CHECK(support::message(call(plan, x, weight, bias, y)) == "");
 
-        std::vector<float> states(2 * 12 + 12), written(33);
-        cpx::sharded<float, S> const to({written, 3}, sharding);
+        // In place it would read what it has written.
+        support::rejects({"causal_conv1d.cpp", "causal_conv1d: overlap of y and x: expected none, got some"},
+                         call(plan, x, w, {}, x));
+        cpx::rows<float> const in_y(written.data(), 3, 4);
+        support::rejects({"overlap of y and weight"}, call(plan, x, in_y, {}, y));
+        support::rejects({"overlap of y and bias"}, call(plan, x, w, std::span(written).last(3), y));
+        CHECK(std::ranges::count(values, 0.f) == 33);
+
+        std::vector<float> states(2 * 12 + 12);
+        cpx::sharded<float, S> const to = y;
         auto const with = [&](cpx::causal_conv1d_states<float> const& given) {
             return [=, &given] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
@@ -370,6 +381,9 @@ TEST_SUITE("ops") {
             support::rejects({"causal_conv1d.cpp", shape + size}, with({good, bad}));
         }
         for (float const value : states) CHECK(value == 0);
+        cpx::rows<float> const in_x(values.data(), 2, 12), later(states.data() + 12, 2, 12);
+        support::rejects({"overlap of final and x: expected none"}, with({good, in_x}));
+        support::rejects({"overlap of final and initial: expected none, or the same rows"}, with({good, later}));
         CHECK(support::message(with({good, good})) == "");
         CHECK(std::count(states.begin(), states.end(), 1.f) == 24);
     }
@@ -428,6 +442,10 @@ TEST_SUITE("ops") {
         rejects("shape of dweight: expected (3, 4), got (3, 3)",
                 [&](arguments& a) { a.to.dweight = dweight.columns(0, 3); });
         rejects("size of dbias: expected 3, got 2", [&](arguments& a) { a.to.dbias = dbias.first(2); });
+        rejects("overlap of dx and dy: expected none, got some", [&](arguments& a) { a.dy = dx; });
+        rejects("overlap of dx and x: expected none, got some", [&](arguments& a) { a.x = dx; });
+        rejects("overlap of dbias and bias", [&](arguments& a) { a.bias = dbias; });
+        rejects("overlap of dx and dweight", [&](arguments& a) { a.to.dweight = std::span(written).first(12); });
 
         CHECK(support::message(call([](arguments&) {})) == "");
         auto const all = std::array{written, sums, biases};

@@ -595,8 +595,8 @@ TEST_SUITE("ops") {
         for (int const rank : {-1, 1})
             rejects({"decode.cpp", "rank: expected 0 to 0, got " + std::to_string(rank)}, make(from, to, rank));
 
-        std::vector<float> values(2 * 160);
-        cpx::gated_delta_net_state<float> const right{{values.data(), 2, 160}, {values.data(), 2, 96}};
+        std::vector<float> values(2 * 160 + 2 * 96);
+        cpx::gated_delta_net_state<float> const right{{values.data(), 2, 160}, {values.data() + 320, 2, 96}};
         auto const call = [&](cpx::gated_delta_net_state<float> const& a, cpx::gated_delta_net_state<float> const& b,
                               int ranks) {
             return [=] {
@@ -610,7 +610,7 @@ TEST_SUITE("ops") {
             return cpx::gated_delta_net_state<float>{conv.data() ? conv : right.conv,
                                                      recurrent.data() ? recurrent : right.recurrent};
         };
-        auto const bad_conv = with({values.data(), 2, 159}, {}), bad_recurrent = with({}, {values.data(), 1, 96});
+        auto const bad_conv = with({values.data(), 2, 159}, {}), bad_recurrent = with({}, {values.data() + 320, 1, 96});
         rejects({"decode.cpp", name + "shape of states of the source, conv: expected (2, 160), got (2, 159)"},
                 call(bad_conv, right, 1));
         rejects({"decode.cpp", name + "shape of states of the source, recurrent: expected (2, 96), got (1, 96)"},
@@ -621,6 +621,8 @@ TEST_SUITE("ops") {
                 call(right, bad_recurrent, 1));
         rejects({"decode.cpp", name + "shape of states of the source, conv: expected (2, 160), got (0, 0)"},
                 call({{}, right.recurrent}, right, 1));
+        rejects({"decode.cpp", name + "overlap of conv and recurrent: expected none, got some"},
+                call(right, with({}, {values.data() + 300, 2, 96}), 1));
         rejects({"decode.cpp", "exchange: rank of the plan: expected 0 of 2, got 0 of 1"}, call(right, right, 2));
 
         auto const p = random_layer<float>(one, grouped, false, 1);

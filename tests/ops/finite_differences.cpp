@@ -226,8 +226,7 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
             },
             comm);
         auto const of_linear = dout.view().columns(0, p.width);
-        sums.template linear<double>(sums.template whole<double>(f.gated.view(), comm), of_linear,
-                                     cpx::rows<double>(dweight, width), comm);
+        sums.linear(sums.whole(f.gated.view(), comm), of_linear, cpx::rows<double>(dweight, width), comm);
         cpx::tensor<double, S> dgated(sharding, rank, width);
         auto dxz = poisoned<double>(sharding, rank, 2 * width);
         auto const dx = dxz.data().columns(0, width), dz = dxz.data().columns(width, width);

@@ -133,8 +133,10 @@ TEST_SUITE("ops") {
                    other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
         using S = std::remove_cv_t<decltype(sharding)>;
         auto const p = random_layer<float>(batch, grouped, false, 1);
-        std::vector<float> values(11 * 12);
-        cpx::sharded<float, S> const x({values, 12}, sharding), foreign({values, 12}, other);
+        support::splitmix numbers(1);
+        std::vector<float> values = uniform<float>(numbers, 12 * 12), written(values.size());
+        cpx::sharded<float, S> const x({values.data(), 11, 12}, sharding), y({written.data(), 11, 12}, sharding),
+            foreign({values.data(), 11, 12}, other);
         auto const call = [&](layer<float> const& q, cpx::sharded<float, S> const& in,
                               cpx::sharded<float, S> const& out) {
             return [=] {
@@ -144,7 +146,22 @@ TEST_SUITE("ops") {
                 });
             };
         };
-        CHECK(support::message(call(p, x, x)) == "");
+        CHECK(support::message(call(p, x, y)) == "");
+        auto in_place = values;
+        cpx::sharded<float, S> const same({in_place.data(), 11, 12}, sharding);
+        CHECK(support::message(call(p, same, same)) == "");
+        CHECK(same_rows(in_place, written, 12, 0, 11));
+        support::rejects(
+            {"gated_delta_net.cpp", "gated_delta_net: overlap of y and x: expected none, or the same rows"},
+            call(p, x, {{values.data() + 12, 11, 12}, sharding}));
+        auto of_weights = p;
+        support::rejects({"gated_delta_net.cpp", "overlap of y and in_proj_qkv.weight: expected none"}, [&] {
+            cpx::threads::run(1, [&](cpx::threads& comm) {
+                cpx::gated_delta_net<cpx::scan, S> const net(sharding, 0, p.config);
+                net(of_weights.view(), x, cpx::sharded<float, S>({of_weights.weights[0].data(), 11, 12}, sharding),
+                    comm);
+            });
+        });
         support::rejects({"gated_delta_net.cpp", "gated_delta_net: sharding of x: expected the layer's"},
                          call(p, foreign, x));
         support::rejects({"gated_delta_net.cpp", "gated_delta_net: sharding of y: expected the layer's"},

@@ -221,6 +221,11 @@ TEST_SUITE("ops") {
                                });
             rejects("shape of " + inputs(q)[w + 1].first, call(p, good, x, x, dx, cut));
         }
+        rejects("overlap of dx and x: expected none, got some", call(p, good, dx, x, dx, weights));
+        rejects("overlap of dx and dy", call(p, good, x, dx, dx, weights));
+        auto twice = weights;
+        twice.in_proj_a = twice.in_proj_b;
+        rejects("overlap of in_proj_b.weight and in_proj_a.weight", call(p, good, x, x, dx, twice));
         CHECK(support::message(call(p, good, x, x, dx, weights)) == "");
         CHECK(same_bits(dx_values, expected.x));
         std::vector<double> sums;

@@ -141,6 +141,7 @@ TEST_SUITE("ops") {
         rejects(counts + "18 and 9", call(from, 18, 2));
         rejects("width of the rows on this rank: expected 1, got 2", call(from.sub(0, 8), 18, 1));
         rejects("width of the rows on this rank: expected 2, got 1", call(from.sub(0, 8).columns(0, 1), 18, 2));
+        rejects("overlap of weight and local: expected none, got some", call({all.data() + 3, 8, 2}, 18, 2));
         CHECK(support::message(call(from.sub(0, 8), 18, 2)) == "");
     }
 }

@@ -123,17 +123,18 @@ TEST_SUITE("ops") {
 
     TEST_CASE("sums of readers reject what does not fit, before anything is written") {
         cpx::head_sharded<> const split(1, lengths({4, 1}), {{2, 3}, {4, 3}});
-        std::vector<float> terms(2 * 5 * 12), sums(5 * 6);
+        std::vector<float> terms(2 * 5 * 12), sums(2 * 5 * 6);
+        cpx::rows<float> const second(sums.data() + 30, 5, 6);
         auto const call = [&](index_t shared, cpx::rows<float const> from, cpx::rows<float> to) {
             return [=, &split] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::sum_readers<float>(split, 0, shared, 4, 3, from, std::array{to, to}, comm);
+                    cpx::sum_readers<float>(split, 0, shared, 4, 3, from, std::array{to, second}, comm);
                 });
             };
         };
         std::ranges::fill(terms, 1.f);
         cpx::rows<float const> const from(terms, 24);
-        cpx::rows<float> const to(sums, 6);
+        cpx::rows<float> const to(sums.data(), 5, 6);
         auto const rejects = [&](std::string const& passage, auto const& f) {
             support::rejects({"shared_heads.cpp", "sum_readers: " + passage}, f);
             CHECK(std::ranges::all_of(sums, [](float x) { return x == 0; }));
@@ -144,6 +145,8 @@ TEST_SUITE("ops") {
         rejects("shape of terms: expected (5, 24), got (5, 12)", call(2, from.columns(0, 12), to));
         rejects("shape of sums: expected (5, 6), got (5, 5)", call(2, from, to.columns(0, 5)));
         rejects("shape of sums: expected (5, 6), got (3, 6)", call(2, from, to.sub(0, 3)));
+        rejects("overlap of sums and sums: expected none, got some", call(2, from, second));
+        rejects("overlap of sums and terms", call(2, {sums.data(), 5, 24, 6}, to));
         CHECK(support::message(call(2, from, to)) == "");
         CHECK(std::ranges::all_of(sums, [](float x) { return x == 2; }));
     }

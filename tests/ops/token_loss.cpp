@@ -392,12 +392,15 @@ TEST_SUITE("ops") {
         support::rejects({"shape of tokens: expected (11, 1), got (10, 1)"}, label(plan, low, tokens));
         support::rejects({"shape of labels: expected (11, 1), got (11, 2)"}, label(plan, tokens, wide));
 
+        support::rejects({"token_loss.cpp", "next_token_labels: overlap of labels and tokens: expected none, got some"},
+                         label(plan, tokens, tokens));
+
         auto const mean = [](auto const& of, auto const& labels, std::vector<double> const& w, int ranks = 1) {
             return [=] {
                 cpx::threads::run(ranks, [&](cpx::threads& comm) { cpx::mean_token_loss(of, labels, comm, w); });
             };
         };
-        auto const back = [](auto const& labels, auto const& to, std::vector<double> const& w) {
+        auto const back = [](auto const& labels, auto const& to, std::span<double const> w) {
             return [=] { cpx::mean_token_loss_backward({1, 1}, labels, 1, to, w); };
         };
         auto const with = [&](double weight) {
@@ -425,8 +428,12 @@ TEST_SUITE("ops") {
                          back(wide, logp, {}));
         support::rejects({"mean_token_loss_backward: shape of dlogp: expected (11, 1), got (11, 2)"},
                          back(tokens, wide_logp, {}));
-        support::rejects({"mean_token_loss_backward: number of weights: expected 11, got 1"}, back(tokens, logp, {1}));
-        support::rejects({"mean_token_loss_backward: weight of row 7"}, back(tokens, logp, with(-1)));
+        support::rejects({"mean_token_loss_backward: number of weights: expected 11, got 1"},
+                         back(tokens, logp, std::span(weights).first(1)));
+        auto const negative = with(-1);
+        support::rejects({"mean_token_loss_backward: weight of row 7"}, back(tokens, logp, negative));
+        support::rejects({"token_loss.cpp", "mean_token_loss_backward: overlap of dlogp and weights"},
+                         back(tokens, logp, std::span(values).first(11)));
         CHECK(support::message(mean(logp, tokens, weights)) == "");
         CHECK(support::message(back(tokens, logp, weights)) == "");
     }

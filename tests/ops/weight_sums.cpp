@@ -50,8 +50,8 @@ std::vector<T> weight_gradient(projection<T> const& p, S const& sharding, sum_or
         auto const x = take(p.x, {{1, p.in}}, sharding, rank), dy = take(p.dy, {{1, p.out}}, sharding, rank);
         cpx::weight_sums<S> const of(sharding, rank, order);
         std::vector<T> sum(static_cast<std::size_t>(p.out * p.in));
-        auto const whole = of.template whole<T>(x.view(), comm);
-        of.template linear<T>(whole, dy.view(), cpx::rows<T>(sum, p.in), comm);
+        auto const whole = of.whole(x.view(), comm);
+        of.linear(whole, dy.view(), cpx::rows<T>(sum, p.in), comm);
         cpx::sum_over_ranks(std::span(sum), comm);
         sums.add(sum);
     });
@@ -160,10 +160,9 @@ TEST_SUITE("ops") {
                         auto const x = take(p.x, {{1, p.in}}, sharding, rank);
                         cpx::weight_sums<S> const by_row(sharding, rank, sum_order::by_row),
                             by_rank(sharding, rank, sum_order::by_rank);
-                        auto const share = by_row.template share<double>(x.view(), columns, comm),
-                                   own = by_rank.template share<double>(x.view(), columns, comm),
-                                   whole = by_row.template whole<double>(x.view(), comm),
-                                   as_is = by_rank.template whole<double>(x.view(), comm);
+                        auto const share = by_row.share(x.view(), columns, comm),
+                                   own = by_rank.share(x.view(), columns, comm), whole = by_row.whole(x.view(), comm),
+                                   as_is = by_rank.whole(x.view(), comm);
                         std::lock_guard const lock(guard);
                         CHECK(by_row.moves());
                         CHECK_FALSE(by_rank.moves());
@@ -204,8 +203,7 @@ TEST_SUITE("ops") {
                         auto const dy = take(p.dy, {{6, 1}}, split, rank);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 4), split);
                         std::vector<double> own(static_cast<std::size_t>(dy.width() * 4));
-                        sums.template linear<double>(sums.template whole<double>(x, comm), dy.view(),
-                                                     cpx::rows<double>(own, 4), comm);
+                        sums.linear(sums.whole(x, comm), dy.view(), cpx::rows<double>(own, 4), comm);
                         cpx::tensor<double, cpx::head_sharded<>> turned(
                             cpx::head_sharded<>(ranks, cpx::thd({0, 4}), {{6, 1}}), rank, dy.width());
                         for (index_t i = 0; i < 4; ++i)
@@ -232,7 +230,7 @@ TEST_SUITE("ops") {
                         cpx::weight_sums<S> const sums(sharding, 0, order);
                         cpx::sharded const x(cpx::rows<double const>(p.x, 3), sharding),
                             dy(cpx::rows<double const>(p.dy, 2), sharding);
-                        sums.linear<double>(sums.whole<double>(x, comm), dy, to, comm);
+                        sums.linear(sums.whole(x, comm), dy, to, comm);
                         sums.terms(
                             std::span(gains), [](index_t, std::span<double> into) { into[0] += 1; }, comm);
                     });
@@ -241,6 +239,21 @@ TEST_SUITE("ops") {
             std::string const where = "weight_sums::linear: shape of dweight: expected (2, 3), got ";
             support::rejects({"weight_sums.cpp", where + "(3, 2)"}, call(cpx::rows<double>(sum, 2)));
             support::rejects({where + "(1, 3)"}, call(cpx::rows<double>(sum, 3).sub(0, 1)));
+            auto q = p;
+            auto const in_x = [&] {
+                cpx::threads::run(1, [&](cpx::threads& comm) {
+                    cpx::weight_sums<S> const sums(sharding, 0, order);
+                    cpx::sharded const x(cpx::rows<double>(q.x, 3), sharding);
+                    sums.linear(sums.whole(x, comm), x.columns(0, 2), x.data().sub(0, 2), comm);
+                });
+            };
+            support::rejects({"weight_sums.cpp", "weight_sums::linear: overlap of dweight and"}, in_x);
+            support::rejects({"weight_sums.cpp", "weight_sums: sharding of a tensor: expected that of the sums"}, [&] {
+                cpx::threads::run(1, [&](cpx::threads& comm) {
+                    S const other = cpx::shard(lengths({3, 4}), cpx::zigzag<>(1));
+                    cpx::weight_sums<S>(other, 0, order).whole(cpx::make_tensor<double>(sharding, 0, 3), comm);
+                });
+            });
             CHECK(sum == std::vector<double>(6, 1.));
             CHECK(support::message(call(cpx::rows<double>(sum, 3))) == "");
             CHECK(gains == std::vector<double>{8, 1});

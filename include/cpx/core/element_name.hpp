@@ -32,6 +32,7 @@ constexpr std::string_view number_name() {
         case 11: return "float16";
         case 24: return "float32";
         case 53: return "float64";
+        default: break;
         }
     } else {
         switch (bits += limits::is_signed) {
@@ -39,6 +40,7 @@ constexpr std::string_view number_name() {
         case 16: return limits::is_signed ? "int16" : "uint16";
         case 32: return limits::is_signed ? "int32" : "uint32";
         case 64: return limits::is_signed ? "int64" : "uint64";
+        default: break;
         }
     }
     return type_name<T>();

@@ -18,6 +18,7 @@ struct operand {
     std::uintptr_t first = 0;
     index_t count = 0, width = 0, stride = 0;
 
+    operand() = default;
     template <class T>
     operand(char const* called, rows<T> r)
         : name(called), first(reinterpret_cast<std::uintptr_t>(r.data())), count(r.data() ? r.count() : 0),

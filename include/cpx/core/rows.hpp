@@ -5,7 +5,9 @@
 #include <cpx/core/size.hpp>
 
 #include <algorithm>
+#include <span>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -69,6 +71,33 @@ public:
 private:
     T* data_ = nullptr;
     index_t count_ = 0, width_ = 0, stride_ = 0;
+};
+
+/// What an operator takes that knows the width of the rows: rows, or their elements in a vector, array or span.
+template <class T>
+class rows_or_list {
+public:
+    rows_or_list() = default;
+    rows_or_list(rows<T> r) : rows_(r) {}
+    rows_or_list(rows<std::remove_const_t<T>> r)
+        requires std::is_const_v<T>
+        : rows_(r) {}
+    template <class R>
+        requires std::is_convertible_v<R, std::span<T>>
+    rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
+
+    /// Returns rows of `width` elements; of a list that does not hold whole ones, rows of another width.
+    rows<T> of_width(index_t width) const {
+        index_t const size = std::ssize(list_);
+        if (!is_list_) return rows_;
+        return width > 0 && size % width == 0 ? rows<T>(list_.data(), size / width, width)
+                                              : rows<T>(list_.data(), size, 1);
+    }
+
+private:
+    rows<T> rows_;
+    std::span<T> list_;
+    bool is_list_ = false;
 };
 
 template <class T>

@@ -2,6 +2,7 @@
 // What operators ask of the memory that they are given: that it fits and is this device's, and how it is aligned.
 #pragma once
 
+#include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/cuda/runtime.hpp>
 
@@ -11,6 +12,8 @@
 #include <string>
 
 namespace cpx::cuda::detail {
+
+using cpx::detail::in_place, cpx::detail::operand, cpx::detail::require_apart;
 
 /// Returns the largest power of two up to 16 that divides all of `places`: addresses, and distances in bytes.
 inline int vector_bytes(std::initializer_list<index_t> places) {
@@ -47,7 +50,7 @@ void require_memory(char const* where, char const* what, rows<T> r, caller here)
     if (r.count() > 0 && r.width() > 0) require_memory(where, what, r.data(), here);
 }
 
-/// Throws `cpx::error` if a size is negative or rows overlap.
+/// Throws `cpx::error` if a size is negative or rows overlap each other.
 template <class T>
 void require_sizes(char const* where, char const* what, rows<T> r, caller here) {
     require(r.count() >= 0 && r.width() >= 0, where, what, "no negative sizes", std::min(r.count(), r.width()), here);

@@ -123,6 +123,15 @@ bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, row
     return vectors;
 }
 
+/// Throws `cpx::error` if what a call writes, such as `y`, overlaps what it reads or something else that it writes.
+template <class T, class W, class Written>
+void require_apart_from_inputs(char const* where, Written const& written, rows<T const> x, rows<T const> halo,
+                               rows<W const> weight, std::span<W const> bias, caller here) {
+    require_apart(where, written,
+                  std::array{operand("x", x), operand("halo", halo), operand("weight", weight), operand("bias", bias)},
+                  here);
+}
+
 /// Calls `f` with std::true_type for silu.
 template <class F>
 void with_activation(activation act, F&& f) {
@@ -137,6 +146,7 @@ void convolve(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W
     auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
     auto const out = result_given(where, "y", y, plan.rows(), given.channels, here);
     bool const vectors = conv_in_vectors<T, W>(where, x, halo, weight, y, here);
+    require_apart_from_inputs<T, W>(where, operands("y", y), x, halo, weight, bias, here);
     if (given.rows * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d">();
     with_activation(act, [&](auto silu) {
@@ -165,6 +175,8 @@ void convolve_backward_edge(conv_plan const& plan, rows<T const> x, rows<T const
     auto const from = result_given(where, "dy", dy, plan.rows(), given.channels, here);
     require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
     static_cast<void>(conv_in_vectors<T, W>(where, x, halo, weight, dy, here)); // refused here, not after an exchange
+    require_apart_from_inputs<T, W>(where, std::array{operand("edge", edge)}, x, halo, weight, bias, here);
+    require_apart(where, std::array{operand("edge", edge)}, operands("dy", dy), here);
     if (edge.count() * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward_edge">();
     with_activation(act, [&](auto silu) {
@@ -276,6 +288,17 @@ bool conv_gradients_given(char const* where, conv_plan const& plan, index_t chan
     return sums;
 }
 
+/// Throws `cpx::error` if gradients overlap each other or what the backward reads; `dy` is rows or parts.
+template <class T, class W, class Dy>
+void require_apart_gradients(char const* where, causal_conv1d_gradients<T> const& to, rows<T const> x,
+                             rows<T const> halo, rows<W const> weight, std::span<W const> bias, Dy const& dy,
+                             caller here) {
+    std::array const written{operand("dx", to.dx), operand("dweight", to.dweight), operand("dbias", to.dbias),
+                             operand("workspace", to.workspace)};
+    require_apart_from_inputs<T, W>(where, written, x, halo, weight, bias, here);
+    require_apart(where, written, operands("dy", dy), here);
+}
+
 /// Computes the gradients from `dy`, which is rows or parts.
 template <class T, class W, class Dy>
 void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight,
@@ -291,6 +314,8 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
     bool const vectors = conv_in_vectors<T, W>(where, x, halo, weight, dy, here) && in_vectors(to.dx);
     require(vectors || !normalises(dy), where, "alignment of dx", "16 bytes, for heads that were normalised", "another",
             here);
+    require_apart_gradients<T, W>(where, to, x, halo, weight, bias, dy, here);
+    require_apart(where, {{"dx", to.dx}}, {{"edge", edge}, {"dz_halo", dz_halo}}, here);
     if (given.rows * channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward">();
     using dy_type = std::remove_const_t<decltype(from)>;

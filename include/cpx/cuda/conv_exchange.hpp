@@ -127,6 +127,7 @@ void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::typ
     static_cast<void>(conv_given<T, std::remove_const_t<W>>(where, by.plan(), x, by.halo(), weight, bias, here));
     static_cast<void>(result_given(where, "y", y, by.plan().rows(), by.channels(), here));
     static_cast<void>(conv_in_vectors<T, std::remove_const_t<W>>(where, x, by.halo(), weight, y, here));
+    require_apart_from_inputs<T, std::remove_const_t<W>>(where, operands("y", y), x, by.halo(), weight, bias, here);
     by.exchange_halo(x, in, here);
     causal_conv1d(by.plan(), x, by.halo(), weight, bias, act, y, in, here);
 }
@@ -145,6 +146,7 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
     static_cast<void>(conv_in_vectors<T, std::remove_const_t<W>>(where, x, by.halo(), weight, dy, here));
     require(in_vectors(to.dx.data()) || !normalises(dy), where, "alignment of dx",
             "16 bytes, for heads that were normalised", "another", here);
+    require_apart_gradients<T, std::remove_const_t<W>>(where, local, x, by.halo(), weight, bias, dy, here);
     by.exchange_halo(x, in, here);
     causal_conv1d_backward_edge(by.plan(), x, by.halo(), weight, bias, act, dy, by.edge(), in, here);
     by.exchange_edge(in, here);
@@ -163,28 +165,37 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
 ///
 /// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
 /// throws.
-template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, class W>
-void causal_conv1d(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
-                   std::type_identity_t<std::span<W const>> bias, activation act, sharded<T, Y> const& y,
-                   cudaStream_t in, caller here = caller::here()) {
-    static_assert(std::same_as<X, S> && std::same_as<Y, S>,
-                  "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; make that with "
-                  "halo(x.sharding(), ...) and y of the same sharding");
-    char const* const where = "cuda::causal_conv1d";
-    detail::require_of(where, "x", by, x, here);
-    detail::require_of(where, "y", by, y, here);
-    detail::convolve(by, rows<T const>(x.data()), weight, bias, act, y.data(), in, here);
+template <class T, any_sharding S, sharded_like X, class W, sharded_like Y>
+void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
+                   activation act, Y&& y, cudaStream_t in, caller here = caller::here()) {
+    constexpr bool fits = cpx::detail::sharded_as<S, X, Y>;
+    constexpr bool writes = cpx::detail::writes<Y, X> && std::same_as<element_of<Y>, T>;
+    static_assert(fits, "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; make that with "
+                        "halo(x.sharding(), ...) and y of the same sharding");
+    static_assert(writes, "cpx: cuda::causal_conv1d wants x and y of the conv_exchange's elements, and a y that is not "
+                          "const and has a name");
+    if constexpr (fits && writes) {
+        sharded<T const, S> const from = x.view();
+        sharded<T, S> const to = y.view();
+        detail::require_of("cuda::causal_conv1d", "x", by, from, here);
+        detail::require_of("cuda::causal_conv1d", "y", by, to, here);
+        detail::convolve(by, from.data(), weight, bias, act, to.data(), in, here);
+    }
 }
 
 /// The same into parts of this rank's rows, of which some may be normalised by heads; see `conv_parts`.
-template <class T, any_sharding S, any_sharding X, elements_of<T> A, class W>
-void causal_conv1d(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
-                   std::type_identity_t<std::span<W const>> bias, activation act,
-                   std::type_identity_t<conv_parts<T>> const& y, cudaStream_t in, caller here = caller::here()) {
-    static_assert(std::same_as<X, S>, "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; "
-                                      "make that with halo(x.sharding(), ...)");
-    detail::require_of("cuda::causal_conv1d", "x", by, x, here);
-    detail::convolve(by, rows<T const>(x.data()), weight, bias, act, y, in, here);
+template <class T, any_sharding S, sharded_like X, class W>
+void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
+                   activation act, std::type_identity_t<conv_parts<T>> const& y, cudaStream_t in,
+                   caller here = caller::here()) {
+    constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
+    static_assert(fits, "cpx: cuda::causal_conv1d of a tensor that is not sharded as the conv_exchange, or has other "
+                        "elements; make that with halo(x.sharding(), ...)");
+    if constexpr (fits) {
+        sharded<T const, S> const from = x.view();
+        detail::require_of("cuda::causal_conv1d", "x", by, from, here);
+        detail::convolve(by, from.data(), weight, bias, act, y, in, here);
+    }
 }
 
 /// Computes the gradients of `causal_conv1d`. dy: (rows, channels), the gradient of y; the rest as there.
@@ -194,31 +205,40 @@ void causal_conv1d(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weig
 /// the same on every sharding; a gradient never reaches another sequence.
 ///
 /// Throws as the forward does, and if `by` was made for the forward alone.
-template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, elements_of<T> B, class W>
-void causal_conv1d_backward(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
-                            std::type_identity_t<std::span<W const>> bias, activation act, sharded<B, Y> const& dy,
+template <class T, any_sharding S, sharded_like X, sharded_like Dy, class W>
+void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
+                            std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, cudaStream_t in,
                             caller here = caller::here()) {
-    static_assert(std::same_as<X, S> && std::same_as<Y, S>,
-                  "cpx: cuda::causal_conv1d_backward of tensors that are not sharded as the conv_exchange; make that "
-                  "with halo(x.sharding(), ...) and dy of the same sharding");
-    char const* const where = "cuda::causal_conv1d_backward";
-    detail::require_of(where, "x", by, x, here);
-    detail::require_of(where, "dy", by, dy, here);
-    detail::convolve_backward(by, rows<T const>(x.data()), weight, bias, act, rows<T const>(dy.data()), to, in, here);
+    constexpr bool fits = cpx::detail::sharded_as<S, X, Dy>;
+    constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
+    static_assert(fits, "cpx: cuda::causal_conv1d_backward of tensors that are not sharded as the conv_exchange; make "
+                        "that with halo(x.sharding(), ...) and dy of the same sharding");
+    static_assert(same, "cpx: cuda::causal_conv1d_backward wants x and dy of the conv_exchange's elements");
+    if constexpr (fits && same) {
+        sharded<T const, S> const from = x.view(), of_y = dy.view();
+        detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
+        detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
+        detail::convolve_backward(by, from.data(), weight, bias, act, of_y.data(), to, in, here);
+    }
 }
 
 /// The same of a result in parts: dy holds the gradients of the parts, those of normalised heads included.
-template <class T, any_sharding S, any_sharding X, elements_of<T> A, class W>
-void causal_conv1d_backward(conv_exchange<T, S>& by, sharded<A, X> const& x, rows<W> weight,
+template <class T, any_sharding S, sharded_like X, class W>
+void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                             std::type_identity_t<std::span<W const>> bias, activation act,
                             std::type_identity_t<conv_parts<T const>> const& dy,
                             std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, cudaStream_t in,
                             caller here = caller::here()) {
-    static_assert(std::same_as<X, S>, "cpx: cuda::causal_conv1d_backward of tensors that are not sharded as the "
-                                      "conv_exchange; make that with halo(x.sharding(), ...)");
-    detail::require_of("cuda::causal_conv1d_backward", "x", by, x, here);
-    detail::convolve_backward(by, rows<T const>(x.data()), weight, bias, act, dy, to, in, here);
+    constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
+    static_assert(fits,
+                  "cpx: cuda::causal_conv1d_backward of a tensor that is not sharded as the conv_exchange, or has "
+                  "other elements; make that with halo(x.sharding(), ...)");
+    if constexpr (fits) {
+        sharded<T const, S> const from = x.view();
+        detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
+        detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, in, here);
+    }
 }
 
 } // namespace cpx::cuda

@@ -61,6 +61,18 @@ bool normalises(conv_parts<T> const& parts) {
     return std::ranges::any_of(parts.part, [](auto const& part) { return part.head_dim != 0; });
 }
 
+/// Returns where a result is, or its gradient.
+template <class T>
+std::array<operand, kernels::conv_most_parts> operands(char const* what, rows<T> whole) {
+    return {operand(what, whole)};
+}
+template <class T>
+std::array<operand, kernels::conv_most_parts> operands(char const* what, conv_parts<T> const& parts) {
+    std::array<operand, kernels::conv_most_parts> list;
+    for (std::size_t p = 0; p < list.size(); ++p) list[p] = {what, parts.part[p].data};
+    return list;
+}
+
 /// Checks a result, or its gradient, of (count, channels), and returns it as kernels want it.
 template <class T>
 kernels::conv_rows<T> result_given(char const* where, char const* what, rows<T> whole, index_t count, index_t channels,

@@ -120,6 +120,7 @@ public:
                 current_device(), here);
         check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
         check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);
+        detail::require_apart("cuda::exchange", {{"target", to}}, {{"source", from}}, here);
         comm_.begin_call(here);
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);

@@ -24,6 +24,12 @@ struct packed_offsets {
     packed_offsets(Integer const* device, int count)
         : offsets(device), sequences(count), wide(sizeof(Integer) == sizeof(std::int64_t)) {}
 
+    /// Returns the bytes of the offsets.
+    std::span<char const> list() const {
+        std::size_t const count = static_cast<std::size_t>(sequences) + 1;
+        return {static_cast<char const*>(offsets), count * (wide ? sizeof(std::int64_t) : sizeof(std::int32_t))};
+    }
+
     void const* offsets;
     int sequences;
     bool wide;
@@ -164,6 +170,9 @@ public:
                     here);
         detail::require_memory(where, "source", from, here);
         detail::require_memory(where, "offsets", batch.offsets, here);
+        std::span const target(memory.base[memory.meeting.rank] + offset,
+                               static_cast<std::size_t>(target_bytes(rank_)));
+        detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch.list()}}, here);
         int most = 0;
         check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
               "cudaDeviceGetAttribute", here);

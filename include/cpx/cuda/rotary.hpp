@@ -134,6 +134,10 @@ public:
     index_t axes() const { return axes_; }
     index_t count() const { return count_; }
     kernels::row_positions const& view() const { return view_; }
+    detail::operand list() const {
+        if (view_.wide) return {"positions", cpx::rows(view_.wide, axes_, count_, view_.axis_stride)};
+        return {"positions", cpx::rows(view_.narrow, axes_, count_, view_.axis_stride)};
+    }
     /// Returns where on the device they are.
     void const* memory() const {
         if (view_.segments) return view_.segments;
@@ -184,8 +188,13 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
         require(y.count() == x.count() && y.width() == x.width(), where, "rows and width of y",
                 std::to_string(x.count()) + ", " + std::to_string(x.width()),
                 std::to_string(y.count()) + ", " + std::to_string(y.width()), here);
-        require(y.data() != x.data() || y.stride() == x.stride() || x.count() < 2, where, "stride of y, which is x",
-                x.stride(), y.stride(), here);
+        require_apart(where, {{"y", y}}, {{"x", x}}, here, in_place::yes);
+        require_apart(where, {{"y", y}}, {positions.list()}, here);
+        for (auto const& other : tensors.first(i)) {
+            require_apart(where, {{"y", y}, {"another y", other.y}}, {}, here);
+            require_apart(where, {{"y", y}}, {{"another x", other.x}}, here);
+            require_apart(where, {{"another y", other.y}}, {{"x", x}}, here);
+        }
         heads += x.width() / head_dim;
         require(heads <= (1 << 16), where, "heads", "at most 2^16", heads, here);
         call.tensor[i] = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()),
@@ -252,11 +261,11 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
 ///
 ///     y_i = x_i cos_i - x_{i+D} sin_i,    y_{i+D} = x_{i+D} cos_i + x_i sin_i
 ///
-/// x, y: (positions.count(), heads * head_dim), up to four tensors, with heads of their own number. Other channels pass
-/// through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn; rounded once.
+/// x, y: (positions.count(), heads * head_dim), up to four tensors, with heads of their own number; y may be x. Other
+/// channels pass through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn; rounded once.
 /// 16 bytes at once where beginnings, strides, head_dim and D are multiples of 16 bytes, else a smaller power of two.
-/// Throws `cpx::error` if the shapes do not fit or memory is not the current device's, before anything is launched. Can
-/// be captured. Source: as of the host's `rotary`.
+/// Throws `cpx::error` if shapes do not fit, or if memory is not the current device's or overlaps in another way, before
+/// anything is launched. Can be captured. Source: as of the host's `rotary`.
 template <gpu_number T>
 void rotary(std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
             rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {
@@ -277,22 +286,34 @@ void rotary_backward(std::span<rotated<T> const> tensors, index_t head_dim, rota
 /// x, y: (rows, heads * head_dim) of this rank, y may be x. positions: those of its rows, such as a table of
 /// `segments(x.sharding(), rank)`, made once a batch. No communication. Bitwise the same on every sharding; all else as
 /// in the `rotary` of rows. Throws `cpx::error` if shapes or shardings do not fit, before anything is launched.
-template <gpu_number T, any_sharding S, elements_of<T> A>
-void rotary(sharded<A, S> const& x, index_t head_dim, rotary_pairs const& pairs, rotary_positions const& positions,
-            sharded<T, S> const& y, cudaStream_t stream, caller here = caller::here()) {
-    require(y.sharding() == x.sharding(), "cuda::rotary", "sharding of y", "that of x", "another", here);
-    rotated<T> const tensor{x.data(), y.data()};
-    rotary<T>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
+template <sharded_like X, sharded_like Y>
+void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_positions const& positions, Y&& y,
+            cudaStream_t stream, caller here = caller::here()) {
+    constexpr bool fits = cpx::detail::sharded_as<sharding_of<X>, Y>, writes = cpx::detail::writes<Y, X>;
+    static_assert(fits, "cpx: cuda::rotary of x and y on two shardings; make y of x's sharding");
+    static_assert(writes, "cpx: cuda::rotary wants x of y's elements, and a y that is not const and has a name");
+    if constexpr (fits && writes) {
+        require(y.view().sharding() == x.view().sharding(), "cuda::rotary", "sharding of y", "that of x", "another",
+                here);
+        rotated<element_of<Y>> const tensor{x.view().data(), y.view().data()};
+        rotary<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
+    }
 }
 
 /// Computes dx from dy, the gradients of `rotary`. Arguments and errors as there; dx may be dy.
-template <gpu_number T, any_sharding S, elements_of<T> A>
-void rotary_backward(sharded<A, S> const& dy, index_t head_dim, rotary_pairs const& pairs,
-                     rotary_positions const& positions, sharded<T, S> const& dx, cudaStream_t stream,
-                     caller here = caller::here()) {
-    require(dx.sharding() == dy.sharding(), "cuda::rotary_backward", "sharding of dx", "that of dy", "another", here);
-    rotated<T> const tensor{dy.data(), dx.data()};
-    rotary_backward<T>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
+template <sharded_like X, sharded_like Y>
+void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, rotary_positions const& positions,
+                     Y&& dx, cudaStream_t stream, caller here = caller::here()) {
+    constexpr bool fits = cpx::detail::sharded_as<sharding_of<X>, Y>, writes = cpx::detail::writes<Y, X>;
+    static_assert(fits, "cpx: cuda::rotary_backward of dy and dx on two shardings; make dx of dy's sharding");
+    static_assert(writes, "cpx: cuda::rotary_backward wants dy of dx's elements, and a dx that is not const and has a "
+                          "name");
+    if constexpr (fits && writes) {
+        require(dx.view().sharding() == dy.view().sharding(), "cuda::rotary_backward", "sharding of dx", "that of dy",
+                "another", here);
+        rotated<element_of<Y>> const tensor{dy.view().data(), dx.view().data()};
+        rotary_backward<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
+    }
 }
 
 } // namespace cpx::cuda

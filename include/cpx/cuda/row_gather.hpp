@@ -75,6 +75,7 @@ void require_listed(char const* where, rows<T const> from, std::span<I const> li
     require_memory(where, "to", to, here);
     require_memory(where, "list", list, here);
     require_memory(where, "order", order, here);
+    require_apart(where, {{"to", to}}, {{"from", from}, {"list", list}, {"order", order}}, here);
 }
 
 template <bool Scatter, class T, class I>

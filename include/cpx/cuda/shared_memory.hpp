@@ -188,8 +188,9 @@ public:
     /// offsets than the plan's, of as many sequences, as long as rows fit. Elsewhere rows are sent as the plan says,
     /// `from` begins at a multiple of 16 bytes, and kernels refuse other offsets. Throws `cpx::error` as `relayout` and
     /// `exchange` do, before anything is enqueued.
-    void operator()(rows<T const> from, [[maybe_unused]] packed_offsets batch, cudaStream_t stream,
-                    caller here = caller::here()) {
+    void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
+        detail::require_apart("cuda::shared_relayout", {{"target", target()}},
+                              {{"source", from}, {"offsets", batch.list()}}, here);
         if constexpr (by_kernel)
             if (kernel_) {
                 auto peers = memory_.peers(here);

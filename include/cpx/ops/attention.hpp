@@ -23,25 +23,14 @@ inline void require_attention(char const* where, attention_heads const& heads, i
     product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
 }
 
-} // namespace detail
-
-/// Computes `o = softmax(scale q K^T) V` for every query, over the keys of its sequence up to its own token.
-///
-/// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
-/// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that `rank` holds.
-/// lse: (rows, query heads), takes what the backward needs; empty if not wanted.
-/// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
-///
-/// Throws `cpx::error` on shapes, batches or heads that do not fit.
-template <class T, any_sharding Q, any_sharding K, elements_of<T> A, elements_of<T> B>
-void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded<B, K> const& v,
-               attention_heads const& heads, double scale, sharded<T, Q> const& o, rows<T> lse = {},
-               caller here = caller::here()) {
+template <class T, any_sharding Q, any_sharding K>
+void attend(int rank, sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
+            attention_heads const& heads, double scale, sharded<T, Q> const& o, rows<T> lse, caller here) {
     static_assert(K::every_row,
                   "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                   "them to replicated or head_sharded first");
     char const* const where = "attention";
-    detail::require_attention(where, heads, rank, q.sharding().ranks(), here);
+    require_attention(where, heads, rank, q.sharding().ranks(), here);
     require(q.sharding().batch() == k.sharding().batch() && v.sharding() == k.sharding(), where,
             "batch of keys and values", "the queries' batch", "another", here);
     require(o.sharding() == q.sharding(), where, "sharding of o", "that of q", "another", here);
@@ -51,12 +40,13 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
     require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
             "key heads on this rank", "those that its query heads read", "others", here);
     index_t const held = q.sharding().rows(rank);
-    detail::require_shape(where, "q", q.data(), held, queries.size() * dim, here);
-    detail::require_shape(where, "o", o.data(), held, queries.size() * dim, here);
-    detail::require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
-    detail::require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
+    require_shape(where, "q", q.data(), held, queries.size() * dim, here);
+    require_shape(where, "o", o.data(), held, queries.size() * dim, here);
+    require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
+    require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
 
-    if (lse.data()) detail::require_shape(where, "lse", lse, held, queries.size(), here);
+    if (lse.data()) require_shape(where, "lse", lse, held, queries.size(), here);
+    require_apart(where, {{"o", o.data()}, {"lse", lse}}, {{"q", q.data()}, {"k", k.data()}, {"v", v.data()}}, here);
 
     std::vector<T> of_head;
     auto const segments = cpx::segments(q.sharding(), rank);
@@ -64,16 +54,44 @@ void attention(int rank, sharded<A, Q> const& q, sharded<B, K> const& k, sharded
     for (segment const& s : segments)
         for (index_t h = 0; h < queries.size(); ++h) {
             index_t const key_head = (queries.first + h) / group - keys.first;
-            auto const seen = [&](sharded<B, K> const& x) -> rows<T const> { // later keys are masked for all of these
+            auto const seen =
+                [&](sharded<T const, K> const& x) -> rows<T const> { // later keys are masked for all of these
                 return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
             };
             of_head.resize(lse.data() ? static_cast<std::size_t>(s.count) : 0);
             attend_head<T>(
-                rows<T const>(q.data()).sub(s.row, s.count).columns(h * dim, dim),
+                q.data().sub(s.row, s.count).columns(h * dim, dim),
                 std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)), seen(k),
-                seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim), std::span(of_head));
+                seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim), std::span(of_head),
+                here);
             for (index_t i = 0; i < std::ssize(of_head); ++i) lse(s.row + i, h) = of_head[static_cast<std::size_t>(i)];
         }
+}
+
+} // namespace detail
+
+/// Computes `o = softmax(scale q K^T) V` for every query, over the keys of its sequence up to its own token.
+///
+/// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
+/// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that `rank` holds.
+/// lse: (rows, query heads), takes what the backward needs; empty if not wanted.
+/// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
+///
+/// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
+template <sharded_like Q, sharded_like K, sharded_like V, sharded_like O>
+void attention(int rank, Q const& q, K const& k, V const& v, attention_heads const& heads, double scale, O&& o,
+               rows<element_of<O>> lse = {}, caller here = caller::here()) {
+    constexpr bool keys = sharding_of<K>::every_row && sharding_of<V>::every_row, writes = detail::writes<O, Q, K, V>;
+    constexpr bool fits = detail::sharded_as<sharding_of<Q>, O> && detail::sharded_as<sharding_of<K>, V>;
+    static_assert(keys, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
+                        "them to replicated or head_sharded first");
+    static_assert(fits,
+                  "cpx: attention of q and o, or of k and v, on two shardings; make o of q's sharding, and relayout "
+                  "k and v alike");
+    static_assert(writes, "cpx: attention wants q, k and v of o's elements, and an o that is not const and has a name");
+    if constexpr (keys && fits && writes)
+        detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>>(rank, q.view(), k.view(), v.view(), heads, scale,
+                                                                      o.view(), lse, here);
 }
 
 } // namespace cpx

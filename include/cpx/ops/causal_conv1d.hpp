@@ -60,36 +60,29 @@ struct causal_conv1d_states {
     rows<T> final = {};
 };
 
-/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
-/// begins.
-///
-/// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K) and
-/// bias: (channels) or empty, for the channels that this rank holds (see `local_rows`). `states`, for decoding: what
-/// came before the batch, and what the next one will have to know.
-/// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
-/// Bitwise the same on every sharding.
-///
-/// Throws `cpx::error` on shapes that do not fit, and what `exchange` throws.
-template <class T, any_sharding S, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
-void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T const> weight, std::span<T const> bias,
-                   activation act, sharded<T, Y> const& y, Comm& comm, causal_conv1d_states<T> const& states = {},
-                   caller here = caller::here()) {
-    static_assert(std::same_as<X, S> && std::same_as<Y, S>,
-                  "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
-                  "halo(x.sharding(), ...) and y of the same sharding");
-    require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, "causal_conv1d", "sharding of x and y",
-            "the plan's", "another", here);
-    index_t const channels = x.data().width();
-    detail::require_taps("causal_conv1d", plan, side::before, weight, channels, here);
-    require(bias.empty() || std::ssize(bias) == channels, "causal_conv1d", "size of bias", channels, bias.size(), here);
-    detail::require_shape("causal_conv1d", "x", x.data(), plan.source_rows, channels, here);
-    detail::require_shape("causal_conv1d", "y", y.data(), plan.source_rows, channels, here);
+namespace detail {
+
+template <class T, any_sharding S, class Comm>
+void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T const> weight, std::span<T const> bias,
+              activation act, sharded<T, S> const& y, Comm& comm, causal_conv1d_states<T> const& states, caller here) {
+    char const* const where = "causal_conv1d";
+    require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, where, "sharding of x and y", "the plan's",
+            "another", here);
+    index_t const channels = x.data().width(), taps = plan.reach + 1;
+    require_taps(where, plan, side::before, weight, channels, here);
+    require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
+    require_shape(where, "x", x.data(), plan.source_rows, channels, here);
+    require_shape(where, "y", y.data(), plan.source_rows, channels, here);
     thd const& batch = plan.sharding.batch();
-    index_t const taps = weight.width(), window = taps * channels;
+    index_t const window = taps * channels;
     rows<T const> const all_states[] = {states.initial, states.final};
     for (rows<T const> const& given : all_states)
-        if (given.data()) detail::require_shape("causal_conv1d", "states", given, batch.sequences(), window, here);
-    auto halo_rows = detail::zeros<T>("causal_conv1d", {plan.target_rows, channels}, here);
+        if (given.data()) require_shape(where, "states", given, batch.sequences(), window, here);
+    operand const initial("initial", states.initial), final("final", states.final);
+    require_apart(where, {{"y", y.data()}, final}, {{"x", x.data()}, {"weight", weight}, {"bias", bias}}, here);
+    require_apart(where, {{"y", y.data()}}, {initial}, here);
+    require_apart(where, {final}, {initial}, here, in_place::yes);
+    auto halo_rows = zeros<T>(where, {plan.target_rows, channels}, here);
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange(plan, x.data(), halo, comm, here);
     std::vector<T> history, newest;
@@ -109,16 +102,41 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
         if (states.initial.data() && s.token < plan.reach)
             preceding = {states.initial.row(s.sequence) + (s.token + 1) * channels,
                          static_cast<std::size_t>((plan.reach - s.token) * channels)};
-        auto const before = detail::rows_beside<T, S>(plan, i, x.data(), halo, history, preceding);
+        auto const before = rows_beside<T, S>(plan, i, x.data(), halo, history, preceding);
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
         convolve_segment<T>(before, own, weight, bias.empty() ? nullptr : bias.data(), act,
-                            y.data().sub(s.row, s.count));
+                            y.data().sub(s.row, s.count), here);
         index_t const skip = std::ssize(preceding) / std::max<index_t>(1, channels);
         if (s.token + s.count == batch.length(s.sequence))
             finish(s.sequence, before.sub(skip, before.count() - skip), own);
     }
     for (index_t s = 0; s < batch.sequences(); ++s)
         if (batch.length(s) == 0 && (S::every_row || plan.rank == 0)) finish(s, {}, {});
+}
+
+} // namespace detail
+
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
+/// begins.
+///
+/// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K), rows or
+/// a list, and bias: (channels) or empty, for the channels that this rank holds (see `local_rows`). `states`, for decoding: what
+/// came before the batch, and what the next one will have to know.
+/// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
+/// Bitwise the same on every sharding.
+///
+/// Throws `cpx::error` on shapes that do not fit and on overlapping memory, and what `exchange` throws.
+template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
+void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of<Y> const> weight,
+                   std::span<element_of<Y> const> bias, activation act, Y&& y, Comm& comm,
+                   causal_conv1d_states<element_of<Y>> const& states = {}, caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
+    static_assert(fits, "cpx: causal_conv1d of tensors that are not sharded as the plan; make the plan with "
+                        "halo(x.sharding(), ...) and y of the same sharding");
+    static_assert(writes, "cpx: causal_conv1d wants x of y's elements, and a y that is not const and has a name");
+    if constexpr (fits && writes)
+        detail::convolve<element_of<Y>, S>(plan, x.view(), weight.of_width(plan.reach + 1), bias, act, y.view(), comm,
+                                           states, here);
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
@@ -128,42 +146,42 @@ void causal_conv1d(halo_plan<S> const& plan, sharded<A, X> const& x, rows<T cons
 template <class T, any_sharding S>
 struct causal_conv1d_gradients {
     sharded<T, S> dx;
-    rows<T> dweight = {};
+    rows_or_list<T> dweight = {};
     std::span<T> dbias = {};
     sum_order order = sum_order::by_rank;
 };
 
-/// Computes the gradients of `causal_conv1d` of sequences that began with it: without initial states.
-///
-/// `before` is the plan of the forward, `after` is `halo(sharding, rank, K - 1, side::after)`; x, weight, bias and
-/// `act` as there; dy: (rows, channels), the gradient of y.
-/// Collective: one exchange of the halo of x, one of that of dz = dy act'(z). dx is computed where x lives, from the dz
-/// of the tokens after it, so that it is bitwise the same on every sharding; a gradient never reaches another sequence.
-///
-/// Throws as the forward does.
-template <class T, any_sharding S, elements_of<T> A, elements_of<T> B, transport Comm>
-void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<A, S> const& x,
-                            rows<T const> weight, std::span<T const> bias, activation act, sharded<B, S> const& dy,
-                            causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here = caller::here()) {
+template <class T, any_sharding S, class... Rest>
+causal_conv1d_gradients(sharded<T, S>, Rest...) -> causal_conv1d_gradients<T, S>;
+
+namespace detail {
+
+template <class T, any_sharding S, class Comm>
+void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<T const, S> const& x,
+                       rows<T const> weight, std::span<T const> bias, activation act, sharded<T const, S> const& dy,
+                       causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here) {
     char const* const where = "causal_conv1d_backward";
     for (auto const* plan : {&before, &after})
         require(x.sharding() == plan->sharding, where, "sharding of x", "that of the plans", "another", here);
     require(dy.sharding() == x.sharding() && to.dx.sharding() == x.sharding(), where, "sharding of dy and dx",
             "that of x", "another", here);
-    index_t const channels = x.data().width();
-    detail::require_taps(where, before, side::before, weight, channels, here);
-    detail::require_taps(where, after, side::after, weight, channels, here);
+    index_t const channels = x.data().width(), taps = before.reach + 1;
+    rows<T> const given = to.dweight.of_width(taps);
+    require_taps(where, before, side::before, weight, channels, here);
+    require_taps(where, after, side::after, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
-    detail::require_shape(where, "x", x.data(), before.source_rows, channels, here);
-    detail::require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
-    detail::require_shape(where, "dx", to.dx.data(), before.source_rows, channels, here);
-    if (to.dweight.data()) detail::require_shape(where, "dweight", to.dweight, channels, weight.width(), here);
+    require_shape(where, "x", x.data(), before.source_rows, channels, here);
+    require_shape(where, "dy", dy.data(), before.source_rows, channels, here);
+    require_shape(where, "dx", to.dx.data(), before.source_rows, channels, here);
+    if (given.data()) require_shape(where, "dweight", given, channels, taps, here);
     require(to.dbias.empty() || std::ssize(to.dbias) == channels, where, "size of dbias", channels, to.dbias.size(),
             here);
+    require_apart(where, {{"dx", to.dx.data()}, {"dweight", given}, {"dbias", to.dbias}},
+                  {{"x", x.data()}, {"dy", dy.data()}, {"weight", weight}, {"bias", bias}}, here);
 
-    auto const buffer = [&](index_t count) { return detail::zeros<T>(where, {count, channels}, here); };
-    auto unwanted = buffer(to.dweight.data() || to.dbias.empty() ? 0 : weight.width());
-    rows<T> const dweight = to.dweight.data() ? to.dweight : rows<T>(unwanted, weight.width());
+    auto const buffer = [&](index_t count) { return zeros<T>(where, {count, channels}, here); };
+    auto unwanted = buffer(given.data() || to.dbias.empty() ? 0 : taps);
+    rows<T> const dweight = given.data() ? given : rows<T>(unwanted, taps);
     auto x_values = buffer(before.target_rows), dz_values = buffer(before.source_rows), beside = buffer(0);
     auto future_values = buffer(after.target_rows);
     rows<T> const x_halo(x_values.data(), before.target_rows, channels);
@@ -173,7 +191,7 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
     exchange(before, x.data(), x_halo, comm, here);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];
-        auto const history = detail::rows_beside<T, S>(before, i, x.data(), x_halo, beside);
+        auto const history = rows_beside<T, S>(before, i, x.data(), x_halo, beside);
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
         convolve_segment_backward_sums<T>(history, own, weight, bias.empty() ? nullptr : bias.data(), act,
                                           rows<T const>(dy.data()).sub(s.row, s.count), dz.sub(s.row, s.count));
@@ -182,8 +200,8 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
                                                 to.dbias.empty() ? nullptr : to.dbias.data());
     }
     if (dweight.data() && sums.moves()) { // whole sequences, some channels
-        auto const all_x = sums.template share<T>(x, channels, comm, here);
-        auto const all_dz = sums.template share<T>(sharded(dz, x.sharding()), channels, comm, here);
+        auto const all_x = sums.share(x, channels, comm, here);
+        auto const all_dz = sums.share(sharded(dz, x.sharding()), channels, comm, here);
         range const own = all_x.share;
         thd const& batch = x.sharding().batch();
         for (index_t s = 0; !own.empty() && s < batch.sequences(); ++s)
@@ -195,10 +213,35 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<S> const& afte
     exchange(after, dz, dz_halo, comm, here);
     for (std::size_t i = 0; i < after.segments.size(); ++i) {
         segment const& s = after.segments[i];
-        convolve_segment_backward_input<T>(dz.sub(s.row, s.count),
-                                           detail::rows_beside<T, S>(after, i, dz, dz_halo, beside), weight,
-                                           to.dx.data().sub(s.row, s.count));
+        convolve_segment_backward_input<T>(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),
+                                           weight, to.dx.data().sub(s.row, s.count));
     }
+}
+
+} // namespace detail
+
+/// Computes the gradients of `causal_conv1d` of sequences that began with it: without initial states.
+///
+/// `before` is the plan of the forward, `after` is `halo(sharding, rank, K - 1, side::after)`; x, weight, bias and
+/// `act` as there; dy: (rows, channels), the gradient of y.
+/// Collective: one exchange of the halo of x, one of that of dz = dy act'(z). dx is computed where x lives, from the dz
+/// of the tokens after it, so that it is bitwise the same on every sharding; a gradient never reaches another sequence.
+///
+/// Throws as the forward does.
+template <any_sharding S, any_sharding A, sharded_like X, sharded_like Dy, class T = element_of<X>, any_sharding G = S,
+          transport Comm>
+void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& after, X const& x,
+                            std::type_identity_t<rows_or_list<T const>> weight,
+                            std::type_identity_t<std::span<T const>> bias, activation act, Dy const& dy,
+                            causal_conv1d_gradients<T, G> const& to, Comm& comm, caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<S, X, Dy> && std::same_as<A, S> && std::same_as<G, S>;
+    constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
+    static_assert(fits, "cpx: causal_conv1d_backward of tensors that are not sharded as the plans; make both plans "
+                        "with halo(x.sharding(), ...) and dy and dx of the same sharding");
+    static_assert(same, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
+    if constexpr (fits && same)
+        detail::convolve_backward<T, S>(before, after, x.view(), weight.of_width(before.reach + 1), bias, act,
+                                        dy.view(), to, comm, here);
 }
 
 } // namespace cpx

@@ -105,7 +105,13 @@ public:
     gated_delta_net_relayout(From const& from, To const& to, int rank, gated_delta_net_config const& config,
                              caller here = caller::here())
         : plan_(make(from, to, rank, config, here)), source_(plan_.from, from, rank, config),
-          target_(plan_.to, to, rank, config) {}
+          target_(plan_.to, to, rank, config) {
+        constexpr int a = static_ranks<From>, b = static_ranks<To>;
+        static_assert(
+            a == dynamic || b == dynamic || a == b,
+            "cpx: gated_delta_net_relayout between shardings over different numbers of ranks; shard both over "
+            "the same ranks");
+    }
 
     /// Returns the plan, whose rows are the states of a sequence, conv and then recurrent.
     plan const& moves() const { return plan_; }
@@ -121,6 +127,7 @@ public:
                     caller here = caller::here()) const {
         source_.check("states of the source", from, here);
         target_.check("states of the target", to, here);
+        detail::require_apart(where, {{"conv", to.conv}, {"recurrent", to.recurrent}}, {}, here);
         std::vector<T> leaving;
         auto coming = detail::zeros<T>(where, {std::ssize(target_.sequences), target_.width()}, here);
         leaving.reserve(source_.size());

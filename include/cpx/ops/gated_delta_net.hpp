@@ -10,6 +10,8 @@
 #include <cpx/ops/local/norm.hpp>
 #include <cpx/ops/sections.hpp>
 
+#include <array>
+#include <concepts>
 #include <optional>
 
 namespace cpx {
@@ -94,6 +96,8 @@ struct gated_delta_net_memory {
 
 namespace detail {
 
+struct gated_delta_net_backward_pass; // see there, too
+
 /// Returns `config`, or throws: of heads that do not fit, of what is below 1 or has no size.
 inline gated_delta_net_config const& checked(gated_delta_net_config const& config, caller here) {
     char const* const where = "gated_delta_net";
@@ -157,8 +161,8 @@ struct gated_delta_mixer {
 
         auto const conv = local_rows(sharding, rank, qkv, w.conv);
         tensor<T, S> mixed(sharding, rank, n.qkv(), here), gates(sharding, rank, 2 * n.values, here);
-        causal_conv1d(before, x.view().columns(0, n.qkv()), rows<T const>(conv, config.kernel), std::span<T const>(),
-                      activation::silu, mixed.view(), comm, {state.conv, state.conv}, here);
+        causal_conv1d(before, x.view().columns(0, n.qkv()), conv, {}, activation::silu, mixed, comm,
+                      {state.conv, state.conv}, here);
 
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
@@ -220,16 +224,39 @@ public:
             return moves_.there.from;
     }
 
-    /// Computes the layer: x, y (rows, hidden) of the layer's sharding. Collective.
+    /// Computes the layer: x, y (rows, hidden) of the layer's sharding, y may be x. Collective.
     ///
     /// `memory`: states to go on from, for decoding, and what the backward needs, see `gated_delta_net_backward`.
-    /// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` and the operators throw.
-    template <class T, any_sharding X, any_sharding Y, elements_of<T> A, transport Comm>
-    void operator()(gated_delta_net_weights<T> const& w, sharded<A, X> const& x, sharded<T, Y> const& y, Comm& comm,
-                    gated_delta_net_memory<T, S, Mix> const& memory = {}, caller here = caller::here()) const {
-        static_assert(std::same_as<X, S> && std::same_as<Y, S>,
-                      "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or make "
-                      "the layer with x.sharding()");
+    /// Throws `cpx::error` on shapes or shardings that do not fit and on memory that overlaps in another way, and what
+    /// `exchange` and the operators throw.
+    template <class T, sharded_like X, sharded_like Y, transport Comm>
+    void operator()(gated_delta_net_weights<T> const& w, X const& x, Y&& y, Comm& comm,
+                    std::type_identity_t<gated_delta_net_memory<T, S, Mix>> const& memory = {},
+                    caller here = caller::here()) const {
+        constexpr bool fits = detail::sharded_as<S, X, Y>;
+        constexpr bool writes = detail::writes<Y, X> && std::same_as<element_of<Y>, T>;
+        static_assert(fits,
+                      "cpx: gated_delta_net on tensors that are not sharded as the layer; relayout them first, or "
+                      "make the layer with x.sharding()");
+        static_assert(writes, "cpx: gated_delta_net wants x and y of the weights' elements, and a y that is not const "
+                              "and has a name");
+        if constexpr (fits && writes) forward<T>(w, x.view(), y.view(), comm, memory, here);
+    }
+
+private:
+    friend struct detail::gated_delta_net_backward_pass;
+
+    struct four_moves {
+        relayout_plan<S, Mix> there;
+        relayout_plan<Mix, S> back;
+        relayout_plan<S, Mix> gradient_there;
+        relayout_plan<Mix, S> gradient_back;
+    };
+    struct nothing {};
+
+    template <class T, class Comm>
+    void forward(gated_delta_net_weights<T> const& w, sharded<T const, S> const& x, sharded<T, S> const& y, Comm& comm,
+                 gated_delta_net_memory<T, S, Mix> const& memory, caller here) const {
         char const* const where = "gated_delta_net";
         require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
         require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
@@ -243,14 +270,19 @@ public:
             o(sharding(), rank, v, here);
         detail::require_shape(where, "x", in, z.data().count(), config_.hidden, here);
         detail::require_shape(where, "y", y.data(), z.data().count(), config_.hidden, here);
-        linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
-        linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads));
-        linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
-        linear<T>(in, w.in_proj_z, z.data());
+        detail::operand const conv("conv state", memory.state.conv),
+            recurrent("recurrent state", memory.state.recurrent);
+        detail::require_apart(where, std::array{detail::operand("y", y.data()), conv, recurrent}, operands(w), here);
+        detail::require_apart(where, {conv, recurrent}, {{"x", in}}, here);
+        detail::require_apart(where, {{"y", y.data()}}, {{"x", in}}, here, detail::in_place::yes);
         auto* const saved = memory.saved;
         require(!saved || (!memory.state.conv.data() && !memory.state.recurrent.data()), where, "memory",
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
                 here);
+        linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
+        linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads));
+        linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
+        linear<T>(in, w.in_proj_z, z.data());
         if constexpr (std::same_as<S, Mix>) {
             mixer_(config_, w, projected, o, memory.state, saved, comm, here);
             if (saved) saved->projected = std::move(projected);
@@ -258,7 +290,7 @@ public:
             auto local = exchange(moves_.there, projected, comm, here);
             tensor<T, Mix> mixed(moves_.back.from, rank, moves_.back.source_width, here);
             mixer_(config_, w, local, mixed, memory.state, saved, comm, here);
-            exchange(moves_.back, mixed.view(), o.view(), comm, here);
+            exchange(moves_.back, mixed, o, comm, here);
             if (saved) saved->projected = std::move(local);
         }
         auto normed = o;
@@ -270,27 +302,20 @@ public:
         saved->o = std::move(o);
     }
 
-private:
-    template <class T, carry_kind H, any_sharding X, any_sharding M, class Comm>
-    friend void gated_delta_net_backward(gated_delta_net<H, X, M> const&, gated_delta_net_weights<T> const&,
-                                         std::type_identity_t<sharded<T const, X>> const&,
-                                         gated_delta_net_saved<T, X, M>&,
-                                         std::type_identity_t<sharded<T const, X>> const&,
-                                         gated_delta_net_gradients<T, X> const&, Comm&, caller);
-
-    struct four_moves {
-        relayout_plan<S, Mix> there;
-        relayout_plan<Mix, S> back;
-        relayout_plan<S, Mix> gradient_there;
-        relayout_plan<Mix, S> gradient_back;
-    };
-    struct nothing {};
-
     template <class A>
     void check(char const* where, gated_delta_net_parameters<A> const& w, caller here) const {
         for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index_t count, index_t width) {
             detail::require_shape(where, name, weight, count, width, here);
         });
+    }
+
+    template <class A>
+    std::vector<detail::operand> operands(gated_delta_net_parameters<A> const& w) const {
+        std::vector<detail::operand> list;
+        for_each_parameter(w, config_, [&](char const* name, rows<A> const& weight, index_t, index_t) {
+            list.push_back({name, weight});
+        });
+        return list;
     }
 
     /// Here, for the operators that read the states would find out one after the other, with an exchange between.

@@ -73,13 +73,82 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
 
     auto const conv = local_rows(sharding, rank, qkv, w.conv);
     auto dconv = buffer(std::ssize(conv));
-    causal_conv1d_backward(
-        mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()), rows<T const>(conv, config.kernel),
-        std::span<T const>(), activation::silu, dqkv,
-        causal_conv1d_gradients<T, S>{dx.view().columns(0, n.qkv()), rows<T>(dconv, config.kernel), {}, order}, comm,
-        here);
+    causal_conv1d_backward(mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()), conv, {},
+                           activation::silu, dqkv,
+                           causal_conv1d_gradients<T, S>{dx.view().columns(0, n.qkv()), dconv, {}, order}, comm, here);
     add_local_rows(sharding, rank, qkv, rows<T const>(dconv, config.kernel), to.conv);
 }
+
+/// Reads what a layer keeps to itself.
+struct gated_delta_net_backward_pass {
+    template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Comm>
+    static void run(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
+                    sharded<T const, S> const& x, gated_delta_net_saved<T, S, Mix>& saved,
+                    sharded<T const, S> const& dy, gated_delta_net_gradients<T, S> const& to, Comm& comm, caller here) {
+        char const* const where = "gated_delta_net_backward";
+        auto const& config = net.config();
+        S const& sharding = net.sharding();
+        for (auto const* s : {&x.sharding(), &dy.sharding(), &to.dx.sharding()})
+            require(*s == sharding, where, "sharding of x, dy and dx", "the layer's", "another", here);
+        net.check(where, w, here);
+        net.check(where, to.weights, here);
+        bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
+        require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
+                ran ? "those of another sharding" : "none", here);
+        index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
+        index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
+        rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
+        for (rows<T const> const& in : hidden) require_shape(where, "x, dy and dx", in, count, config.hidden, here);
+        auto written = net.operands(to.weights), read = net.operands(w);
+        written.push_back({"dx", to.dx.data()});
+        for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
+        require_apart(where, written, read, here);
+        int const rank = comm.rank();
+        weight_sums<S> const sums(sharding, rank, to.order);
+
+        std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));
+        T const eps = static_cast<T>(config.eps);
+        auto const &o = *saved.o, &z = *saved.z;
+        auto normed = o, dnormed = o, dout = o, dz = z;
+        gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
+        sums.linear(sums.whole(normed, comm, here), dy, to.weights.out_proj, comm, here);
+        linear_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
+        auto const row_of = [](auto& of, index_t row) { return of.data().sub(row, 1); };
+        sums.terms(
+            std::span(to.weights.norm.data(), gain.size()),
+            [&](index_t row, std::span<T> dgain) {
+                gated_rms_norm_backward<T>(row_of(o, row), row_of(z, row), gain, eps, row_of(dnormed, row),
+                                           row_of(dout, row), row_of(dz, row), dgain);
+            },
+            comm, here);
+
+        tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads, here);
+        if constexpr (std::same_as<S, Mix>) {
+            gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm,
+                                       here);
+        } else {
+            auto const local = exchange(net.moves_.gradient_there, dout, comm, here);
+            tensor<T, Mix> dlocal(net.moves_.there.to, rank, saved.projected->width(), here);
+            gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm, here);
+            exchange(net.moves_.gradient_back, dlocal, dprojected, comm, here);
+        }
+
+        auto const in = sums.whole(x, comm, here);
+        tensor<T, S> dx(sharding, rank, config.hidden, here);
+        linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
+        sums.linear(in, dz, to.weights.in_proj_z, comm, here);
+        auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
+            auto const d = dprojected.view().columns(first, weight.count());
+            sums.linear(in, d, dweight, comm, here);
+            linear_backward_input<T>(d.data(), weight, dx.data());
+            for (index_t row = 0; row < count; ++row)
+                for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += dx.data()(row, j);
+        };
+        projection(0, w.in_proj_qkv, to.weights.in_proj_qkv);
+        projection(qkv, w.in_proj_b, to.weights.in_proj_b);
+        projection(qkv + heads, w.in_proj_a, to.weights.in_proj_a);
+    }
+};
 
 } // namespace detail
 
@@ -91,71 +160,20 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
 /// too, with `sum_order::by_row`.
 ///
 /// Throws `cpx::error` on shapes or shardings that do not fit, if `saved` is empty, and what the operators throw.
-template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Comm>
-void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
-                              std::type_identity_t<sharded<T const, S>> const& x,
-                              gated_delta_net_saved<T, S, Mix>& saved,
-                              std::type_identity_t<sharded<T const, S>> const& dy,
-                              gated_delta_net_gradients<T, S> const& to, Comm& comm, caller here = caller::here()) {
-    char const* const where = "gated_delta_net_backward";
-    auto const& config = net.config();
-    S const& sharding = net.sharding();
-    for (auto const* s : {&x.sharding(), &dy.sharding(), &to.dx.sharding()})
-        require(*s == sharding, where, "sharding of x, dy and dx", "the layer's", "another", here);
-    net.check(where, w, here);
-    net.check(where, to.weights, here);
-    bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
-    require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
-            ran ? "those of another sharding" : "none", here);
-    index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
-    index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
-    rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
-    for (rows<T const> const& in : hidden) detail::require_shape(where, "x, dy and dx", in, count, config.hidden, here);
-    int const rank = comm.rank();
-    weight_sums<S> const sums(sharding, rank, to.order);
-
-    std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));
-    T const eps = static_cast<T>(config.eps);
-    auto const &o = *saved.o, &z = *saved.z;
-    auto normed = o, dnormed = o, dout = o, dz = z;
-    gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
-    sums.template linear<T>(sums.template whole<T>(normed.view(), comm, here), dy, to.weights.out_proj, comm, here);
-    linear_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
-    auto const one = [](auto& of, index_t row) { return of.data().sub(row, 1); };
-    sums.terms(
-        std::span(to.weights.norm.data(), gain.size()),
-        [&](index_t row, std::span<T> dgain) {
-            gated_rms_norm_backward<T>(one(o, row), one(z, row), gain, eps, one(dnormed, row), one(dout, row),
-                                       one(dz, row), dgain);
-        },
-        comm, here);
-
-    tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads, here);
-    if constexpr (std::same_as<S, Mix>) {
-        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm,
-                                           here);
-    } else {
-        auto const local = exchange(net.moves_.gradient_there, dout, comm, here);
-        tensor<T, Mix> dlocal(net.moves_.there.to, rank, saved.projected->width(), here);
-        detail::gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm,
-                                           here);
-        exchange(net.moves_.gradient_back, dlocal.view(), dprojected.view(), comm, here);
-    }
-
-    auto const in = sums.template whole<T>(x, comm, here);
-    tensor<T, S> dx(sharding, rank, config.hidden, here);
-    linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
-    sums.template linear<T>(in, dz.view(), to.weights.in_proj_z, comm, here);
-    auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
-        auto const d = dprojected.view().columns(first, weight.count());
-        sums.template linear<T>(in, d, dweight, comm, here);
-        linear_backward_input<T>(d.data(), weight, dx.data());
-        for (index_t row = 0; row < count; ++row)
-            for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += dx.data()(row, j);
-    };
-    projection(0, w.in_proj_qkv, to.weights.in_proj_qkv);
-    projection(qkv, w.in_proj_b, to.weights.in_proj_b);
-    projection(qkv + heads, w.in_proj_a, to.weights.in_proj_a);
+template <class T, carry_kind How, any_sharding S, any_sharding Mix, sharded_like X, class Saved, sharded_like Dy,
+          any_sharding G = S, transport Comm>
+void gated_delta_net_backward(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w, X const& x,
+                              Saved& saved, Dy const& dy, gated_delta_net_gradients<T, G> const& to, Comm& comm,
+                              caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<S, X, Dy> && std::same_as<G, S>;
+    constexpr bool own = std::same_as<Saved, gated_delta_net_saved<T, S, Mix>>;
+    constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
+    static_assert(fits, "cpx: gated_delta_net_backward of tensors or gradients that are not sharded as the layer; "
+                        "relayout them first, or make the layer with x.sharding()");
+    static_assert(own, "cpx: gated_delta_net_backward of what another layer saved; give it the layer's saved_of<T>");
+    static_assert(same, "cpx: gated_delta_net_backward wants x and dy of the weights' elements");
+    if constexpr (fits && own && same)
+        detail::gated_delta_net_backward_pass::run<T, How, S, Mix>(net, w, x.view(), saved, dy.view(), to, comm, here);
 }
 
 } // namespace cpx

@@ -6,6 +6,9 @@
 #include <cpx/ops/carried_states.hpp>
 #include <cpx/ops/local/delta_rule.hpp>
 
+#include <array>
+#include <concepts>
+
 namespace cpx {
 
 /// Heads of a gated delta rule, over all ranks. `value_heads` is a multiple of `key_heads`: value head h reads
@@ -28,7 +31,7 @@ struct delta_rule_saved {
 /// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: log decay, beta: (rows, value heads).
 /// States: (sequences, value heads * key_dim * value_dim), or empty rows for none. `initial` is read on the rank where
 /// a sequence begins; `final` is written on the rank where it ends (rank 0 if it has no tokens) and elsewhere left
-/// alone. `saved`, unless null, takes what the backward needs.
+/// alone; they may be the same. `saved`, unless null, takes what the backward needs.
 template <class T, any_sharding S>
 struct delta_rule_tensors {
     sharded<T const, S> q, k, v, g, beta;
@@ -124,6 +127,11 @@ private:
     delta_rule_options const& options_;
 };
 
+template <class T, any_sharding S>
+std::array<operand, 5> delta_rule_operands(delta_rule_tensors<T, S> const& t) {
+    return {{{"q", t.q.data()}, {"k", t.k.data()}, {"v", t.v.data()}, {"g", t.g.data()}, {"beta", t.beta.data()}}};
+}
+
 /// Throws unless the heads fit each other and there are sizes of their states.
 inline void require_delta_heads(char const* where, delta_rule_heads const& heads, caller here) {
     require_groups(where, "value heads", heads.value_heads, "key heads", heads.key_heads, here);
@@ -151,6 +159,25 @@ void check_delta_rule(char const* where, carry_chains<S> const& plan, delta_rule
     require_shape(where, "o", t.o.data(), rows_held, values * heads.value_dim, here);
 }
 
+template <carry_kind How, class T, any_sharding S, class Comm>
+void run_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, S> const& t, delta_rule_heads const& heads,
+                    delta_rule_options const& options, Comm& comm, caller here) {
+    char const* const where = "gated_delta_rule";
+    check_delta_rule(where, plan, t, heads, options, here);
+    delta_rule_pass<T, S> const pass(plan, t, heads, options, here);
+    index_t const sequences = plan.sharding.batch().sequences(), width = pass.shape().state_width();
+    if (t.initial.data()) require_shape(where, "initial", t.initial, sequences, width, here);
+    if (t.final.data()) require_shape(where, "final", t.final, sequences, width, here);
+    operand const o("o", t.o.data()), initial("initial", t.initial), final("final", t.final);
+    require_apart(where, std::array{o, final}, delta_rule_operands(t), here);
+    require_apart(where, {o}, {initial}, here);
+    require_apart(where, {final}, {initial}, here, in_place::yes);
+    std::vector<T> maps;
+    carry_states(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, comm, here);
+    for (index_t s = 0; t.final.data() && s < sequences; ++s)
+        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) pass.start(s, t.final.row(s));
+}
+
 } // namespace detail
 
 /// Computes the gated delta rule in place on any sharding,
@@ -162,20 +189,15 @@ void check_delta_rule(char const* where, carry_chains<S> const& plan, delta_rule
 /// `scan`, to a segment of level l floor(log2 l) + 1 states and one map (value heads * key_dim^2) fewer.
 /// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10.
 ///
-/// Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
-template <carry_kind How, class T, any_sharding S, transport Comm>
-void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, S> const& t, delta_rule_heads const& heads,
+/// Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what `exchange`
+/// throws.
+template <carry_kind How, any_sharding S, class T, any_sharding X, transport Comm>
+void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> const& t, delta_rule_heads const& heads,
                       delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
-    char const* const where = "gated_delta_rule";
-    detail::check_delta_rule(where, plan, t, heads, options, here);
-    detail::delta_rule_pass<T, S> const pass(plan, t, heads, options, here);
-    index_t const sequences = plan.sharding.batch().sequences(), width = pass.shape().state_width();
-    if (t.initial.data()) detail::require_shape(where, "initial", t.initial, sequences, width, here);
-    if (t.final.data()) detail::require_shape(where, "final", t.final, sequences, width, here);
-    std::vector<T> maps;
-    detail::carry_states(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, comm, here);
-    for (index_t s = 0; t.final.data() && s < sequences; ++s)
-        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) pass.start(s, t.final.row(s));
+    constexpr bool fits = std::same_as<X, S>;
+    static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
+                        "carry(q.sharding(), ...)");
+    if constexpr (fits) detail::run_delta_rule(plan, t, heads, options, comm, here);
 }
 
 } // namespace cpx

@@ -11,7 +11,7 @@ namespace cpx {
 /// What goes into and comes out of the backward of a gated delta rule, shaped and sharded as in `delta_rule_tensors`.
 ///
 /// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows.
-/// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins. On `head_sharded`,
+/// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins, and may be dfinal. On `head_sharded`,
 /// every rank that holds a head gets its whole gradient; dout is whole on every rank that holds its head, too.
 template <class T, any_sharding S>
 struct delta_rule_gradient_tensors {
@@ -86,6 +86,42 @@ private:
     std::vector<T> dq_dk_;
 };
 
+template <carry_kind How, class T, any_sharding S, class Comm>
+void run_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, S> const& t,
+                             delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
+                             delta_rule_options const& options, Comm& comm, caller here) {
+    char const* const where = "gated_delta_rule_backward";
+    check_delta_rule(where, plan, t, heads, options, here);
+    // the gradients have the shapes of what they are gradients of
+    check_delta_rule(where, plan, delta_rule_tensors<T, S>{to.dq, to.dk, to.dv, to.dg, to.dbeta, t.o}, heads, options,
+                     here);
+    require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
+    require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
+    delta_rule_backward_pass<T, S> pass(plan, t, to, heads, options, here);
+    index_t const width = pass.shape().state_width(), sequences = plan.sharding.batch().sequences();
+    require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
+            "saved states", "those of the forward", t.saved ? "others" : "none", here);
+    if constexpr (std::same_as<How, scan>)
+        require(std::ssize(t.saved->maps) == inner_segments(plan.links) * pass.shape().map_width(), where, "saved maps",
+                "those of the forward, by scan", "others", here);
+    if (to.dfinal.data()) require_shape(where, "dfinal", to.dfinal, sequences, width, here);
+    if (to.dinitial.data()) require_shape(where, "dinitial", to.dinitial, sequences, width, here);
+    operand const dout("dout", to.dout.data()), dfinal("dfinal", to.dfinal), dinitial("dinitial", to.dinitial);
+    std::array const gradients{operand("dq", to.dq.data()),       operand("dk", to.dk.data()),
+                               operand("dv", to.dv.data()),       operand("dg", to.dg.data()),
+                               operand("dbeta", to.dbeta.data()), dinitial};
+    require_apart(where, gradients, delta_rule_operands(t), here);
+    require_apart(where, gradients, std::array{dout}, here);
+    require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
+
+    std::vector<T> maps;
+    carry_states(where, plan, side::after, pass, maps, comm, here);
+    sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, pass.terms(),
+                   std::array{to.dq.data(), to.dk.data()}, comm, here);
+    for (index_t s = 0; to.dinitial.data() && s < sequences; ++s)
+        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) pass.start(s, to.dinitial.row(s));
+}
+
 } // namespace detail
 
 /// Computes the gradients of `gated_delta_rule`.
@@ -95,34 +131,17 @@ private:
 /// segment: with `serial` as it is, with `scan` by the steps `dS_start = M^T dS_end + E`, the M saved by the forward.
 /// Where a rank holds some of the value heads of a key head only, their shares of dq and dk meet in one more exchange.
 /// With `serial` and cuts at multiples of the chunk bitwise the same as on one rank.
-/// Collective. Throws `cpx::error` on shapes or shardings that do not fit, and what `exchange` throws.
-template <carry_kind How, class T, any_sharding S, transport Comm>
-void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, S> const& t,
-                               delta_rule_gradient_tensors<T, S> const& to, delta_rule_heads const& heads,
+/// Collective. Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what
+/// `exchange` throws.
+template <carry_kind How, any_sharding S, class T, any_sharding X, class D = T, any_sharding G = S, transport Comm>
+void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> const& t,
+                               delta_rule_gradient_tensors<D, G> const& to, delta_rule_heads const& heads,
                                delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
-    char const* const where = "gated_delta_rule_backward";
-    detail::check_delta_rule(where, plan, t, heads, options, here);
-    // the gradients have the shapes of what they are gradients of
-    detail::check_delta_rule(where, plan, delta_rule_tensors<T, S>{to.dq, to.dk, to.dv, to.dg, to.dbeta, t.o}, heads,
-                             options, here);
-    require(to.dout.sharding() == plan.sharding, where, "sharding of dout", "the plan's", "another", here);
-    detail::require_shape(where, "dout", to.dout.data(), t.v.data().count(), t.v.data().width(), here);
-    detail::delta_rule_backward_pass<T, S> pass(plan, t, to, heads, options, here);
-    index_t const width = pass.shape().state_width(), sequences = plan.sharding.batch().sequences();
-    require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
-            "saved states", "those of the forward", t.saved ? "others" : "none", here);
-    if constexpr (std::same_as<How, scan>)
-        require(std::ssize(t.saved->maps) == detail::inner_segments(plan.links) * pass.shape().map_width(), where,
-                "saved maps", "those of the forward, by scan", "others", here);
-    if (to.dfinal.data()) detail::require_shape(where, "dfinal", to.dfinal, sequences, width, here);
-    if (to.dinitial.data()) detail::require_shape(where, "dinitial", to.dinitial, sequences, width, here);
-
-    std::vector<T> maps;
-    detail::carry_states(where, plan, side::after, pass, maps, comm, here);
-    sum_readers<T>(plan.sharding, plan.rank, heads.key_heads, heads.value_heads, heads.key_dim, pass.terms(),
-                   std::array{to.dq.data(), to.dk.data()}, comm, here);
-    for (index_t s = 0; to.dinitial.data() && s < sequences; ++s)
-        if (plan.sharding.batch().length(s) == 0 && (S::every_row || plan.rank == 0)) pass.start(s, to.dinitial.row(s));
+    constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
+    static_assert(fits, "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
+                        "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
+    static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
+    if constexpr (fits && same) detail::run_delta_rule_backward(plan, t, to, heads, options, comm, here);
 }
 
 } // namespace cpx

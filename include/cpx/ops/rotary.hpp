@@ -13,24 +13,37 @@ namespace cpx {
 /// x, y: (rows, heads * head_dim) on any sharding, y may be x. No communication: a rank knows the tokens of its rows.
 /// Bitwise the same on every sharding. See the local `rotary` for the pairing of channels and the source.
 ///
-/// Throws `cpx::error` if the shapes or shardings do not fit.
-template <class T, any_sharding S, elements_of<T> A>
-void rotary(int rank, sharded<A, S> const& x, index_t head_dim, rotary_options options, sharded<T, S> const& y,
-            caller here = caller::here()) {
-    require(y.sharding() == x.sharding(), "rotary", "sharding of y", "that of x", "another", here);
-    auto const tokens = positions(segments(x.sharding(), rank, here), here);
-    detail::require_shape("rotary", "x", x.data(), std::ssize(tokens), x.data().width(), here);
-    rotary<T>(x.data(), head_dim, tokens, options, y.data(), here);
+/// Throws `cpx::error` if shapes or shardings do not fit, or if y overlaps x in another way.
+template <sharded_like X, sharded_like Y>
+void rotary(int rank, X const& x, index_t head_dim, rotary_options options, Y&& y, caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, writes = detail::writes<Y, X>;
+    static_assert(fits, "cpx: rotary of x and y on two shardings; make y of x's sharding");
+    static_assert(writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
+    if constexpr (fits && writes) {
+        auto const from = x.view();
+        auto const to = y.view();
+        require(to.sharding() == from.sharding(), "rotary", "sharding of y", "that of x", "another", here);
+        auto const tokens = positions(segments(from.sharding(), rank, here), here);
+        detail::require_shape("rotary", "x", from.data(), std::ssize(tokens), from.data().width(), here);
+        rotary<element_of<Y>>(from.data(), head_dim, tokens, options, to.data(), here);
+    }
 }
 
 /// Computes dx from dy, the gradients of `rotary`: rotates back. Arguments and errors as there; dx may be dy.
-template <class T, any_sharding S, elements_of<T> A>
-void rotary_backward(int rank, sharded<A, S> const& dy, index_t head_dim, rotary_options options,
-                     sharded<T, S> const& dx, caller here = caller::here()) {
-    require(dx.sharding() == dy.sharding(), "rotary_backward", "sharding of dx", "that of dy", "another", here);
-    auto const tokens = positions(segments(dy.sharding(), rank, here), here);
-    detail::require_shape("rotary_backward", "dy", dy.data(), std::ssize(tokens), dy.data().width(), here);
-    rotary_backward<T>(dy.data(), head_dim, tokens, options, dx.data(), here);
+template <sharded_like X, sharded_like Y>
+void rotary_backward(int rank, X const& dy, index_t head_dim, rotary_options options, Y&& dx,
+                     caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, writes = detail::writes<Y, X>;
+    static_assert(fits, "cpx: rotary_backward of dy and dx on two shardings; make dx of dy's sharding");
+    static_assert(writes, "cpx: rotary_backward wants dy of dx's elements, and a dx that is not const and has a name");
+    if constexpr (fits && writes) {
+        auto const from = dy.view();
+        auto const to = dx.view();
+        require(to.sharding() == from.sharding(), "rotary_backward", "sharding of dx", "that of dy", "another", here);
+        auto const tokens = positions(segments(from.sharding(), rank, here), here);
+        detail::require_shape("rotary_backward", "dy", from.data(), std::ssize(tokens), from.data().width(), here);
+        rotary_backward<element_of<Y>>(from.data(), head_dim, tokens, options, to.data(), here);
+    }
 }
 
 } // namespace cpx

@@ -2,6 +2,7 @@
 // Which rows of a per-channel weight a rank needs when channels are heads.
 #pragma once
 
+#include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/layout/sharding.hpp>
 
@@ -56,6 +57,7 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
             std::to_string(weight.count()) + " and " + std::to_string(local.count()), here);
     require(local.width() == weight.width(), "add_local_rows", "width of the rows on this rank", weight.width(),
             local.width(), here);
+    detail::require_apart("add_local_rows", {{"weight", weight}}, {{"local", local}}, here);
     index_t first = 0, taken = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads), owned = owned_heads(sharding, rank, s.heads);

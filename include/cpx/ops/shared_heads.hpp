@@ -72,6 +72,9 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
     index_t const count = sharding.rows(rank);
     detail::require_shape("sum_readers", "terms", terms, count, static_cast<index_t>(N) * held.size() * width, here);
     for (rows<T> const& sum : sums) detail::require_shape("sum_readers", "sums", sum, count, own.size() * width, here);
+    std::vector<detail::operand> written;
+    for (rows<T> const& sum : sums) written.push_back({"sums", sum});
+    detail::require_apart("sum_readers", written, std::array{detail::operand("terms", terms)}, here);
     bool split = false;
     for (int r = 0; S::every_row && r < sharding.ranks(); ++r) {
         range const of_rank = sharding.heads(r, readers);

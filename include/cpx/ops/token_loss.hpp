@@ -14,26 +14,21 @@
 
 namespace cpx {
 
-/// Writes to every row the token that follows its own in its sequence, wherever that lives, and `ignored` to the last
-/// valid token of a sequence and to padding.
-///
-/// `plan` is `halo(sharding, rank, 1, side::after)`; tokens, labels: (rows, 1) of the plan's sharding, not overlapping.
-/// Tokens are not checked: `ignored` among them becomes the label of the row before it.
-/// Collective: one exchange of the halo, at most one token a segment; none where every rank holds every row.
-///
-/// Throws `cpx::error` on shapes and shardings that do not fit, and what `exchange` throws.
-template <any_sharding S, elements_of<index_t> A, transport Comm>
-void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sharded<index_t, S> const& labels,
-                       Comm& comm, caller here = caller::here()) {
+namespace detail {
+
+template <any_sharding S, class Comm>
+void shift_labels(halo_plan<S> const& plan, sharded<index_t const, S> const& tokens, sharded<index_t, S> const& labels,
+                  Comm& comm, caller here) {
     char const* const where = "next_token_labels";
     require(tokens.sharding() == plan.sharding && labels.sharding() == plan.sharding, where,
             "sharding of tokens and labels", "the plan's", "another", here);
     require(plan.reach == 1 && plan.where == side::after, where, "rows after a segment in the plan", 1,
             plan.where == side::after ? plan.reach : 0, here);
     index_t const count = plan.sharding.rows(plan.rank);
-    detail::require_shape(where, "tokens", tokens.data(), count, 1, here);
-    detail::require_shape(where, "labels", labels.data(), count, 1, here);
-    auto received = detail::zeros<index_t>(where, {plan.target_rows}, here);
+    require_shape(where, "tokens", tokens.data(), count, 1, here);
+    require_shape(where, "labels", labels.data(), count, 1, here);
+    require_apart(where, {{"labels", labels.data()}}, {{"tokens", tokens.data()}}, here);
+    auto received = zeros<index_t>(where, {plan.target_rows}, here);
     rows<index_t> const halo(received.data(), plan.target_rows, 1);
     exchange(plan, tokens.data(), halo, comm, here);
 
@@ -48,10 +43,33 @@ void next_token_labels(halo_plan<S> const& plan, sharded<A, S> const& tokens, sh
                 label = tokens.data()(s.row + k + 1, 0);
             } else {
                 halo_run const next = plan.runs[plan.begin[i]];
-                label = (next.halo ? rows<index_t const>(halo) : rows<index_t const>(tokens.data()))(next.first, 0);
+                label = (next.halo ? rows<index_t const>(halo) : tokens.data())(next.first, 0);
             }
         }
     }
+}
+
+} // namespace detail
+
+/// Writes to every row the token that follows its own in its sequence, wherever that lives, and `ignored` to the last
+/// valid token of a sequence and to padding.
+///
+/// `plan` is `halo(sharding, rank, 1, side::after)`; tokens, labels: (rows, 1) of the plan's sharding, not overlapping.
+/// Tokens are not checked: `ignored` among them becomes the label of the row before it.
+/// Collective: one exchange of the halo, at most one token a segment; none where every rank holds every row.
+///
+/// Throws `cpx::error` on shapes and shardings that do not fit and on overlapping memory, and what `exchange` throws.
+template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
+void next_token_labels(halo_plan<S> const& plan, X const& tokens, Y&& labels, Comm& comm,
+                       caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<S, X, Y>;
+    constexpr bool writes = detail::writes<Y, X> && std::same_as<element_of<Y>, index_t>;
+    static_assert(fits, "cpx: next_token_labels of tensors that are not sharded as the plan; make the plan with "
+                        "halo(tokens.sharding(), ...) and labels of the same sharding");
+    static_assert(writes,
+                  "cpx: next_token_labels wants tokens and labels of index_t, and labels that are not const and "
+                  "have a name");
+    if constexpr (fits && writes) detail::shift_labels<S>(plan, tokens.view(), labels.view(), comm, here);
 }
 
 /// The weighted mean of -log p over the tokens of the whole batch, and the sum of their weights: without weights, the
@@ -83,33 +101,19 @@ void require_weights(char const* where, rows<index_t const> labels, std::span<T 
                         here);
 }
 
-} // namespace detail
-
-/// Returns `-sum w_i logp_i / sum w_i` over all rows of the batch that have a label; both are 0 if no row counts.
-///
-/// logp, labels: (rows, 1) of any sharding, as `log_probabilities` and `next_token_labels` write them; weights: one a
-/// row of this rank, not negative, on every rank or on none; empty: all 1, the mean over labels. What logp holds in a
-/// row without label or of weight 0 does not matter.
-/// Bitwise the same on every sharding and any number of ranks: every rank receives every row and adds them in row
-/// order, in double.
-/// Collective: one all-gather of 16 bytes a row, so O(tokens) memory and additions on every rank. Sums of each rank's
-/// own rows would move 16 bytes a rank, but their bits would depend on the sharding. No communication where
-/// every rank holds every row.
-///
-/// Throws `cpx::error` on shapes, shardings or weights that do not fit, and what `exchange` throws.
-template <class A, any_sharding S, elements_of<index_t> B, transport Comm>
-token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& labels, Comm& comm,
-                           std::span<std::remove_const_t<A> const> weights = {}, caller here = caller::here()) {
+template <class T, any_sharding S, class Comm>
+token_loss sum_loss(sharded<T const, S> const& logp, sharded<index_t const, S> const& labels, Comm& comm,
+                    std::span<T const> weights, caller here) {
     char const* const where = "mean_token_loss";
     S const& sharding = logp.sharding();
     require(sharding.ranks() == comm.ranks(), where, "ranks of the transport", sharding.ranks(), comm.ranks(), here);
     require(labels.sharding() == sharding, where, "sharding of labels", "that of logp", "another", here);
     tensor<double, S> terms(sharding, comm.rank(), 2, here);
     rows<double> const own = terms.data();
-    detail::require_shape(where, "logp", logp.data(), own.count(), 1, here);
-    detail::require_weights(where, labels.data(), weights, own.count(), here);
+    require_shape(where, "logp", logp.data(), own.count(), 1, here);
+    require_weights(where, labels.data(), weights, own.count(), here);
     for (index_t row = 0; row < own.count(); ++row) {
-        double const weight = detail::weight_of(labels.data()(row, 0), weights, row);
+        double const weight = weight_of(labels.data()(row, 0), weights, row);
         if (weight == 0) continue; // 0 times -inf would be NaN
         own(row, 0) = -weight * static_cast<double>(logp.data()(row, 0));
         own(row, 1) = weight;
@@ -133,6 +137,51 @@ token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& label
     return loss;
 }
 
+} // namespace detail
+
+/// Returns `-sum w_i logp_i / sum w_i` over all rows of the batch that have a label; both are 0 if no row counts.
+///
+/// logp, labels: (rows, 1) of any sharding, as `log_probabilities` and `next_token_labels` write them; weights: one a
+/// row of this rank, not negative, on every rank or on none; empty: all 1, the mean over labels. What logp holds in a
+/// row without label or of weight 0 does not matter.
+/// Bitwise the same on every sharding and any number of ranks: every rank receives every row and adds them in row
+/// order, in double.
+/// Collective: one all-gather of 16 bytes a row, so O(tokens) memory and additions on every rank. Sums of each rank's
+/// own rows would move 16 bytes a rank, but their bits would depend on the sharding. No communication where
+/// every rank holds every row.
+///
+/// Throws `cpx::error` on shapes, shardings or weights that do not fit, and what `exchange` throws.
+template <sharded_like X, sharded_like Y, transport Comm>
+token_loss mean_token_loss(X const& logp, Y const& labels, Comm& comm, std::span<element_of<X> const> weights = {},
+                           caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>, numbers = std::same_as<element_of<Y>, index_t>;
+    static_assert(fits, "cpx: mean_token_loss of logp and labels on two shardings; relayout one as the other");
+    static_assert(numbers, "cpx: mean_token_loss wants labels of index_t");
+    if constexpr (!fits || !numbers)
+        return {};
+    else
+        return detail::sum_loss<element_of<X>, sharding_of<X>>(logp.view(), labels.view(), comm, weights, here);
+}
+
+namespace detail {
+
+template <class T, any_sharding S>
+void spread_loss(token_loss const& loss, sharded<index_t const, S> const& labels, double upstream,
+                 sharded<T, S> const& dlogp, std::span<T const> weights, caller here) {
+    char const* const where = "mean_token_loss_backward";
+    require(dlogp.sharding() == labels.sharding(), where, "sharding of dlogp", "that of labels", "another", here);
+    index_t const count = labels.data().count();
+    require_shape(where, "dlogp", dlogp.data(), count, 1, here);
+    require_weights(where, labels.data(), weights, count, here);
+    require_apart(where, {{"dlogp", dlogp.data()}}, {{"labels", labels.data()}, {"weights", weights}}, here);
+    for (index_t row = 0; row < count; ++row) {
+        double const weight = weight_of(labels.data()(row, 0), weights, row);
+        dlogp.data()(row, 0) = weight == 0 ? T(0) : static_cast<T>(-upstream * weight / loss.weight);
+    }
+}
+
+} // namespace detail
+
 /// Computes `dlogp_i = -upstream w_i / sum w_i`, the gradient of `mean_token_loss`, and 0 in rows that do not count.
 ///
 /// `loss` is what the forward returned, labels and weights as there, `upstream` the gradient of the mean; dlogp:
@@ -140,19 +189,18 @@ token_loss mean_token_loss(sharded<A, S> const& logp, sharded<B, S> const& label
 /// the sum of all weights.
 ///
 /// Throws `cpx::error` on shapes, shardings or weights that do not fit.
-template <class T, any_sharding S, elements_of<index_t> B>
-void mean_token_loss_backward(token_loss const& loss, sharded<B, S> const& labels, double upstream,
-                              sharded<T, S> const& dlogp, std::span<std::type_identity_t<T> const> weights = {},
-                              caller here = caller::here()) {
-    char const* const where = "mean_token_loss_backward";
-    require(dlogp.sharding() == labels.sharding(), where, "sharding of dlogp", "that of labels", "another", here);
-    index_t const count = labels.data().count();
-    detail::require_shape(where, "dlogp", dlogp.data(), count, 1, here);
-    detail::require_weights(where, labels.data(), weights, count, here);
-    for (index_t row = 0; row < count; ++row) {
-        double const weight = detail::weight_of(labels.data()(row, 0), weights, row);
-        dlogp.data()(row, 0) = weight == 0 ? T(0) : static_cast<T>(-upstream * weight / loss.weight);
-    }
+template <sharded_like X, sharded_like Y>
+void mean_token_loss_backward(token_loss const& loss, X const& labels, double upstream, Y&& dlogp,
+                              std::span<element_of<Y> const> weights = {}, caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<sharding_of<X>, Y>;
+    constexpr bool writes = detail::writes<Y> && std::same_as<element_of<X>, index_t>;
+    static_assert(fits, "cpx: mean_token_loss_backward of labels and dlogp on two shardings; make dlogp of the labels' "
+                        "sharding");
+    static_assert(writes,
+                  "cpx: mean_token_loss_backward wants labels of index_t, and a dlogp that is not const and has "
+                  "a name");
+    if constexpr (fits && writes)
+        detail::spread_loss<element_of<Y>, sharding_of<X>>(loss, labels.view(), upstream, dlogp.view(), weights, here);
 }
 
 } // namespace cpx

@@ -45,35 +45,39 @@ public:
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
 
     /// Returns the rows to add up, whole.
-    template <class T, elements_of<T> A, transport Comm>
-    summed_rows<T> whole(sharded<A, S> const& x, Comm& comm, caller here = caller::here()) const {
-        if (!moves()) return {x.data(), {0, x.data().width()}, {}};
-        return gather<T>(x, replicated<>(sharding_.ranks(), sharding_.batch()), x.data().width(), comm, here);
+    template <sharded_like X, transport Comm>
+    summed_rows<element_of<X>> whole(X const& x, Comm& comm, caller here = caller::here()) const {
+        rows<element_of<X> const> const own = rows_of(x, here);
+        if (!moves()) return {own, {0, own.width()}, {}};
+        return gather(own, replicated<>(sharding_.ranks(), sharding_.batch()), own.width(), comm, here);
     }
 
     /// Returns the rows to add up, with this rank's columns of every section. The columns of `x` are sections of
     /// `columns` columns, of each of which the rank has the same columns.
-    template <class T, elements_of<T> A, transport Comm>
-    summed_rows<T> share(sharded<A, S> const& x, index_t columns, Comm& comm, caller here = caller::here()) const {
-        if (!speaks()) return {x.data().sub(0, 0), {0, 0}, {}};
-        if (!moves()) return {x.data(), {0, columns}, {}};
-        std::vector<section> const sections(static_cast<std::size_t>(x.data().width() / columns), {columns, 1});
+    template <sharded_like X, transport Comm>
+    summed_rows<element_of<X>> share(X const& x, index_t columns, Comm& comm, caller here = caller::here()) const {
+        rows<element_of<X> const> const own = rows_of(x, here);
+        if (!speaks()) return {own.sub(0, 0), {0, 0}, {}};
+        if (!moves()) return {own, {0, columns}, {}};
+        std::vector<section> const sections(static_cast<std::size_t>(own.width() / columns), {columns, 1});
         head_sharded<> const split(sharding_.ranks(), sharding_.batch(), sections, here);
         range const held = split.heads(rank_, columns), owned = owned_heads(split, rank_, columns);
-        auto all = gather<T>(x, split, held.size() * std::ssize(sections), comm, here);
+        auto all = gather(own, split, held.size() * std::ssize(sections), comm, here);
         if (owned.empty()) all.data = all.data.sub(0, 0); // a lower rank speaks for these columns
         all.share = owned;
         return all;
     }
 
     /// Adds `dy^T x` to `dweight`: (columns of dy, columns of x), the gradient of a projection. `x` is from `whole`.
-    template <class T, elements_of<T> A, transport Comm>
-    void linear(summed_rows<T> const& x, sharded<A, S> const& dy, rows<T> dweight, Comm& comm,
+    template <class T, sharded_like Dy, transport Comm>
+    void linear(summed_rows<T> const& x, Dy const& dy, rows<T> dweight, Comm& comm,
                 caller here = caller::here()) const {
-        detail::require_shape("weight_sums::linear", "dweight", dweight, dy.data().width(), x.data.width(), here);
-        auto const own = share<T>(dy, dy.data().width(), comm, here);
+        auto const of_y = rows_of(dy, here);
+        detail::require_shape("weight_sums::linear", "dweight", dweight, of_y.width(), x.data.width(), here);
+        detail::require_apart("weight_sums::linear", {{"dweight", dweight}}, {{"x", x.data}, {"dy", of_y}}, here);
+        auto const own = share(dy, of_y.width(), comm, here);
         if (own.share.empty()) return;
-        linear_backward_weight<T>(own.data, x.data, dweight.sub(own.share.first, own.share.size()));
+        linear_backward_weight<T>(own.data, x.data, dweight.sub(own.share.first, own.share.size()), here);
     }
 
     /// Adds what `term(row, sums)` adds for every row of this rank to `sums`: the gradients of a norm or a bias.
@@ -90,19 +94,34 @@ public:
         tensor<T, S> of_rows(sharding_, rank_, width, here);
         for (index_t row = 0; row < count; ++row)
             term(row, std::span<T>(of_rows.data().row(row), static_cast<std::size_t>(width)));
-        auto const own = share<T>(of_rows.view(), width, comm, here);
+        auto const own = share(of_rows, width, comm, here);
         for (index_t row = 0; row < own.data.count(); ++row)
             for (index_t column = own.share.first; column < own.share.last; ++column)
                 sums[static_cast<std::size_t>(column)] += own.data(row, column - own.share.first);
     }
 
 private:
-    template <class T, class A, class To, class Comm>
-    summed_rows<T> gather(sharded<A, S> const& x, To const& to, index_t width, Comm& comm, caller here) const {
+    /// Returns the rows of a tensor that these sums are of.
+    template <class X>
+    rows<element_of<X> const> rows_of(X const& x, caller here) const {
+        constexpr bool fits = detail::sharded_as<S, X>;
+        static_assert(fits, "cpx: weight_sums of a tensor that is not sharded as these sums; make them with "
+                            "weight_sums(x.sharding(), ...)");
+        if constexpr (!fits)
+            return {};
+        else {
+            require(x.view().sharding() == sharding_, "weight_sums", "sharding of a tensor", "that of the sums",
+                    "another", here);
+            return x.view().data();
+        }
+    }
+
+    template <class T, class To, class Comm>
+    summed_rows<T> gather(rows<T const> x, To const& to, index_t width, Comm& comm, caller here) const {
         auto const plan = relayout(sharding_, to, rank_, here);
         summed_rows<T> all{{}, {0, width}, detail::zeros<T>("weight_sums", {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
-        exchange(plan, x, sharded(target, to), comm, here);
+        exchange(plan, sharded(x, sharding_), sharded(target, to), comm, here);
         all.data = target;
         return all;
     }

@@ -143,7 +143,7 @@ void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
 template <any_sharding From, any_sharding To, sharded_like X, sharded_like Y, transport Comm>
 void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
     constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
-    constexpr bool writes = detail::takes_result<Y>;
+    constexpr bool writes = detail::writes<Y>;
     static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
                           "relayout(tensor.sharding(), ...)");
     static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "

@@ -44,18 +44,19 @@ T softplus_backward(T x, T dy) {
 
 /// Computes `y = silu(gate) * up`. All are (rows, width); y may be one of the others.
 ///
-/// Throws `cpx::error` if the shapes differ.
+/// Throws `cpx::error` if the shapes differ, or if memory overlaps in another way.
 template <class T>
 void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y, caller here = caller::here()) {
     detail::require_shape("silu_mul", "up", up, gate.count(), gate.width(), here);
     detail::require_shape("silu_mul", "y", y, gate.count(), gate.width(), here);
+    detail::require_apart("silu_mul", {{"y", y}}, {{"gate", gate}, {"up", up}}, here, detail::in_place::yes);
     for (index_t i = 0; i < y.count(); ++i)
         for (index_t j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
 }
 
 /// Computes `dgate` and `dup` of `silu_mul`. All are (rows, width); a result may be one of the inputs.
 ///
-/// Throws `cpx::error` if the shapes differ.
+/// Throws `cpx::error` if the shapes differ, or if memory overlaps in another way.
 template <class T>
 void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, rows<T> dgate, rows<T> dup,
                        caller here = caller::here()) {
@@ -64,6 +65,8 @@ void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, r
     detail::require_shape(where, "dy", dy, gate.count(), gate.width(), here);
     detail::require_shape(where, "dgate", dgate, gate.count(), gate.width(), here);
     detail::require_shape(where, "dup", dup, gate.count(), gate.width(), here);
+    detail::require_apart(where, {{"dgate", dgate}, {"dup", dup}}, {{"gate", gate}, {"up", up}, {"dy", dy}}, here,
+                          detail::in_place::yes);
     for (index_t i = 0; i < dy.count(); ++i)
         for (index_t j = 0; j < dy.width(); ++j) {
             T const g = gate(i, j), u = up(i, j), d = dy(i, j);

@@ -30,7 +30,7 @@ inline void require_tokens(char const* where, char const* what, std::span<index_
 /// Cost: queries * tokens * (Dk + Dv) multiplications; copies k and v once.
 /// Source: Vaswani et al., "Attention Is All You Need", 2017, arXiv 1706.03762, eq. 1.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a position is not a token of the sequence.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a position is not a token of the sequence.
 template <class T>
 void attend_head(rows<T const> q, std::span<index_t const> positions, rows<T const> k, rows<T const> v, T scale,
                  rows<T> o, std::span<T> lse = {}, caller here = caller::here()) {
@@ -40,6 +40,8 @@ void attend_head(rows<T const> q, std::span<index_t const> positions, rows<T con
     detail::require_shape("attend_head", "o", o, queries, v.width(), here);
     if (!lse.empty()) require(std::ssize(lse) == queries, "attend_head", "size of lse", queries, lse.size(), here);
     detail::require_tokens("attend_head", "position", positions, k.count(), here);
+    detail::require_apart("attend_head", {{"o", o}, {"lse", lse}},
+                          {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}}, here);
 
     // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
     detail::padded<T> const keys(k), values(v);

@@ -28,6 +28,7 @@ template <class T>
 void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta, caller here = caller::here()) {
     detail::require_shape("attend_head_delta", "dout", dout, o.count(), o.width(), here);
     require(std::ssize(delta) == o.count(), "attend_head_delta", "size of delta", o.count(), delta.size(), here);
+    detail::require_apart("attend_head_delta", {{"delta", delta}}, {{"o", o}, {"dout", dout}}, here);
     for (index_t i = 0; i < o.count(); ++i)
         delta[static_cast<std::size_t>(i)] = detail::dot(dout.row(i), o.row(i), o.width());
 }
@@ -35,13 +36,16 @@ void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta, 
 namespace detail {
 
 template <class T>
-void require_attended(char const* where, attended_queries<T> const& to, rows<T const> k, rows<T const> v, caller here) {
+void require_attended(char const* where, attended_queries<T> const& to, rows<T const> k, rows<T const> v,
+                      std::initializer_list<operand> written, caller here) {
     auto const queries = static_cast<index_t>(to.positions.size());
     require_shape(where, "q", to.q, queries, k.width(), here);
     require_shape(where, "dout", to.dout, queries, v.width(), here);
     require_shape(where, "v", v, k.count(), v.width(), here);
     require(std::ssize(to.lse) == queries, where, "size of lse", queries, to.lse.size(), here);
     require(std::ssize(to.delta) == queries, where, "size of delta", queries, to.delta.size(), here);
+    require_apart(where, written,
+                  {{"q", to.q}, {"dout", to.dout}, {"lse", to.lse}, {"delta", to.delta}, {"k", k}, {"v", v}}, here);
 }
 
 /// Turns the scaled score of query `i` and a key into the weight of the key's value, and `pull`, the gradient of this
@@ -62,13 +66,13 @@ void attention_pull(attended_queries<T> const& from, index_t i, T scale, T& scor
 /// A row of dq is a function of its query and of the keys and values up to its token, bit for bit.
 /// Cost: queries * tokens * (2 Dk + Dv) multiplications; copies k and v once.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a position is not a token of k.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a position is not a token of k.
 template <class T>
 void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k, rows<T const> v, T scale, rows<T> dq,
                                 caller here = caller::here()) {
     char const* const where = "attend_head_backward_query";
     auto const queries = static_cast<index_t>(from.positions.size());
-    detail::require_attended(where, from, k, v, here);
+    detail::require_attended<T>(where, from, k, v, {{"dq", dq}}, here);
     detail::require_shape(where, "dq", dq, queries, k.width(), here);
     detail::require_tokens(where, "position", from.positions, k.count(), here);
 
@@ -105,14 +109,14 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
 /// bit; so may the heads that share a key.
 /// Cost: queries * keys * (2 Dk + 2 Dv) multiplications; copies q and dout once.
 ///
-/// Throws `cpx::error` if the shapes do not fit or the queries are not in order.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or the queries are not in order.
 template <class T>
 void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, rows<T const> v,
                               std::span<index_t const> tokens, T scale, rows<T> dk, rows<T> dv,
                               caller here = caller::here()) {
     char const* const where = "attend_head_backward_key";
     auto const queries = static_cast<index_t>(from.positions.size()), keys = static_cast<index_t>(tokens.size());
-    detail::require_attended(where, from, k, v, here);
+    detail::require_attended<T>(where, from, k, v, {{"dk", dk}, {"dv", dv}}, here);
     detail::require_shape(where, "k", k, keys, k.width(), here);
     detail::require_shape(where, "dk", dk, keys, k.width(), here);
     detail::require_shape(where, "dv", dv, keys, v.width(), here);

@@ -70,7 +70,7 @@ void weigh(std::vector<T const*> const& window, padded<T> const& weight, T const
 /// All K terms are added in ascending j, the zeros too, so that y is the same bit for bit however a sequence is cut.
 /// Cost: tokens * channels * K multiplications; copies the weight once.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, activation act,
                       rows<T> y, caller here = caller::here()) {
@@ -78,6 +78,9 @@ void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weig
     index_t const taps = weight.width(), channels = x.width();
     detail::require_near(where, "history", history, weight, channels, here);
     detail::require_shape(where, "y", y, x.count(), channels, here);
+    detail::require_apart(where, {{"y", y}},
+                          {{"x", x}, {"history", history}, {"weight", weight}, {"bias", rows(bias, 1, channels)}},
+                          here);
 
     auto const by_tap = detail::by_tap(weight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
@@ -96,11 +99,14 @@ void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weig
 /// dy, dz: (tokens, channels), dz not overlapping the others; the rest as in `convolve_segment`, with the same
 /// guarantee.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias,
                                     activation act, rows<T const> dy, rows<T> dz, caller here = caller::here()) {
-    detail::require_shape("convolve_segment_backward_sums", "dy", dy, x.count(), x.width(), here);
+    char const* const where = "convolve_segment_backward_sums";
+    detail::require_shape(where, "dy", dy, x.count(), x.width(), here);
+    detail::require_shape(where, "dz", dz, x.count(), x.width(), here);
+    detail::require_apart(where, {{"dz", dz}}, {{"x", x}, {"dy", dy}}, here);
     if (act == activation::silu) convolve_segment<T>(history, x, weight, bias, activation::none, dz, here);
     for (index_t t = 0; t < dz.count(); ++t)
         for (index_t channel = 0; channel < dz.width(); ++channel)
@@ -114,7 +120,7 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
 /// behind the end of the sequence, are zero.
 /// All K terms are added in ascending j, the zeros too, so that dx is the same bit for bit however a sequence is cut.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, rows<T const> weight, rows<T> dx,
                                      caller here = caller::here()) {
@@ -122,6 +128,7 @@ void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, row
     index_t const taps = weight.width(), channels = dz.width();
     detail::require_near(where, "future", future, weight, channels, here);
     detail::require_shape(where, "dx", dx, dz.count(), channels, here);
+    detail::require_apart(where, {{"dx", dx}}, {{"dz", dz}, {"future", future}, {"weight", weight}}, here);
     auto const by_tap = detail::by_tap(weight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
     std::vector<T const*> window(static_cast<std::size_t>(taps));
@@ -138,7 +145,7 @@ void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, row
 /// nullptr. Tokens are added one after the other, so they may be split between calls, in order and each with its
 /// history, without changing a bit.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, rows<T const> dz, rows<T> dweight,
                                       T* dbias, caller here = caller::here()) {
@@ -146,6 +153,8 @@ void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, ro
     index_t const taps = dweight.width(), channels = x.width();
     detail::require_near<T>(where, "history", history, dweight, channels, here);
     detail::require_shape(where, "dz", dz, x.count(), channels, here);
+    detail::require_apart(where, {{"dweight", dweight}, {"dbias", rows(dbias, 1, channels)}},
+                          {{"x", x}, {"history", history}, {"dz", dz}}, here);
     auto by_tap = detail::by_tap<T>(dweight);
     std::vector<T> const zeros(static_cast<std::size_t>(channels));
     for (index_t t = 0; t < x.count(); ++t) {

@@ -166,7 +166,7 @@ void copy_out(padded<T> const& from, rows<T> to) {
 /// Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, eq. 10 and section 3.3; its state
 /// is the transpose of S.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
                         index_t first, delta_rule_options const& options, rows<T> state, rows<T> o,
@@ -177,6 +177,8 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
     detail::require_shape(where, "state", state, k.width(), v.width(), here);
     detail::require_shape(where, "o", o, k.count(), v.width(), here);
     detail::require_gates(where, k.count(), g, beta, first, options, here);
+    detail::require_apart(where, {{"o", o}, {"state", state}}, {{"q", q}, {"k", k}, {"v", v}, {"g", g}, {"beta", beta}},
+                          here);
     T const scale = detail::delta_scale<T>(options, k.width());
     detail::padded<T> s(state);
     detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
@@ -204,7 +206,7 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
 /// map: (Dk, Dk), written; a view without data if it is not wanted.
 /// Law: two segments in turn make the step (map2 map1, map2 end1 + end2).
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
                      delta_rule_options const& options, rows<T> end, rows<T> map, caller here = caller::here()) {
@@ -214,6 +216,7 @@ void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T c
     detail::require_shape(where, "end", end, k.width(), v.width(), here);
     if (with_map) detail::require_shape(where, "map", map, k.width(), k.width(), here);
     detail::require_gates(where, k.count(), g, beta, first, options, here);
+    detail::require_apart(where, {{"end", end}, {"map", map}}, {{"k", k}, {"v", v}, {"g", g}, {"beta", beta}}, here);
     detail::padded<T> e(end), m;
     if (with_map) m = {k.width(), k.width()};
     for (index_t d = 0; d < m.count(); ++d) m(d, d) = 1;

@@ -177,7 +177,7 @@ struct delta_rule_gradients {
 /// Cost: about 3 times that of `delta_rule_forward`.
 /// Source: as there, the transpose of each of its steps.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta,
                          index_t first, delta_rule_options const& options, rows<T const> state, rows<T const> dout,
@@ -195,6 +195,9 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
     detail::require_shape(where, "dg", to.dg, count, 1, here);
     detail::require_shape(where, "dbeta", to.dbeta, count, 1, here);
     detail::require_gates(where, count, g, beta, first, options, here);
+    detail::require_apart(
+        where, {{"dq", to.dq}, {"dk", to.dk}, {"dv", to.dv}, {"dg", to.dg}, {"dbeta", to.dbeta}, {"dstate", dstate}},
+        {{"q", q}, {"k", k}, {"v", v}, {"g", g}, {"beta", beta}, {"state", state}, {"dout", dout}}, here);
 
     std::vector<detail::padded<T>> states, written; // before each chunk, and by it
     detail::padded<T> s(state), ds(dstate);
@@ -227,7 +230,7 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
 /// the step `dstate_start = M^T dstate_end + E`, where M is the map that `delta_rule_fold` wrote for the segment.
 /// Neither the values nor the state before the segment matter.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g, rows<T const> beta, index_t first,
                               delta_rule_options const& options, rows<T const> dout, rows<T> dstate,
@@ -237,6 +240,8 @@ void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g,
     detail::require_shape(where, "dout", dout, k.count(), dout.width(), here);
     detail::require_shape(where, "dstate", dstate, k.width(), dout.width(), here);
     detail::require_gates(where, k.count(), g, beta, first, options, here);
+    detail::require_apart(where, {{"dstate", dstate}}, {{"q", q}, {"k", k}, {"g", g}, {"beta", beta}, {"dout", dout}},
+                          here);
     detail::padded<T> ds(dstate);
     detail::for_each_chunk_reversed(k.count(), first, options, [&](index_t row, index_t n) {
         auto const of = [&](rows<T const> x) { return x.sub(row, n); };

@@ -95,11 +95,12 @@ void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
 /// its row of x and its row of the weight alone, bit for bit.
 /// Cost: rows * out * in multiplications, rounded up to 4 rows; allocates nothing.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = caller::here()) {
     detail::require_shape("linear", "weight", weight, weight.count(), x.width(), here);
     detail::require_shape("linear", "y", y, x.count(), weight.count(), here);
+    detail::require_apart("linear", {{"y", y}}, {{"x", x}, {"weight", weight}}, here);
     // The rows of x pass over a tile of the weight that stays in the cache.
     index_t const tile = std::max<index_t>(32, (index_t{1} << 15) / std::max<index_t>(x.width(), 1));
     for (index_t begin = 0; begin < weight.count(); begin += tile) {
@@ -124,11 +125,12 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = call
 /// dy: (rows, out), weight: (out, in), dx: (rows, in), not overlapping dy or weight. An element of dx is a function of
 /// its row of dy and its column of the weight alone, bit for bit: the sum over ascending outputs.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, caller here = caller::here()) {
     detail::require_shape("linear_backward_input", "weight", weight, dy.width(), weight.width(), here);
     detail::require_shape("linear_backward_input", "dx", dx, dy.count(), weight.width(), here);
+    detail::require_apart("linear_backward_input", {{"dx", dx}}, {{"dy", dy}, {"weight", weight}}, here);
     for (index_t row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
     detail::add_products<T>(dy, weight, dx);
 }
@@ -139,11 +141,12 @@ void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, c
 /// function of what it holds and of its columns of dy and x alone, bit for bit. Rows are added one after the other, so
 /// they may be split between calls, in order, without changing a bit.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight, caller here = caller::here()) {
     detail::require_shape("linear_backward_weight", "x", x, dy.count(), x.width(), here);
     detail::require_shape("linear_backward_weight", "dweight", dweight, dy.width(), x.width(), here);
+    detail::require_apart("linear_backward_weight", {{"dweight", dweight}}, {{"dy", dy}, {"x", x}}, here);
     constexpr index_t tile = 256;
     for (index_t begin = 0; begin < dy.count(); begin += tile) {
         index_t const count = std::min(tile, dy.count() - begin);

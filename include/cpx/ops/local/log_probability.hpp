@@ -50,12 +50,13 @@ inline void require_labels(char const* where, std::span<index_t const> labels, i
 /// label, bit for bit, so rows may be split between calls. A logit of -inf is an impossible token; a NaN anywhere in a
 /// row with a label makes its result NaN. Cost: one exponential a logit, no memory.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a label is no token, before it writes.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a label is no token, before it writes.
 template <class T>
 void log_probabilities(rows<T const> logits, std::span<index_t const> labels, std::span<T> out,
                        caller here = caller::here()) {
     detail::require_labels("log_probabilities", labels, logits.count(), logits.width(), here);
     require(out.size() == labels.size(), "log_probabilities", "size of out", labels.size(), out.size(), here);
+    detail::require_apart("log_probabilities", {{"out", out}}, {{"logits", logits}, {"labels", labels}}, here);
     for (index_t i = 0; i < logits.count(); ++i) {
         index_t const label = labels[static_cast<std::size_t>(i)];
         T& result = out[static_cast<std::size_t>(i)];
@@ -72,7 +73,7 @@ void log_probabilities(rows<T const> logits, std::span<index_t const> labels, st
 /// dlogp: one a row; dlogits: as logits, may be logits. Bits, NaN and cost as in the forward, with two exponentials a
 /// logit instead of memory for the probabilities.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a label is no token, before it writes.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a label is no token, before it writes.
 template <class T>
 void log_probabilities_backward(rows<T const> logits, std::span<index_t const> labels, std::span<T const> dlogp,
                                 rows<T> dlogits, caller here = caller::here()) {
@@ -80,6 +81,8 @@ void log_probabilities_backward(rows<T const> logits, std::span<index_t const> l
     detail::require_labels(where, labels, logits.count(), logits.width(), here);
     require(dlogp.size() == labels.size(), where, "size of dlogp", labels.size(), dlogp.size(), here);
     detail::require_shape(where, "dlogits", dlogits, logits.count(), logits.width(), here);
+    detail::require_apart(where, {{"dlogits", dlogits}}, {{"logits", logits}}, here, detail::in_place::yes);
+    detail::require_apart(where, {{"dlogits", dlogits}}, {{"labels", labels}, {"dlogp", dlogp}}, here);
     for (index_t i = 0; i < logits.count(); ++i) {
         index_t const label = labels[static_cast<std::size_t>(i)];
         if (label == ignored) {

@@ -115,7 +115,7 @@ void require_of_choices(char const* where, char const* name, rows<T> x, rows<ind
 /// A choice's columns of y are a function of its own columns of x and its expert's weight alone, bit for bit.
 /// Cost: rows * choices * out * in multiplications, and a copy of x and y; weights of experts not chosen are not read.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a choice is no expert.
 template <class T>
 void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x, rows<T const> weight, rows<T> y,
                    caller here = caller::here()) {
@@ -123,6 +123,7 @@ void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x,
     index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts, here);
     detail::require_of_choices(where, "x", x, chosen, weight.width(), here);
     detail::require_shape(where, "y", y, chosen.count(), chosen.width() * out, here);
+    detail::require_apart(where, {{"y", y}}, {{"chosen", chosen}, {"x", x}, {"weight", weight}}, here);
     detail::for_each_expert(where, here, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const in = detail::gather(choices, x, weight.width());
         row_buffer<T> result(in.count(), out);
@@ -137,7 +138,7 @@ void expert_linear(rows<index_t const> chosen, index_t experts, rows<T const> x,
 /// equals. A row of the results is a function of its row of logits alone, bit for bit.
 /// Cost: rows * experts * choices comparisons.
 ///
-/// Throws `cpx::error` if the shapes do not fit or there are fewer experts than choices.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or there are fewer experts than choices.
 template <class T>
 void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights, caller here = caller::here()) {
     char const* const where = "choose_experts";
@@ -146,6 +147,7 @@ void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights,
             choices, here);
     detail::require_shape(where, "chosen", chosen, logits.count(), choices, here);
     detail::require_shape(where, "weights", weights, logits.count(), choices, here);
+    detail::require_apart(where, {{"chosen", chosen}, {"weights", weights}}, {{"logits", logits}}, here);
     std::vector<T> probabilities(static_cast<std::size_t>(experts));
     for (index_t row = 0; row < logits.count(); ++row) {
         T const* const logit = logits.row(row);
@@ -209,9 +211,11 @@ struct moe_sizes {
     index_t experts = 1, choices = 1, hidden = 1, inner = 1, shared = 1;
 };
 
-/// Throws `cpx::error` that names `where` unless the weights fit each other and rows of `hidden` channels.
+/// Throws `cpx::error` that names `where` unless the weights fit each other and rows of `hidden` channels, and
+/// lie apart from what is written.
 template <class T>
-moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden, index_t choices, caller here) {
+moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden, index_t choices, operand written,
+                      caller here) {
     moe_sizes const n{w.gate.count(), choices, hidden, w.down_proj.width(), w.shared_gate_proj.count()};
     require(choices >= 1 && choices <= n.experts, where, "choices", "1 to the experts, " + std::to_string(n.experts),
             choices, here);
@@ -222,6 +226,15 @@ moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden
     require_shape(where, "shared_up_proj", w.shared_up_proj, n.shared, hidden, here);
     require_shape(where, "shared_down_proj", w.shared_down_proj, hidden, n.shared, here);
     require_shape(where, "shared_expert_gate", w.shared_expert_gate, 1, hidden, here);
+    require_apart(where, {written},
+                  {{"gate", w.gate},
+                   {"gate_up_proj", w.gate_up_proj},
+                   {"down_proj", w.down_proj},
+                   {"shared_gate_proj", w.shared_gate_proj},
+                   {"shared_up_proj", w.shared_up_proj},
+                   {"shared_down_proj", w.shared_down_proj},
+                   {"shared_expert_gate", w.shared_expert_gate}},
+                  here);
     return n;
 }
 
@@ -239,12 +252,13 @@ moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t hidden
 /// Source: Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv 1701.06538; the shared expert and the
 /// shapes as in Hugging Face transformers' Qwen3_5MoeSparseMoeBlock.
 ///
-/// Throws `cpx::error` if the shapes do not fit or there are fewer experts than choices.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps in another way or there are fewer experts than choices.
 template <class T>
 moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index_t choices, rows<T> y, caller here = caller::here()) {
-    auto const n = detail::require_moe("moe", w, x.width(), choices, here);
+    auto const n = detail::require_moe<T>("moe", w, x.width(), choices, {"y", y}, here);
     index_t const count = x.count();
     detail::require_shape("moe", "y", y, count, n.hidden, here);
+    detail::require_apart("moe", {{"y", y}}, {{"x", x}}, here, detail::in_place::yes);
     moe_saved<T> saved{.chosen = {count, choices, here},
                        .weights = {count, choices, here},
                        .gate_up = {count, choices * 2 * n.inner, here},

@@ -16,7 +16,7 @@ namespace cpx {
 /// overlapping dy. A choice's columns of dx are a function of its own columns of dy and its expert's weight alone, bit
 /// for bit. Where all choices of a row share their input, its gradient is the sum of their columns.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a choice is no expert.
 template <class T>
 void expert_linear_backward_input(rows<index_t const> chosen, index_t experts, rows<T const> dy, rows<T const> weight,
                                   rows<T> dx, caller here = caller::here()) {
@@ -24,6 +24,7 @@ void expert_linear_backward_input(rows<index_t const> chosen, index_t experts, r
     index_t const out = detail::outputs_of_expert(where, "rows of weight", weight.count(), experts, here);
     detail::require_shape(where, "dy", dy, chosen.count(), chosen.width() * out, here);
     detail::require_shape(where, "dx", dx, chosen.count(), chosen.width() * weight.width(), here);
+    detail::require_apart(where, {{"dx", dx}}, {{"chosen", chosen}, {"dy", dy}, {"weight", weight}}, here);
     detail::for_each_expert(where, here, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const of_outputs = detail::gather(choices, dy, out);
         row_buffer<T> result(of_outputs.count(), weight.width());
@@ -41,7 +42,7 @@ void expert_linear_backward_input(rows<index_t const> chosen, index_t experts, r
 /// split between calls, in order, without changing a bit.
 /// Cost: rows * choices * n * in multiplications, and a copy of x and dy. Experts not chosen are left alone.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or a choice is no expert.
 template <class T>
 void expert_linear_backward_weight(rows<index_t const> chosen, index_t experts, rows<T const> dy, rows<T const> x,
                                    rows<T> dweight, index_t first = 0, caller here = caller::here()) {
@@ -53,6 +54,7 @@ void expert_linear_backward_weight(rows<index_t const> chosen, index_t experts, 
     require(first >= 0 && first + n <= out, where, "outputs", "at least 0 and at most " + std::to_string(out),
             std::to_string(first) + " to " + std::to_string(first + n), here);
     detail::require_of_choices(where, "x", x, chosen, dweight.width(), here);
+    detail::require_apart(where, {{"dweight", dweight}}, {{"chosen", chosen}, {"dy", dy}, {"x", x}}, here);
     detail::for_each_expert(where, here, chosen, experts, [&](index_t expert, std::span<detail::choice const> choices) {
         auto const of_outputs = detail::gather(choices, dy, n);
         auto const in = detail::gather(choices, x, dweight.width());
@@ -87,17 +89,18 @@ struct moe_gradients {
 /// alone, bit for bit: terms of dx are added choice after choice, then the logits', then those of the shared expert.
 /// The choice itself has no gradient. Cost: as `moe`.
 ///
-/// Throws `cpx::error` if the shapes do not fit or a choice is no expert.
+/// Throws `cpx::error` if shapes do not fit, memory overlaps in another way or a choice is no expert.
 template <class T>
 moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T> const& saved, rows<T const> dy, rows<T> dx,
                               caller here = caller::here()) {
     char const* const where = "moe_backward";
     rows<index_t const> const chosen = saved.chosen.view();
     index_t const count = chosen.count(), choices = chosen.width();
-    auto const n = detail::require_moe(where, w, dy.width(), choices, here);
+    auto const n = detail::require_moe<T>(where, w, dy.width(), choices, {"dx", dx}, here);
     detail::require_experts(where, chosen, n.experts, here);
     detail::require_shape(where, "dy", dy, count, n.hidden, here);
     detail::require_shape(where, "dx", dx, count, n.hidden, here);
+    detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
     detail::require_shape(where, "saved weights", saved.weights.view(), count, choices, here);
     detail::require_shape(where, "saved gate_up", saved.gate_up.view(), count, choices * 2 * n.inner, here);
     detail::require_shape(where, "saved output", saved.output.view(), count, choices * n.hidden, here);

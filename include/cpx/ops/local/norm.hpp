@@ -72,6 +72,9 @@ void require_norm_backward(char const* where, rows<T const> x, std::span<T const
     if (dx.data() != nullptr) require_shape(where, "dx", dx, x.count(), x.width(), here);
     if (!dweight.empty())
         require(dweight.size() == weight.size(), where, "size of dweight", weight.size(), dweight.size(), here);
+    require_apart(where, {{"dx", dx}}, {{"x", x}, {"dy", dy}}, here, in_place::yes);
+    require_apart(where, {{"dx", dx}, {"dweight", dweight}}, {{"weight", weight}}, here);
+    require_apart(where, {{"dweight", dweight}}, {{"x", x}, {"dy", dy}}, here);
 }
 
 } // namespace detail
@@ -82,13 +85,15 @@ void require_norm_backward(char const* where, rows<T const> x, std::span<T const
 /// `gain_offset` is 1 for Qwen3.5's zero-centred norms and 0 for plain ones.
 /// Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T>
 void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T> y,
               caller here = caller::here()) {
     auto const size = static_cast<index_t>(weight.size());
     detail::require_heads("rms_norm", x.width(), size, here);
     detail::require_shape("rms_norm", "y", y, x.count(), x.width(), here);
+    detail::require_apart("rms_norm", {{"y", y}}, {{"x", x}}, here, detail::in_place::yes);
+    detail::require_apart("rms_norm", {{"y", y}}, {{"weight", weight}}, here);
     detail::normalize_heads(x, size, eps, [&](index_t i, index_t j, T normed) {
         y(i, j) = normed * (gain_offset + weight[static_cast<std::size_t>(j % size)]);
     });
@@ -96,7 +101,9 @@ void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, 
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * weight * silu(z)`, the norm of a gated delta net's output.
 ///
-/// x, z, y: (rows, heads * weight.size()), y may be x or z. Throws `cpx::error` if the shapes do not fit.
+/// x, z, y: (rows, heads * weight.size()), y may be x or z.
+///
+/// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T>
 void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T> y,
                     caller here = caller::here()) {
@@ -104,6 +111,8 @@ void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight,
     detail::require_heads("gated_rms_norm", x.width(), size, here);
     detail::require_shape("gated_rms_norm", "z", z, x.count(), x.width(), here);
     detail::require_shape("gated_rms_norm", "y", y, x.count(), x.width(), here);
+    detail::require_apart("gated_rms_norm", {{"y", y}}, {{"x", x}, {"z", z}}, here, detail::in_place::yes);
+    detail::require_apart("gated_rms_norm", {{"y", y}}, {{"weight", weight}}, here);
     detail::normalize_heads(x, size, eps, [&](index_t i, index_t j, T normed) {
         y(i, j) = normed * weight[static_cast<std::size_t>(j % size)] * silu(z(i, j));
     });
@@ -115,7 +124,7 @@ void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight,
 /// A row of dx is a function of its rows of x and dy, bit for bit. The terms of dweight are added row after row and
 /// head after head, so rows may be split between calls, in order, without changing a bit.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T>
 void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T const> dy, rows<T> dx,
                        std::span<T> dweight, caller here = caller::here()) {
@@ -131,7 +140,7 @@ void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain
 ///
 /// dz may be z or dy; otherwise as in `rms_norm_backward`.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T>
 void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T const> dy,
                              rows<T> dx, rows<T> dz, std::span<T> dweight, caller here = caller::here()) {
@@ -139,6 +148,10 @@ void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const
     detail::require_norm_backward(where, x, weight, dy, dx, dweight, here);
     detail::require_shape(where, "z", z, x.count(), x.width(), here);
     if (dz.data() != nullptr) detail::require_shape(where, "dz", dz, x.count(), x.width(), here);
+    detail::require_apart(where, {{"dx", dx}, {"dz", dz}}, {{"x", x}, {"z", z}, {"dy", dy}}, here,
+                          detail::in_place::yes);
+    detail::require_apart(where, {{"dz", dz}, {"dweight", dweight}}, {{"weight", weight}}, here);
+    detail::require_apart(where, {{"dweight", dweight}}, {{"z", z}, {"dx", dx}}, here);
     detail::normalize_heads_backward(
         x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
             T const gradient = dy(i, column), gate = z(i, column), gain = weight[static_cast<std::size_t>(j)];

@@ -33,13 +33,15 @@ std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::
 
 /// Computes the cosine and sine of the angles `position * frequency`, the angle rounded to T.
 ///
-/// cos, sin: (positions.size(), frequencies.size()). Throws `cpx::error` if the shapes do not fit.
+/// cos, sin: (positions.size(), frequencies.size()). Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
 void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin,
                   caller here = caller::here()) {
     auto const count = static_cast<index_t>(positions.size()), half = static_cast<index_t>(frequencies.size());
     detail::require_shape("rotary_table", "cos", cos, count, half, here);
     detail::require_shape("rotary_table", "sin", sin, count, half, here);
+    detail::require_apart("rotary_table", {{"cos", cos}, {"sin", sin}},
+                          {{"positions", positions}, {"frequencies", frequencies}}, here);
     for (index_t row = 0; row < count; ++row)
         for (index_t i = 0; i < half; ++i) {
             T const angle =
@@ -57,7 +59,7 @@ void rotary_table(std::span<index_t const> positions, std::span<T const> frequen
 /// Source: Su, Lu, Pan, Murtadha, Wen, Liu, "RoFormer", 2021, arXiv 2104.09864, section 3.4.2. The paper pairs
 /// channels 2 i and 2 i + 1, here they come from the two halves of the rotated channels, as in the checkpoints of Qwen.
 ///
-/// Throws `cpx::error` if the shapes do not fit.
+/// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T>
 void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> y,
             caller here = caller::here()) {
@@ -68,6 +70,8 @@ void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> 
     detail::require_shape("rotary", "cos", cos, x.count(), half, here);
     detail::require_shape("rotary", "sin", sin, x.count(), half, here);
     detail::require_shape("rotary", "y", y, x.count(), x.width(), here);
+    detail::require_apart("rotary", {{"y", y}}, {{"x", x}}, here, detail::in_place::yes);
+    detail::require_apart("rotary", {{"y", y}}, {{"cos", cos}, {"sin", sin}}, here);
     for (index_t row = 0; row < x.count(); ++row)
         for (index_t head = 0; head < x.width(); head += head_dim) {
             T const* const from = x.row(row) + head;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/error.hpp>
+#include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 
 #include <limits>

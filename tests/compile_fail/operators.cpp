@@ -1,0 +1,141 @@
+// Operators on tensors of shardings that do not belong together.
+#include <cpx/cpx.hpp>
+#include <cpx/ops.hpp>
+
+using zigzag = cpx::sharding<cpx::zigzag<4>>;
+using sequential = cpx::sharding<cpx::sequential<4>>;
+using everywhere = cpx::replicated<4>;
+
+template <class S>
+using view = cpx::sharded<float, S> const&;
+using numbers = cpx::sharded<cpx::index_t, zigzag> const&;
+using rows = cpx::rows<float const>;
+using list = std::vector<float> const&;
+
+// Miles' pull request 957 and Megatron's 3282: W equal chunks of every sequence, read as W equal chunks of the batch.
+using packed = cpx::sharding<cpx::sequential<4>, cpx::scope::batch>;
+
+#ifdef CPX_GOOD
+using other = zigzag;
+using of_sequences = packed;
+using keys = everywhere;
+using more = cpx::sequential<4>;
+#else
+using other = sequential;
+using of_sequences = sequential;
+using keys = zigzag; // every rank would see some tokens of a sequence and call them the whole
+using more = cpx::sequential<8>;
+#endif
+cpx::attention_heads const heads;
+auto const silu = cpx::activation::silu;
+
+// expect: causal_conv1d of tensors that are not sharded as the plan
+void convolution(cpx::halo_plan<zigzag> const& plan, view<other> x, list w, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, silu, x, comm);
+}
+
+// expect: causal_conv1d of tensors that are not sharded as the plan
+void packed_convolution(cpx::halo_plan<packed> const& plan, view<of_sequences> x, list w, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
+}
+
+// expect: causal_conv1d_backward of tensors that are not sharded as the plans
+void convolution_backward(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, view<other> dy, list w,
+                          cpx::threads& comm) {
+    cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, dy, cpx::causal_conv1d_gradients<float, zigzag>{x}, comm);
+}
+
+// expect: gated_delta_rule of tensors that are not sharded as the plan
+void recurrence(cpx::carry_plan<cpx::serial, other> const& plan, cpx::delta_rule_tensors<float, zigzag> const& t,
+                cpx::threads& comm) {
+    cpx::gated_delta_rule(plan, t, {}, {}, comm);
+}
+
+// expect: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan
+void recurrence_backward(cpx::carry_plan<cpx::scan, zigzag> const& plan,
+                         cpx::delta_rule_tensors<float, zigzag> const& t,
+                         cpx::delta_rule_gradient_tensors<float, other> const& to, cpx::threads& comm) {
+    cpx::gated_delta_rule_backward(plan, t, to, {}, {}, comm);
+}
+
+// expect: (could not convert|no viable conversion)
+cpx::delta_rule_tensors<float, zigzag> tensors(view<zigzag> x, view<other> k) { return {x, k, x, x, x, x}; }
+
+using layer = cpx::gated_delta_net<cpx::scan, zigzag>;
+using weights = cpx::gated_delta_net_weights<float>;
+
+// expect: gated_delta_net on tensors that are not sharded as the layer
+void net(layer const& l, weights const& w, view<other> x, cpx::threads& comm) { l(w, x, x, comm); }
+
+// expect: gated_delta_net_backward of tensors or gradients that are not sharded as the layer
+void net_backward(layer const& l, weights const& w, view<other> x, layer::saved_of<float>& saved,
+                  cpx::gated_delta_net_gradients<float, zigzag> const& to, cpx::threads& comm) {
+    cpx::gated_delta_net_backward(l, w, x, saved, x, to, comm);
+}
+
+// expect: gated_delta_net_relayout between shardings over different numbers of ranks
+void decoding(zigzag const& from, cpx::sharding<more> const& to, cpx::gated_delta_net_config const& config) {
+    cpx::gated_delta_net_relayout(from, to, 0, config);
+}
+
+// expect: attention wants keys and values on every rank
+void attention(view<zigzag> q, view<keys> k) { cpx::attention(0, q, k, k, heads, 1, q); }
+
+// expect: attention of q and o, or of k and v, on two shardings
+void attention_result(view<zigzag> q, view<everywhere> k, view<other> o) { cpx::attention(0, q, k, k, heads, 1, o); }
+
+using queries = cpx::attention_queries<float, zigzag>;
+
+// expect: attention_delta of tensors on two shardings
+void attention_delta(view<zigzag> o, view<other> dout) { cpx::attention_delta(o, dout, 1, o); }
+
+// expect: the gradient of queries wants keys and values on every rank
+void queries_keys(queries const& q, view<keys> k, view<zigzag> dq) {
+    cpx::attention_backward_queries(0, q, k, k, heads, 1, dq);
+}
+
+// expect: attention_backward_queries of q and dq, or of k and v, on two shardings
+void queries_result(queries const& q, view<everywhere> k, view<other> dq) {
+    cpx::attention_backward_queries(0, q, k, k, heads, 1, dq);
+}
+
+// expect: the gradients of keys want every query
+void keys_queries(cpx::attention_queries<float, keys> const& q, view<zigzag> k, cpx::threads& comm) {
+    cpx::attention_backward_keys(q, k, k, heads, 1, k, k, comm);
+}
+
+// expect: attention_backward_keys of k, v, dk and dv on two shardings
+void keys_result(cpx::attention_queries<float, everywhere> const& q, view<zigzag> k, view<other> dk,
+                 cpx::threads& comm) {
+    cpx::attention_backward_keys(q, k, k, heads, 1, dk, k, comm);
+}
+
+// expect: rotary of x and y on two shardings
+void rotary(view<zigzag> x, view<other> y) { cpx::rotary(0, x, 8, {}, y); }
+
+// expect: rotary_backward of dy and dx on two shardings
+void rotary_backward(view<zigzag> dy, view<other> dx) { cpx::rotary_backward(0, dy, 8, {}, dx); }
+
+// expect: next_token_labels of tensors that are not sharded as the plan
+void labels(cpx::halo_plan<other> const& plan, numbers ids, cpx::threads& comm) {
+    cpx::next_token_labels(plan, ids, ids, comm);
+}
+
+// expect: mean_token_loss of logp and labels on two shardings
+void loss(view<other> logp, numbers of, cpx::threads& comm) { cpx::mean_token_loss(logp, of, comm); }
+
+// expect: mean_token_loss_backward of labels and dlogp on two shardings
+void loss_backward(numbers of, view<other> dlogp) { cpx::mean_token_loss_backward({}, of, 1, dlogp); }
+
+// expect: weight_sums of a tensor that is not sharded as these sums
+void sums(cpx::weight_sums<zigzag> const& of, view<other> x, cpx::threads& comm) { of.whole(x, comm); }
+
+// expect: cpx: rotary wants x of y's elements, and a y that is not const and has a name
+void results(cpx::tensor<float, zigzag> const& x, cpx::tensor<float, zigzag>& y) {
+#ifdef CPX_GOOD
+    cpx::rotary(0, x, 8, {}, y);
+#else
+    static_cast<void>(y);
+    cpx::rotary(0, x, 8, {}, x);
+#endif
+}
