@@ -1778,8 +1778,8 @@ namespace detail {
 template <class S, class... X>
 inline constexpr bool sharded_as = (std::same_as<sharding_of<X>, S> && ...);
 
-/// Whether results can be written to `Y`, deduced for `Y&&`, which is there after the call, and have the elements of all
-/// of `X`.
+/// Whether results can be written to `Y`, deduced for `Y&&`, which is there after the call, and have the elements of
+/// all of `X`.
 template <class Y, class... X>
 inline constexpr bool writes = !std::is_const_v<typename of_view<view_of<Y>>::element> &&
                                (std::is_lvalue_reference_v<Y> || std::same_as<view_of<Y>, std::remove_cv_t<Y>>)&&(

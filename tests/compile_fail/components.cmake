@@ -1,6 +1,10 @@
 # Checks that a header whose compiler or third party is missing says so first, and what to do.
 #
 # The preprocessor of COMPILER finds the headers below SOURCE_DIR and no others, not even those of the standard library.
+unset(ENV{CPATH})
+unset(ENV{C_INCLUDE_PATH})
+unset(ENV{CPLUS_INCLUDE_PATH})
+
 function(says sentence)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "HEADERS;DEFINE")
     list(TRANSFORM arg_HEADERS PREPEND ${SOURCE_DIR}/)

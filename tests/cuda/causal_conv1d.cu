@@ -217,17 +217,24 @@ TEST_SUITE("cuda") {
         auto const count_kernels = [&](float* data, index_t channels) {
             index_t const needed = cpx::cuda::causal_conv1d_workspace(plan, channels);
             CHECK((needed == 0) == (channels == 0));
-            auto const of = [&](index_t n, index_t width) { return rows<float>(data, n, width); };
-            auto const numbers = [&](index_t n) { return std::span<float>(data, static_cast<std::size_t>(n)); };
-            rows<float> const x = of(plan.rows(), channels), halo_x = of(plan.halo_rows(), channels),
-                              weight = of(channels, 4), edge = of(plan.edge_rows(), channels);
+            index_t used = 0;
+            auto const numbers = [&](index_t n) {
+                std::span<float> const next(data ? data + used : data, static_cast<std::size_t>(n));
+                used += (n + 3) / 4 * 4;
+                return next;
+            };
+            auto const of = [&](index_t n, index_t width) { return rows<float>(numbers(n * width).data(), n, width); };
+            rows<float> const x = of(plan.rows(), channels), y = of(plan.rows(), channels),
+                              halo_x = of(plan.halo_rows(), channels), weight = of(channels, 4),
+                              edge = of(plan.edge_rows(), channels), dx = of(plan.rows(), channels),
+                              dz_halo = of(plan.dz_halo_rows(), channels), dweight = of(channels, 4);
+            auto const bias = numbers(channels), dbias = numbers(channels), workspace = numbers(needed);
             return enqueued(stream, [&] {
-                cpx::cuda::causal_conv1d(plan, x, halo_x, weight, numbers(channels), activation::silu, x, stream);
-                cpx::cuda::causal_conv1d_backward_edge(plan, x, halo_x, weight, numbers(channels), activation::silu, x,
-                                                       edge, stream);
-                cpx::cuda::causal_conv1d_backward(plan, x, halo_x, weight, numbers(channels), activation::silu, x, edge,
-                                                  of(plan.dz_halo_rows(), channels),
-                                                  {x, weight, numbers(channels), numbers(needed)}, stream);
+                cpx::cuda::causal_conv1d(plan, x, halo_x, weight, bias, activation::silu, y, stream);
+                cpx::cuda::causal_conv1d_backward_edge(plan, x, halo_x, weight, bias, activation::silu, y, edge,
+                                                       stream);
+                cpx::cuda::causal_conv1d_backward(plan, x, halo_x, weight, bias, activation::silu, y, edge, dz_halo,
+                                                  {dx, dweight, dbias, workspace}, stream);
             });
         };
         CHECK(count_kernels(memory.data(), 1) == 4); // captured, never run

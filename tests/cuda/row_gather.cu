@@ -199,7 +199,7 @@ TEST_SUITE("cuda") {
                 [&] { cuda::scatter_rows(shape(2, 3, 3), numbers(3), shape(3, 3, 3), stay, nullptr); });
         rejects({"cuda::scatter_rows: stride of to: expected at least the width, 3, got 1"},
                 [&] { cuda::scatter_rows(shape(2, 3, 3), numbers(2), shape(3, 3, 1), stay, nullptr); });
-        rejects({"cuda::scatter_rows: from: expected no negative sizes, got -2"},
+        rejects({"rows: bytes: expected not negative, got -2 x 3 x 4"},
                 [&] { cuda::scatter_rows(shape(-2, 3, 3), numbers(2), shape(3, 3, 3), stay, nullptr); });
         rejects({"cuda::scatter_add_rows: numbers in the list: expected the rows of from, 2, got 1"},
                 [&] { cuda::scatter_add_rows(shape(2, 3, 3), numbers(1), none, shape(3, 3, 3), nullptr); });

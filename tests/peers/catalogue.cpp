@@ -60,7 +60,7 @@ std::vector<entry> const entries = {
     {"M11", "peers/exchange.cpp", "M11"},
     {"M12", "peers/exchange.cpp", "TEST_CASE(\"M12"},
     {"M13", "peers/exchange.cpp", "{\"M13a\""},
-    {"M14", "compile_fail/sequences_into_packed_convolution.cpp", "expect: causal_conv1d of tensors"},
+    {"M14", "compile_fail/operators.cpp", "expect: causal_conv1d of tensors"},
     {"M14, after a relayout", "peers/exchange.cpp", "{\"M14a\""},
     {"M-a", "peers/exchange.cpp", "{\"M6b\""},
     {"M-b", "peers/layer.cpp", "{\"M-b2\""},

@@ -262,10 +262,11 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
 ///     y_i = x_i cos_i - x_{i+D} sin_i,    y_{i+D} = x_{i+D} cos_i + x_i sin_i
 ///
 /// x, y: (positions.count(), heads * head_dim), up to four tensors, with heads of their own number; y may be x. Other
-/// channels pass through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn; rounded once.
+/// channels pass through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn;
+/// rounded once.
 /// 16 bytes at once where beginnings, strides, head_dim and D are multiples of 16 bytes, else a smaller power of two.
-/// Throws `cpx::error` if shapes do not fit, or if memory is not the current device's or overlaps in another way, before
-/// anything is launched. Can be captured. Source: as of the host's `rotary`.
+/// Throws `cpx::error` if shapes do not fit, or if memory is not the current device's or overlaps in another way,
+/// before anything is launched. Can be captured. Source: as of the host's `rotary`.
 template <gpu_number T>
 void rotary(std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
             rotary_positions const& positions, cudaStream_t stream, caller here = caller::here()) {

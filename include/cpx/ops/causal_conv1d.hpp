@@ -119,9 +119,9 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
 /// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
 /// begins.
 ///
-/// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K), rows or
-/// a list, and bias: (channels) or empty, for the channels that this rank holds (see `local_rows`). `states`, for decoding: what
-/// came before the batch, and what the next one will have to know.
+/// `plan` is `halo(sharding, rank, K - 1)`. x and y: (rows, channels) of the plan's sharding; weight: (channels, K),
+/// rows or a list, and bias: (channels) or empty, for the channels that this rank holds (see `local_rows`). `states`,
+/// for decoding: what came before the batch, and what the next one will have to know.
 /// Collective: one exchange of the halo. Any K and segments of any length, a halo may span several ranks.
 /// Bitwise the same on every sharding.
 ///

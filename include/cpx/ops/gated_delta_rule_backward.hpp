@@ -11,8 +11,9 @@ namespace cpx {
 /// What goes into and comes out of the backward of a gated delta rule, shaped and sharded as in `delta_rule_tensors`.
 ///
 /// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows.
-/// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins, and may be dfinal. On `head_sharded`,
-/// every rank that holds a head gets its whole gradient; dout is whole on every rank that holds its head, too.
+/// dq, dk, dv, dg, dbeta are written; dinitial, unless empty, on the rank where a sequence begins, and may be dfinal.
+/// On `head_sharded`, every rank that holds a head gets its whole gradient; dout is whole on every rank that holds its
+/// head, too.
 template <class T, any_sharding S>
 struct delta_rule_gradient_tensors {
     sharded<T const, S> dout;
