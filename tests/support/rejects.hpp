@@ -6,6 +6,8 @@
 
 #include <doctest/doctest.h>
 
+#include <fstream>
+#include <string>
 #include <vector>
 
 namespace support {
