@@ -65,9 +65,9 @@ struct sockets {
 
 /// Calls `program(comm)` in a process for each rank. Returns when all have ended; throws if some have failed.
 template <class F>
-void run(int ranks, std::chrono::seconds deadline, F&& program) {
+void run(int ranks, F&& program, std::chrono::milliseconds deadline) {
     ends all;
-    timeval const limit{deadline.count(), 0};
+    timeval const limit{deadline.count() / 1000, deadline.count() % 1000 * 1000};
     for (int a = 0, pair[2]; a < ranks; ++a)
         for (int b = 0; b < a; ++b) {
             cpx::require(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "run", "socketpair", 0, errno);
@@ -94,7 +94,7 @@ void run(int ranks, std::chrono::seconds deadline, F&& program) {
 }
 
 int main() {
-    auto const three = [](auto const& program) { run(3, std::chrono::seconds(1), program); };
-    auto const found = cpx::testing::check_transport(three, std::chrono::seconds(1));
+    auto const on_three_ranks = [](auto const& program, auto deadline) { run(3, program, deadline); };
+    auto const found = cpx::testing::check_transport(on_three_ranks);
     return std::fputs(found.text().c_str(), stdout) >= 0 && found.all_duties() ? 0 : 1;
 }

@@ -89,9 +89,9 @@ TEST_SUITE("mpi") {
 
     TEST_CASE("MPI does all that a transport owes, and its courtesies") {
         job::ranks();
-        auto const run = [](auto const& program) {
+        auto const run = [](auto const& program, auto deadline) {
             try {
-                cpx::mpi::run(program, 400ms);
+                cpx::mpi::run(program, deadline);
             } catch (cpx::error const&) { // the program has said so
             }
             MPI_Barrier(MPI_COMM_WORLD);

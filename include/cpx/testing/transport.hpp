@@ -201,6 +201,16 @@ inline constexpr std::array<description, 12> descriptions{{
     {property::lengths, nullptr, "a message of another length is an error"},
 }};
 
+/// Returns the deadline of the group that shows a property: `shortest` where that is what ends it.
+inline milliseconds deadline_for(property tested, milliseconds shortest) {
+    switch (tested) {
+    case property::stays_away: return shortest;
+    case property::throws:
+    case property::returns: return 20 * shortest;
+    default: return std::chrono::minutes(1);
+    }
+}
+
 template <class Comm>
 verdict test(property tested, Comm& comm, milliseconds deadline) {
     int const rank = comm.rank(), ranks = comm.ranks();
@@ -243,33 +253,35 @@ verdict test(property tested, Comm& comm, milliseconds deadline) {
 
 } // namespace detail
 
-/// Tests all that `transport` asks for. `run(program)` calls `program(comm)` on every rank of a new group, whose
-/// deadline is `deadline`, and returns when all ranks have ended; it may throw if they fail.
+/// Tests all that `transport` asks for. `run(program, deadline)` calls `program(comm)` on every rank of a new group,
+/// whose ranks wait for each other for `deadline`, and returns when all have ended; it may throw if they fail.
 ///
 /// Ranks may be threads, processes that `run` forks, or processes that all call this function and get a report each
-/// (MPI). Of fewer than 3 ranks it says less. Takes about 5 deadlines; one second is enough on most machines. It hangs
+/// (MPI). Of fewer than 3 ranks it says less. `shortest`: the deadline of a group in which one rank does not come. Hangs
 /// where a transport waits without end.
 ///
 ///     auto const found = cpx::testing::check_transport(
-///         [](auto const& program) { cpx::threads::run(3, program, 1s); }, 1s);
+///         [](auto const& program, auto deadline) { cpx::threads::run(3, program, deadline); });
 template <class Run>
-report check_transport(Run&& run, std::chrono::milliseconds deadline) {
+report check_transport(Run&& run, std::chrono::milliseconds shortest = std::chrono::milliseconds(500)) {
     report found;
     detail::board verdicts;
     for (detail::description const& d : detail::descriptions) {
         verdicts.clear();
         std::string thrown;
+        auto const deadline = detail::deadline_for(d.tested, shortest);
+        auto const program = [&](auto& comm) {
+            verdicts.begin(comm.rank());
+            try {
+                verdicts.end(comm.rank(), detail::test(d.tested, comm, deadline));
+            } catch (std::exception const& e) {
+                bool const meant = d.tested == detail::property::throws && comm.rank() == comm.ranks() - 1;
+                verdicts.end(comm.rank(), {meant ? "" : e.what(), ""});
+                throw;
+            }
+        };
         try {
-            run([&](auto& comm) {
-                verdicts.begin(comm.rank());
-                try {
-                    verdicts.end(comm.rank(), detail::test(d.tested, comm, deadline));
-                } catch (std::exception const& e) {
-                    bool const meant = d.tested == detail::property::throws && comm.rank() == comm.ranks() - 1;
-                    verdicts.end(comm.rank(), {meant ? "" : e.what(), ""});
-                    throw;
-                }
-            });
+            run(program, deadline);
         } catch (std::exception const& e) {
             thrown = e.what();
         }
