@@ -185,6 +185,24 @@ TEST_SUITE("mpi") {
         check_passages(text, {"got nothing from rank " + std::to_string(last)});
     }
 
+    TEST_CASE("ranks of which each waits for another are told so at once, with who is in which exchange") {
+        if (job::ranks() < 3) return;
+        auto const started = std::chrono::steady_clock::now();
+        for (bool const in_one : {true, false}) {
+            auto const text = error(60s, [&](cpx::mpi& comm) { // all receive, nobody sends
+                cpx::identity id;
+                cpx::identity::set(id.operation, in_one || comm.rank() != 1 ? "relayout" : "halo");
+                int got = 0;
+                auto const receive =
+                    cpx::consecutive((comm.rank() + 1) % comm.ranks(), reinterpret_cast<std::byte*>(&got), sizeof got);
+                comm.transfer(id, {}, {&receive, 1});
+            });
+            check_passages(text, {in_one ? "got ranks that wait for each other" : "halo in halo (rank 1)"});
+            if (!in_one) check_passages(text, {"different exchanges: operation", "relayout in relayout (ranks 0 2"});
+        }
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+    }
+
     TEST_CASE("a rank that returns early is told to the others at once, whether they wait for it or only send") {
         if (alone()) return;
         auto const started = std::chrono::steady_clock::now();

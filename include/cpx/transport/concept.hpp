@@ -172,6 +172,17 @@ inline error gone(char const* where, int rank, identity const& id, int peer) {
             "its return"};
 }
 
+/// The error of ranks that wait for each other in exchanges of which two are `mine` and `theirs`. `in`: the exchange of
+/// every rank, null for those that are in none or wait for others.
+inline error apart(char const* where, identity const& mine, identity const& theirs,
+                   std::vector<identity const*> const& in) {
+    int const field = mine.first_difference(theirs);
+    std::vector<std::string> values;
+    for (identity const* id : in) values.push_back(id ? id->value(field) + " in " + id->text() : "none");
+    return {where, "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
+            who_has_what(values)};
+}
+
 /// The error of `rank`, which has waited in an exchange for messages of the ranks `silent` and for the ranks `deaf` to
 /// take theirs. `missing`: those among them and among whom they wait for that are in no exchange, as far as is known.
 inline error late(char const* where, int rank, identity const& id, std::vector<int> const& silent,

@@ -236,23 +236,35 @@ private:
         for (incoming const& parcel : receives) shipments.push_back({parcel.peer, &parcel});
         std::vector<shipment*> open;
         for (shipment& t : shipments) open.push_back(&t);
-        auto const end = clock::now() + deadline_;
-        auto ask_at = end - std::min<std::chrono::milliseconds>(deadline_ / 4, std::chrono::seconds(1));
+        auto const start = clock::now(), end = start + deadline_;
+        auto const last_ask = end - std::min<clock::duration>(deadline_ / 4, std::chrono::seconds(1));
+        auto next_ask = start + std::min<clock::duration>(deadline_ / 4, std::chrono::milliseconds(200));
         for (int round = 0;; ++round) {
             if (std::erase_if(open, [&](shipment* t) { return advance(*t, id); }) > 0) round = 0;
             if (open.empty()) return;
             auto const now = clock::now();
-            if (round % 16 == 0 || now > ask_at) {
-                std::vector<int> silent, deaf, awaited;
-                for (shipment const* t : open)
-                    (t->target ? silent : deaf).push_back(t->peer), awaited.push_back(t->peer);
-                read_notes(&awaited);
-                if (now > end) throw detail::late("mpi", rank_, id, silent, deaf, notes_->silent(awaited), deadline_);
-                if (now > ask_at) notes_->ask(awaited), ask_at = end;
+            if (round % 16 == 0 || now > end) {
+                detail::mpi_wait mine{id, {}, {}};
+                for (shipment const* t : open) (t->target ? mine.silent : mine.deaf).push_back(t->peer);
+                read_notes(&mine);
+                if (auto const in = notes_->locked(mine); !in.empty()) throw stuck(mine, in);
+                if (now > end)
+                    throw detail::late("mpi", rank_, id, mine.silent, mine.deaf, notes_->missing(), deadline_);
+                if (now > next_ask) {
+                    notes_->ask(mine);
+                    next_ask = now < last_ask ? std::min(last_ask, now + (now - start)) : end;
+                }
             }
             bool const idle = std::ranges::all_of(open, [](shipment* t) { return t->target && !t->data; });
             pause(idle ? round : 0); // long messages advance only while MPI is called
         }
+    }
+
+    error stuck(detail::mpi_wait const& mine, std::vector<identity const*> const& in) const {
+        auto const other =
+            std::ranges::find_if(in, [&](identity const* id) { return id && !mine.id.same_exchange(*id); });
+        return other == in.end() ? detail::late("mpi", rank_, mine.id, mine.silent, mine.deaf, {}, deadline_)
+                                 : detail::apart("mpi", mine.id, **other, in);
     }
 
     void send(shipment& t, identity const& id, outgoing const& parcel) {
@@ -261,6 +273,7 @@ private:
         t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
         std::memcpy(t.data.get(), &head, sizeof head);
         pack(parcel, t.data.get() + header_bytes);
+        notes_->count_sent(t.peer);
         detail::mpi_check(MPI_Isend(t.data.get(), count(t.size), type(t.size), t.peer, message_tag, comm_, &t.request),
                           "MPI_Isend");
     }
@@ -270,6 +283,7 @@ private:
         if (!t.target) return is_done(t);
         if (!has_arrived(t)) return false;
         if (t.size < header_bytes) throw detail::gone("mpi", rank_, id, t.peer); // its last words
+        notes_->count_received(t.peer);
         deliver(t, id);
         t.data.reset();
         return true;
@@ -312,8 +326,8 @@ private:
     }
 
     /// Reads what other ranks have written, see `mpi_notes::read`. Throws if one says that it fails.
-    void read_notes(std::vector<int> const* awaited) {
-        auto const failure = notes_->read(awaited);
+    void read_notes(detail::mpi_wait const* mine) {
+        auto const failure = notes_->read(mine);
         if (failure.empty()) return;
         detail::mpi_failed = true;
         broken_ = failure; // whoever wrote it has told all ranks

@@ -2,11 +2,14 @@
 // What the ranks of a communicator tell each other beside the messages of exchanges.
 #pragma once
 
+#include <cpx/transport/concept.hpp>
 #include <cpx/transport/mpi_environment.hpp>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -14,7 +17,13 @@
 
 namespace cpx::detail {
 
-/// Notes from rank to rank, read while a rank waits: that one fails; and, when another asks, for whom it waits.
+/// What a rank waits for in an exchange: messages of some ranks, and that others take its own.
+struct mpi_wait {
+    identity id;
+    std::vector<int> silent, deaf;
+};
+
+/// Notes from rank to rank, read while a rank waits: that one fails; and, when another asks, what it waits for.
 class mpi_notes {
 public:
     static constexpr std::size_t longest = 3000; ///< any MPI takes so much without a receiver
@@ -22,41 +31,47 @@ public:
     /// `tag`: of notes; `last`: of the last words to a rank, which come in the order of the messages of that tag.
     mpi_notes(MPI_Comm comm, int tag, int last, int rank, int ranks)
         : comm_(comm), tag_(tag), last_(last), rank_(rank), written_(static_cast<std::size_t>(ranks)),
-          read_(written_.size()), others_(written_.size()) {}
+          read_(written_.size()), known_(written_.size()) {
+        for (rank_state& r : known_) r.sent = r.received = read_;
+    }
     mpi_notes(mpi_notes const&) = delete;
     mpi_notes& operator=(mpi_notes const&) = delete;
     ~mpi_notes() {
         for (auto& [text, request] : unsent_) static_cast<void>(text.release()); // MPI may still read them
     }
 
+    /// Counts a message of an exchange to, or from, another rank.
+    void count_sent(int peer) { ++at(me().sent, peer); }
+    void count_received(int peer) { ++at(me().received, peer); }
+
     /// Tells all others that have not left what has failed.
     void tell_failure(std::string const& what) {
         for (int peer = 0; peer < ranks(); ++peer)
-            if (peer != rank_ && !others_[static_cast<std::size_t>(peer)].has_left)
-                write(peer, "failed " + what.substr(0, longest));
+            if (peer != rank_ && !at(known_, peer).has_left) write(peer, "failed " + what.substr(0, longest));
     }
 
     /// Tells all others that this rank writes no more, and how many notes each is to read.
     void tell_end() {
         for (int peer = 0; peer < ranks(); ++peer)
-            if (peer != rank_) send(peer, last_, std::to_string(written_[static_cast<std::size_t>(peer)]));
+            if (peer != rank_) send(peer, last_, std::to_string(at(written_, peer)));
     }
     /// Reads the last words of a rank. Returns how many notes there are to read of it.
     std::uint64_t read_end(int peer, std::string const& words) {
-        others_[static_cast<std::size_t>(peer)].has_left = true;
+        at(known_, peer).has_left = true;
         return std::stoull(words);
     }
 
-    /// Asks ranks for whom they wait; those that they name in turn, as their answers are read.
-    void ask(std::vector<int> const& peers) {
+    /// Asks those for whom this rank waits what they wait for; those that they name in turn, as answers are read.
+    void ask(mpi_wait const& mine) {
         ++question_;
-        for (other& o : others_) o = {false, false, o.has_left, {}};
-        ask_again(peers);
+        for (rank_state& r : known_) r.asked = false, r.waits.reset();
+        me().waits = mine;
+        ask_on(mine);
     }
 
-    /// Reads what has come, and answers who asks, unless `awaited` is null. Returns what has failed on another rank, or
-    /// "".
-    std::string read(std::vector<int> const* awaited) {
+    /// Reads what has come, and answers who asks with `mine`, unless that is null. Returns what has failed on another
+    /// rank, or "".
+    std::string read(mpi_wait const* mine) {
         for (;;) {
             int come = 0, size = 0;
             MPI_Status status;
@@ -66,38 +81,58 @@ public:
             std::string text(static_cast<std::size_t>(size), '\0');
             int const from = status.MPI_SOURCE;
             mpi_check(MPI_Recv(text.data(), size, MPI_BYTE, from, tag_, comm_, MPI_STATUS_IGNORE), "MPI_Recv");
-            ++read_[static_cast<std::size_t>(from)];
+            ++at(read_, from);
             std::istringstream words(text);
             std::string kind;
             std::uint64_t question = 0;
             words >> kind;
             if (kind == "failed") return text.substr(kind.size() + 1);
             words >> question;
-            if (kind == "ask" && awaited) {
-                std::string reply = "answer " + std::to_string(question);
-                for (int const peer : *awaited) reply += ' ' + std::to_string(peer);
-                write(from, reply);
-            } else if (kind == "answer" && question == question_) {
-                other& o = others_[static_cast<std::size_t>(from)];
-                o.has_answered = true;
-                for (int peer = 0; words >> peer;) o.awaited.push_back(peer);
-                ask_again(o.awaited);
-            }
+            if (kind == "ask" && mine)
+                write(from, "answer " + std::to_string(question) + state(*mine));
+            else if (kind == "answer" && question == question_)
+                learn(from, words, text);
         }
     }
 
-    /// Returns those of `awaited`, and of the ranks for whom these wait, that have not answered.
-    std::vector<int> silent(std::vector<int> awaited) const {
+    /// Returns the ranks that keep this one waiting, itself or by others, and have not answered.
+    std::vector<int> missing() const {
         std::vector<int> seen{rank_}, found;
-        for (std::size_t i = 0; i < awaited.size(); ++i) {
-            if (std::ranges::find(seen, awaited[i]) != seen.end()) continue;
-            seen.push_back(awaited[i]);
-            other const& o = others_[static_cast<std::size_t>(awaited[i])];
-            if (!o.has_answered) found.push_back(awaited[i]);
-            awaited.insert(awaited.end(), o.awaited.begin(), o.awaited.end());
+        for (std::size_t i = 0; i < seen.size(); ++i) {
+            auto const& waits = at(known_, seen[i]).waits;
+            if (!waits) found.push_back(seen[i]);
+            if (!waits) continue;
+            for (auto const* peers : {&waits->silent, &waits->deaf})
+                for (int const peer : *peers)
+                    if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
         }
         std::ranges::sort(found);
         return found;
+    }
+
+    /// Returns the exchanges of ranks that wait for each other and for nothing that is on its way, null for others; or
+    /// nothing, if this rank may yet be helped. `mine`: what it waits for now.
+    ///
+    /// A rank sends all messages of an exchange before it waits. So it waits for ever if its message is not on its way
+    /// and the sender waits in the same way, whenever the two have answered.
+    std::vector<identity const*> locked(mpi_wait const& mine) {
+        me().waits = mine;
+        std::vector<bool> stuck(known_.size());
+        for (std::size_t r = 0; r < known_.size(); ++r) stuck[r] = known_[r].waits.has_value();
+        auto const helpless = [&](int r) { // whether something that it waits for never comes
+            auto const& waits = *at(known_, r).waits;
+            return std::ranges::any_of(waits.silent, [&](int p) { return at(stuck, p) && none_from(p, r); }) ||
+                   std::ranges::any_of(waits.deaf, [&](int p) { return at(stuck, p) && ignored_by(p, r); });
+        };
+        for (bool again = true; again;) {
+            again = false;
+            for (int r = 0; r < ranks(); ++r)
+                if (at(stuck, r) && !helpless(r)) at(stuck, r) = false, again = true;
+        }
+        std::vector<identity const*> in;
+        if (!at(stuck, rank_)) return in;
+        for (int r = 0; r < ranks(); ++r) in.push_back(at(stuck, r) ? &at(known_, r).waits->id : nullptr);
+        return in;
     }
 
     /// Returns whether MPI is done with all that was written.
@@ -114,15 +149,58 @@ public:
     std::vector<std::uint64_t> const& have_been_read() const { return read_; }
 
 private:
-    /// What is known of another rank.
-    struct other {
-        bool asked = false, has_answered = false, has_left = false;
-        std::vector<int> awaited;
+    /// What is known of a rank.
+    struct rank_state {
+        bool asked = false, has_left = false;
+        std::optional<mpi_wait> waits;             ///< as it has answered
+        std::vector<std::uint64_t> sent, received; ///< messages of exchanges, to and from each other rank
     };
 
-    int ranks() const { return static_cast<int>(others_.size()); }
+    template <class List>
+    static auto at(List& list, int rank) -> decltype(list[0]) {
+        return list[static_cast<std::size_t>(rank)];
+    }
+    rank_state& me() { return at(known_, rank_); }
+    int ranks() const { return static_cast<int>(known_.size()); }
+
+    /// Returns whether all messages of `peer` to `rank` have arrived.
+    bool none_from(int peer, int rank) const {
+        return at(at(known_, peer).sent, rank) == at(at(known_, rank).received, peer);
+    }
+    /// Returns whether `peer` does not take what `rank` sends.
+    bool ignored_by(int peer, int rank) const {
+        auto const& silent = at(known_, peer).waits->silent;
+        return std::ranges::find(silent, rank) == silent.end() && !none_from(rank, peer);
+    }
+
+    /// Returns what this rank waits for as text that `learn` reads.
+    std::string state(mpi_wait const& mine) {
+        std::string text;
+        for (auto const* list : {&mine.silent, &mine.deaf}) {
+            text += ' ' + std::to_string(list->size());
+            for (int const peer : *list) text += ' ' + std::to_string(peer);
+        }
+        for (auto const* counts : {&me().sent, &me().received})
+            for (std::uint64_t const count : *counts) text += ' ' + std::to_string(count);
+        return text + ' ' + std::string(reinterpret_cast<char const*>(&mine.id), sizeof mine.id);
+    }
+    void learn(int from, std::istringstream& words, std::string const& text) {
+        rank_state& r = at(known_, from);
+        r.waits.emplace();
+        for (auto* list : {&r.waits->silent, &r.waits->deaf}) {
+            std::size_t size = 0;
+            words >> size;
+            list->resize(size);
+            for (int& peer : *list) words >> peer;
+        }
+        for (auto* counts : {&r.sent, &r.received})
+            for (std::uint64_t& count : *counts) words >> count;
+        std::memcpy(&r.waits->id, text.data() + text.size() - sizeof(identity), sizeof(identity));
+        ask_on(*r.waits);
+    }
+
     void write(int peer, std::string text) {
-        ++written_[static_cast<std::size_t>(peer)];
+        ++at(written_, peer);
         send(peer, tag_, std::move(text));
     }
     void send(int peer, int tag, std::string text) {
@@ -131,18 +209,18 @@ private:
         mpi_check(MPI_Isend(note->data(), static_cast<int>(note->size()), MPI_BYTE, peer, tag, comm_, &request),
                   "MPI_Isend");
     }
-    void ask_again(std::vector<int> const& peers) {
-        for (int const peer : peers) {
-            if (peer == rank_ || std::exchange(others_[static_cast<std::size_t>(peer)].asked, true)) continue;
-            write(peer, "ask " + std::to_string(question_));
-        }
+    void ask_on(mpi_wait const& waits) {
+        for (auto const* peers : {&waits.silent, &waits.deaf})
+            for (int const peer : *peers)
+                if (peer != rank_ && !std::exchange(at(known_, peer).asked, true))
+                    write(peer, "ask " + std::to_string(question_));
     }
 
     MPI_Comm comm_;
     int tag_, last_, rank_;
     std::vector<std::uint64_t> written_, read_;
     std::uint64_t question_ = 0;
-    std::vector<other> others_;
+    std::vector<rank_state> known_;
     std::vector<std::pair<std::unique_ptr<std::string>, MPI_Request>> unsent_;
 };
 

@@ -222,14 +222,10 @@ private:
 
     /// Throws what lists who is in which exchange, if ranks that all wait are in different ones.
     void check_exchanges(identity const& id) const {
-        auto const& all = world_.members;
-        auto const other = std::ranges::find_if(all, [&](member const& m) { return m.in && !id.same_exchange(*m.in); });
-        if (other == all.end()) return;
-        int const field = id.first_difference(*other->in);
-        std::vector<std::string> values;
-        for (member const& m : all) values.push_back(m.in ? m.in->value(field) + " in " + m.in->text() : "none");
-        throw error("threads", "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
-                    detail::who_has_what(values));
+        std::vector<identity const*> in;
+        for (member const& m : world_.members) in.push_back(m.in);
+        for (identity const* other : in)
+            if (other && !id.same_exchange(*other)) throw detail::apart("threads", id, *other, in);
     }
 
     /// Returns the ranks that keep this one waiting and do not wait themselves.
