@@ -2161,7 +2161,7 @@ struct identity {
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
-    std::array<char, 32> element{}; ///< type of what is moved; set when the plan is run
+    std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
 
     friend bool operator==(identity const&, identity const&) = default;
@@ -3341,6 +3341,17 @@ inline error gone(char const* where, int rank, identity const& id, int peer) {
             "its return"};
 }
 
+/// The error of ranks that wait for each other in exchanges of which two are `mine` and `theirs`. `in`: the exchange of
+/// every rank, null for those that are in none or wait for others.
+inline error apart(char const* where, identity const& mine, identity const& theirs,
+                   std::vector<identity const*> const& in) {
+    int const field = mine.first_difference(theirs);
+    std::vector<std::string> values;
+    for (identity const* id : in) values.push_back(id ? id->value(field) + " in " + id->text() : "none");
+    return {where, "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
+            who_has_what(values)};
+}
+
 /// The error of `rank`, which has waited in an exchange for messages of the ranks `silent` and for the ranks `deaf` to
 /// take theirs. `missing`: those among them and among whom they wait for that are in no exchange, as far as is known.
 inline error late(char const* where, int rank, identity const& id, std::vector<int> const& silent,
@@ -3966,14 +3977,10 @@ private:
 
     /// Throws what lists who is in which exchange, if ranks that all wait are in different ones.
     void check_exchanges(identity const& id) const {
-        auto const& all = world_.members;
-        auto const other = std::ranges::find_if(all, [&](member const& m) { return m.in && !id.same_exchange(*m.in); });
-        if (other == all.end()) return;
-        int const field = id.first_difference(*other->in);
-        std::vector<std::string> values;
-        for (member const& m : all) values.push_back(m.in ? m.in->value(field) + " in " + m.in->text() : "none");
-        throw error("threads", "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
-                    detail::who_has_what(values));
+        std::vector<identity const*> in;
+        for (member const& m : world_.members) in.push_back(m.in);
+        for (identity const* other : in)
+            if (other && !id.same_exchange(*other)) throw detail::apart("threads", id, *other, in);
     }
 
     /// Returns the ranks that keep this one waiting and do not wait themselves.

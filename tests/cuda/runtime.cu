@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/cuda/runtime.hpp>
 
+#include <cpx/core/element_name.hpp>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <doctest/doctest.h>
 
 #include "gpus.hpp"
 
 #include <numeric>
+
+static_assert(cpx::element_name<__half> == "float16" && cpx::element_name<__nv_bfloat16> == "bfloat16");
 
 namespace {
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/ops/gated_delta_rule.hpp>
 
+#include <cpx/core/element_name.hpp>
+#include <cpx/ops/eigen.hpp>
 #include <cpx/transport/counted.hpp>
 
 #include <doctest/doctest.h>
@@ -11,6 +13,9 @@
 
 #include <bit>
 #include <mutex>
+
+// A rank that has Eigen's type exchanges with one that has a device's; see tests/cuda/runtime.cu.
+static_assert(cpx::element_name<Eigen::half> == "float16" && cpx::element_name<Eigen::bfloat16> == "bfloat16");
 
 namespace {
 

@@ -10,6 +10,7 @@
 #include <support/rejects.hpp>
 
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <limits>
 
@@ -75,6 +76,13 @@ void check_outcome(outcome const& o, std::string const& field) {
 }
 
 cpx::thd const batch = lengths({12, 30, 6});
+
+struct half {
+    std::uint16_t bits;
+};
+struct brain {
+    std::uint16_t bits;
+};
 
 cpx::plan relayout(cpx::thd const& of, int rank) {
     return cpx::relayout(cpx::shard(of, cpx::zigzag<>{3}), cpx::shard(of, cpx::sequential<>{3}), rank);
@@ -166,7 +174,7 @@ TEST_SUITE("transport") {
                     cpx::exchange(p, cpx::rows<decltype(zero) const>(from, 2), cpx::rows<decltype(zero)>(to, 2), comm);
                 };
                 try {
-                    comm.rank() == 1 ? with(std::int64_t{0}) : with(0.0); // of one size
+                    comm.rank() == 1 ? with(brain{}) : with(half{}); // of one size
                 } catch (cpx::error const& e) {
                     texts[static_cast<std::size_t>(comm.rank())] = e.what();
                     throw;
@@ -175,7 +183,8 @@ TEST_SUITE("transport") {
         });
         for (std::string const& text : texts) {
             CHECK(holds(text, "ranks disagree on element type"));
-            CHECK(holds(text, "float64 (ranks 0 2), int64 (rank 1)"));
+            CHECK_MESSAGE(holds(text, "half (ranks 0 2), "), text);
+            CHECK_MESSAGE(holds(text, "brain (rank 1)"), text);
         }
     }
 

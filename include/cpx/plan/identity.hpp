@@ -83,7 +83,7 @@ struct identity {
 
     std::array<char, 24> operation{};
     std::array<char, 80> source{}, target{};
-    std::array<char, 32> element{}; ///< type of what is moved; set when the plan is run
+    std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
 
     friend bool operator==(identity const&, identity const&) = default;

@@ -257,8 +257,8 @@ verdict test(property tested, Comm& comm, milliseconds deadline) {
 /// whose ranks wait for each other for `deadline`, and returns when all have ended; it may throw if they fail.
 ///
 /// Ranks may be threads, processes that `run` forks, or processes that all call this function and get a report each
-/// (MPI). Of fewer than 3 ranks it says less. `shortest`: the deadline of a group in which one rank does not come. Hangs
-/// where a transport waits without end.
+/// (MPI). Of fewer than 3 ranks it says less. `shortest`: the deadline of a group in which one rank does not come.
+/// Hangs where a transport waits without end.
 ///
 ///     auto const found = cpx::testing::check_transport(
 ///         [](auto const& program, auto deadline) { cpx::threads::run(3, program, deadline); });
