@@ -18,6 +18,7 @@
 #include <cpx/layout/cut.hpp>
 #include <cpx/layout/either.hpp>
 #include <cpx/layout/head_sharded.hpp> // and replicated
+#include <cpx/layout/piecewise.hpp>
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/layout/sharding.hpp>
@@ -29,6 +30,8 @@
 #include <cpx/plan/carry.hpp>
 #include <cpx/plan/global_rows.hpp>
 #include <cpx/plan/halo.hpp>
+#include <cpx/plan/media.hpp>
+#include <cpx/plan/mrope.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/plan/route.hpp>
 #include <cpx/plan/traffic.hpp>

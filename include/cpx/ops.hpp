@@ -10,5 +10,6 @@
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/moe_backward.hpp>
 #include <cpx/ops/local/norm.hpp>
+#include <cpx/ops/mrope.hpp>
 #include <cpx/ops/rotary.hpp>
 #include <cpx/ops/token_loss.hpp>

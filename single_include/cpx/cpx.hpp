@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <concepts>
 #include <condition_variable>
 #include <cstddef>
@@ -1682,6 +1683,116 @@ public:
 
 } // namespace cpx
 
+// cpx/layout/piecewise.hpp
+// Rows given to ranks piece by piece: what no layout says, because it depends on what the rows are.
+
+namespace cpx {
+
+/// Global rows, and the rank that holds them.
+struct owned_piece {
+    range rows;
+    int rank = 0;
+    friend constexpr bool operator==(owned_piece, owned_piece) = default;
+};
+
+/// Every row lives on one rank, as a list of pieces says. Copies share the list.
+///
+/// `Of` says what the list follows, so that two such shardings of the same rows have two types.
+template <class Of = void>
+class piecewise {
+public:
+    static constexpr bool every_row = false;
+    static constexpr int static_ranks = dynamic;
+
+    /// Takes the pieces in the order of the batch. Empty ones are left out, neighbours of one rank joined.
+    ///
+    /// Throws `cpx::error` that names the first piece that does not begin where the one before it ends or whose rank is
+    /// none, or if they do not end where the batch does.
+    piecewise(int ranks, thd batch, std::vector<owned_piece> const& pieces, caller here = caller::here())
+        : batch_(std::move(batch)) {
+        char const* const where = "piecewise";
+        detail::require_ranks(where, "ranks", ranks, here);
+        lists made{{}, std::vector<std::vector<range>>(static_cast<std::size_t>(ranks))};
+        index_t next = 0;
+        for (std::size_t i = 0; i < pieces.size(); ++i) {
+            auto const& [rows, rank] = pieces[i];
+            auto const name = [&](char const* what) { return what + (" of piece " + std::to_string(i)); };
+            if (rows.first != next || rows.last < next)
+                throw error(where, name("rows"), "some from " + std::to_string(next),
+                            std::to_string(rows.first) + " to " + std::to_string(rows.last), here);
+            if (rank < 0 || rank >= ranks)
+                throw error(where, name("rank"), "0 to " + std::to_string(ranks - 1), std::to_string(rank), here);
+            next = rows.last;
+            if (rows.empty()) continue;
+            auto& own = made.of_rank[static_cast<std::size_t>(rank)];
+            if (!made.all.empty() && made.all.back().rank == rank) {
+                made.all.back().rows.last = own.back().last = next;
+            } else {
+                made.all.push_back({rows, rank});
+                own.push_back(rows);
+            }
+        }
+        require(next == batch_.tokens(), where, "end of the last piece", batch_.tokens(), next, here);
+        lists_ = std::make_shared<lists const>(std::move(made));
+    }
+
+    /// Returns the sharding in which rank r holds the next `counts[r]` rows.
+    static piecewise by_counts(thd batch, std::vector<index_t> const& counts, caller here = caller::here()) {
+        std::vector<owned_piece> pieces;
+        index_t next = 0;
+        for (std::size_t rank = 0; rank < counts.size(); next += counts[rank++])
+            pieces.push_back({{next, next + counts[rank]}, static_cast<int>(rank)});
+        return piecewise(static_cast<int>(counts.size()), std::move(batch), pieces, here);
+    }
+
+    int ranks() const { return static_cast<int>(lists_->of_rank.size()); }
+    thd const& batch() const { return batch_; }
+    std::span<section const> sections() const { return {}; }
+    range heads(int, index_t heads) const { return {0, heads}; }
+    /// Returns all pieces, in the order of the batch.
+    std::vector<owned_piece> const& pieces() const { return lists_->all; }
+
+    /// Returns how many rows `rank` holds. Throws `cpx::error` if there is no such rank.
+    index_t rows(int rank, caller here = caller::here()) const {
+        detail::require_rank("piecewise::rows", rank, ranks(), here);
+        index_t count = 0;
+        for (range const piece : lists_->of_rank[static_cast<std::size_t>(rank)]) count += piece.size();
+        return count;
+    }
+
+    template <class F>
+    void for_each_piece(int rank, F&& f) const {
+        for (range const piece : lists_->of_rank[static_cast<std::size_t>(rank)]) f(piece);
+    }
+    template <class F>
+    void for_each_holder(range rows, index_t& i, F&& f) const {
+        auto const& all = lists_->all;
+        if (rows.empty()) return;
+        auto const begins = [&](int piece) { return all[static_cast<std::size_t>(piece)].rows.first; };
+        i = last_at_or_before(rows.first, static_cast<int>(all.size()), static_cast<int>(i), begins);
+        for (;; ++i) {
+            auto const& [piece, rank] = all[static_cast<std::size_t>(i)];
+            range const common = intersect(rows, piece);
+            f(rank, common);
+            if (common.last == rows.last) return;
+        }
+    }
+
+    friend bool operator==(piecewise const& a, piecewise const& b) {
+        return a.ranks() == b.ranks() && a.batch_ == b.batch_ && (a.lists_ == b.lists_ || a.pieces() == b.pieces());
+    }
+
+private:
+    struct lists {
+        std::vector<owned_piece> all;
+        std::vector<std::vector<range>> of_rank;
+    };
+    thd batch_;
+    std::shared_ptr<lists const> lists_;
+};
+
+} // namespace cpx
+
 // cpx/layout/sequential.hpp
 // Rank r owns the r-th of W chunks.
 
@@ -2269,8 +2380,12 @@ template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
     std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
     for (section const& group : s.sections()) hash = mix_all(hash, std::array{group.heads, group.width});
-    if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
-        for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+    if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
+        for (int rank = 0; rank < s.ranks(); ++rank) {
+            hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+            if constexpr (!S::every_row)
+                s.for_each_piece(rank, [&](range piece) { hash = mix(hash, static_cast<std::uint64_t>(piece.first)); });
+        }
     } else {
         index_t const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
         for (index_t i = 0; i < runs; ++i) {
@@ -2842,6 +2957,462 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
 
 } // namespace cpx
 
+// cpx/plan/media_position.hpp
+// The position of one token among images and videos: from counts alone, for host and device.
+
+namespace cpx {
+
+/// What a token is. The numbers are those of `mm_token_type_ids` in transformers.
+enum class media_kind : std::uint8_t { text, image, video };
+
+/// Position of a token on the three axes of multimodal rotary embedding.
+struct mrope_position {
+    index_t time = 0, height = 0, width = 0;
+    friend constexpr bool operator==(mrope_position, mrope_position) = default;
+};
+
+/// An image, or one frame of a video, among all of its kind in the batch. A list of them ends with one more, behind the
+/// last, which has no rows.
+struct media_frame {
+    index_t row = 0;     ///< rows of the kind's features before it
+    index_t advance = 0; ///< what the items before it, and not this one's, add to the positions behind them
+    index_t time = 0;    ///< its position on the first axis, counted from the beginning of its item
+    index_t width = 1;   ///< rows of features side by side
+    index_t number = 0;  ///< frames of its item before it
+    friend constexpr bool operator==(media_frame, media_frame) = default;
+
+    /// Returns whether no item is begun and not ended at row `at`, which lies in this frame.
+    CPX_HOST_DEVICE constexpr bool begins_item(index_t at) const { return at == row && number == 0; }
+};
+
+/// A segment, as positions see it.
+struct media_segment {
+    index_t row = 0;                ///< where it begins among the rank's rows
+    index_t count = 0;              ///< its rows
+    index_t valid = 0;              ///< rows before the padding; those behind are text
+    index_t images = 0, videos = 0; ///< rows of features before it, in the batch
+    index_t origin = 0;             ///< what media before it leave of its first token's place in the sequence
+    friend constexpr bool operator==(media_segment, media_segment) = default;
+};
+
+/// Returns which of `frames`, of which there are `count` and one behind the last, holds row `row` of the features.
+/// `guess`: where to look first. Cost: O(log d) if the guess is d off.
+CPX_HOST_DEVICE constexpr int frame_at(media_frame const* frames, int count, index_t row, int guess) {
+    return last_at_or_before(row, count + 1, guess, [&](int i) { return frames[i].row; });
+}
+
+/// Returns the position of a token.
+///
+/// `text`: its segment's origin and the tokens of its segment before it that are text; `images`, `videos`: rows of
+/// features of either kind before it in the batch; `image`, `video`: the frames that hold those rows.
+CPX_HOST_DEVICE constexpr mrope_position position_of(media_kind kind, index_t text, index_t images, index_t videos,
+                                                     media_frame const& image, media_frame const& video) {
+    index_t const base = text + image.advance + video.advance;
+    if (kind == media_kind::text) return {base, base, base};
+    media_frame const& frame = kind == media_kind::image ? image : video;
+    index_t const at = (kind == media_kind::image ? images : videos) - frame.row;
+    return {base + frame.time, base + at / frame.width, base + at % frame.width};
+}
+
+} // namespace cpx
+
+// cpx/plan/media.hpp
+// The images and videos of a batch, which every rank knows: their sizes, and how positions go on behind them.
+
+namespace cpx {
+
+/// Size of an image or a video in patches, as image_grid_thw and video_grid_thw have it.
+struct media_grid {
+    index_t time = 1, height = 0, width = 0;
+    friend constexpr bool operator==(media_grid, media_grid) = default;
+};
+
+/// How a model counts positions at media: which placeholders are an item, the time of its frames, and by how much
+/// positions go on behind it. Height and width count from the beginning of the item.
+///
+/// Source: Hugging Face transformers, get_rope_index of the models.
+enum class mrope_rule {
+    /// Every image and every frame of a video is an item; on by max(height, width).
+    qwen3_vl, ///< and Qwen3.5
+    /// A video is an item, frame a at time a; on behind the greatest position.
+    qwen2_vl,
+    /// Frame a at a * seconds * tokens_per_second, multiplied in float and cut to an integer; on behind the greatest
+    /// position. As the model was published.
+    qwen2_5_vl,
+    /// The seconds are cut to an integer first. transformers from the middle of 2025 on.
+    qwen2_5_vl_whole_seconds,
+    /// So they are, and positions go on by max(height, width), so that text may have positions of the video before it.
+    /// transformers 5.
+    qwen2_5_vl_spatial_advance
+};
+
+/// What else the positions of a model depend on.
+struct media_options {
+    mrope_rule rule = mrope_rule::qwen3_vl;
+    index_t merge = 2;                ///< patches along each side that become one row of features: spatial_merge_size
+    index_t tokens_per_second = 2;    ///< of Qwen2.5-VL
+    std::vector<double> seconds = {}; ///< a video, of Qwen2.5-VL: second_per_grid_t; none: 1
+};
+
+/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
+struct media_tokens {
+    index_t image = -1, video = -1;
+    constexpr media_kind kind(index_t id) const {
+        return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
+    }
+};
+inline constexpr media_tokens token_types{1, 2};
+
+/// An image, a video or a frame: the placeholders that stand side by side. Sizes in rows of features.
+struct media_item {
+    index_t frames = 1, height = 0, width = 0;
+    index_t advance = 0; ///< by how much positions go on behind it
+    index_t number = 0;  ///< of the grid
+    index_t rows() const { return frames * height * width; }
+};
+
+/// All images and videos of a batch, in the order of the batch. Every rank has the same.
+class media {
+public:
+    media() : media({}, {}) {}
+
+    /// Throws `cpx::error` that names the first grid that is empty or not divisible by the merge size, an image of
+    /// several frames, seconds that are not one a video, or more than 2^31 - 1 rows of a kind.
+    media(std::vector<media_grid> const& images, std::vector<media_grid> const& videos, media_options options = {},
+          caller here = caller::here())
+        : options_(std::move(options)) {
+        require(options_.merge > 0, "media", "merge", "at least 1", options_.merge, here);
+        require(options_.seconds.empty() || options_.seconds.size() == videos.size(), "media", "number of seconds",
+                videos.size(), options_.seconds.size(), here);
+        require(options_.tokens_per_second >= 0 && options_.tokens_per_second < 1 << 20, "media", "tokens_per_second",
+                "0 to 2^20 - 1", options_.tokens_per_second, here);
+        for (double const s : options_.seconds)
+            require(s >= 0 && s < 1 << 20, "media", "seconds", "0 to 2^20", s, here);
+        images_ = list("image", images, false, here);
+        videos_ = list("video", videos, options_.rule == mrope_rule::qwen3_vl, here);
+    }
+
+    media_options const& options() const { return options_; }
+    bool empty() const { return rows(media_kind::image) + rows(media_kind::video) == 0; }
+    std::vector<media_item> const& items(media_kind kind) const { return of(kind).items; }
+    /// Returns all frames of a kind and one behind the last.
+    std::vector<media_frame> const& frames(media_kind kind) const { return of(kind).frames; }
+    /// Returns how many rows of features a kind has, which is how many placeholders.
+    index_t rows(media_kind kind) const { return of(kind).frames.back().row; }
+    /// Returns the rows of a kind's features as a batch: every frame is a sequence.
+    thd const& batch(media_kind kind) const { return of(kind).batch; }
+    /// Returns whether an item may have greater positions than the text behind it begins with.
+    bool overruns() const { return overruns_; }
+
+    /// Returns the position of an item's frame on the first axis, counted from the beginning of the item.
+    index_t time(media_item const& item, index_t frame) const {
+        double const seconds =
+            options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[static_cast<std::size_t>(item.number)];
+        switch (options_.rule) {
+        case mrope_rule::qwen3_vl: return 0;
+        case mrope_rule::qwen2_vl: return frame;
+        case mrope_rule::qwen2_5_vl: {
+            float const at = static_cast<float>(frame) * static_cast<float>(seconds);
+            return static_cast<index_t>(at * static_cast<float>(options_.tokens_per_second));
+        }
+        default: return frame * (static_cast<index_t>(seconds) * options_.tokens_per_second);
+        }
+    }
+
+private:
+    struct of_kind {
+        std::vector<media_item> items;
+        std::vector<media_frame> frames;
+        thd batch;
+    };
+    of_kind const& of(media_kind kind) const { return kind == media_kind::image ? images_ : videos_; }
+
+    of_kind list(std::string const& kind, std::vector<media_grid> const& grids, bool split, caller here) {
+        of_kind all;
+        media_frame next;
+        index_t const most = std::numeric_limits<std::int32_t>::max();
+        for (std::size_t i = 0; i < grids.size(); ++i) {
+            auto const& [time, height, width] = grids[i];
+            auto const check = [&](char const* what, bool holds, std::string const& expected, index_t got) {
+                if (!holds)
+                    throw error("media", what + (" of " + kind + ' ' + std::to_string(i)), expected,
+                                std::to_string(got), here);
+            };
+            std::string const sides = "a multiple of the merge size " + std::to_string(options_.merge);
+            check("frames", kind == "image" ? time == 1 : time > 0, kind == "image" ? "1" : "at least 1", time);
+            check("height", height > 0 && height % options_.merge == 0, sides, height);
+            check("width", width > 0 && width % options_.merge == 0, sides, width);
+            index_t const h = height / options_.merge, w = width / options_.merge;
+            check("rows", h <= most / w && time <= most / (h * w) && next.row <= most - time * h * w,
+                  "at most 2^31 - 1 of all", next.row);
+            media_item item{split ? 1 : time, h, w, 0, static_cast<index_t>(i)};
+            double const step = static_cast<double>(options_.tokens_per_second) *
+                                (options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[i]);
+            check("frames", static_cast<double>(time) * step <= static_cast<double>(most), "times below 2^31", time);
+            index_t const last = this->time(item, item.frames - 1), spatial = std::max(h, w);
+            bool const by_extent = options_.rule != mrope_rule::qwen2_5_vl_spatial_advance;
+            item.advance = by_extent ? std::max(last + 1, spatial) : spatial;
+            overruns_ = overruns_ || last >= item.advance;
+            for (index_t n = 0; n < (split ? time : 1); ++n) {
+                all.items.push_back(item);
+                next.width = w;
+                for (next.number = 0; next.number < item.frames; ++next.number) {
+                    next.time = this->time(item, next.number);
+                    all.frames.push_back(next);
+                    next.row += h * w;
+                }
+                next.advance += item.advance;
+            }
+        }
+        all.frames.push_back({next.row, next.advance});
+        std::vector<index_t> offsets;
+        for (media_frame const& frame : all.frames) offsets.push_back(frame.row);
+        all.batch = thd(std::move(offsets));
+        return all;
+    }
+
+    media_options options_;
+    of_kind images_, videos_;
+    bool overruns_ = false;
+};
+
+/// Returns grids from rows of three numbers: image_grid_thw or video_grid_thw. Throws `cpx::error` if they are not rows
+/// of three.
+std::vector<media_grid> media_grids(integers auto const& list, caller here = caller::here()) {
+    require(std::ssize(list) % 3 == 0, "media_grids", "size of the list", "a multiple of 3", std::ssize(list), here);
+    std::vector<media_grid> grids;
+    for (auto g = std::data(list); g != std::data(list) + std::ssize(list); g += 3)
+        grids.push_back({static_cast<index_t>(g[0]), static_cast<index_t>(g[1]), static_cast<index_t>(g[2])});
+    return grids;
+}
+
+} // namespace cpx
+
+// cpx/plan/mrope.hpp
+// Positions of text, images and videos: of a whole batch, token by token, and of a rank's rows from counts.
+
+namespace cpx {
+
+namespace detail {
+
+constexpr char const* name_of(media_kind kind) { return kind == media_kind::image ? "image" : "video"; }
+
+/// Throws `cpx::error` unless there are as many placeholders of a kind as rows of features.
+inline void require_rows(media const& m, media_kind kind, index_t placeholders, caller here) {
+    if (placeholders != m.rows(kind))
+        throw error("mrope", std::string(name_of(kind)) + " placeholders in the batch",
+                    std::to_string(m.rows(kind)) + ", the rows of features that the grids have",
+                    std::to_string(placeholders), here);
+}
+
+/// The error of tokens that interrupt an item: text in an image, or an image that ends with its sequence.
+inline error interrupted(media_kind kind, index_t sequence, index_t token, caller here) {
+    return {"mrope", "sequence " + std::to_string(sequence) + ", token " + std::to_string(token),
+            std::string("one more placeholder of ") + (kind == media_kind::image ? "an image" : "a video") +
+                " that has begun before it",
+            "something else", here};
+}
+
+/// Finds the frame of a row, near that of the row before.
+class frame_finder {
+public:
+    explicit frame_finder(std::vector<media_frame> const& frames) : frames_(frames) {}
+    media_frame const& operator()(index_t row) {
+        at_ = frame_at(frames_.data(), static_cast<int>(frames_.size()) - 1, row, at_);
+        return frames_[static_cast<std::size_t>(at_)];
+    }
+
+private:
+    std::vector<media_frame> const& frames_;
+    int at_ = 0;
+};
+
+} // namespace detail
+
+/// Positions of a whole batch: (3, tokens), the axes time, height and width; and by how much the position of a token
+/// that is decoded behind a sequence differs from the token's number in it.
+struct batch_positions {
+    std::vector<index_t> axes, deltas;
+};
+
+/// Computes the positions of all tokens one after the other, from 0 in every sequence: the definition.
+///
+/// Text is at the next position on all axes; an item's frames, rows and columns count from the next position; behind it
+/// go on as its rule says. Tokens behind a sequence's valid length are text. ids: all token ids of the batch, or of
+/// `token_types` the kinds.
+///
+/// Throws `cpx::error` if ids are not one a token, if there are not as many placeholders of images, or of videos, as
+/// rows of features, or if those of an item do not stand side by side.
+batch_positions mrope_positions(media const& m, thd const& batch, integers auto const& ids, media_tokens tokens,
+                                caller here = caller::here()) {
+    index_t const n = batch.tokens();
+    require(std::ssize(ids) == n, "mrope", "number of ids", n, std::ssize(ids), here);
+    auto const kind_at = [&](index_t s, index_t t) {
+        if (t >= batch.valid(s)) return media_kind::text;
+        return tokens.kind(static_cast<index_t>(std::data(ids)[batch.offset(s) + t]));
+    };
+    std::array<index_t, 3> placeholders{};
+    for (index_t s = 0; s < batch.sequences(); ++s)
+        for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
+    for (media_kind const kind : {media_kind::image, media_kind::video})
+        detail::require_rows(m, kind, placeholders[static_cast<std::size_t>(kind)], here);
+
+    batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
+    std::array<std::size_t, 3> next_item{};
+    for (index_t s = 0; s < batch.sequences(); ++s) {
+        index_t next = 0, most = -1;
+        auto const emit = [&](index_t t, mrope_position at) {
+            auto const place = p.axes.begin() + batch.offset(s) + t;
+            place[0] = at.time, place[n] = at.height, place[2 * n] = at.width;
+            if (t < batch.valid(s)) most = std::max({most, at.time, at.height, at.width});
+        };
+        for (index_t t = 0; t < batch.length(s);) {
+            media_kind const kind = kind_at(s, t);
+            if (kind == media_kind::text) {
+                emit(t++, {next, next, next});
+                ++next;
+                continue;
+            }
+            media_item const& item = m.items(kind)[next_item[static_cast<std::size_t>(kind)]++];
+            for (index_t frame = 0; frame < item.frames; ++frame)
+                for (index_t y = 0; y < item.height; ++y)
+                    for (index_t x = 0; x < item.width; ++x, ++t) {
+                        if (t >= batch.length(s) || kind_at(s, t) != kind) throw detail::interrupted(kind, s, t, here);
+                        emit(t, {next + m.time(item, frame), next + y, next + x});
+                    }
+            next += item.advance;
+        }
+        p.deltas.push_back(1 + most - batch.valid(s));
+    }
+    return p;
+}
+
+/// Placeholders of a segment: what ranks tell each other.
+struct media_count {
+    std::int32_t image = 0, video = 0;
+    friend constexpr bool operator==(media_count, media_count) = default;
+};
+
+/// Counts the placeholders of a rank's segments, whose ids are `ids(row)`.
+///
+/// Throws `cpx::error` that names the first placeholder of a kind of which there are no grids.
+template <class Ids>
+std::vector<media_count> count_media(media const& m, thd const& batch, std::vector<segment> const& segments, Ids&& ids,
+                                     media_tokens tokens, caller here = caller::here()) {
+    std::vector<media_count> counts;
+    for (segment const& s : segments) {
+        index_t image = 0, video = 0;
+        index_t const valid = std::min(s.count, batch.valid(s.sequence) - s.token);
+        for (index_t i = 0; i < valid; ++i) {
+            media_kind const kind = tokens.kind(static_cast<index_t>(ids(s.row + i)));
+            if (kind == media_kind::text) continue;
+            ++(kind == media_kind::image ? image : video);
+            if (m.rows(kind) == 0)
+                throw error("mrope",
+                            "sequence " + std::to_string(s.sequence) + ", token " + std::to_string(s.token + i),
+                            std::string("text, for there are no grids of ") + detail::name_of(kind) + 's',
+                            std::string(detail::name_of(kind)) + " placeholder", here);
+        }
+        counts.push_back({static_cast<std::int32_t>(image), static_cast<std::int32_t>(video)});
+    }
+    return counts;
+}
+
+/// Where the media of a batch lie on its ranks, from the placeholders of every segment: what positions and vision rows
+/// need to know. The same on every rank but for `own`.
+struct media_map {
+    std::vector<media_segment> own;          ///< the rank's segments
+    std::vector<index_t> deltas;             ///< a sequence, as of `batch_positions`, unless `media::overruns`
+    std::vector<owned_piece> images, videos; ///< rows of features, by the rank of their placeholders
+};
+
+/// Makes the map of a rank. counts: a segment of rank 0, 1, and so on, the segments in their order; where every rank
+/// holds every row, of this rank only. Pure. Cost: O(segments of all ranks, and of media).
+///
+/// Throws `cpx::error` if placeholders and rows of features differ in number, or if one sequence ends and another
+/// begins within an item: the same error on every rank.
+template <any_sharding S>
+media_map map_media(media const& m, S const& sharding, int rank, std::vector<media_count> const& counts,
+                    caller here = caller::here()) {
+    struct counted_segment {
+        segment where;
+        int rank;
+        media_count count;
+    };
+    std::vector<counted_segment> all;
+    for (int r = S::every_row ? rank : 0; r < (S::every_row ? rank + 1 : sharding.ranks()); ++r)
+        for (segment const& s : segments(sharding, r, here)) all.push_back({s, r, {}});
+    require(all.size() == counts.size(), "mrope", "counts, one a segment", all.size(), counts.size(), here);
+    std::array<index_t, 2> total{};
+    for (std::size_t i = 0; i < all.size(); ++i) {
+        all[i].count = counts[i];
+        total[0] += counts[i].image, total[1] += counts[i].video;
+    }
+    detail::require_rows(m, media_kind::image, total[0], here);
+    detail::require_rows(m, media_kind::video, total[1], here);
+    std::ranges::stable_sort(all, {},
+                             [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
+
+    thd const& batch = sharding.batch();
+    media_map map;
+    index_t image = 0, video = 0, origin = 0; // rows so far; and what they and the batch's advances leave of a token
+    detail::frame_finder in_images(m.frames(media_kind::image)), in_videos(m.frames(media_kind::video));
+    std::size_t i = 0;
+    for (index_t s = 0; s < batch.sequences(); ++s) {
+        for (; i < all.size() && all[i].where.sequence == s; ++i) {
+            auto const& [where, holder, count] = all[i];
+            index_t const valid = std::clamp<index_t>(batch.valid(s) - where.token, 0, where.count);
+            if (holder == rank)
+                map.own.push_back({where.row, where.count, valid, image, video, where.token + origin - image - video});
+            map.images.push_back({{image, image + count.image}, holder});
+            map.videos.push_back({{video, video + count.video}, holder});
+            image += count.image, video += count.video;
+        }
+        media_frame const &next_image = in_images(image), &next_video = in_videos(video);
+        bool const whole = next_image.begins_item(image);
+        if (!whole || !next_video.begins_item(video))
+            throw detail::interrupted(whole ? media_kind::video : media_kind::image, s, batch.valid(s), here);
+        index_t const after = image + video - next_image.advance - next_video.advance;
+        map.deltas.push_back(origin - after);
+        origin = after;
+    }
+    return map;
+}
+
+/// Computes the positions of a rank's rows, whose ids are `ids(row)`: writes (3, rows) to `axes`, calls
+/// `placeholder(kind, row, feature)` for every placeholder, `feature` its row of features in the batch, and
+/// `largest(segment, position)` for the segments' rows that are not padding. Cost: O(rows), a search a row.
+///
+/// Throws `cpx::error` that names the first token of the rank that interrupts an item.
+template <class Ids, class Placeholder, class Largest>
+void place_rows(media const& m, media_map const& map, std::vector<segment> const& segments, Ids&& ids,
+                media_tokens tokens, rows<index_t> axes, Placeholder&& placeholder, Largest&& largest,
+                caller here = caller::here()) {
+    detail::frame_finder in_images(m.frames(media_kind::image)), in_videos(m.frames(media_kind::video));
+    for (std::size_t k = 0; k < map.own.size(); ++k) {
+        media_segment const& s = map.own[k];
+        index_t image = s.images, video = s.videos, text = s.origin, most = -1;
+        for (index_t i = 0; i < s.count; ++i) {
+            media_kind const kind = i < s.valid ? tokens.kind(static_cast<index_t>(ids(s.row + i))) : media_kind::text;
+            media_frame const &of_image = in_images(image), &of_video = in_videos(video);
+            bool const whole = kind == media_kind::image || of_image.begins_item(image);
+            if (!whole || (kind != media_kind::video && !of_video.begins_item(video)))
+                throw detail::interrupted(whole ? media_kind::video : media_kind::image, segments[k].sequence,
+                                          segments[k].token + i, here);
+            mrope_position const at = position_of(kind, text, image, video, of_image, of_video);
+            axes(0, s.row + i) = at.time, axes(1, s.row + i) = at.height, axes(2, s.row + i) = at.width;
+            if (i < s.valid) most = std::max({most, at.time, at.height, at.width});
+            if (kind == media_kind::text)
+                ++text;
+            else
+                placeholder(kind, s.row + i, kind == media_kind::image ? image++ : video++);
+        }
+        largest(k, most);
+    }
+}
+
+} // namespace cpx
+
 // cpx/plan/relayout.hpp
 // The plan from any sharding to any other.
 
@@ -3395,19 +3966,30 @@ inline identity named(std::string_view operation, std::size_t bytes) {
     return id;
 }
 
+/// Gathers of every rank its own number of bytes: those of rank r to `all + begins[r]`, up to `begins[r + 1]`.
 template <transport Comm>
-void gather(Comm& comm, identity const& id, void const* mine, void* all, std::size_t bytes, caller here) {
+void gather(Comm& comm, identity const& id, void const* mine, void* all, std::vector<index_t> const& begins,
+            caller here) {
     std::vector<outgoing> sends;
     std::vector<incoming> receives;
-    index_t const size = static_cast<index_t>(bytes);
     auto* const places = static_cast<std::byte*>(all);
+    auto const begin = [&](int rank) { return begins[static_cast<std::size_t>(rank)]; };
+    auto const size = [&](int rank) { return begin(rank + 1) - begin(rank); };
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         if (peer == comm.rank()) continue;
-        sends.push_back(consecutive(peer, static_cast<std::byte const*>(mine), size));
-        receives.push_back(consecutive(peer, places + peer * size, size));
+        sends.push_back(consecutive(peer, static_cast<std::byte const*>(mine), size(comm.rank())));
+        receives.push_back(consecutive(peer, places + begin(peer), size(peer)));
     }
-    if (bytes > 0) std::memmove(places + comm.rank() * size, mine, bytes);
+    if (size(comm.rank()) > 0)
+        std::memmove(places + begin(comm.rank()), mine, static_cast<std::size_t>(size(comm.rank())));
     transfer(comm, id, sends, receives, here);
+}
+
+template <transport Comm>
+void gather(Comm& comm, identity const& id, void const* mine, void* all, std::size_t bytes, caller here) {
+    std::vector<index_t> begins;
+    for (int rank = 0; rank <= comm.ranks(); ++rank) begins.push_back(rank * static_cast<index_t>(bytes));
+    gather(comm, id, mine, all, begins, here);
 }
 
 } // namespace detail

@@ -191,8 +191,12 @@ template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
     std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
     for (section const& group : s.sections()) hash = mix_all(hash, std::array{group.heads, group.width});
-    if constexpr (!requires { typename S::layout_type; }) { // a sharding of the user's is known by its rows
-        for (int rank = 0; rank < s.ranks(); ++rank) hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+    if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
+        for (int rank = 0; rank < s.ranks(); ++rank) {
+            hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+            if constexpr (!S::every_row)
+                s.for_each_piece(rank, [&](range piece) { hash = mix(hash, static_cast<std::uint64_t>(piece.first)); });
+        }
     } else {
         index_t const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
         for (index_t i = 0; i < runs; ++i) {

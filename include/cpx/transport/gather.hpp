@@ -30,19 +30,30 @@ inline identity named(std::string_view operation, std::size_t bytes) {
     return id;
 }
 
+/// Gathers of every rank its own number of bytes: those of rank r to `all + begins[r]`, up to `begins[r + 1]`.
 template <transport Comm>
-void gather(Comm& comm, identity const& id, void const* mine, void* all, std::size_t bytes, caller here) {
+void gather(Comm& comm, identity const& id, void const* mine, void* all, std::vector<index_t> const& begins,
+            caller here) {
     std::vector<outgoing> sends;
     std::vector<incoming> receives;
-    index_t const size = static_cast<index_t>(bytes);
     auto* const places = static_cast<std::byte*>(all);
+    auto const begin = [&](int rank) { return begins[static_cast<std::size_t>(rank)]; };
+    auto const size = [&](int rank) { return begin(rank + 1) - begin(rank); };
     for (int peer = 0; peer < comm.ranks(); ++peer) {
         if (peer == comm.rank()) continue;
-        sends.push_back(consecutive(peer, static_cast<std::byte const*>(mine), size));
-        receives.push_back(consecutive(peer, places + peer * size, size));
+        sends.push_back(consecutive(peer, static_cast<std::byte const*>(mine), size(comm.rank())));
+        receives.push_back(consecutive(peer, places + begin(peer), size(peer)));
     }
-    if (bytes > 0) std::memmove(places + comm.rank() * size, mine, bytes);
+    if (size(comm.rank()) > 0)
+        std::memmove(places + begin(comm.rank()), mine, static_cast<std::size_t>(size(comm.rank())));
     transfer(comm, id, sends, receives, here);
+}
+
+template <transport Comm>
+void gather(Comm& comm, identity const& id, void const* mine, void* all, std::size_t bytes, caller here) {
+    std::vector<index_t> begins;
+    for (int rank = 0; rank <= comm.ranks(); ++rank) begins.push_back(rank * static_cast<index_t>(bytes));
+    gather(comm, id, mine, all, begins, here);
 }
 
 } // namespace detail

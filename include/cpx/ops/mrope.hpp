@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Positions of text, images and videos on any sharding: ranks exchange the numbers of their placeholders.
+#pragma once
+
+#include <cpx/layout/head_sharded.hpp>
+#include <cpx/layout/tensor.hpp>
+#include <cpx/ops/local/shape.hpp>
+#include <cpx/plan/mrope.hpp>
+#include <cpx/transport/gather.hpp>
+
+namespace cpx {
+
+/// What gives rows of features to ranks: each goes where its placeholder is.
+struct by_placeholder {};
+
+/// Positions of one rank's rows, and which of them hold placeholders. Made once a batch, for all layers and stages.
+template <any_sharding S>
+class sharded_positions {
+public:
+    /// How rows of features are sharded that replace placeholders: all to every rank where every rank has every row.
+    using features_sharding = std::conditional_t<S::every_row, replicated<>, piecewise<by_placeholder>>;
+
+    S const& sharding() const { return sharding_; }
+    int rank() const { return rank_; }
+    /// Returns (3, rows): the axes time, height and width.
+    rows<index_t const> axes() const { return {axes_.data(), 3, std::ssize(axes_) / 3}; }
+    /// Returns the rank's rows that hold placeholders of a kind, ascending, as its rows of features.
+    std::vector<index_t> const& placeholders(media_kind kind) const { return of(kind).rows; }
+    /// Returns which ranks want which rows of a kind's features, in the order of the batch.
+    features_sharding const& features(media_kind kind) const { return of(kind).features; }
+
+    /// Returns for every sequence by how much the position of a token that is decoded behind it differs from the
+    /// token's number in the sequence. Collective; sends nothing unless positions may overrun those behind them, which
+    /// only those of `qwen2_5_vl_spatial_advance` do.
+    template <transport Comm>
+    std::vector<index_t> deltas(Comm& comm, caller here = caller::here()) const {
+        if (!overruns_ || S::every_row) return deltas_;
+        index_t const count = std::ssize(deltas_);
+        auto all = detail::zeros<index_t>("mrope", {count, comm.ranks()}, here);
+        detail::gather(comm, detail::identify("mrope deltas", sharding_, sharding_), deltas_.data(), all.data(),
+                       deltas_.size() * sizeof(index_t), here);
+        std::vector<index_t> most = deltas_;
+        for (index_t i = 0; i < std::ssize(all); ++i) {
+            index_t& delta = most[static_cast<std::size_t>(i % count)];
+            delta = std::max(delta, all[static_cast<std::size_t>(i)]);
+        }
+        return most;
+    }
+
+private:
+    struct of_kind {
+        std::vector<index_t> rows;
+        features_sharding features;
+    };
+    of_kind const& of(media_kind kind) const { return kind == media_kind::image ? images_ : videos_; }
+
+    sharded_positions(S sharding, int rank, std::vector<index_t> axes, of_kind images, of_kind videos)
+        : sharding_(std::move(sharding)), rank_(rank), axes_(std::move(axes)), images_(std::move(images)),
+          videos_(std::move(videos)) {}
+
+    S sharding_;
+    int rank_;
+    std::vector<index_t> axes_, deltas_;
+    of_kind images_, videos_;
+    bool overruns_ = false;
+
+    template <sharded_like Ids, transport Comm>
+    friend sharded_positions<sharding_of<Ids>> mrope_positions(media const&, Ids const&, media_tokens, Comm&, caller);
+};
+
+namespace detail {
+
+/// Hashes what all ranks must know of media.
+inline std::uint64_t hash_of(media const& m) {
+    std::uint64_t hash = mix(0, static_cast<std::uint64_t>(m.options().rule));
+    for (media_kind const kind : {media_kind::image, media_kind::video})
+        for (media_frame const& f : m.frames(kind)) hash = mix_all(hash, std::array{f.row, f.advance, f.time, f.width});
+    return hash;
+}
+
+/// Returns the counts of all segments of all ranks. Ranks send theirs of the kinds of which there are grids.
+template <any_sharding S, transport Comm>
+std::vector<media_count> gather_counts(media const& m, S const& sharding, std::vector<media_count> const& own,
+                                       Comm& comm, caller here) {
+    std::vector<std::int32_t media_count::*> kinds;
+    if (m.rows(media_kind::image) > 0) kinds.push_back(&media_count::image);
+    if (m.rows(media_kind::video) > 0) kinds.push_back(&media_count::video);
+    index_t const bytes = std::ssize(kinds) * static_cast<index_t>(sizeof(std::int32_t));
+    std::vector<index_t> begins{0};
+    for (int r = 0; r < sharding.ranks(); ++r)
+        begins.push_back(begins.back() + bytes * std::ssize(segments(sharding, r, here)));
+    auto sent = zeros<std::int32_t>("mrope", {std::ssize(own), std::ssize(kinds)}, here);
+    auto got = zeros<std::int32_t>("mrope", {begins.back() / static_cast<index_t>(sizeof(std::int32_t))}, here);
+    auto next = sent.begin();
+    for (media_count const& count : own)
+        for (auto const kind : kinds) *next++ = count.*kind;
+    identity id = identify("media counts", sharding, sharding);
+    id[identity::parameter] = hash_of(m);
+    gather(comm, id, sent.data(), got.data(), begins, here);
+    auto all = zeros<media_count>("mrope", {begins.back() / bytes}, here);
+    next = got.begin();
+    for (media_count& count : all)
+        for (auto const kind : kinds) count.*kind = *next++;
+    return all;
+}
+
+} // namespace detail
+
+/// Computes the positions of this rank's rows: bitwise those of the whole batch, on any sharding.
+///
+/// ids: (rows, 1) of any sharding, token ids, or kinds with `token_types`. Tokens behind the valid length of a sequence
+/// count on as text, whatever their ids.
+/// Collective: every rank sends every other the numbers of placeholders of its segments, an int32 for each of the two
+/// kinds that the batch has. A batch without media sends nothing, nor does one of which every rank holds every row.
+///
+/// Throws `cpx::error` if ids have another shape; on all ranks the same one if placeholders and rows of features differ
+/// in number; where they lie, that of tokens that interrupt an item or are placeholders without a grid.
+template <sharded_like Ids, transport Comm>
+sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& ids, media_tokens tokens, Comm& comm,
+                                                    caller here = caller::here()) {
+    using S = sharding_of<Ids>;
+    auto const view = ids.view();
+    S const& sharding = view.sharding();
+    int const rank = comm.rank();
+    require(sharding.ranks() == comm.ranks(), "mrope", "ranks of the ids", comm.ranks(), sharding.ranks(), here);
+    detail::require_shape("mrope", "ids", view.data(), sharding.rows(rank), 1, here);
+    auto const id = [&](index_t row) { return view.data()(row, 0); };
+
+    auto const own = segments(sharding, rank, here);
+    auto counts = count_media(m, sharding.batch(), own, id, tokens, here);
+    if (!S::every_row) {
+        if (m.empty()) {
+            index_t all = 0;
+            for (int r = 0; r < sharding.ranks(); ++r) all += std::ssize(segments(sharding, r, here));
+            counts.assign(static_cast<std::size_t>(all), {});
+        } else
+            counts = detail::gather_counts(m, sharding, counts, comm, here);
+    }
+    media_map map = map_media(m, sharding, rank, counts, here);
+
+    index_t const count = sharding.rows(rank);
+    auto axes = detail::zeros<index_t>("mrope", {3, count}, here);
+    std::vector<index_t> held[2];
+    place_rows(
+        m, map, own, id, tokens, rows<index_t>(axes.data(), 3, count),
+        [&](media_kind kind, index_t row, index_t) { held[kind == media_kind::video].push_back(row); },
+        [&](std::size_t segment, index_t most) {
+            auto const s = own[segment].sequence;
+            index_t& delta = map.deltas[static_cast<std::size_t>(s)];
+            if (most >= 0) delta = std::max(delta, 1 + most - sharding.batch().valid(s));
+        },
+        here);
+    auto const features = [&](media_kind kind, std::vector<owned_piece> const& pieces) {
+        if constexpr (S::every_row)
+            return replicated<>(sharding.ranks(), m.batch(kind), here);
+        else
+            return piecewise<by_placeholder>(sharding.ranks(), m.batch(kind), pieces, here);
+    };
+    sharded_positions<S> result(sharding, rank, std::move(axes),
+                                {std::move(held[0]), features(media_kind::image, map.images)},
+                                {std::move(held[1]), features(media_kind::video, map.videos)});
+    result.deltas_ = std::move(map.deltas);
+    result.overruns_ = m.overruns();
+    return result;
+}
+
+} // namespace cpx

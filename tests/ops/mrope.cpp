@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// Positions that ranks compute together: what they exchange, and those of transformers.
+#include <cpx/ops/mrope.hpp>
+
+#include <doctest/doctest.h>
+
+#include <ops/golden.hpp>
+#include <ops/on_ranks.hpp>
+#include <support/media.hpp>
+#include <support/rejects.hpp>
+
+#include <atomic>
+
+namespace {
+
+using namespace support;
+using cpx::index_t, cpx::media_kind, cpx::mrope_rule;
+using on_ranks::by_tokens, on_ranks::for_each_sharding;
+
+/// Returns what of the ranks' positions is not that of the whole batch, or "". Adds what ranks sent to `sent`.
+template <class S>
+std::string problem_of(media_batch const& b, cpx::media_tokens tokens, S const& sharding,
+                       cpx::batch_positions const& whole, cpx::tally& sent) {
+    std::vector<std::string> problems(static_cast<std::size_t>(sharding.ranks()));
+    std::vector<cpx::tally> tallies(problems.size());
+    cpx::threads::run(sharding.ranks(), [&](cpx::threads& threads) {
+        auto const rank = static_cast<std::size_t>(threads.rank());
+        cpx::counted comm(threads);
+        auto const ids = on_ranks::take(b.ids, {{1, 1}}, sharding, threads.rank());
+        auto const p = cpx::mrope_positions(b.items, ids, tokens, comm);
+        for (char const* what : {"media counts", "mrope deltas", "agreement"}) tallies[rank] += comm.sent(what);
+        for (index_t a = 0; a < 3; ++a) {
+            auto const first = whole.axes.begin() + a * b.batch.tokens();
+            auto const own = on_ranks::take(std::vector<index_t>(first, first + b.batch.tokens()), {{1, 1}}, sharding,
+                                            threads.rank());
+            for (index_t row = 0; row < own.data().count(); ++row)
+                if (p.axes()(a, row) != own.data()(row, 0)) problems[rank] = "other positions";
+        }
+        if (p.deltas(comm) != whole.deltas) problems[rank] += "other deltas";
+        if (!b.items.overruns() && comm.sent("mrope deltas").messages > 0) problems[rank] += "deltas sent";
+    });
+    for (cpx::tally const& tally : tallies) sent += tally;
+    for (std::string const& problem : problems)
+        if (!problem.empty()) return problem;
+    return "";
+}
+
+template <class S>
+index_t all_segments(S const& sharding) {
+    index_t count = 0;
+    for (int r = 0; r < sharding.ranks(); ++r) count += std::ssize(cpx::segments(sharding, r));
+    return count;
+}
+
+media_batch read_batch(cpx::safetensors const& file) {
+    cpx::media_options options;
+    if (file.metadata("model") == "qwen2_5_vl") {
+        options.rule = mrope_rule::qwen2_5_vl_spatial_advance;
+        options.tokens_per_second = std::stoi(file.metadata("tokens_per_second"));
+        auto const videos = file.tensor("video_grid_thw").shape[0];
+        options.seconds.assign(static_cast<std::size_t>(videos), std::stod(file.metadata("second_per_grid_t")));
+    }
+    return {golden::batch_of(file), file.read<index_t>("input_ids"),
+            cpx::media(cpx::media_grids(file.read<index_t>("image_grid_thw")),
+                       cpx::media_grids(file.read<index_t>("video_grid_thw")), options)};
+}
+
+} // namespace
+
+TEST_SUITE("ops") {
+    TEST_CASE("positions are those of transformers on every sharding") {
+        for (char const* name : {"mrope_qwen3_vl", "mrope_qwen2_5_vl"}) {
+            CAPTURE(name);
+            auto const file = golden::open(name);
+            auto const b = read_batch(file);
+            cpx::media_tokens const tokens{std::stoi(file.metadata("image_token_id")),
+                                           std::stoi(file.metadata("video_token_id"))};
+            auto const whole = cpx::mrope_positions(b.items, b.batch, b.ids, tokens);
+            CHECK(whole.axes == file.read<index_t>("position_ids"));
+            std::vector<index_t> deltas;
+            std::string const segments = file.metadata("segments"), key = "\"delta\": ";
+            for (auto at = segments.find(key); at != std::string::npos; at = segments.find(key, at + 1))
+                deltas.push_back(std::stoi(segments.substr(at + key.size())));
+            CHECK(whole.deltas == deltas);
+            cpx::tally sent;
+            for (int const ranks : on_ranks::rank_counts)
+                for_each_sharding(b.batch, ranks, {1, 16}, [&](std::string const& what, auto const& sharding) {
+                    CHECK_MESSAGE(problem_of(b, tokens, sharding, whole, sent) == "", what);
+                });
+        }
+    }
+
+    TEST_CASE("ranks send the numbers of their placeholders and nothing else, and of text nothing") {
+        splitmix numbers(4);
+        index_t with_both = 0, texts = 0;
+        for (int turn = 0; turn < 40; ++turn) {
+            auto const b = random_media(numbers, mrope_rules[turn % 5], 4);
+            int const ranks = on_ranks::rank_counts[turn % 6];
+            auto const whole = cpx::mrope_positions(b.items, b.batch, b.ids, placeholders);
+            index_t const kinds = (b.items.rows(media_kind::image) > 0) + (b.items.rows(media_kind::video) > 0);
+            with_both += kinds == 2;
+            texts += kinds == 0;
+            for_each_sharding(b.batch, ranks, {1 + turn % 7}, [&](std::string const& name, auto const& sharding) {
+                cpx::tally sent;
+                REQUIRE_MESSAGE(problem_of(b, placeholders, sharding, whole, sent) == "", name);
+                CHECK(sent.bytes == 4 * kinds * all_segments(sharding) * (ranks - 1));
+                CHECK(sent.messages == (kinds > 0 ? ranks * (ranks - 1) : 0));
+            });
+            cpx::tally sent;
+            REQUIRE(problem_of(b, placeholders, cpx::replicated<>(ranks, b.batch), whole, sent) == "");
+            CHECK(sent.messages == 0);
+        }
+        CHECK(with_both > 5);
+        CHECK(texts > 2);
+    }
+
+    TEST_CASE("positions may be greater than those of the text behind them, and deltas know it") {
+        auto const b = media_writer({.rule = mrope_rule::qwen2_5_vl_spatial_advance})
+                           .text(3)
+                           .video({4, 2, 2}, 0, 3)
+                           .text(9)
+                           .end()
+                           .text(4)
+                           .end()
+                           .text(1)
+                           .video({2, 2, 2}, 0, 1)
+                           .end()
+                           .done();
+        auto const whole = cpx::mrope_positions(b.items, b.batch, b.ids, placeholders);
+        CHECK(b.items.overruns());
+        CHECK(whole.deltas == std::vector<index_t>{3 + 3 * 6 + 1 - 16, 0, 1 + 2 + 1 - 3});
+        for (int const ranks : {1, 2, 5}) {
+            cpx::tally sent;
+            CHECK(problem_of(b, placeholders, cpx::shard(b.batch, cpx::zigzag<>(ranks)), whole, sent) == "");
+        }
+    }
+
+    TEST_CASE("a rank whose placeholders are too many or in other places throws, and so do the others") {
+        auto const b = media_writer().text(9).image(4, 4).text(8).end().done();
+        auto const run = [&](std::vector<index_t> const& changed) {
+            auto const sharding = cpx::shard(b.batch, cpx::sequential<>(3));
+            auto wrong = b.ids;
+            for (index_t const row : changed)
+                wrong[static_cast<std::size_t>(row)] = 107 - wrong[static_cast<std::size_t>(row)];
+            std::atomic<int> failed = 0;
+            std::string text = message([&] {
+                cpx::threads::run(3, [&](cpx::threads& comm) {
+                    auto const ids = on_ranks::take(wrong, {{1, 1}}, sharding, comm.rank());
+                    try {
+                        cpx::mrope_positions(b.items, ids, placeholders, comm);
+                    } catch (cpx::error const&) {
+                        ++failed;
+                        throw;
+                    }
+                });
+            });
+            return std::pair(text, failed.load());
+        };
+        auto const [number, all] = run({0});
+        CHECK(number.find("image placeholders in the batch: expected 4, the rows of features that the grids have, got "
+                          "5") != std::string::npos);
+        CHECK(all == 3);
+        auto const [place, some] = run({10, 14});
+        CHECK(place.find("mrope: sequence 0, token 10: expected one more placeholder of an image") !=
+              std::string::npos);
+        CHECK(some >= 1);
+        CHECK(run({}).first == "");
+    }
+
+    TEST_CASE("ids of another shape or of other ranks are rejected") {
+        auto const b = media_writer().text(9).end().done();
+        cpx::threads::run(1, [&](cpx::threads& comm) {
+            auto const sharding = cpx::shard(b.batch, cpx::sequential<>(1));
+            auto const wide = cpx::make_tensor<index_t>(sharding, 0, 2);
+            rejects({"mrope.cpp", "mrope: shape of ids: expected (9, 1), got (9, 2)"},
+                    [&] { cpx::mrope_positions(b.items, wide, placeholders, comm); });
+            auto const of_two = cpx::make_tensor<index_t>(cpx::shard(b.batch, cpx::sequential<>(2)), 0, 1);
+            rejects({"mrope: ranks of the ids: expected 1, got 2"},
+                    [&] { cpx::mrope_positions(b.items, of_two, placeholders, comm); });
+        });
+    }
+}
