@@ -273,9 +273,9 @@ private:
         t.data = std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(t.size));
         std::memcpy(t.data.get(), &head, sizeof head);
         pack(parcel, t.data.get() + header_bytes);
-        notes_->count_sent(t.peer);
         detail::mpi_check(MPI_Isend(t.data.get(), count(t.size), type(t.size), t.peer, message_tag, comm_, &t.request),
                           "MPI_Isend");
+        notes_->count_sent(t.peer);
     }
 
     /// Returns whether a message has been taken, or has arrived and been delivered.
