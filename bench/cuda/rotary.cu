@@ -84,9 +84,9 @@ double rotate(cuda::stream const& stream, char const* name, index_t tokens, inde
     std::vector<double> frequencies;
     for (index_t i = 0; i < half; ++i)
         frequencies.push_back(std::pow(1e7, -static_cast<double>(i) / static_cast<double>(half)));
-    auto const axes = kind == from::three_axes ? cuda::rotary_axes({half - 2 * (half / 3), half / 3, half / 3},
-                                                                   cuda::axis_order::interleaved)
-                                               : std::vector<int>();
+    auto const axes = kind == from::three_axes
+                          ? cpx::rotary_axes({half - 2 * (half / 3), half / 3, half / 3}, cpx::axis_order::interleaved)
+                          : std::vector<int>();
     cuda::rotary_pairs const pairs(frequencies, axes);
     std::vector<std::int64_t> host(static_cast<std::size_t>(3 * tokens));
     for (index_t axis = 0; axis < 3; ++axis)

@@ -7,9 +7,11 @@
 #include <cpx/core/element_name.hpp>
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
+#include <cpx/core/given_rows.hpp>
 #include <cpx/core/index.hpp>
 #include <cpx/core/overlap.hpp>
 #include <cpx/core/packing.hpp>
+#include <cpx/core/rotary_axes.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/core/thd.hpp>
 

@@ -13,3 +13,4 @@
 #include <cpx/ops/mrope.hpp>
 #include <cpx/ops/rotary.hpp>
 #include <cpx/ops/token_loss.hpp>
+#include <cpx/ops/vision.hpp>

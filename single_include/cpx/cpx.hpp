@@ -406,6 +406,177 @@ std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, c
 
 } // namespace cpx::detail
 
+// cpx/core/thd.hpp
+// The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
+
+namespace cpx {
+
+/// A vector, array or span of integers of any width.
+template <class R>
+concept integers = std::ranges::contiguous_range<R const> && std::integral<std::ranges::range_value_t<R const>> &&
+                   !std::same_as<std::ranges::range_value_t<R const>, bool>;
+
+/// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
+///
+/// Sequence `s` holds the global rows `offset(s) .. offset(s + 1)`. Lengths of 0 and 1, odd lengths and repeated
+/// offsets at the end are ordinary. Immutable and cheap to copy: copies share the offsets.
+///
+/// Offsets are physical. When sequences are padded, `valid` gives the tokens that count, at the front of each
+/// sequence; layouts, plans and operators see physical tokens, losses and masks see valid ones.
+class thd {
+public:
+    /// An empty batch.
+    thd() : thd(std::vector<index_t>{0}) {}
+
+    /// Takes offsets and, if there is padding, the valid length of every sequence.
+    ///
+    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0, decrease or end
+    /// at 2^62 or beyond, valid lengths that are not one a sequence or exceed its physical length.
+    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here()) {
+        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0, here);
+        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front(), here);
+        for (std::size_t s = 1; s < offsets.size(); ++s)
+            if (offsets[s] <
+                offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
+                throw error("thd", "offset " + std::to_string(s) + " decreases",
+                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]), here);
+        require(offsets.back() < detail::size_limit, "thd", "last offset", "less than 2^62", offsets.back(), here);
+        require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
+                offsets.size() - 1, valid.size(), here);
+        for (std::size_t s = 0; s < valid.size(); ++s)
+            if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
+                throw error("thd", "valid length of sequence " + std::to_string(s),
+                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]), here);
+        data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
+    }
+
+    /// The same of other integers, in a vector, array or span.
+    template <integers R, integers V = std::vector<index_t>>
+    explicit thd(R const& offsets, V const& valid = {}, caller here = caller::here())
+        : thd(numbers(offsets), numbers(valid), here) {}
+
+    /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
+    ///
+    /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
+    template <integers R, integers V = std::vector<index_t>>
+    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {},
+                            caller here = caller::here()) {
+        thd batch(offsets, valid, here);
+        require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
+                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
+        return batch;
+    }
+
+    /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
+    static thd uniform(index_t count, index_t length, caller here = caller::here()) {
+        detail::product("thd::uniform", "tokens", {count, length}, here);
+        auto offsets = detail::zeros<index_t>("thd::uniform", {count + 1}, here);
+        for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
+        return thd(std::move(offsets), {}, here);
+    }
+
+    /// Returns the batch of sequences with these lengths. Throws `cpx::error` that names the first that is negative or
+    /// with which there would be 2^62 tokens.
+    static thd from_lengths(std::vector<index_t> const& lengths, caller here = caller::here()) {
+        std::vector<index_t> offsets(1, 0);
+        for (index_t const length : lengths) {
+            index_t const most = detail::size_limit - 1 - offsets.back();
+            if (length < 0 || length > most)
+                throw error("thd::from_lengths", "length of sequence " + std::to_string(offsets.size() - 1),
+                            "0 to " + std::to_string(most), std::to_string(length), here);
+            offsets.push_back(offsets.back() + length);
+        }
+        return thd(std::move(offsets), {}, here);
+    }
+    template <integers R>
+    static thd from_lengths(R const& lengths, caller here = caller::here()) {
+        return from_lengths(numbers(lengths), here);
+    }
+
+    index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
+    /// Returns all tokens, padding included: the global rows of the batch.
+    index_t tokens() const { return data_->offsets.back(); }
+    index_t offset(index_t s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
+    index_t length(index_t s) const { return offset(s + 1) - offset(s); }
+    /// Returns the tokens of sequence `s` that are not padding.
+    index_t valid(index_t s) const {
+        return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)];
+    }
+    std::span<index_t const> offsets() const { return data_->offsets; }
+    std::span<index_t const> valid_lengths() const { return data_->valid; }
+
+    /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
+    index_t sequence(index_t row) const {
+        auto const& offsets = data_->offsets;
+        return static_cast<index_t>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+    }
+
+    friend bool operator==(thd const& a, thd const& b) {
+        return a.data_ == b.data_ || (a.data_->offsets == b.data_->offsets && a.data_->valid == b.data_->valid);
+    }
+
+private:
+    struct lengths {
+        std::vector<index_t> offsets, valid;
+    };
+    static std::vector<index_t> numbers(integers auto const& list) {
+        std::vector<index_t> result;
+        for (auto const number : list) result.push_back(static_cast<index_t>(number));
+        return result;
+    }
+    std::shared_ptr<lengths const> data_;
+};
+
+} // namespace cpx
+
+// cpx/core/given_rows.hpp
+// The guess of trainers whether rows are already sharded, for rows whose type does not say it.
+
+namespace cpx {
+
+/// Whose rows somebody gives: the batch's, or one rank's share of every sequence.
+enum class given_rows { whole, shard };
+
+/// Guesses whose rows these are, from their number and the padded offsets of the batch, as Megatron-Bridge and miles
+/// do: a rank's, zigzag over every sequence, if the batch has `ranks` times as many.
+///
+/// For the edge of a program: within it, the types of tensors say how they are sharded. padded, valid: cu_seqlens of
+/// padded sequences, and of their valid tokens where there is padding.
+/// Throws `cpx::error`, where others go on with wrong rows: if the first offset is not 0, if there are no rows, if they
+/// are neither the batch's nor one of W equal shares, if offsets are those of valid tokens, and if a sequence of shards
+/// is not a multiple of 2 W.
+template <integers P, integers V = std::vector<index_t>>
+given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid = {}, caller here = caller::here()) {
+    char const* const where = "guess_rows";
+    require(ranks > 0, where, "ranks", "at least 1", ranks, here);
+    require(std::ssize(padded) > 0, where, "number of offsets", "at least 1", 0, here);
+    require(*std::data(padded) == 0, where, "offset 0", 0, *std::data(padded), here);
+    require(rows > 0, where, "rows", "at least 1, for none may be whole or a rank's", rows, here);
+    thd const batch(padded, {}, here);
+    require(std::ssize(valid) == 0 || std::size(valid) == std::size(padded), where, "number of valid offsets",
+            std::size(padded), std::size(valid), here);
+    for (std::size_t s = 0; s + 1 < std::size(valid); ++s) {
+        index_t const length = batch.length(static_cast<index_t>(s)),
+                      count = static_cast<index_t>(std::data(valid)[s + 1] - std::data(valid)[s]);
+        if (count < 0 || count > length)
+            throw error(where, "valid tokens of sequence " + std::to_string(s) + ", whose offsets may be exchanged",
+                        "0 to its padded length " + std::to_string(length), std::to_string(count), here);
+    }
+    index_t const tokens = batch.tokens();
+    if (tokens == rows) return given_rows::whole;
+    if (tokens % ranks != 0 || tokens / ranks != rows)
+        throw error(where, tokens / ranks < rows ? "last offset, which may be that of valid tokens" : "last offset",
+                    "the rows " + std::to_string(rows) + ", or " + std::to_string(ranks) + " times as many",
+                    std::to_string(tokens), here);
+    for (index_t s = 0; s < batch.sequences(); ++s)
+        if (batch.length(s) % (2 * index_t{ranks}) != 0)
+            throw error(where, "length of sequence " + std::to_string(s) + ", of which every rank has a share",
+                        "a multiple of " + std::to_string(2 * index_t{ranks}), std::to_string(batch.length(s)), here);
+    return given_rows::shard;
+}
+
+} // namespace cpx
+
 // cpx/core/rows.hpp
 // A view of a rank's local rows.
 
@@ -580,129 +751,6 @@ template <class A, class B>
 bool overlaps(rows<A> a, rows<B> b) {
     return detail::overlap({"", a}, {"", b});
 }
-
-} // namespace cpx
-
-// cpx/core/thd.hpp
-// The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
-
-namespace cpx {
-
-/// A vector, array or span of integers of any width.
-template <class R>
-concept integers = std::ranges::contiguous_range<R const> && std::integral<std::ranges::range_value_t<R const>> &&
-                   !std::same_as<std::ranges::range_value_t<R const>, bool>;
-
-/// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
-///
-/// Sequence `s` holds the global rows `offset(s) .. offset(s + 1)`. Lengths of 0 and 1, odd lengths and repeated
-/// offsets at the end are ordinary. Immutable and cheap to copy: copies share the offsets.
-///
-/// Offsets are physical. When sequences are padded, `valid` gives the tokens that count, at the front of each
-/// sequence; layouts, plans and operators see physical tokens, losses and masks see valid ones.
-class thd {
-public:
-    /// An empty batch.
-    thd() : thd(std::vector<index_t>{0}) {}
-
-    /// Takes offsets and, if there is padding, the valid length of every sequence.
-    ///
-    /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0, decrease or end
-    /// at 2^62 or beyond, valid lengths that are not one a sequence or exceed its physical length.
-    explicit thd(std::vector<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here()) {
-        require(!offsets.empty(), "thd", "number of offsets", "at least 1", 0, here);
-        require(offsets.front() == 0, "thd", "offset 0", 0, offsets.front(), here);
-        for (std::size_t s = 1; s < offsets.size(); ++s)
-            if (offsets[s] <
-                offsets[s - 1]) // the text is made only when it is needed: plans of 4096 sequences count microseconds
-                throw error("thd", "offset " + std::to_string(s) + " decreases",
-                            "at least " + std::to_string(offsets[s - 1]), std::to_string(offsets[s]), here);
-        require(offsets.back() < detail::size_limit, "thd", "last offset", "less than 2^62", offsets.back(), here);
-        require(valid.empty() || valid.size() + 1 == offsets.size(), "thd", "number of valid lengths",
-                offsets.size() - 1, valid.size(), here);
-        for (std::size_t s = 0; s < valid.size(); ++s)
-            if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
-                throw error("thd", "valid length of sequence " + std::to_string(s),
-                            "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]), here);
-        data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
-    }
-
-    /// The same of other integers, in a vector, array or span.
-    template <integers R, integers V = std::vector<index_t>>
-    explicit thd(R const& offsets, V const& valid = {}, caller here = caller::here())
-        : thd(numbers(offsets), numbers(valid), here) {}
-
-    /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
-    ///
-    /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
-    template <integers R, integers V = std::vector<index_t>>
-    static thd from_offsets(R const& offsets, index_t buffer_rows = -1, V const& valid = {},
-                            caller here = caller::here()) {
-        thd batch(offsets, valid, here);
-        require(buffer_rows < 0 || batch.tokens() <= buffer_rows, "thd", "last offset",
-                "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
-        return batch;
-    }
-
-    /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
-    static thd uniform(index_t count, index_t length, caller here = caller::here()) {
-        detail::product("thd::uniform", "tokens", {count, length}, here);
-        auto offsets = detail::zeros<index_t>("thd::uniform", {count + 1}, here);
-        for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
-        return thd(std::move(offsets), {}, here);
-    }
-
-    /// Returns the batch of sequences with these lengths. Throws `cpx::error` that names the first that is negative or
-    /// with which there would be 2^62 tokens.
-    static thd from_lengths(std::vector<index_t> const& lengths, caller here = caller::here()) {
-        std::vector<index_t> offsets(1, 0);
-        for (index_t const length : lengths) {
-            index_t const most = detail::size_limit - 1 - offsets.back();
-            if (length < 0 || length > most)
-                throw error("thd::from_lengths", "length of sequence " + std::to_string(offsets.size() - 1),
-                            "0 to " + std::to_string(most), std::to_string(length), here);
-            offsets.push_back(offsets.back() + length);
-        }
-        return thd(std::move(offsets), {}, here);
-    }
-    template <integers R>
-    static thd from_lengths(R const& lengths, caller here = caller::here()) {
-        return from_lengths(numbers(lengths), here);
-    }
-
-    index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
-    /// Returns all tokens, padding included: the global rows of the batch.
-    index_t tokens() const { return data_->offsets.back(); }
-    index_t offset(index_t s) const { return data_->offsets[static_cast<std::size_t>(s)]; }
-    index_t length(index_t s) const { return offset(s + 1) - offset(s); }
-    /// Returns the tokens of sequence `s` that are not padding.
-    index_t valid(index_t s) const {
-        return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)];
-    }
-    std::span<index_t const> offsets() const { return data_->offsets; }
-    std::span<index_t const> valid_lengths() const { return data_->valid; }
-
-    /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
-    index_t sequence(index_t row) const {
-        auto const& offsets = data_->offsets;
-        return static_cast<index_t>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
-    }
-
-    friend bool operator==(thd const& a, thd const& b) {
-        return a.data_ == b.data_ || (a.data_->offsets == b.data_->offsets && a.data_->valid == b.data_->valid);
-    }
-
-private:
-    struct lengths {
-        std::vector<index_t> offsets, valid;
-    };
-    static std::vector<index_t> numbers(integers auto const& list) {
-        std::vector<index_t> result;
-        for (auto const number : list) result.push_back(static_cast<index_t>(number));
-        return result;
-    }
-    std::shared_ptr<lengths const> data_;
-};
 
 } // namespace cpx
 
@@ -1017,6 +1065,48 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
         row += count;
     }
     zero_until(p.buffer_rows());
+}
+
+} // namespace cpx
+
+// cpx/core/rotary_axes.hpp
+// What rotary embedding is on host and device: which pair of channels turns by which axis, and what is rounded.
+
+namespace cpx {
+
+/// How the pairs of a head are given to the axes of multimodal positions: time, height, width.
+enum class axis_order {
+    sectioned,   ///< the pairs of an axis stand side by side: Qwen2-VL, Qwen2.5-VL
+    interleaved, ///< pair i belongs to axis i % 3 while i < 3 * section[i % 3], then to time: Qwen3-VL, Qwen3.5
+};
+
+/// What is rounded to the elements of a tensor that has fewer bits than float.
+enum class rounding {
+    fp32_inside,   ///< the result, once: Transformer Engine's fused kernel
+    round_each_op, ///< cosine and sine, each product and their sum: transformers, Megatron-LM without fusion
+};
+
+/// Returns the axis of every pair, 0 to 2, for `mrope_section` of a model's settings.
+///
+/// pairs: half the rotary size, which the sections make together; -1: not known.
+/// Throws `cpx::error` if a section is negative, or if there are more or fewer pairs. Source: Hugging Face
+/// transformers, apply_multimodal_rotary_pos_emb of Qwen2-VL and apply_interleaved_mrope of Qwen3-VL, which do not ask.
+inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order order, index_t pairs = -1,
+                                    caller here = caller::here()) {
+    index_t const least = std::min({section[0], section[1], section[2]}),
+                  most = std::max({section[0], section[1], section[2]});
+    require(least >= 0, "rotary_axes", "section", "not negative", least, here);
+    require(most <= 1 << 20, "rotary_axes", "section", "at most 2^20", most, here);
+    index_t const sum = section[0] + section[1] + section[2];
+    require(pairs < 0 || sum == pairs, "rotary_axes", "sum of the sections",
+            "half the rotary size, " + std::to_string(pairs), sum, here);
+    std::vector<int> axes;
+    for (index_t i = 0; i < sum; ++i)
+        if (order == axis_order::sectioned)
+            axes.push_back((i >= section[0]) + (i >= section[0] + section[1]));
+        else
+            axes.push_back(i < 3 * section[static_cast<std::size_t>(i % 3)] ? static_cast<int>(i % 3) : 0);
+    return axes;
 }
 
 } // namespace cpx
@@ -3186,6 +3276,43 @@ std::vector<media_grid> media_grids(integers auto const& list, caller here = cal
     return grids;
 }
 
+/// What gives rows of features to ranks: each to the rank whose tower has made its image or frame; each to the rank
+/// of its placeholder.
+struct by_item {};
+struct by_placeholder {};
+
+/// Returns the sharding in which rank r has made the features of the next `frames[r]` images, or frames of videos.
+///
+/// Throws `cpx::error` if these are not all of them.
+inline piecewise<by_item> features_by_item(media const& m, media_kind kind, std::vector<index_t> const& frames,
+                                           caller here = caller::here()) {
+    auto const& all = m.frames(kind);
+    index_t const count = std::ssize(all) - 1;
+    index_t next = 0;
+    std::vector<owned_piece> pieces;
+    for (std::size_t rank = 0; rank < frames.size(); ++rank) {
+        index_t const own = frames[rank];
+        if (own < 0 || own > count - next)
+            throw error("features_by_item", "frames of rank " + std::to_string(rank),
+                        "0 to " + std::to_string(count - next), std::to_string(own), here);
+        pieces.push_back({{all[static_cast<std::size_t>(next)].row, all[static_cast<std::size_t>(next + own)].row},
+                          static_cast<int>(rank)});
+        next += own;
+    }
+    require(next == count, "features_by_item", "frames of all ranks", count, next, here);
+    return piecewise<by_item>(static_cast<int>(frames.size()), m.batch(kind), pieces, here);
+}
+
+/// Returns the sharding in which all ranks have made as many, the first ones one more. Source: NeMo Megatron-Bridge,
+/// vision_dp_when_cp.
+inline piecewise<by_item> features_by_item(media const& m, media_kind kind, int ranks, caller here = caller::here()) {
+    detail::require_ranks("features_by_item", "ranks", ranks, here);
+    index_t const count = std::ssize(m.frames(kind)) - 1;
+    std::vector<index_t> frames;
+    for (int rank = 0; rank < ranks; ++rank) frames.push_back(count / ranks + (rank < count % ranks));
+    return features_by_item(m, kind, frames, here);
+}
+
 } // namespace cpx
 
 // cpx/plan/mrope.hpp
@@ -3251,14 +3378,14 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
         if (t >= batch.valid(s)) return media_kind::text;
         return tokens.kind(static_cast<index_t>(std::data(ids)[batch.offset(s) + t]));
     };
-    std::array<index_t, 3> placeholders{};
+    index_t placeholders[3] = {};
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
     for (media_kind const kind : {media_kind::image, media_kind::video})
         detail::require_rows(m, kind, placeholders[static_cast<std::size_t>(kind)], here);
 
     batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
-    std::array<std::size_t, 3> next_item{};
+    std::size_t next_item[3] = {};
     for (index_t s = 0; s < batch.sequences(); ++s) {
         index_t next = 0, most = -1;
         auto const emit = [&](index_t t, mrope_position at) {
@@ -3343,13 +3470,13 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
     for (int r = S::every_row ? rank : 0; r < (S::every_row ? rank + 1 : sharding.ranks()); ++r)
         for (segment const& s : segments(sharding, r, here)) all.push_back({s, r, {}});
     require(all.size() == counts.size(), "mrope", "counts, one a segment", all.size(), counts.size(), here);
-    std::array<index_t, 2> total{};
+    index_t images = 0, videos = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
         all[i].count = counts[i];
-        total[0] += counts[i].image, total[1] += counts[i].video;
+        images += counts[i].image, videos += counts[i].video;
     }
-    detail::require_rows(m, media_kind::image, total[0], here);
-    detail::require_rows(m, media_kind::video, total[1], here);
+    detail::require_rows(m, media_kind::image, images, here);
+    detail::require_rows(m, media_kind::video, videos, here);
     std::ranges::stable_sort(all, {},
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 

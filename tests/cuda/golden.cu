@@ -250,9 +250,9 @@ cuda::rotary_pairs pairs_of(cpx::safetensors const& file, index_t head_dim) {
     auto const frequencies =
         cpx::rotary_frequencies<float>({.theta = rope.get<double>("rope_theta"), .rotary_dim = head_dim});
     auto const order =
-        file.metadata("layout") == "interleaved" ? cuda::axis_order::interleaved : cuda::axis_order::sectioned;
+        file.metadata("layout") == "interleaved" ? cpx::axis_order::interleaved : cpx::axis_order::sectioned;
     return cuda::rotary_pairs(std::vector<double>(frequencies.begin(), frequencies.end()),
-                              cuda::rotary_axes(section, order));
+                              cpx::rotary_axes(section, order));
 }
 
 /// Returns `values`, rows of heads at `positions`, (3, rows), rotated on the GPU, or back, into poison.

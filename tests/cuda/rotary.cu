@@ -178,10 +178,10 @@ void one_call(std::uint64_t seed) {
 
 TEST_SUITE("cuda") {
     TEST_CASE("pairs have the axes of transformers") {
-        using order = cuda::axis_order;
+        using order = cpx::axis_order;
         auto const text = [](std::array<cpx::index_t, 3> section, order o) {
             std::string result;
-            for (int const axis : cuda::rotary_axes(section, o)) result += "thw"[axis];
+            for (int const axis : cpx::rotary_axes(section, o)) result += "thw"[axis];
             return result;
         };
         auto const thw = [](int count) {
@@ -196,8 +196,8 @@ TEST_SUITE("cuda") {
         CHECK(text({16, 24, 24}, order::sectioned) ==
               std::string(16, 't') + std::string(24, 'h') + std::string(24, 'w'));
         CHECK(text({0, 0, 0}, order::sectioned).empty());
-        support::rejects({"rotary.cu", "cuda::rotary_axes: section: expected not negative, got -1"}, [&] {
-            cuda::rotary_axes({3, -1, 2}, order::sectioned);
+        support::rejects({"rotary.cu", "rotary_axes: section: expected not negative, got -1"}, [&] {
+            cpx::rotary_axes({3, -1, 2}, order::sectioned);
         });
     }
 
@@ -306,13 +306,13 @@ TEST_SUITE("cuda") {
         std::vector<float> const x{1, 2, 3, 4, 5, 6, 7, 8};
         buffer<std::int64_t> const positions{view(thw)};
         cuda::stream const stream;
-        std::pair<cuda::axis_order, std::vector<float>> const known[] = {
-            {cuda::axis_order::interleaved,
+        std::pair<cpx::axis_order, std::vector<float>> const known[] = {
+            {cpx::axis_order::interleaved,
              {-1.695593f, -1.121388f, 2.503053f, 3.975982f, -4.808842f, 6.224346f, 7.192686f, 8.011964f}},
-            {cuda::axis_order::sectioned,
+            {cpx::axis_order::sectioned,
              {-1.695593f, 0.137552f, 2.646397f, 3.943902f, -4.808842f, 6.323059f, 7.141189f, 8.027804f}}};
         for (auto const& [order, expected] : known) {
-            cuda::rotary_pairs const pairs(frequencies, cuda::rotary_axes({2, 1, 1}, order));
+            cuda::rotary_pairs const pairs(frequencies, cpx::rotary_axes({2, 1, 1}, order));
             buffer<float> const values{view(x)};
             rows<float> const row(values.data(), 1, 8);
             std::vector<cuda::rotated<float>> const tensors{{row, row}};

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/ops/local/rotary.hpp>
 
+#include <cpx/ops/eigen.hpp>
+
 #include <doctest/doctest.h>
 
 #include <ops/gradients.hpp>
+#include <support/random.hpp>
 #include <support/rejects.hpp>
 
 #include <numbers>
@@ -123,6 +126,107 @@ TEST_SUITE("ops") {
                            one.view());
             CHECK(bits::same<T>(one.view(), all.view().columns(11 * head, 11)));
         }
+    }
+
+    // "axis thwt" and "axis tthw" of the project's notes on transformers' apply_interleaved_mrope and
+    // apply_multimodal_rotary_pos_emb.
+    TEST_CASE("rotary by three axes is that of worked examples, and a strip of axes is that of one") {
+        std::vector<double> const x = {1, 2, 3, 4, 5, 6, 7, 8};
+        std::vector<size> const positions = {3, 5, 7};
+        rows<size const> const axes(positions, 1);
+        std::pair<cpx::axis_order, std::vector<double>> const known[] = {
+            {cpx::axis_order::interleaved,
+             {-1.695593, -1.121388, 2.503053, 3.975982, -4.808842, 6.224346, 7.192686, 8.011964}},
+            {cpx::axis_order::sectioned,
+             {-1.695593, 0.137552, 2.646397, 3.943902, -4.808842, 6.323059, 7.141189, 8.027804}}};
+        auto const frequencies = cpx::rotary_frequencies<double>({.theta = 1e4, .rotary_dim = 8});
+        for (auto const& [order, expected] : known) {
+            cpx::rotary_pairs<double> const pairs{frequencies, cpx::rotary_axes({2, 1, 1}, order, 4)};
+            scattered<double> y(1, 8), back(1, 8);
+            cpx::rotary<double>(rows<double const>(x, 8), 8, axes, pairs, y.view());
+            for (size i = 0; i < 8; ++i)
+                CHECK(std::abs(y.view()(0, i) - expected[static_cast<std::size_t>(i)]) <= 1e-6);
+            cpx::rotary_backward<double>(y, 8, axes, pairs, back.view());
+            for (size i = 0; i < 8; ++i)
+                CHECK(back.view()(0, i) == doctest::Approx(x[static_cast<std::size_t>(i)]).epsilon(1e-15));
+
+            // Text is at the same position on all axes, so that axes do not matter.
+            std::vector<size> const same = {9, 9, 9}, one = {9};
+            scattered<double> plain(1, 8);
+            cpx::rotary<double>(rows<double const>(x, 8), 8, rows<size const>(same, 1), pairs, y.view());
+            cpx::rotary<double>(rows<double const>(x, 8), 8, one, {.theta = 1e4, .rotary_dim = 8}, plain.view());
+            CHECK(bits::same<double>(y, plain));
+        }
+    }
+
+    TEST_CASE("pairs have the axes of transformers") {
+        auto const text = [](std::array<size, 3> section, cpx::axis_order order) {
+            std::string result;
+            for (int const axis : cpx::rotary_axes(section, order)) result += "thw"[axis];
+            return result;
+        };
+        CHECK(text({2, 1, 1}, cpx::axis_order::interleaved) == "thwt");
+        CHECK(text({3, 3, 2}, cpx::axis_order::interleaved) == "thwthwth");
+        CHECK(text({2, 1, 1}, cpx::axis_order::sectioned) == "tthw");
+        support::rejects(
+            {"local_rotary.cpp", "rotary_axes: sum of the sections: expected half the rotary size, 4, got 32"}, [] {
+                cpx::rotary_axes({16, 8, 8}, cpx::axis_order::interleaved, 4);
+            }); // clipped there
+        support::rejects({"rotary_axes: section: expected not negative, got -1"}, [] {
+            cpx::rotary_axes({3, -1, 2}, cpx::axis_order::sectioned, 4);
+        });
+    }
+
+    TEST_CASE_TEMPLATE("16 bits are rounded after each operation, or once, as is asked", T, Eigen::bfloat16,
+                       Eigen::half) {
+        support::splitmix numbers(3);
+        size const count = 40, head_dim = 10, half = 4;
+        std::vector<T> x, once(static_cast<std::size_t>(count * head_dim)), each(once.size()), back(once.size());
+        for (size i = 0; i < count * head_dim; ++i)
+            x.push_back(static_cast<T>(static_cast<float>(numbers.between(-1000, 1000)) / 300.0f));
+        auto const positions = counted(count);
+        rows<size const> const at(positions.data(), 1, count);
+        cpx::rotary_pairs<float> pairs{cpx::rotary_frequencies<float>({.theta = 1e4, .rotary_dim = 2 * half})};
+        cpx::rotary<T>(rows<T const>(x, head_dim), head_dim, at, pairs, rows<T>(once, head_dim));
+        pairs.how = cpx::rounding::round_each_op;
+        cpx::rotary<T>(rows<T const>(x, head_dim), head_dim, at, pairs, rows<T>(each, head_dim));
+        size differ = 0;
+        for (size row = 0; row < count; ++row)
+            for (size i = 0; i < half; ++i) {
+                auto const low = static_cast<std::size_t>(row * head_dim + i), high = low + half;
+                float const angle = static_cast<float>(positions[static_cast<std::size_t>(row)]) *
+                                    pairs.frequencies[static_cast<std::size_t>(i)];
+                float const c = std::cos(angle), s = std::sin(angle), a = static_cast<float>(x[low]),
+                            b = static_cast<float>(x[high]);
+                CHECK(once[low] == static_cast<T>(a * c - b * s));
+                CHECK(once[high] == static_cast<T>(b * c + a * s));
+                T const cosine(c), sine(s); // whose arithmetic rounds each result
+                CHECK(each[low] == x[low] * cosine - x[high] * sine);
+                CHECK(each[high] == x[high] * cosine + x[low] * sine);
+                differ += each[low] != once[low];
+            }
+        CHECK(differ > 10);
+        cpx::rotary_backward<T>(rows<T const>(each, head_dim), head_dim, at, pairs, rows<T>(back, head_dim));
+        CHECK(bits::relative_error<T, T>(rows<T const>(back, head_dim), rows<T const>(x, head_dim)) <= 0.02);
+    }
+
+    TEST_CASE("positions whose rows are in the wrong dimension, or sections of another size, are rejected") {
+        auto const x = bits::uniform<float>(5, 8, 1);
+        scattered<float> y(5, 8);
+        std::vector<size> const positions(20);
+        cpx::rotary_pairs<float> pairs{cpx::rotary_frequencies<float>({.theta = 1e4, .rotary_dim = 8})};
+        auto const rotate = [&](size axes, size count) {
+            cpx::rotary<float>(x, 8, rows<size const>(positions.data(), axes, count), pairs, y.view());
+        };
+        support::rejects({"local_rotary.cpp", "rotary: shape of positions, whose rows are in the wrong dimension: "
+                                              "expected (1, 5) or (3, 5), got (5, 3)"},
+                         [&] { rotate(5, 3); });
+        support::rejects({"rotary: shape of positions: expected (1, 5) or (3, 5), got (4, 5)"}, [&] { rotate(4, 5); });
+        pairs.axes = cpx::rotary_axes({2, 2, 1}, cpx::axis_order::interleaved);
+        support::rejects({"rotary: number of axes, which the sections make together: expected one a pair, 4, got 5"},
+                         [&] { rotate(3, 5); });
+        pairs.axes = {0, 1, 2, 3};
+        support::rejects({"rotary: axis: expected one of 3, got 3"}, [&] { rotate(3, 5); });
     }
 
     TEST_CASE("an odd number of rotated channels, or more than a head has, is an error") {

@@ -2,6 +2,8 @@
 // Positions that ranks compute together: what they exchange, and those of transformers.
 #include <cpx/ops/mrope.hpp>
 
+#include <cpx/ops/rotary.hpp>
+
 #include <doctest/doctest.h>
 
 #include <ops/golden.hpp>
@@ -87,6 +89,52 @@ TEST_SUITE("ops") {
                 for_each_sharding(b.batch, ranks, {1, 16}, [&](std::string const& what, auto const& sharding) {
                     CHECK_MESSAGE(problem_of(b, tokens, sharding, whole, sent) == "", what);
                 });
+        }
+    }
+
+    TEST_CASE_TEMPLATE("rotary embedding by three axes is that of transformers on every sharding", T, float, double) {
+        for (char const* name : {"mrope_qwen3_vl", "mrope_qwen2_5_vl"}) {
+            CAPTURE(name);
+            auto const file = golden::open(name);
+            auto const b = read_batch(file);
+            cpx::media_tokens const tokens{std::stoi(file.metadata("image_token_id")),
+                                           std::stoi(file.metadata("video_token_id"))};
+            auto const rope = cpx::json_value::parse(file.metadata("rope"), "rope");
+            std::array<index_t, 3> section{24, 20, 20}; // of Qwen3-VL, whose settings here do not say
+            if (rope.has("mrope_section"))
+                std::ranges::copy(rope.get<std::vector<index_t>>("mrope_section"), section.begin());
+            auto const order =
+                file.metadata("layout") == "interleaved" ? cpx::axis_order::interleaved : cpx::axis_order::sectioned;
+            index_t const head_dim = std::stoi(file.metadata("head_dim"));
+            auto const frequencies =
+                cpx::rotary_frequencies<float>({.theta = rope.get<double>("rope_theta"), .rotary_dim = head_dim});
+            cpx::rotary_pairs<T> const pairs{std::vector<T>(frequencies.begin(), frequencies.end()),
+                                             cpx::rotary_axes(section, order, head_dim / 2)};
+            for (auto const& [from, to] : std::vector<std::pair<std::string, std::string>>{
+                     {"q", "q_rot"}, {"k", "k_rot"}, {"dq_rot", "dq"}, {"dk_rot", "dk"}}) {
+                CAPTURE(from);
+                index_t const width = file.tensor(from).shape[1] * head_dim;
+                auto const x = file.read<T>(from);
+                auto const expected = file.read<double>(to);
+                std::vector<T> one;
+                for (int const ranks : {1, 3, 4}) {
+                    auto const sharding = cpx::shard(b.batch, cpx::zigzag<>(ranks));
+                    auto const all = on_ranks::assemble<T>(sharding, {{1, width}}, [&](cpx::threads& comm) {
+                        auto const ids = on_ranks::take(b.ids, {{1, 1}}, sharding, comm.rank());
+                        auto const positions = cpx::mrope_positions(b.items, ids, tokens, comm);
+                        auto const own = on_ranks::take(x, {{1, width}}, sharding, comm.rank());
+                        auto y = on_ranks::poisoned<T>(sharding, comm.rank(), width);
+                        if (from[0] == 'd')
+                            cpx::rotary_backward(positions, own, head_dim, pairs, y);
+                        else
+                            cpx::rotary(positions, own, head_dim, pairs, y);
+                        return y;
+                    });
+                    if (ranks == 1) one = all;
+                    CHECK(on_ranks::relative_error(all, expected) <= 2e-6);
+                    CHECK(on_ranks::same_bits(all, one));
+                }
+            }
         }
     }
 

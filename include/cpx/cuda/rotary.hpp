@@ -2,40 +2,18 @@
 // Rotary position embedding on the GPU: ordinary and multimodal positions, several tensors at once.
 #pragma once
 
+#include <cpx/core/rotary_axes.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/plan/segments.hpp>
 
 #include <cpx/rotary.cuh>
 
-#include <array>
 #include <cmath>
 #include <limits>
 #include <numbers>
 
 namespace cpx::cuda {
-
-/// How the pairs of a head are given to the axes of multimodal positions: time, height, width.
-enum class axis_order {
-    sectioned,   ///< the pairs of an axis stand side by side: Qwen2-VL, Qwen2.5-VL
-    interleaved, ///< pair i belongs to axis i % 3 while i < 3 * section[i % 3], then to time: Qwen3-VL, Qwen3.5
-};
-
-/// Returns the axis of every pair, 0 to 2, for `mrope_section` of a model's settings.
-///
-/// Throws `cpx::error` if a section is negative. Source: Hugging Face transformers, apply_multimodal_rotary_pos_emb of
-/// Qwen2-VL and apply_interleaved_mrope of Qwen3-VL.
-inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order order, caller here = caller::here()) {
-    require(std::ranges::min(section) >= 0, "cuda::rotary_axes", "section", "not negative", std::ranges::min(section),
-            here);
-    std::vector<int> axes;
-    for (index_t i = 0; i < section[0] + section[1] + section[2]; ++i)
-        if (order == axis_order::sectioned)
-            axes.push_back((i >= section[0]) + (i >= section[0] + section[1]));
-        else
-            axes.push_back(i < 3 * section[static_cast<std::size_t>(i % 3)] ? static_cast<int>(i % 3) : 0);
-    return axes;
-}
 
 /// What turns the pairs of every head, in memory of the device that is current when it is made; made once a model.
 class rotary_pairs {

@@ -10,9 +10,6 @@
 
 namespace cpx {
 
-/// What gives rows of features to ranks: each goes where its placeholder is.
-struct by_placeholder {};
-
 /// Positions of one rank's rows, and which of them hold placeholders. Made once a batch, for all layers and stages.
 template <any_sharding S>
 class sharded_positions {
@@ -162,6 +159,16 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
     result.deltas_ = std::move(map.deltas);
     result.overruns_ = m.overruns();
     return result;
+}
+
+/// Does not compile: the ids of a rank are not those of the batch.
+template <sharded_like Ids>
+batch_positions mrope_positions(media const&, thd const&, Ids const&, media_tokens, caller = caller::here()) {
+    constexpr bool whole = !sharded_like<Ids>;
+    static_assert(whole,
+                  "cpx: mrope_positions of a whole batch from ids that are sharded; give ids and a transport, and "
+                  "no batch");
+    return {};
 }
 
 } // namespace cpx

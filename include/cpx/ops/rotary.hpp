@@ -4,6 +4,7 @@
 
 #include <cpx/layout/sharded.hpp>
 #include <cpx/ops/local/rotary.hpp>
+#include <cpx/ops/mrope.hpp>
 #include <cpx/plan/segments.hpp>
 
 namespace cpx {
@@ -44,6 +45,47 @@ void rotary_backward(int rank, X const& dy, index_t head_dim, rotary_options opt
         detail::require_shape("rotary_backward", "dy", from.data(), std::ssize(tokens), from.data().width(), here);
         rotary_backward<element_of<Y>>(from.data(), head_dim, tokens, options, to.data(), here);
     }
+}
+
+namespace detail {
+
+template <bool Back, class X, class Y, class S, class Pairs>
+void rotate_sharded(sharded_positions<S> const& positions, X const& x, index_t head_dim, Pairs const& pairs, Y&& y,
+                    caller here) {
+    constexpr bool fits = sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
+    static_assert(fits, "cpx: rotary by positions of another sharding than that of x and y; compute positions from ids "
+                        "that are sharded as x");
+    static_assert(writes, "cpx: rotary wants x of y's elements, and a y that is not const and has a name");
+    if constexpr (fits && writes) {
+        auto const from = x.view();
+        auto const to = y.view();
+        require(to.sharding() == from.sharding(), "rotary", "sharding of y", "that of x", "another", here);
+        require(from.sharding() == positions.sharding(), "rotary", "sharding of the positions", "that of x", "another",
+                here);
+        using T = element_of<Y>;
+        if constexpr (Back)
+            rotary_backward<T>(from.data(), head_dim, positions.axes(), pairs, to.data(), here);
+        else
+            rotary<T>(from.data(), head_dim, positions.axes(), pairs, to.data(), here);
+    }
+}
+
+} // namespace detail
+
+/// Rotates every row by its position on three axes, as `mrope_positions` has computed them on the sharding of x. The
+/// pairs have axes, of `rotary_axes`. All else as above; the sums of sections and frequencies must fit.
+template <any_sharding S, sharded_like X, sharded_like Y>
+void rotary(sharded_positions<S> const& positions, X const& x, index_t head_dim,
+            rotary_pairs<detail::rotary_number<element_of<X>>> const& pairs, Y&& y, caller here = caller::here()) {
+    detail::rotate_sharded<false>(positions, x, head_dim, pairs, std::forward<Y>(y), here);
+}
+
+/// Computes dx from dy, the gradients of `rotary`: rotates back. Arguments and errors as there; dx may be dy.
+template <any_sharding S, sharded_like X, sharded_like Y>
+void rotary_backward(sharded_positions<S> const& positions, X const& dy, index_t head_dim,
+                     rotary_pairs<detail::rotary_number<element_of<X>>> const& pairs, Y&& dx,
+                     caller here = caller::here()) {
+    detail::rotate_sharded<true>(positions, dy, head_dim, pairs, std::forward<Y>(dx), here);
 }
 
 } // namespace cpx

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/thd.hpp>
+#include <cpx/layout/piecewise.hpp>
 #include <cpx/plan/media_position.hpp>
 
 #include <cmath>
@@ -173,6 +174,43 @@ std::vector<media_grid> media_grids(integers auto const& list, caller here = cal
     for (auto g = std::data(list); g != std::data(list) + std::ssize(list); g += 3)
         grids.push_back({static_cast<index_t>(g[0]), static_cast<index_t>(g[1]), static_cast<index_t>(g[2])});
     return grids;
+}
+
+/// What gives rows of features to ranks: each to the rank whose tower has made its image or frame; each to the rank
+/// of its placeholder.
+struct by_item {};
+struct by_placeholder {};
+
+/// Returns the sharding in which rank r has made the features of the next `frames[r]` images, or frames of videos.
+///
+/// Throws `cpx::error` if these are not all of them.
+inline piecewise<by_item> features_by_item(media const& m, media_kind kind, std::vector<index_t> const& frames,
+                                           caller here = caller::here()) {
+    auto const& all = m.frames(kind);
+    index_t const count = std::ssize(all) - 1;
+    index_t next = 0;
+    std::vector<owned_piece> pieces;
+    for (std::size_t rank = 0; rank < frames.size(); ++rank) {
+        index_t const own = frames[rank];
+        if (own < 0 || own > count - next)
+            throw error("features_by_item", "frames of rank " + std::to_string(rank),
+                        "0 to " + std::to_string(count - next), std::to_string(own), here);
+        pieces.push_back({{all[static_cast<std::size_t>(next)].row, all[static_cast<std::size_t>(next + own)].row},
+                          static_cast<int>(rank)});
+        next += own;
+    }
+    require(next == count, "features_by_item", "frames of all ranks", count, next, here);
+    return piecewise<by_item>(static_cast<int>(frames.size()), m.batch(kind), pieces, here);
+}
+
+/// Returns the sharding in which all ranks have made as many, the first ones one more. Source: NeMo Megatron-Bridge,
+/// vision_dp_when_cp.
+inline piecewise<by_item> features_by_item(media const& m, media_kind kind, int ranks, caller here = caller::here()) {
+    detail::require_ranks("features_by_item", "ranks", ranks, here);
+    index_t const count = std::ssize(m.frames(kind)) - 1;
+    std::vector<index_t> frames;
+    for (int rank = 0; rank < ranks; ++rank) frames.push_back(count / ranks + (rank < count % ranks));
+    return features_by_item(m, kind, frames, here);
 }
 
 } // namespace cpx

@@ -7,8 +7,6 @@
 #include <cpx/plan/media.hpp>
 #include <cpx/plan/segments.hpp>
 
-#include <array>
-
 namespace cpx {
 
 namespace detail {
@@ -69,14 +67,14 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
         if (t >= batch.valid(s)) return media_kind::text;
         return tokens.kind(static_cast<index_t>(std::data(ids)[batch.offset(s) + t]));
     };
-    std::array<index_t, 3> placeholders{};
+    index_t placeholders[3] = {};
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
     for (media_kind const kind : {media_kind::image, media_kind::video})
         detail::require_rows(m, kind, placeholders[static_cast<std::size_t>(kind)], here);
 
     batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
-    std::array<std::size_t, 3> next_item{};
+    std::size_t next_item[3] = {};
     for (index_t s = 0; s < batch.sequences(); ++s) {
         index_t next = 0, most = -1;
         auto const emit = [&](index_t t, mrope_position at) {
@@ -161,13 +159,13 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
     for (int r = S::every_row ? rank : 0; r < (S::every_row ? rank + 1 : sharding.ranks()); ++r)
         for (segment const& s : segments(sharding, r, here)) all.push_back({s, r, {}});
     require(all.size() == counts.size(), "mrope", "counts, one a segment", all.size(), counts.size(), here);
-    std::array<index_t, 2> total{};
+    index_t images = 0, videos = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
         all[i].count = counts[i];
-        total[0] += counts[i].image, total[1] += counts[i].video;
+        images += counts[i].image, videos += counts[i].video;
     }
-    detail::require_rows(m, media_kind::image, total[0], here);
-    detail::require_rows(m, media_kind::video, total[1], here);
+    detail::require_rows(m, media_kind::image, images, here);
+    detail::require_rows(m, media_kind::video, videos, here);
     std::ranges::stable_sort(all, {},
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 

@@ -2,6 +2,7 @@
 // Rotary position embedding of rows that hold heads side by side.
 #pragma once
 
+#include <cpx/core/rotary_axes.hpp>
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
 
@@ -31,63 +32,171 @@ std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::
     return result;
 }
 
+/// What turns the pairs of every head, made once a model. T: that of the elements, float for elements of 16 bits.
+template <class T>
+struct rotary_pairs {
+    /// Radians from one position to the next, such as `rotary_frequencies` or a model's own. Channel i of a head is
+    /// paired with i + frequencies.size().
+    std::vector<T> frequencies;
+    std::vector<int> axes = {}; ///< a pair, of `rotary_axes`; none: all turn by the first axis
+    rounding how = rounding::fp32_inside;
+};
+
+namespace detail {
+
+/// The numbers in which elements T are turned.
+template <class T>
+using rotary_number = std::conditional_t<sizeof(T) < sizeof(float), float, T>;
+
+inline void require_axes(std::span<int const> axes, index_t pairs, index_t axis_count, caller here) {
+    require(axes.empty() || std::ssize(axes) == pairs, "rotary", "number of axes, which the sections make together",
+            "one a pair, " + std::to_string(pairs), axes.size(), here);
+    for (int const axis : axes)
+        require(axis >= 0 && axis < axis_count, "rotary", "axis", "one of " + std::to_string(axis_count), axis, here);
+}
+
+inline void require_positions(rows<index_t const> positions, index_t count, caller here) {
+    index_t const axes = positions.count(), width = positions.width();
+    if ((axes == 1 || axes == 3) && width == count) return;
+    auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
+    bool const turned = axes == count && (width == 1 || width == 3);
+    throw error("rotary", turned ? "shape of positions, whose rows are in the wrong dimension" : "shape of positions",
+                shape(1, count) + " or " + shape(3, count), shape(axes, width), here);
+}
+
+} // namespace detail
+
 /// Computes the cosine and sine of the angles `position * frequency`, the angle rounded to T.
 ///
-/// cos, sin: (positions.size(), frequencies.size()). Throws `cpx::error` if shapes do not fit or memory overlaps.
+/// positions: (1, rows), or (3, rows) for axes time, height and width, of which pair i takes `axes[i]`; no axes: the
+/// first. cos, sin: (rows, frequencies.size()). Throws `cpx::error` if shapes do not fit or memory overlaps.
 template <class T>
-void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin,
-                  caller here = caller::here()) {
-    auto const count = static_cast<index_t>(positions.size()), half = static_cast<index_t>(frequencies.size());
+void rotary_table(rows<index_t const> positions, std::span<int const> axes, std::span<T const> frequencies, rows<T> cos,
+                  rows<T> sin, caller here = caller::here()) {
+    index_t const count = cos.count(), half = std::ssize(frequencies);
+    detail::require_positions(positions, count, here);
+    detail::require_axes(axes, half, positions.count() == 1 ? 3 : positions.count(), here);
     detail::require_shape("rotary_table", "cos", cos, count, half, here);
     detail::require_shape("rotary_table", "sin", sin, count, half, here);
     detail::require_apart("rotary_table", {{"cos", cos}, {"sin", sin}},
                           {{"positions", positions}, {"frequencies", frequencies}}, here);
+    bool const one = axes.empty() || positions.count() == 1;
     for (index_t row = 0; row < count; ++row)
         for (index_t i = 0; i < half; ++i) {
-            T const angle =
-                static_cast<T>(positions[static_cast<std::size_t>(row)]) * frequencies[static_cast<std::size_t>(i)];
+            auto const pair = static_cast<std::size_t>(i);
+            T const angle = static_cast<T>(positions(one ? 0 : axes[pair], row)) * frequencies[pair];
             cos(row, i) = std::cos(angle);
             sin(row, i) = std::sin(angle);
         }
 }
+
+template <class T>
+void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin,
+                  caller here = caller::here()) {
+    rotary_table<T>({positions.data(), 1, std::ssize(positions)}, {}, frequencies, cos, sin, here);
+}
+
+namespace detail {
+
+/// Rotates by the angles times `direction`, 1 or -1.
+template <class T>
+void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos, rows<rotary_number<T> const> sin,
+            rounding how, rotary_number<T> direction, rows<T> y, caller here) {
+    index_t const half = cos.width();
+    require(head_dim > 0 && x.width() % head_dim == 0, "rotary", "width of x",
+            "a multiple of head_dim, " + std::to_string(head_dim), x.width(), here);
+    require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half, here);
+    require_shape("rotary", "cos", cos, x.count(), half, here);
+    require_shape("rotary", "sin", sin, x.count(), half, here);
+    require_shape("rotary", "y", y, x.count(), x.width(), here);
+    require_apart("rotary", {{"y", y}}, {{"x", x}}, here, in_place::yes);
+    require_apart("rotary", {{"y", y}}, {{"cos", cos}, {"sin", sin}}, here);
+    auto const turn = [&](T const* from, T* to, auto const* c, auto const* s) {
+        if constexpr (sizeof(T) < sizeof(float)) {
+            auto const rounded = [&](float value) {
+                return how == rounding::round_each_op ? static_cast<float>(static_cast<T>(value)) : value;
+            };
+            for (index_t i = 0; i < half; ++i) {
+                float const cosine = rounded(c[i]), sine = direction * rounded(s[i]);
+                float const low = static_cast<float>(from[i]), high = static_cast<float>(from[half + i]);
+                to[i] = static_cast<T>(rounded(low * cosine) - rounded(high * sine));
+                to[half + i] = static_cast<T>(rounded(high * cosine) + rounded(low * sine));
+            }
+        } else {
+            for (index_t i = 0; i < half; i += lane_count<T>) {
+                index_t const valid = half - i;
+                lanes<T> cosine, sine, low, high;
+                load<T>(c + i, valid, cosine);
+                load<T>(s + i, valid, sine);
+                load<T>(from + i, valid, low);
+                load<T>(from + half + i, valid, high);
+                sine *= direction;
+                store<T>(low * cosine - high * sine, to + i, valid);
+                store<T>(high * cosine + low * sine, to + half + i, valid);
+            }
+        }
+    };
+    for (index_t row = 0; row < x.count(); ++row)
+        for (index_t head = 0; head < x.width(); head += head_dim) {
+            T const* const from = x.row(row) + head;
+            T* const to = y.row(row) + head;
+            turn(from, to, cos.row(row), sin.row(row));
+            if (from != to) std::copy(from + 2 * half, from + head_dim, to + 2 * half);
+        }
+}
+
+/// Rotates by positions, in one of the two directions.
+template <class T>
+void rotate(rows<T const> x, index_t head_dim, rows<index_t const> positions,
+            rotary_pairs<rotary_number<T>> const& pairs, rotary_number<T> direction, rows<T> y, caller here) {
+    using number = rotary_number<T>;
+    index_t const count = x.count(), half = std::ssize(pairs.frequencies);
+    require_positions(positions, count, here);
+    require(2 * half <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim), 2 * half,
+            here);
+    auto cos = zeros<number>("rotary", {count, half}, here), sin = cos;
+    rows<number> const c(cos.data(), count, half), s(sin.data(), count, half);
+    rotary_table<number>(positions, pairs.axes, pairs.frequencies, c, s, here);
+    rotate<T>(x, head_dim, c, s, pairs.how, direction, y, here);
+}
+
+} // namespace detail
 
 /// Rotates channel i of every head with channel i + D by the angle i of its row, D = cos.width():
 ///
 ///     y_i = x_i cos_i - x_{i+D} sin_i,    y_{i+D} = x_{i+D} cos_i + x_i sin_i
 ///
 /// x, y: (rows, heads * head_dim), y may be x; cos, sin: (rows, D) with 2 D <= head_dim. Other channels pass through.
+/// Elements of 16 bits have tables of float, and are rounded as `how` says.
 /// Source: Su, Lu, Pan, Murtadha, Wen, Liu, "RoFormer", 2021, arXiv 2104.09864, section 3.4.2. The paper pairs
 /// channels 2 i and 2 i + 1, here they come from the two halves of the rotated channels, as in the checkpoints of Qwen.
 ///
 /// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T>
-void rotary(rows<T const> x, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> y,
+void rotary(rows<T const> x, index_t head_dim, rows<detail::rotary_number<T> const> cos,
+            rows<detail::rotary_number<T> const> sin, rows<T> y, rounding how = rounding::fp32_inside,
             caller here = caller::here()) {
-    index_t const half = cos.width();
-    require(head_dim > 0 && x.width() % head_dim == 0, "rotary", "width of x",
-            "a multiple of head_dim, " + std::to_string(head_dim), x.width(), here);
-    require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half, here);
-    detail::require_shape("rotary", "cos", cos, x.count(), half, here);
-    detail::require_shape("rotary", "sin", sin, x.count(), half, here);
-    detail::require_shape("rotary", "y", y, x.count(), x.width(), here);
-    detail::require_apart("rotary", {{"y", y}}, {{"x", x}}, here, detail::in_place::yes);
-    detail::require_apart("rotary", {{"y", y}}, {{"cos", cos}, {"sin", sin}}, here);
-    for (index_t row = 0; row < x.count(); ++row)
-        for (index_t head = 0; head < x.width(); head += head_dim) {
-            T const* const from = x.row(row) + head;
-            T* const to = y.row(row) + head;
-            for (index_t i = 0; i < half; i += detail::lane_count<T>) {
-                index_t const valid = half - i;
-                detail::lanes<T> c, s, low, high;
-                detail::load<T>(cos.row(row) + i, valid, c);
-                detail::load<T>(sin.row(row) + i, valid, s);
-                detail::load<T>(from + i, valid, low);
-                detail::load<T>(from + half + i, valid, high);
-                detail::store<T>(low * c - high * s, to + i, valid);
-                detail::store<T>(high * c + low * s, to + half + i, valid);
-            }
-            if (from != to) std::copy(from + 2 * half, from + head_dim, to + 2 * half);
-        }
+    detail::rotate<T>(x, head_dim, cos, sin, how, 1, y, here);
+}
+
+/// Computes `dx` from `dy`: rotates back, by the angles negated. Arguments as in `rotary`; dx may be dy.
+template <class T>
+void rotary_backward(rows<T const> dy, index_t head_dim, rows<detail::rotary_number<T> const> cos,
+                     rows<detail::rotary_number<T> const> sin, rows<T> dx, rounding how = rounding::fp32_inside,
+                     caller here = caller::here()) {
+    detail::rotate<T>(dy, head_dim, cos, sin, how, -1, dx, here);
+}
+
+/// Computes the same with positions, (1, rows), or (3, rows) for pairs that have axes.
+template <class T>
+void rotary(rows<T const> x, index_t head_dim, rows<index_t const> positions,
+            rotary_pairs<detail::rotary_number<T>> const& pairs, rows<T> y, caller here = caller::here()) {
+    detail::rotate<T>(x, head_dim, positions, pairs, 1, y, here);
+}
+template <class T>
+void rotary_backward(rows<T const> dy, index_t head_dim, rows<index_t const> positions,
+                     rotary_pairs<detail::rotary_number<T>> const& pairs, rows<T> dx, caller here = caller::here()) {
+    detail::rotate<T>(dy, head_dim, positions, pairs, -1, dx, here);
 }
 
 /// Computes the same with ordinary positions, one a row.
@@ -96,32 +205,16 @@ void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> position
             caller here = caller::here()) {
     require(options.rotary_dim <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim),
             options.rotary_dim, here);
-    auto const frequencies = rotary_frequencies<T>(options, here);
-    index_t const count = std::ssize(positions), half = std::ssize(frequencies);
-    auto cos = detail::zeros<T>("rotary", {count, half}, here), sin = cos;
-    rows<T> const c(cos.data(), count, half), s(sin.data(), count, half);
-    rotary_table<T>(positions, frequencies, c, s, here);
-    rotary<T>(x, head_dim, c, s, y, here);
+    detail::rotate<T>(x, head_dim, {positions.data(), 1, std::ssize(positions)},
+                      {rotary_frequencies<detail::rotary_number<T>>(options, here)}, 1, y, here);
 }
-
-/// Computes `dx` from `dy`: rotates back, by the angles negated. Arguments as in `rotary`; dx may be dy.
-template <class T>
-void rotary_backward(rows<T const> dy, index_t head_dim, rows<T const> cos, rows<T const> sin, rows<T> dx,
-                     caller here = caller::here()) {
-    auto negated = detail::zeros<T>("rotary_backward", {sin.count(), sin.width()}, here);
-    rows<T> const back(negated.data(), sin.count(), sin.width());
-    for (index_t row = 0; row < sin.count(); ++row)
-        for (index_t i = 0; i < sin.width(); ++i) back(row, i) = -sin(row, i);
-    rotary<T>(dy, head_dim, cos, back, dx, here);
-}
-
-/// Computes the same with ordinary positions, one a row.
 template <class T>
 void rotary_backward(rows<T const> dy, index_t head_dim, std::span<index_t const> positions, rotary_options options,
                      rows<T> dx, caller here = caller::here()) {
-    std::vector<index_t> negated(positions.begin(), positions.end());
-    for (index_t& position : negated) position = -position;
-    rotary<T>(dy, head_dim, std::span<index_t const>(negated), options, dx, here);
+    require(options.rotary_dim <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim),
+            options.rotary_dim, here);
+    detail::rotate<T>(dy, head_dim, {positions.data(), 1, std::ssize(positions)},
+                      {rotary_frequencies<detail::rotary_number<T>>(options, here)}, -1, dx, here);
 }
 
 } // namespace cpx
