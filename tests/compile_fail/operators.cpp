@@ -20,11 +20,13 @@ using other = zigzag;
 using of_sequences = packed;
 using keys = everywhere;
 using more = cpx::sequential<4>;
+using model = cpx::head_decay_attention;
 #else
 using other = sequential;
 using of_sequences = sequential;
 using keys = zigzag; // every rank would see some tokens of a sequence and call them the whole
 using more = cpx::sequential<8>;
+using model = cpx::kimi_delta_attention; // has one input more
 #endif
 cpx::attention_heads const heads;
 auto const silu = cpx::activation::silu;
@@ -56,6 +58,12 @@ void recurrence_backward(cpx::carry_plan<cpx::scan, zigzag> const& plan,
                          cpx::delta_rule_tensors<float, zigzag> const& t,
                          cpx::delta_rule_gradient_tensors<float, other> const& to, cpx::threads& comm) {
     cpx::gated_delta_rule_backward(plan, t, to, {}, {}, comm);
+}
+
+// expect: recur of what is no model of cpx::recurrence, or has another number of inputs
+void another_recurrence(cpx::carry_plan<cpx::scan, zigzag> const& plan, model const& r,
+                        cpx::recurrence_tensors<float, zigzag, 4> const& t, cpx::threads& comm) {
+    cpx::recur(plan, r, t, comm);
 }
 
 // expect: (could not convert|no viable conversion)

@@ -19,6 +19,9 @@ public:
         requires(!std::same_as<S, erased>) && cpx::any_sharding<S> && (S::every_row == EveryRow)
     erased(S sharding) : real_(std::make_shared<model<S>>(std::move(sharding))) {}
 
+    /// Copies are equal.
+    friend bool operator==(erased const& a, erased const& b) { return a.real_ == b.real_; }
+
     int ranks() const { return real_->ranks(); }
     cpx::thd const& batch() const { return real_->batch(); }
     cpx::index_t rows(int rank) const { return real_->rows(rank); }

@@ -6,7 +6,8 @@
 #include <cpx/ops/local/shape.hpp>
 #include <cpx/transport/exchange.hpp>
 
-#include <array>
+#include <span>
+#include <type_traits>
 
 namespace cpx {
 
@@ -60,17 +61,18 @@ private:
 /// Collective, if a group of readers is split between ranks: one exchange; else nothing moves.
 ///
 /// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws.
-template <class T, std::size_t N, any_sharding S, class Comm>
+template <class T, any_sharding S, class Comm>
 void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width, rows<T const> terms,
-                 std::array<rows<T>, N> const& sums, Comm& comm, caller here = caller::here()) {
+                 std::type_identity_t<std::span<rows<T> const>> sums, Comm& comm, caller here = caller::here()) {
     detail::require_rank("sum_readers", rank, sharding.ranks(), here);
     detail::require_groups("sum_readers", "readers", readers, "shared heads", shared, here);
-    detail::product("sum_readers", "readers x width", {static_cast<index_t>(N), readers, width}, here);
+    index_t const tensors = std::ssize(sums);
+    detail::product("sum_readers", "readers x width", {tensors, readers, width}, here);
     index_t const group = readers / shared;
     range held = sharding.heads(rank, readers);
     range const own = sharding.heads(rank, shared);
     index_t const count = sharding.rows(rank);
-    detail::require_shape("sum_readers", "terms", terms, count, static_cast<index_t>(N) * held.size() * width, here);
+    detail::require_shape("sum_readers", "terms", terms, count, tensors * held.size() * width, here);
     for (rows<T> const& sum : sums) detail::require_shape("sum_readers", "sums", sum, count, own.size() * width, here);
     std::vector<detail::operand> written;
     for (rows<T> const& sum : sums) written.push_back({"sums", sum});
@@ -82,7 +84,7 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
     }
     std::vector<T> whole;
     if (split) {
-        std::vector<section> const sections(N, section{readers, width});
+        std::vector<section> const sections(sums.size(), section{readers, width});
         using R = detail::reader_sharding<S>;
         auto const plan =
             relayout(R(sharding, shared, sections, false), R(sharding, shared, sections, true), rank, here);
@@ -92,7 +94,7 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
         terms = all;
         held = {own.first * group, own.last * group};
     }
-    for (std::size_t i = 0; i < N; ++i)
+    for (std::size_t i = 0; i < sums.size(); ++i)
         for (index_t row = 0; row < terms.count(); ++row)
             for (index_t head = own.first; head < own.last; ++head) {
                 T const* from =

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/ops/local/activation.hpp>
+#include <cpx/ops/local/chunks.hpp>
 #include <cpx/ops/local/linear.hpp>
 
 #include <algorithm>
@@ -70,21 +71,10 @@ struct delta_chunk : delta_keys<T> {
     }
 };
 
-/// Returns x, each row divided by its length if `l2norm`, times `scale`.
-template <class T>
-padded<T> delta_rows(rows<T const> x, bool l2norm, T scale) {
-    padded<T> result(x);
-    for (index_t i = 0; i < x.count(); ++i) {
-        T const factor = l2norm ? scale / std::sqrt(sum_of_squares(x.row(i), x.width()) + T(1e-6)) : scale;
-        for (index_t d = 0; d < x.width(); ++d) result(i, d) *= factor;
-    }
-    return result;
-}
-
 template <class T>
 delta_keys<T> prepare_keys(rows<T const> k, rows<T const> g, bool l2norm) {
     index_t const n = k.count();
-    delta_keys<T> c{delta_rows(k, l2norm, T(1)), {n, n}, {n, n}, std::vector<T>(static_cast<std::size_t>(n))};
+    delta_keys<T> c{scaled_rows(k, l2norm, T(1)), {n, n}, {n, n}, std::vector<T>(static_cast<std::size_t>(n))};
     linear<T>(c.keys.view(), c.keys.view(), c.products.view());
     T until_now = 1;
     for (index_t i = 0; i < n; ++i) {
@@ -127,26 +117,13 @@ void require_gates(char const* where, index_t count, rows<T const> g, rows<T con
     product(where, "first", {first}, here);
 }
 
-/// Returns the factor of queries of `dim` channels.
-template <class T>
-T delta_scale(delta_rule_options const& options, index_t dim) {
-    return static_cast<T>(options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(dim)));
-}
-
 /// Calls `f(row, chunk)` for the chunks of a segment in turn; `row` is the chunk's first row.
 template <class T, class F>
-void for_each_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
-                    delta_rule_options const& options, F&& f) {
-    index_t n = 0;
-    for (index_t row = 0; row < k.count(); row += n) {
-        n = std::min(options.chunk - (first + row) % options.chunk, k.count() - row);
+void for_each_delta_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
+                          delta_rule_options const& options, F&& f) {
+    for_each_chunk(k.count(), first, options.chunk, [&](index_t row, index_t n) {
         f(row, prepare_chunk<T>(k.sub(row, n), v.sub(row, n), g.sub(row, n), beta.sub(row, n), options.qk_l2norm));
-    }
-}
-
-template <class T>
-void copy_out(padded<T> const& from, rows<T> to) {
-    for (index_t i = 0; i < to.count(); ++i) std::copy_n(from.row(i), to.width(), to.row(i));
+    });
 }
 
 } // namespace detail
@@ -179,11 +156,11 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
     detail::require_gates(where, k.count(), g, beta, first, options, here);
     detail::require_apart(where, {{"o", o}, {"state", state}}, {{"q", q}, {"k", k}, {"v", v}, {"g", g}, {"beta", beta}},
                           here);
-    T const scale = detail::delta_scale<T>(options, k.width());
+    T const scale = detail::query_scale<T>(options.scale, k.width());
     detail::padded<T> s(state);
-    detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_delta_chunk(k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
         index_t const n = chunk.keys.count();
-        auto const queries = detail::delta_rows(q.sub(row, n), options.qk_l2norm, scale);
+        auto const queries = detail::scaled_rows(q.sub(row, n), options.qk_l2norm, scale);
         auto const fresh = chunk.fresh(chunk.u, s);
         detail::padded<T> weights(n, n), out(n, v.width());
         linear<T>(queries.view(), chunk.keys.view(), weights.view());
@@ -220,7 +197,7 @@ void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T c
     detail::padded<T> e(end), m;
     if (with_map) m = {k.width(), k.width()};
     for (index_t d = 0; d < m.count(); ++d) m(d, d) = 1;
-    detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_delta_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
         chunk.advance(chunk.fresh(chunk.u, e), e);
         if (with_map) chunk.advance(chunk.fresh({chunk.keys.count(), k.width()}, m), m);
     });

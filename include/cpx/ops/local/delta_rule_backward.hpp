@@ -45,8 +45,8 @@ delta_reverse<T> reverse_chunk(rows<T const> q, rows<T const> k, rows<T const> g
                                rows<T const> dout, delta_rule_options const& options, padded<T> const& dstate) {
     index_t const n = q.count(), dim = q.width();
     delta_reverse<T> c{prepare_keys(k, g, options.qk_l2norm),
-                       delta_rows(q, options.qk_l2norm, T(1)),
-                       delta_rows(dout, false, delta_scale<T>(options, dim)),
+                       scaled_rows(q, options.qk_l2norm, T(1)),
+                       scaled_rows(dout, false, query_scale<T>(options.scale, dim)),
                        {n, n},
                        {n, dout.width()}};
     auto const& [keys, products, decay, decay_all] = c.keys;
@@ -64,31 +64,6 @@ delta_reverse<T> reverse_chunk(rows<T const> q, rows<T const> k, rows<T const> g
         accumulate(minus_a.row(i), i + 1, n, c.right, c.right.row(i));
     }
     return c;
-}
-
-/// Calls `f(row, n)` for the chunks of a segment, the last one first.
-template <class F>
-void for_each_chunk_reversed(index_t count, index_t first, delta_rule_options const& options, F&& f) {
-    for (index_t end = count, row = 0; end > 0; end = row) {
-        row = std::max<index_t>((first + end - 1) / options.chunk * options.chunk - first, 0);
-        f(row, end - row);
-    }
-}
-
-/// Adds the gradient of x to `dx`, given that of `y = delta_rows(x, l2norm, 1)`.
-template <class T>
-void delta_rows_backward(rows<T const> x, padded<T> const& y, padded<T> const& dy, bool l2norm, rows<T> dx) {
-    for (index_t i = 0; i < x.count(); ++i) {
-        T const factor = l2norm ? 1 / std::sqrt(sum_of_squares(x.row(i), x.width()) + T(1e-6)) : 1;
-        T const inner = l2norm ? dot(y.row(i), dy.row(i), x.width()) : 0;
-        for (index_t d = 0; d < x.width(); d += lane_count<T>) {
-            lanes<T> of_y, of_dy, of_dx;
-            load<T>(y.row(i) + d, of_y);
-            load<T>(dy.row(i) + d, of_dy);
-            load<T>(dx.row(i) + d, x.width() - d, of_dx);
-            store<T>(of_dx + factor * (of_dy - inner * of_y), dx.row(i) + d, x.width() - d);
-        }
-    }
 }
 
 /// The gradients of a chunk's normalised rows and of its gates.
@@ -201,17 +176,17 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
 
     std::vector<detail::padded<T>> states, written; // before each chunk, and by it
     detail::padded<T> s(state), ds(dstate);
-    detail::for_each_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
+    detail::for_each_delta_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
         states.push_back(s);
         written.push_back(chunk.fresh(chunk.u, s));
         chunk.advance(written.back(), s);
     });
-    detail::for_each_chunk_reversed(count, first, options, [&](index_t row, index_t n) {
+    detail::for_each_chunk_reversed(count, first, options.chunk, [&](index_t row, index_t n) {
         auto const of = [&](auto const& x) { return x.sub(row, n); };
         auto const reverse = detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds);
         auto const chunk = detail::differentiate_chunk<T>(reverse, written.back(), of(v), of(beta), states.back(), ds);
-        detail::delta_rows_backward<T>(of(q), reverse.queries, chunk.dqueries, options.qk_l2norm, of(to.dq));
-        detail::delta_rows_backward<T>(of(k), reverse.keys.keys, chunk.dkeys, options.qk_l2norm, of(to.dk));
+        detail::scaled_rows_backward<T>(of(q), reverse.queries, chunk.dqueries, options.qk_l2norm, of(to.dq));
+        detail::scaled_rows_backward<T>(of(k), reverse.keys.keys, chunk.dkeys, options.qk_l2norm, of(to.dk));
         for (index_t i = 0; i < n; ++i) {
             for (index_t d = 0; d < value_dim; ++d) to.dv(row + i, d) = beta(row + i, 0) * reverse.right(i, d);
             to.dg(row + i, 0) = chunk.dg[static_cast<std::size_t>(i)];
@@ -243,7 +218,7 @@ void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g,
     detail::require_apart(where, {{"dstate", dstate}}, {{"q", q}, {"k", k}, {"g", g}, {"beta", beta}, {"dout", dout}},
                           here);
     detail::padded<T> ds(dstate);
-    detail::for_each_chunk_reversed(k.count(), first, options, [&](index_t row, index_t n) {
+    detail::for_each_chunk_reversed(k.count(), first, options.chunk, [&](index_t row, index_t n) {
         auto const of = [&](rows<T const> x) { return x.sub(row, n); };
         detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds).retreat(of(beta), ds);
     });

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// Any recurrence over sequences on any sharding, and its backward.
+#pragma once
+
+#include <cpx/ops/carried_states.hpp>
+#include <cpx/ops/recurrence_pass.hpp>
+
+#include <concepts>
+#include <string>
+
+namespace cpx {
+
+namespace detail {
+
+/// Throws unless inputs, or their gradients, and an output, or its gradient, fit the plan and the recurrence.
+template <class R, class A, class O, any_sharding S>
+void check_recurrence(char const* where, carry_chains<S> const& plan, R const& r,
+                      std::array<sharded<A, S>, recurrence_inputs<R>> const& x, sharded<O, S> const& o,
+                      std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
+    state_shape const all = r.states();
+    auto const inputs = r.inputs();
+    for (recurrence_input const& i : inputs) {
+        require_groups(where, "heads", all.heads, (std::string("heads of ") + i.name).c_str(), i.heads, here);
+        product(where, "heads x width", {i.heads, i.width}, here);
+    }
+    product(where, "heads x keys x values", {all.heads, all.keys, all.values}, here);
+    product(where, "heads x keys x keys", {all.heads, all.keys, all.keys}, here);
+    for (auto const& input : x)
+        require(input.sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
+    if (!(o.sharding() == plan.sharding))
+        throw error(where, std::string("sharding of ") + output, "the plan's", "another", here);
+    index_t const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
+    auto const held = [&](index_t heads) { return plan.sharding.heads(plan.rank, heads).size(); };
+    for (std::size_t i = 0; i < x.size(); ++i)
+        require_shape(where, names[i].c_str(), x[i].data(), rows_held, held(inputs[i].heads) * inputs[i].width, here);
+    require_shape(where, output, o.data(), rows_held, held(all.heads) * all.values, here);
+}
+
+template <class R>
+std::array<std::string, recurrence_inputs<R>> input_names(R const& r, char const* prefix) {
+    std::array<std::string, recurrence_inputs<R>> names;
+    for (std::size_t i = 0; i < names.size(); ++i) names[i] = std::string(prefix) + r.inputs()[i].name;
+    return names;
+}
+
+template <class A, any_sharding S, std::size_t N>
+std::vector<operand> operands(std::array<sharded<A, S>, N> const& x, std::array<std::string, N> const& names) {
+    std::vector<operand> list;
+    for (std::size_t i = 0; i < N; ++i) list.push_back({names[i].c_str(), x[i].data()});
+    return list;
+}
+
+template <carry_kind How, class R, class T, any_sharding S, class Comm>
+void run_recurrence(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, recurrence_inputs<R>> const& t,
+                    Comm& comm, caller here) {
+    char const* const where = r.name;
+    if constexpr (requires { r.check(where, here); }) r.check(where, here);
+    auto const names = input_names(r, "");
+    check_recurrence(where, plan, r, t.x, t.o, names, "o", here);
+    recurrence_forward<R, T, S> pass(where, plan, r, t, here);
+    index_t const sequences = plan.sharding.batch().sequences(), width = pass.shape().state_width();
+    if (t.initial.data()) require_shape(where, "initial", t.initial, sequences, width, here);
+    if (t.final.data()) require_shape(where, "final", t.final, sequences, width, here);
+    operand const o("o", t.o.data()), initial("initial", t.initial), final("final", t.final);
+    require_apart(where, std::array{o, final}, operands(t.x, names), here);
+    require_apart(where, {o}, {initial}, here);
+    require_apart(where, {final}, {initial}, here, in_place::yes);
+    host_memory memory;
+    std::vector<T> maps;
+    carry_states<T>(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, memory, comm, here);
+    pass.without_tokens();
+}
+
+template <carry_kind How, class R, class T, any_sharding S, class Comm>
+void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r,
+                             recurrence_tensors<T, S, recurrence_inputs<R>> const& t,
+                             recurrence_gradients<T, S, recurrence_inputs<R>> const& to, Comm& comm, caller here) {
+    std::string const name = std::string(r.name) + "_backward";
+    char const* const where = name.c_str();
+    if constexpr (requires { r.check(where, here); }) r.check(where, here);
+    auto const names = input_names(r, ""), of_gradients = input_names(r, "d");
+    check_recurrence(where, plan, r, t.x, to.dout, names, "dout", here);
+    check_recurrence(where, plan, r, to.dx, to.dout, of_gradients, "dout", here);
+    recurrence_backward<R, T, S> pass(where, plan, r, t, to, here);
+    state_shape const shape = pass.shape();
+    index_t const width = shape.state_width(), sequences = plan.sharding.batch().sequences();
+    require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
+            "saved states", "those of the forward", t.saved ? "others" : "none", here);
+    if constexpr (std::same_as<How, scan>)
+        require(std::ssize(t.saved->maps) == inner_segments(plan.links) * shape.map_width(), where, "saved maps",
+                "those of the forward, by scan", "others", here);
+    if (to.dfinal.data()) require_shape(where, "dfinal", to.dfinal, sequences, width, here);
+    if (to.dinitial.data()) require_shape(where, "dinitial", to.dinitial, sequences, width, here);
+    operand const dout("dout", to.dout.data()), dfinal("dfinal", to.dfinal), dinitial("dinitial", to.dinitial);
+    auto gradients = operands(to.dx, of_gradients);
+    gradients.push_back(dinitial);
+    require_apart(where, gradients, operands(t.x, names), here);
+    require_apart(where, gradients, std::array{dout}, here);
+    require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
+    host_memory memory;
+    std::vector<T> maps;
+    carry_states<T>(where, plan, side::after, pass, maps, memory, comm, here);
+    pass.sum_terms(comm, here);
+    pass.without_tokens();
+}
+
+template <class R, class T, std::size_t N>
+constexpr bool runs_on() {
+    if constexpr (recurrence<R, T>) return recurrence_inputs<R> == N;
+    return false;
+}
+
+} // namespace detail
+
+/// Runs a recurrence in place on any sharding.
+///
+/// `plan` is `carry<serial>(sharding, rank)` or `carry<scan>(sharding, rank)`, see there and `is_exact`.
+/// Collective. Communication: `serial`, one state a cut, one after the other; `scan`, to a segment of level l
+/// floor(log2 l) + 1 states and one map fewer.
+///
+/// Throws `cpx::error` on shapes or shardings that do not fit and on overlapping memory, and what `exchange` throws.
+template <carry_kind How, any_sharding S, class R, class T, any_sharding X, std::size_t N, transport Comm>
+void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, N> const& t, Comm& comm,
+           caller here = caller::here()) {
+    constexpr bool fits = std::same_as<X, S>, models = detail::runs_on<R, T, N>();
+    static_assert(fits, "cpx: recur of tensors that are not sharded as the plan; make the plan with "
+                        "carry(x.sharding(), ...)");
+    static_assert(models, "cpx: recur of what is no model of cpx::recurrence, or has another number of inputs; "
+                          "ops/local/recurrence.hpp says what a model has");
+    if constexpr (fits && models) detail::run_recurrence(plan, r, t, comm, here);
+}
+
+/// Computes the gradients of `recur`.
+///
+/// `plan`, `r` and `t` as in the forward, which has filled `t.saved`; t.o is not read.
+/// The gradient of the state goes back along each sequence's segments with the exchanges of the forward, from the last
+/// segment: with `serial` as it is, with `scan` by the steps `dS_start = M^T dS_end + E`, the M saved by the forward.
+/// Where a rank holds some of the state heads that read a head of an input only, their shares of its gradient meet in
+/// one more exchange for all inputs of one size. With `serial` and cuts at multiples of the chunk bitwise the same as
+/// on one rank.
+/// Collective. Throws as `recur` does.
+template <carry_kind How, any_sharding S, class R, class T, any_sharding X, std::size_t N, class D = T,
+          any_sharding G = X, transport Comm>
+void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, N> const& t,
+                    recurrence_gradients<D, G, N> const& to, Comm& comm, caller here = caller::here()) {
+    constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>,
+                   models = detail::runs_on<R, T, N>();
+    static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
+                        "with carry(x.sharding(), ...) and the gradients of the same sharding");
+    static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
+    static_assert(models, "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
+                          "inputs; ops/local/recurrence.hpp says what a model has");
+    if constexpr (fits && same && models) detail::run_recurrence_backward(plan, r, t, to, comm, here);
+}
+
+} // namespace cpx

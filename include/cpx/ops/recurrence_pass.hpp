@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensors of a recurrence, and one rank's way through its segments, head by head.
+#pragma once
+
+#include <cpx/layout/sharded.hpp>
+#include <cpx/ops/carried_states.hpp>
+#include <cpx/ops/shared_heads.hpp>
+
+namespace cpx {
+
+/// What the backward of a recurrence needs of its forward: the state before every segment of the rank and, with `scan`,
+/// the maps M of the segments that lie between two others (rows `carry_link::map_row`).
+template <class T>
+struct recurrence_saved {
+    std::vector<T> starts, maps;
+};
+
+/// The tensors of a recurrence with N inputs on one rank, all of one sharding; widths are those of the heads that the
+/// rank holds.
+///
+/// x: in the order of `inputs()`; o: (rows, heads * values). States: (sequences, heads * keys * values), or empty rows
+/// for none. `initial` is read on the rank where a sequence begins; `final` is written on the rank where it ends (rank 0
+/// if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless null, takes what the backward
+/// needs.
+template <class T, any_sharding S, std::size_t N>
+struct recurrence_tensors {
+    std::array<sharded<T const, S>, N> x;
+    sharded<T, S> o;
+    rows<T const> initial = {};
+    rows<T> final = {};
+    recurrence_saved<T>* saved = nullptr;
+};
+
+/// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
+///
+/// dout: the gradient of o; dfinal: of the final states, read on the rank where a sequence ends, or empty rows. dx is
+/// written; dinitial, unless empty, on the rank where a sequence begins, and may be dfinal. On `head_sharded`, every
+/// rank that holds a head gets its whole gradient; dout is whole on every rank that holds its head, too.
+template <class T, any_sharding S, std::size_t N>
+struct recurrence_gradients {
+    sharded<T const, S> dout;
+    std::array<sharded<T, S>, N> dx;
+    rows<T const> dfinal = {};
+    rows<T> dinitial = {};
+};
+
+namespace detail {
+
+/// One rank's way through the segments of a recurrence, from either side, and the columns and states of its heads.
+template <class R, class T, any_sharding S>
+class recurrence_pass {
+public:
+    /// `given`: the states that sequences begin with; `taken` gets those that leave them.
+    recurrence_pass(char const* where, carry_chains<S> const& plan, R const& r, side from, rows<T const> given,
+                    rows<T> taken, caller here)
+        : plan_(plan), r_(r), inputs_(r.inputs()), heads_(plan.sharding.heads(plan.rank, r.states().heads)),
+          from_(from), given_(given), taken_(taken), alone_(zeros<T>(where, {shape().state_width()}, here)) {}
+
+    state_shape shape() const {
+        state_shape all = r_.states();
+        all.heads = heads_.size();
+        return all;
+    }
+    /// Hands on the states of sequences that have no segment.
+    void without_tokens() const {
+        for (index_t s = 0; taken_.data() && s < taken_.count(); ++s)
+            if (plan_.sharding.batch().length(s) == 0 && (S::every_row || plan_.rank == 0)) begin(s, taken_.row(s));
+    }
+
+protected:
+    /// Calls `f(segment, number, state)` for every visit, and lets states in and out at the ends of sequences.
+    template <class F>
+    void each(std::vector<visit<T>> const& visits, F&& f) {
+        for (visit<T> const& v : visits) {
+            segment const& s = plan_.segments[v.segment];
+            carry_link const& l = plan_.links[v.segment];
+            T* const state = v.state ? v.state : alone_.data();
+            if (l.beside(from_) == 0) begin(s.sequence, state);
+            f(s, v.segment, state);
+            if (l.beside(opposite(from_)) == 0 && taken_.data())
+                std::copy_n(state, taken_.width(), taken_.row(s.sequence));
+        }
+    }
+    /// Returns the columns of input `i` that state head `head` reads.
+    template <class A>
+    rows<A> input(rows<A> x, std::size_t i, index_t head) const {
+        index_t const readers = r_.states().heads / inputs_[i].heads, width = inputs_[i].width;
+        index_t const first = plan_.sharding.heads(plan_.rank, inputs_[i].heads).first;
+        return x.columns(((heads_.first + head) / readers - first) * width, width);
+    }
+    /// Returns those of all inputs, of the rows of a segment.
+    template <class A>
+    head_inputs<R, A> inputs(std::array<sharded<A, S>, recurrence_inputs<R>> const& x, segment const& s,
+                             index_t head) const {
+        head_inputs<R, A> of_head;
+        for (std::size_t i = 0; i < x.size(); ++i) of_head[i] = input(x[i].data().sub(s.row, s.count), i, head);
+        return of_head;
+    }
+    template <class A>
+    rows<A> output(sharded<A, S> const& o, segment const& s, index_t head) const {
+        index_t const values = r_.states().values;
+        return o.data().sub(s.row, s.count).columns(head * values, values);
+    }
+    template <class A>
+    rows<A> state(A* states, index_t head) const {
+        state_shape const all = r_.states();
+        return {states + head * all.keys * all.values, all.keys, all.values};
+    }
+    template <class A>
+    rows<A> map(A* maps, index_t head) const {
+        state_shape const all = r_.states();
+        return {maps + head * all.map_rows() * all.map_columns(), all.map_rows(), all.map_columns()};
+    }
+
+    carry_chains<S> const& plan_;
+    R const& r_;
+    std::array<recurrence_input, recurrence_inputs<R>> inputs_;
+    range heads_;
+
+private:
+    void begin(index_t sequence, T* state) const {
+        if (given_.data())
+            std::copy_n(given_.row(sequence), given_.width(), state);
+        else
+            std::fill_n(state, shape().state_width(), T{});
+    }
+
+    side from_;
+    rows<T const> given_;
+    rows<T> taken_;
+    std::vector<T> alone_;
+};
+
+template <class R, class T, any_sharding S>
+class recurrence_forward : public recurrence_pass<R, T, S> {
+public:
+    recurrence_forward(char const* where, carry_chains<S> const& plan, R const& r,
+                       recurrence_tensors<T, S, recurrence_inputs<R>> const& t, caller here)
+        : recurrence_pass<R, T, S>(where, plan, r, side::before, t.initial, t.final, here), t_(t) {
+        if (t.saved) t.saved->starts = zeros<T>(where, {std::ssize(plan.segments), this->shape().state_width()}, here);
+    }
+
+    void over(std::vector<visit<T>> const& visits) {
+        this->each(visits, [&](segment const& s, std::size_t i, T* state) {
+            index_t const width = this->shape().state_width();
+            if (t_.saved) std::copy_n(state, width, t_.saved->starts.data() + static_cast<index_t>(i) * width);
+            for (index_t h = 0; h < this->heads_.size(); ++h)
+                this->r_.forward(this->inputs(t_.x, s, h), s.token, this->state(state, h), this->output(t_.o, s, h));
+        });
+    }
+    void fold(std::vector<visit<T>> const& visits) const {
+        for (visit<T> const& v : visits) {
+            segment const& s = this->plan_.segments[v.segment];
+            for (index_t h = 0; h < this->heads_.size(); ++h)
+                this->r_.fold(this->inputs(t_.x, s, h), s.token, this->state(v.state, h), this->map(v.map, h));
+        }
+    }
+
+private:
+    recurrence_tensors<T, S, recurrence_inputs<R>> const& t_;
+};
+
+/// Goes over each segment from its end to its start. Gradients of inputs that several state heads read are `terms`, one
+/// a state head, until they are summed.
+template <class R, class T, any_sharding S>
+class recurrence_backward : public recurrence_pass<R, T, S> {
+public:
+    static constexpr std::size_t N = recurrence_inputs<R>;
+
+    recurrence_backward(char const* where, carry_chains<S> const& plan, R const& r,
+                        recurrence_tensors<T, S, N> const& t, recurrence_gradients<T, S, N> const& to, caller here)
+        : recurrence_pass<R, T, S>(where, plan, r, side::after, to.dfinal, to.dinitial, here), t_(t), to_(to) {
+        for (std::size_t i = 0; i < N; ++i) {
+            if (!shared(i)) continue;
+            auto const [name, heads, width] = this->inputs_[i];
+            std::size_t g = 0;
+            while (g < groups_.size() && (groups_[g].heads != heads || groups_[g].width != width)) ++g;
+            if (g == groups_.size()) groups_.push_back({heads, width});
+            place_[i] = {g, std::ssize(groups_[g].members)};
+            groups_[g].members.push_back(to.dx[i].data());
+        }
+        for (group& g : groups_)
+            g.terms =
+                zeros<T>(where, {to.dout.data().count(), std::ssize(g.members), this->heads_.size(), g.width}, here);
+    }
+
+    void over(std::vector<visit<T>> const& visits) {
+        this->each(visits, [&](segment const& s, std::size_t i, T* dstate) {
+            T const* const start = t_.saved->starts.data() + static_cast<index_t>(i) * this->shape().state_width();
+            for (index_t h = 0; h < this->heads_.size(); ++h)
+                this->r_.backward(this->inputs(t_.x, s, h), s.token, this->state(start, h),
+                                  this->output(to_.dout, s, h), this->state(dstate, h), gradients(s, h));
+        });
+    }
+    /// Gives what the outputs of segments alone make the gradient of their start states, and the transpose of their M.
+    void fold(std::vector<visit<T>> const& visits) const {
+        for (visit<T> const& v : visits) {
+            segment const& s = this->plan_.segments[v.segment];
+            T const* const saved =
+                t_.saved->maps.data() + this->plan_.links[v.segment].map_row * this->shape().map_width();
+            for (index_t h = 0; h < this->heads_.size(); ++h) {
+                this->r_.backward_fold(this->inputs(t_.x, s, h), s.token, this->output(to_.dout, s, h),
+                                       this->state(v.state, h));
+                rows<T const> const from = this->map(saved, h);
+                rows<T> const map = this->map(v.map, h);
+                bool const matrix = this->shape().map == map_kind::matrix; // others are their own transposes
+                for (index_t i = 0; i < map.count(); ++i)
+                    for (index_t j = 0; j < map.width(); ++j) map(i, j) = matrix ? from(j, i) : from(i, j);
+            }
+        }
+    }
+    template <class Comm>
+    void sum_terms(Comm& comm, caller here) const {
+        for (group const& g : groups_)
+            sum_readers<T>(this->plan_.sharding, this->plan_.rank, g.heads, this->r_.states().heads, g.width, terms(g),
+                           std::span<rows<T> const>(g.members), comm, here);
+    }
+
+private:
+    /// Inputs of the same heads and width, whose terms stand side by side.
+    struct group {
+        index_t heads, width;
+        std::vector<rows<T>> members = {};
+        std::vector<T> terms = {};
+    };
+    bool shared(std::size_t i) const { return this->inputs_[i].heads != this->r_.states().heads; }
+    rows<T> terms(group const& g) const {
+        index_t const width = std::ssize(g.members) * this->heads_.size() * g.width;
+        return {const_cast<T*>(g.terms.data()), to_.dout.data().count(), width};
+    }
+    head_inputs<R, T> gradients(segment const& s, index_t head) const {
+        head_inputs<R, T> list;
+        for (std::size_t i = 0; i < N; ++i)
+            if (shared(i)) {
+                group const& g = groups_[place_[i].first];
+                index_t const column = (place_[i].second * this->heads_.size() + head) * g.width;
+                list[i] = terms(g).sub(s.row, s.count).columns(column, g.width);
+            } else {
+                list[i] = this->input(to_.dx[i].data().sub(s.row, s.count), i, head);
+            }
+        return list;
+    }
+
+    recurrence_tensors<T, S, N> const& t_;
+    recurrence_gradients<T, S, N> const& to_;
+    std::vector<group> groups_;
+    std::array<std::pair<std::size_t, index_t>, N> place_ = {};
+};
+
+} // namespace detail
+
+} // namespace cpx
