@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A layout of one's own: the last rank, which also has the loss to compute, holds half as many tokens as the others.
 #include "common/run.hpp"
+#include "common/whole.hpp"
 
 #include <cpx/cpx.hpp>
 #include <cpx/ops.hpp>
@@ -29,35 +30,20 @@ namespace {
 constexpr int ranks = 4;
 using results = std::vector<std::vector<double>>;
 
-/// Returns this rank's rows of a tensor whose values follow from the global row and the column.
-template <cpx::any_sharding S>
-auto numbers(S const& sharding, int rank, cpx::index_t width, double frequency) {
-    auto x = cpx::make_tensor<double>(sharding, rank, width);
-    cpx::index_t row = 0;
-    sharding.for_each_piece(rank, [&](cpx::range piece) {
-        for (cpx::index_t global = piece.first; global < piece.last; ++global, ++row)
-            for (cpx::index_t j = 0; j < width; ++j)
-                x.data()(row, j) = std::sin(frequency * static_cast<double>(global * width + j));
-    });
-    return x;
-}
-
 /// Runs every operator in place on a sharding. Returns their results, whole, in global order.
 template <cpx::carry_kind How, cpx::any_sharding S>
 results run_operators(How, S const& sharding) {
-    cpx::replicated<S::static_ranks> const whole(sharding.batch());
     results all;
     std::mutex guard;
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
         results mine;
-        auto const keep = [&](auto const& x) { // gathers a result
-            auto const gathered = exchange(relayout(sharding, whole, rank), x, comm);
-            mine.emplace_back(gathered.data().data(), gathered.data().row(gathered.data().count()));
-        };
+        auto const keep = [&](auto const& x) { mine.push_back(examples::gather(comm, x)); };
         auto const tensor = [&](cpx::index_t width) { return cpx::make_tensor<double>(sharding, rank, width); };
 
-        auto const x = numbers(sharding, rank, 6, 0.7);
+        auto const numbers = [&](cpx::index_t width, double f) { return examples::numbers(sharding, rank, width, f); };
+
+        auto const x = numbers(6, 0.7);
         auto y = tensor(6);
         std::vector<double> const weight(6 * 4, 0.25); // 6 channels, 4 taps
         cpx::causal_conv1d(halo(sharding, rank, 3), x.view(), cpx::rows<double const>(weight, 4),
@@ -65,9 +51,9 @@ results run_operators(How, S const& sharding) {
         keep(y);
 
         cpx::delta_rule_heads const heads{1, 2, 3, 3}; // 1 key head and 2 value heads of width 3
-        auto const q = numbers(sharding, rank, 3, 0.3), k = numbers(sharding, rank, 3, 1.1);
-        auto const v = numbers(sharding, rank, 6, 0.9);
-        auto g = numbers(sharding, rank, 2, 0.2), beta = numbers(sharding, rank, 2, 0.05), o = tensor(6);
+        auto const q = numbers(3, 0.3), k = numbers(3, 1.1);
+        auto const v = numbers(6, 0.9);
+        auto g = numbers(2, 0.2), beta = numbers(2, 0.05), o = tensor(6);
         for (cpx::index_t row = 0; row < g.data().count(); ++row)
             for (cpx::index_t h = 0; h < 2; ++h) {
                 g.data()(row, h) = -0.01 - 0.01 * std::abs(g.data()(row, h)); // slow decay: a lost state would show
@@ -79,7 +65,8 @@ results run_operators(How, S const& sharding) {
             {.chunk = 8}, comm);
         keep(o);
 
-        auto const keys = exchange(relayout(sharding, whole, rank), k, comm);
+        auto const keys =
+            exchange(relayout(sharding, cpx::replicated<S::static_ranks>(sharding.batch()), rank), k, comm);
         auto attended = tensor(3);
         cpx::attention(rank, q.view(), keys.view(), keys.view(), {1, 1, 3}, 0.5, attended.view());
         keep(attended);
@@ -93,13 +80,8 @@ results run_operators(How, S const& sharding) {
 /// Throws unless two results agree to within `tolerance`.
 void compare(results const& expected, results const& got, double tolerance) {
     char const* const names[] = {"causal_conv1d", "gated_delta_rule", "attention"};
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-        double worst = 0;
-        for (std::size_t j = 0; j < expected[i].size(); ++j)
-            worst = std::max(worst, std::abs(expected[i][j] - got[i][j]));
-        std::printf("  %-16s largest difference to one rank %.1e\n", names[i], worst);
-        cpx::require(worst <= tolerance, "new_layout", names[i], "at most " + std::to_string(tolerance), worst);
-    }
+    for (std::size_t i = 0; i < expected.size(); ++i)
+        examples::compare("new_layout", names[i], expected[i], got[i], tolerance);
 }
 
 template <cpx::any_sharding From, cpx::any_sharding To>

@@ -19,9 +19,9 @@ struct recurrence_saved {
 /// rank holds.
 ///
 /// x: in the order of `inputs()`; o: (rows, heads * values). States: (sequences, heads * keys * values), or empty rows
-/// for none. `initial` is read on the rank where a sequence begins; `final` is written on the rank where it ends (rank 0
-/// if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless null, takes what the backward
-/// needs.
+/// for none. `initial` is read on the rank where a sequence begins; `final` is written on the rank where it ends (rank
+/// 0 if it has no tokens) and elsewhere left alone; they may be the same. `saved`, unless null, takes what the
+/// backward needs.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_tensors {
     std::array<sharded<T const, S>, N> x;
@@ -30,6 +30,9 @@ struct recurrence_tensors {
     rows<T> final = {};
     recurrence_saved<T>* saved = nullptr;
 };
+template <class T, any_sharding S, std::size_t N>
+recurrence_tensors(std::array<sharded<T const, S>, N>, sharded<T, S>, rows<T const> = {}, rows<T> = {},
+                   recurrence_saved<T>* = nullptr) -> recurrence_tensors<T, S, N>;
 
 /// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
 ///
@@ -43,6 +46,9 @@ struct recurrence_gradients {
     rows<T const> dfinal = {};
     rows<T> dinitial = {};
 };
+template <class T, any_sharding S, std::size_t N>
+recurrence_gradients(sharded<T const, S>, std::array<sharded<T, S>, N>, rows<T const> = {}, rows<T> = {})
+    -> recurrence_gradients<T, S, N>;
 
 namespace detail {
 

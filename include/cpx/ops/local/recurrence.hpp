@@ -6,6 +6,8 @@
 
 #include <array>
 #include <concepts>
+#include <tuple>
+#include <utility>
 
 namespace cpx {
 
