@@ -21,6 +21,7 @@
 #include <cpx/layout/either.hpp>
 #include <cpx/layout/head_sharded.hpp> // and replicated
 #include <cpx/layout/piecewise.hpp>
+#include <cpx/layout/sequence_parallel.hpp>
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/sharded.hpp>
 #include <cpx/layout/sharding.hpp>

@@ -1883,6 +1883,50 @@ private:
 
 } // namespace cpx
 
+// cpx/layout/sequence_parallel.hpp
+// Tensor parallelism beside context parallelism: a rank's rows cut once more, for the ranks that share its heads.
+
+namespace cpx {
+
+/// What gives rows to ranks of CP x TP, see `sequence_parallel`.
+template <any_sharding S>
+struct sequence_parallel_of {};
+
+/// Returns the sharding over TP ranks for each of the given one's: rank tp + TP cp holds the tp-th of TP parts of the
+/// rows of rank cp, in their order. Parts are equal where TP divides the rows, else they differ by one row.
+///
+/// As any other, so that one relayout leads from the rows of TP x CP ranks to those of another sharding over as many.
+/// Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, arXiv 2205.05198,
+/// whose sequence parallelism Megatron-LM has within the rows of a CP rank.
+/// Throws `cpx::error` if TP is below 1 or there are too many ranks. Cost: O(P log P) for P pieces.
+template <any_sharding S>
+piecewise<sequence_parallel_of<S>> sequence_parallel(S const& sharding, int tp, caller here = caller::here()) {
+    constexpr bool fits = !S::every_row;
+    static_assert(fits, "cpx: sequence_parallel of a sharding by which every rank holds every row; give one by tokens");
+    require(tp > 0 && tp <= most_ranks / sharding.ranks(), "sequence_parallel", "tp",
+            "1 to " + std::to_string(most_ranks / sharding.ranks()), tp, here);
+    detail::product("sequence_parallel", "rows times tp", {sharding.batch().tokens(), tp}, here);
+    std::vector<owned_piece> pieces;
+    for (int cp = 0; cp < sharding.ranks(); ++cp) {
+        index_t const count = sharding.rows(cp);
+        index_t row = 0; // of rank cp
+        int part = 0;
+        sharding.for_each_piece(cp, [&](range piece) {
+            while (!piece.empty()) {
+                while (row >= count * (part + 1) / tp) ++part;
+                index_t const taken = std::min(piece.size(), count * (part + 1) / tp - row);
+                pieces.push_back({{piece.first, piece.first + taken}, part + tp * cp});
+                piece.first += taken;
+                row += taken;
+            }
+        });
+    }
+    std::ranges::sort(pieces, {}, [](owned_piece const& p) { return p.rows.first; });
+    return piecewise<sequence_parallel_of<S>>(tp * sharding.ranks(), sharding.batch(), pieces, here);
+}
+
+} // namespace cpx
+
 // cpx/layout/sequential.hpp
 // Rank r owns the r-th of W chunks.
 
@@ -3055,6 +3099,15 @@ namespace cpx {
 /// What a token is. The numbers are those of `mm_token_type_ids` in transformers.
 enum class media_kind : std::uint8_t { text, image, video };
 
+/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
+struct media_tokens {
+    index_t image = -1, video = -1;
+    CPX_HOST_DEVICE constexpr media_kind kind(index_t id) const {
+        return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
+    }
+};
+inline constexpr media_tokens token_types{1, 2};
+
 /// Position of a token on the three axes of multimodal rotary embedding.
 struct mrope_position {
     index_t time = 0, height = 0, width = 0;
@@ -3143,15 +3196,6 @@ struct media_options {
     index_t tokens_per_second = 2;    ///< of Qwen2.5-VL
     std::vector<double> seconds = {}; ///< a video, of Qwen2.5-VL: second_per_grid_t; none: 1
 };
-
-/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
-struct media_tokens {
-    index_t image = -1, video = -1;
-    constexpr media_kind kind(index_t id) const {
-        return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
-    }
-};
-inline constexpr media_tokens token_types{1, 2};
 
 /// An image, a video or a frame: the placeholders that stand side by side. Sizes in rows of features.
 struct media_item {
@@ -3440,7 +3484,9 @@ std::vector<media_count> count_media(media const& m, thd const& batch, std::vect
                             std::string("text, for there are no grids of ") + detail::name_of(kind) + 's',
                             std::string(detail::name_of(kind)) + " placeholder", here);
         }
-        counts.push_back({static_cast<std::int32_t>(image), static_cast<std::int32_t>(video)});
+        index_t const most = std::numeric_limits<std::int32_t>::max(); // more than there are features
+        counts.push_back(
+            {static_cast<std::int32_t>(std::min(image, most)), static_cast<std::int32_t>(std::min(video, most))});
     }
     return counts;
 }

@@ -2,6 +2,7 @@
 // Features of images and videos: from the ranks that have made them to their placeholders, and their gradients home.
 #include <cpx/ops/vision.hpp>
 
+#include <cpx/ops/rotary.hpp>
 #include <cpx/plan/traffic.hpp>
 
 #include <doctest/doctest.h>
@@ -207,6 +208,42 @@ TEST_SUITE("ops") {
             return (row < counts[0]) == (rank == 0) ? 1.0f : static_cast<float>(row);
         };
         CHECK(home(counts, peer) == std::vector<numbers>{{1, 2}, {3, 4, 5}});
+    }
+
+    // As README shows it.
+    TEST_CASE("a step of a model with images: positions, rotary embedding, features and their gradients") {
+        cpx::threads::run(3, [](cpx::threads& comm) {
+            auto const image = cpx::media_kind::image;
+            cpx::thd const batch({0, 12, 20});                                  // a sequence has an image, one not
+            cpx::media const pictures({{1, 4, 6}}, {});                         // image_grid_thw and video_grid_thw
+            auto const zigzag = cpx::shard(batch, cpx::zigzag<>(comm.ranks())); // of the rows of text
+            auto const tower = features_by_item(pictures, image, comm.ranks()); // of the features: each on one rank
+            auto ids = cpx::make_tensor<int>(zigzag, comm.rank(), 1);           // of tokens: 100 is a placeholder
+            auto const global = cpx::global_rows(zigzag, comm.rank());
+            for (std::size_t row = 0; row < global.size(); ++row)
+                ids.data()(static_cast<index_t>(row), 0) = global[row] >= 3 && global[row] < 9 ? 100 : 7;
+            auto q = cpx::make_tensor<float>(zigzag, comm.rank(), 16), hidden = q, dhidden = q;
+            auto features = cpx::make_tensor<float>(tower, comm.rank(), 16);
+            for (index_t row = 0; row < features.data().count(); ++row) features.data()(row, 0) = 1;
+            for (index_t row = 0; row < dhidden.data().count(); ++row) dhidden.data()(row, 0) = 2;
+
+            auto const positions = cpx::mrope_positions(pictures, ids, {.image = 100}, comm); // ranks send counts
+            auto const axes = cpx::rotary_axes({2, 1, 1}, cpx::axis_order::interleaved, 4);
+            cpx::rotary(positions, q, 8, {cpx::rotary_frequencies<float>({.rotary_dim = 8}), axes}, q);
+
+            auto const plan = cpx::relayout(tower, positions.features(image), comm.rank());
+            auto at_home = cpx::exchange(plan, features, comm);   // each row to the rank of its placeholder
+            cpx::put_features(positions, image, at_home, hidden); // and add_features, of deepstack
+            cpx::put_features_backward(positions, image, dhidden, at_home);
+            auto const dfeatures = cpx::exchange(plan.transposed(), at_home, comm);
+
+            float sum = 0;
+            for (index_t row = 0; row < hidden.data().count(); ++row)
+                sum += hidden.data()(row, 0) - (ids.data()(row, 0) == 100 ? 1.0f : 0.0f) + q.data()(row, 0);
+            CHECK(sum == 0);
+            for (index_t row = 0; row < dfeatures.data().count(); ++row) CHECK(dfeatures.data()(row, 0) == 2);
+            CHECK(dfeatures.data().count() == (comm.rank() == 0 ? 6 : 0));
+        });
     }
 
     TEST_CASE("features in the shape or of the shares of others are rejected") {

@@ -2,6 +2,7 @@
 // Positions of text, images and videos: examples of peers, and those of ranks against those of the whole batch.
 #include <cpx/plan/mrope.hpp>
 
+#include <cpx/layout/sequence_parallel.hpp>
 #include <cpx/plan/global_rows.hpp>
 
 #include <doctest/doctest.h>
@@ -260,8 +261,8 @@ TEST_SUITE("plan") {
 
     TEST_CASE("positions of ranks are those of the whole batch on every layout, scope and cut") {
         splitmix numbers(15);
-        index_t rank_rows = 0, with_media = 0;
-        for (int turn = 0; turn < 60 || rank_rows < 20000; ++turn) {
+        index_t tokens = 0, rank_rows = 0, with_media = 0; // a rank's rows of a packing, and all tokens of them
+        for (int turn = 0; rank_rows < 12000; ++turn) {
             auto const b = random_media(numbers, mrope_rules[turn % 5], 6);
             static constexpr int counts[] = {1, 2, 3, 4, 5, 8};
             int const ranks = counts[turn % 6];
@@ -270,12 +271,17 @@ TEST_SUITE("plan") {
                 spec const& s = specs[numbers.next() % specs.size()];
                 std::string const problem = problem_of(b, make(b.batch, s));
                 REQUIRE_MESSAGE(problem == "", "turn " << turn << ", " << text(s) << ": " << problem);
-                rank_rows += b.batch.tokens();
+                if (k == 0) { // tensor parallelism beside it
+                    auto const both = cpx::sequence_parallel(make(b.batch, s), 1 + turn % 3);
+                    REQUIRE_MESSAGE(problem_of(b, both) == "", "turn " << turn << ", TP and " << text(s));
+                }
+                tokens += b.batch.tokens();
+                rank_rows += ranks;
                 with_media += !b.items.empty();
             }
         }
-        CHECK(rank_rows >= 10000);
-        CHECK(with_media > 100);
+        CHECK(tokens > 100000);
+        CHECK(with_media > 1000);
     }
 
     TEST_CASE("where every rank holds every row, each has the positions of the batch") {

@@ -44,15 +44,6 @@ struct media_options {
     std::vector<double> seconds = {}; ///< a video, of Qwen2.5-VL: second_per_grid_t; none: 1
 };
 
-/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
-struct media_tokens {
-    index_t image = -1, video = -1;
-    constexpr media_kind kind(index_t id) const {
-        return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
-    }
-};
-inline constexpr media_tokens token_types{1, 2};
-
 /// An image, a video or a frame: the placeholders that stand side by side. Sizes in rows of features.
 struct media_item {
     index_t frames = 1, height = 0, width = 0;

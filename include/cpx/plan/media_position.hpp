@@ -11,6 +11,15 @@ namespace cpx {
 /// What a token is. The numbers are those of `mm_token_type_ids` in transformers.
 enum class media_kind : std::uint8_t { text, image, video };
 
+/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
+struct media_tokens {
+    index_t image = -1, video = -1;
+    CPX_HOST_DEVICE constexpr media_kind kind(index_t id) const {
+        return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
+    }
+};
+inline constexpr media_tokens token_types{1, 2};
+
 /// Position of a token on the three axes of multimodal rotary embedding.
 struct mrope_position {
     index_t time = 0, height = 0, width = 0;

@@ -129,7 +129,9 @@ std::vector<media_count> count_media(media const& m, thd const& batch, std::vect
                             std::string("text, for there are no grids of ") + detail::name_of(kind) + 's',
                             std::string(detail::name_of(kind)) + " placeholder", here);
         }
-        counts.push_back({static_cast<std::int32_t>(image), static_cast<std::int32_t>(video)});
+        index_t const most = std::numeric_limits<std::int32_t>::max(); // more than there are features
+        counts.push_back(
+            {static_cast<std::int32_t>(std::min(image, most)), static_cast<std::int32_t>(std::min(video, most))});
     }
     return counts;
 }
