@@ -5,6 +5,7 @@
 #include <cpx/ops/attention_backward.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/decode.hpp>
+#include <cpx/ops/eigen.hpp>
 #include <cpx/ops/gated_delta_net_backward.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 #include <cpx/ops/local/kimi_delta.hpp>
