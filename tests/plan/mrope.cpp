@@ -2,6 +2,8 @@
 // Positions of text, images and videos: examples of peers, and those of ranks against those of the whole batch.
 #include <cpx/plan/mrope.hpp>
 
+#include <cpx/core/given_rows.hpp>
+#include <cpx/core/packing.hpp>
 #include <cpx/layout/sequence_parallel.hpp>
 #include <cpx/plan/global_rows.hpp>
 
@@ -257,6 +259,58 @@ TEST_SUITE("plan") {
         auto const ends = cpx::map_media(four, zigzag({0, 8}), 1, {{1}, {1}, {2}});
         CHECK(held(ends.images, 0) == list{0, 3});
         CHECK(nine.rows(media_kind::image) == 9);
+    }
+
+    // miles, tests/fast/test_qwen3_vl_cp_mrope.py: sequences padded to 2 W, and the rank's row to 8 as one more.
+    TEST_CASE("positions restart in the packed rows of miles' unit tests") {
+        struct packed {
+            int ranks;
+            list lengths;
+            index_t rows;
+            list offsets;
+        };
+        for (packed const& p : std::vector<packed>{{2, {10, 7, 13, 0}, 24, {0, 12, 20, 36, 48}},
+                                                   {2, {16, 16}, 16, {0, 16, 32}},
+                                                   {4, {20, 9, 30, 5, 0}, 24, {0, 24, 40, 72, 80, 96}},
+                                                   {2, {3, 0}, 8, {0, 4, 16}},
+                                                   {4, {40, 17}, 16, {0, 40, 64}}}) {
+            media_batch const b{cpx::thd(p.offsets, p.lengths), list(static_cast<std::size_t>(p.offsets.back())), {}};
+            auto const zigzag = cpx::shard(b.batch, cpx::zigzag<>(p.ranks));
+            for (int r = 0; r < p.ranks; ++r) CHECK(zigzag.rows(r) == p.rows);
+            CHECK(problem_of(b, zigzag) == "");
+            auto const whole = positions_of(b);
+            for (index_t const first : p.offsets)
+                if (first < b.batch.tokens()) CHECK(whole.axes[static_cast<std::size_t>(first)] == 0);
+        }
+        // Offsets 0, 6, which miles and `guess_rows` refuse, because 4 does not divide 6.
+        auto const odd = media_writer().text(6).end().done();
+        CHECK(problem_of(odd, cpx::shard(odd.batch, cpx::zigzag<2>{})) == "");
+    }
+
+    TEST_CASE("rows, masks and positions are those of NeMo Megatron-Bridge's unit tests") {
+        auto const dense = cpx::shard<cpx::scope::batch>(lengths({16}), cpx::zigzag<2>{});
+        CHECK(cpx::pieces(dense, 0) == std::vector<cpx::range>{{0, 4}, {12, 16}});
+        CHECK(cpx::guess_rows(8, 2, list{0, 16}) == cpx::given_rows::shard); // which is not sharded again
+
+        auto const mask = [](cpx::thd const& padded) {
+            std::string text;
+            for (auto const kept : cpx::unpadded(padded).mask()) text += kept ? '1' : '0';
+            return text;
+        };
+        CHECK(mask(cpx::thd_from_cu_seqlens(list{0, 7, 10}, list{0, 8, 12})) == "111111101110");
+        CHECK(mask(cpx::thd_from_cu_seqlens(list{0, 3, 5}, list{0, 4, 8})) == "11101100");
+        rejects({"last padded offset: expected the rows of the buffer, 10, got 12"}, [] {
+            cpx::thd_from_cu_seqlens(list{0, 7, 10}, list{0, 8, 12}, {.rows = 10});
+        });
+
+        // Two dense rows of 5, of which 3 and 2 are valid. What pads are, and whether deltas count them, differs.
+        media_batch const rows{cpx::thd({0, 5, 10}, {3, 2}), list(10), {}};
+        auto const p = positions_of(rows);
+        CHECK(axis(p.axes, 0) == "0 1 2 3 4 0 1 2 3 4");
+        CHECK(list{p.deltas[0] + 3 - 5, p.deltas[1] + 2 - 5} == list{-2, -3});
+
+        cpx::thd const short_row = cpx::pad_to_multiple(lengths({8, 1}), 4);
+        for (int r = 0; r < 2; ++r) CHECK(cpx::shard(short_row, cpx::zigzag<2>{}).rows(r) == 6);
     }
 
     TEST_CASE("positions of ranks are those of the whole batch on every layout, scope and cut") {
