@@ -182,6 +182,27 @@ TEST_SUITE("ops") {
         CHECK(sums == numbers(sums.size(), 1.0f));
     }
 
+    TEST_CASE("where every rank holds every row of text, every rank gets all features") {
+        auto const b = media_writer().text(2).image(4, 4).text(3).image(2, 2).end({100}).done();
+        auto const source = features_by_item(b.items, media_kind::image, 3);
+        numbers made(5 * width);
+        for (std::size_t i = 0; i < made.size(); ++i) made[i] = static_cast<float>(i + 1);
+        cpx::threads::run(3, [&](cpx::threads& comm) {
+            cpx::replicated<> const everywhere(3, b.batch);
+            auto const p =
+                cpx::mrope_positions(b.items, take(b.ids, {{1, 1}}, everywhere, comm.rank()), placeholders, comm);
+            CHECK(p.placeholders(media_kind::image) == std::vector<index_t>{2, 3, 4, 5, 9});
+            auto const plan = relayout(source, p.features(media_kind::image), comm.rank());
+            auto const features = exchange(plan, take(made, {{1, width}}, source, comm.rank()), comm);
+            auto x = cpx::make_tensor<float>(everywhere, comm.rank(), width);
+            cpx::put_features(p, media_kind::image, features, x);
+            float const* next = made.data();
+            for (index_t row = 0; row < x.data().count(); ++row)
+                for (index_t c = 0; c < width; ++c)
+                    CHECK(x.data()(row, c) == (b.ids[static_cast<std::size_t>(row)] == 100 && row < 10 ? *next++ : 0));
+        });
+    }
+
     // NeMo Megatron-Bridge's unit tests of AllGatherVisionEmbeddings, whose gradients pull request 4784 mends: every
     // rank gets all rows, and the sum of all ranks' gradients goes home.
     TEST_CASE("gradients of gathered features are Megatron-Bridge's") {
