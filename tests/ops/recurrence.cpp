@@ -522,6 +522,7 @@ TEST_SUITE("ops") {
             support::rejects({"recurrence.cpp", passage}, call, from);
             CHECK(std::ranges::all_of(outputs, [](double x) { return x == 7; }));
             CHECK(std::ranges::all_of(gradients, [](double x) { return x == 0; }));
+            if (passage.find("_backward") == std::string::npos) CHECK(saved.starts.empty());
         };
         using R = head_decay_attention;
         rejects("head_decay_attention: chunk: expected at least 1, got 0",
@@ -562,6 +563,29 @@ TEST_SUITE("ops") {
         rejects(back + "overlap of dv and dout", [&](R&, tensors&, gradient& to) { to.dx[2] = o; });
         rejects(back + "shape of dinitial: expected (2, 32), got (2, 16)", [&](R&, tensors&, gradient& to) {
             to.dinitial = {states.data(), 2, 16};
+        });
+    }
+
+    TEST_CASE("ranks that scan with maps of two kinds are told") {
+        support::any_tokens const sharding = cpx::shard(lengths({12}), cpx::sequential<>(2));
+        cpx::recurrence_heads const heads{1, 1, 2, 2};
+        auto const run_on = [&](auto const& r, cpx::threads& threads) {
+            counts_received comm{threads};
+            auto const tensor = [&](index_t columns) {
+                return cpx::make_tensor<double>(sharding, comm.rank(), columns);
+            };
+            auto const q = tensor(2), k = q, v = q, g = tensor(r.inputs()[3].width);
+            auto o = q;
+            cpx::recurrence_tensors const t{std::array{q.view(), k.view(), v.view(), g.view()}, o.view()};
+            recur(cpx::carry<cpx::scan>(sharding, comm.rank()), r, t, comm);
+        };
+        support::rejects({"ranks disagree on parameter", "got 1 (rank 0), 2 (rank 1)"}, [&] {
+            cpx::threads::run(2, [&](cpx::threads& comm) {
+                if (comm.rank() == 0)
+                    run_on(head_decay_attention{heads}, comm);
+                else
+                    run_on(channel_decay_attention{heads}, comm);
+            });
         });
     }
 }

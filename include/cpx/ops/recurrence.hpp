@@ -12,19 +12,26 @@ namespace cpx {
 
 namespace detail {
 
-/// Throws unless inputs, or their gradients, and an output, or its gradient, fit the plan and the recurrence.
-template <class R, class A, class O, any_sharding S>
-void check_recurrence(char const* where, carry_chains<S> const& plan, R const& r,
-                      std::array<sharded<A, S>, recurrence_inputs<R>> const& x, sharded<O, S> const& o,
-                      std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
+/// Throws unless the parameters of a recurrence are some, and its heads and sizes fit each other.
+template <class R>
+void check_model(char const* where, R const& r, caller here) {
+    if constexpr (requires { r.check(where, here); }) r.check(where, here);
     state_shape const all = r.states();
-    auto const inputs = r.inputs();
-    for (recurrence_input const& i : inputs) {
+    for (recurrence_input const& i : r.inputs()) {
         require_groups(where, "heads", all.heads, (std::string("heads of ") + i.name).c_str(), i.heads, here);
         product(where, "heads x width", {i.heads, i.width}, here);
     }
     product(where, "heads x keys x values", {all.heads, all.keys, all.values}, here);
     product(where, "heads x keys x keys", {all.heads, all.keys, all.keys}, here);
+}
+
+/// Throws unless inputs, or their gradients, and an output, or its gradient, fit the plan and the recurrence.
+template <class R, class A, class O, any_sharding S>
+void check_tensors(char const* where, carry_chains<S> const& plan, R const& r,
+                   std::array<sharded<A, S>, recurrence_inputs<R>> const& x, sharded<O, S> const& o,
+                   std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
+    state_shape const all = r.states();
+    auto const inputs = r.inputs();
     for (auto const& input : x)
         require(input.sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
     if (!(o.sharding() == plan.sharding))
@@ -54,17 +61,17 @@ template <carry_kind How, class R, class T, any_sharding S, class Comm>
 void run_recurrence(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, recurrence_inputs<R>> const& t,
                     Comm& comm, caller here) {
     char const* const where = r.name;
-    if constexpr (requires { r.check(where, here); }) r.check(where, here);
+    check_model(where, r, here);
     auto const names = input_names(r, "");
-    check_recurrence(where, plan, r, t.x, t.o, names, "o", here);
-    recurrence_forward<R, T, S> pass(where, plan, r, t, here);
-    index_t const sequences = plan.sharding.batch().sequences(), width = pass.shape().state_width();
+    check_tensors(where, plan, r, t.x, t.o, names, "o", here);
+    index_t const sequences = plan.sharding.batch().sequences(), width = held_states(plan, r).state_width();
     if (t.initial.data()) require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) require_shape(where, "final", t.final, sequences, width, here);
     operand const o("o", t.o.data()), initial("initial", t.initial), final("final", t.final);
     require_apart(where, std::array{o, final}, operands(t.x, names), here);
     require_apart(where, {o}, {initial}, here);
     require_apart(where, {final}, {initial}, here, in_place::yes);
+    recurrence_forward<R, T, S> pass(where, plan, r, t, here);
     host_memory memory;
     std::vector<T> maps;
     carry_states<T>(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, memory, comm, here);
@@ -77,12 +84,11 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r,
                              recurrence_gradients<T, S, recurrence_inputs<R>> const& to, Comm& comm, caller here) {
     std::string const name = std::string(r.name) + "_backward";
     char const* const where = name.c_str();
-    if constexpr (requires { r.check(where, here); }) r.check(where, here);
+    check_model(where, r, here);
     auto const names = input_names(r, ""), of_gradients = input_names(r, "d");
-    check_recurrence(where, plan, r, t.x, to.dout, names, "dout", here);
-    check_recurrence(where, plan, r, to.dx, to.dout, of_gradients, "dout", here);
-    recurrence_backward<R, T, S> pass(where, plan, r, t, to, here);
-    state_shape const shape = pass.shape();
+    check_tensors(where, plan, r, t.x, to.dout, names, "dout", here);
+    check_tensors(where, plan, r, to.dx, to.dout, of_gradients, "dout", here);
+    state_shape const shape = held_states(plan, r);
     index_t const width = shape.state_width(), sequences = plan.sharding.batch().sequences();
     require(t.saved != nullptr && std::ssize(t.saved->starts) == std::ssize(plan.segments) * width, where,
             "saved states", "those of the forward", t.saved ? "others" : "none", here);
@@ -97,6 +103,7 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r,
     require_apart(where, gradients, operands(t.x, names), here);
     require_apart(where, gradients, std::array{dout}, here);
     require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
+    recurrence_backward<R, T, S> pass(where, plan, r, t, to, here);
     host_memory memory;
     std::vector<T> maps;
     carry_states<T>(where, plan, side::after, pass, maps, memory, comm, here);

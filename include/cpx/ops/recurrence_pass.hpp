@@ -52,6 +52,14 @@ recurrence_gradients(sharded<T const, S>, std::array<sharded<T, S>, N>, rows<T c
 
 namespace detail {
 
+/// Returns the states of the heads that the plan's rank holds.
+template <class R, any_sharding S>
+state_shape held_states(carry_chains<S> const& plan, R const& r) {
+    state_shape shape = r.states();
+    shape.heads = plan.sharding.heads(plan.rank, shape.heads).size();
+    return shape;
+}
+
 /// One rank's way through the segments of a recurrence, from either side, and the columns and states of its heads.
 template <class R, class T, any_sharding S>
 class recurrence_pass {
@@ -62,11 +70,7 @@ public:
         : plan_(plan), r_(r), inputs_(r.inputs()), heads_(plan.sharding.heads(plan.rank, r.states().heads)),
           from_(from), given_(given), taken_(taken), alone_(zeros<T>(where, {shape().state_width()}, here)) {}
 
-    state_shape shape() const {
-        state_shape all = r_.states();
-        all.heads = heads_.size();
-        return all;
-    }
+    state_shape shape() const { return held_states(plan_, r_); }
     /// Hands on the states of sequences that have no segment.
     void without_tokens() const {
         for (index_t s = 0; taken_.data() && s < taken_.count(); ++s)
