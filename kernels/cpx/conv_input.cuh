@@ -71,7 +71,8 @@ __device__ __forceinline__ T const* row_of(conv_input<T> const& in, std::int64_t
 template <int Taps, int V>
 struct conv_weight {
     static constexpr int window = Taps ? Taps : conv_max_taps;
-    float at[window][V], bias[V];
+    array<float, window, V> at;
+    array<float, V> bias;
     int taps;
 
     template <class T>
@@ -87,7 +88,7 @@ struct conv_weight {
     /// Computes `to = start + sum weight[age] * token(age)`, the oldest token first, as the host does; all kernels
     /// use this, so that z and dz have the same bits on whichever rank they are computed.
     template <class F>
-    __device__ __forceinline__ void weigh(float const* start, F&& token, float (&to)[V]) const {
+    __device__ __forceinline__ void weigh(float const* start, F&& token, array<float, V>& to) const {
 #pragma unroll
         for (int v = 0; v < V; ++v) to[v] = start ? start[v] : 0.0f;
 #pragma unroll
@@ -123,9 +124,9 @@ private:
 };
 
 /// Fills `x` with the tokens before own row `row` of segment `s`.
-template <class T, int Taps, int V, int Window>
+template <class T, int Taps, int V, std::size_t Window>
 __device__ __forceinline__ void look_back(conv_input<T> const& in, conv_weight<Taps, V> const& weight, int s,
-                                          std::int64_t row, std::int64_t channel, float (&x)[Window][V]) {
+                                          std::int64_t row, std::int64_t channel, array<float, V> (&x)[Window]) {
 #pragma unroll
     for (int age = 1; age <= Window; ++age) {
         T const* from = nullptr;
@@ -145,13 +146,13 @@ __device__ __forceinline__ void look_back(conv_input<T> const& in, conv_weight<T
 /// reads nothing but what it asked for.
 template <class T, int V, int Window, int N, bool InShared>
 struct rows_ahead {
-    using stages = uint4[2][Window][N][InShared ? 128 : 1];
+    using stages = array<uint4, 2, Window, N, InShared ? 128 : 1>;
 
     stages& staged; ///< of the block
-    conv_rows<T const> tensors[N];
-    T const* from[N]; ///< the rows to ask for next
-    int side = 0;     ///< the stage of the next group or, after `group`, of this one
-    pack<T, V> kept[Window][N] = {};
+    array<conv_rows<T const>, N> tensors;
+    array<T const*, N> from; ///< the rows to ask for next
+    int side = 0;            ///< the stage of the next group or, after `group`, of this one
+    array<pack<T, V>, Window, N> kept = {};
 
     /// Asks for the first group.
     __device__ __forceinline__ void begin() {
@@ -172,7 +173,7 @@ struct rows_ahead {
         }
     }
     /// Reads row `k` of this group.
-    __device__ __forceinline__ void take(int k, int n, float (&to)[V]) {
+    __device__ __forceinline__ void take(int k, int n, array<float, V>& to) {
         pack<T, V> got = kept[k][n];
         if constexpr (InShared) memcpy(&got, &staged[side][k][n][thread()], 16);
         widen<T, V>(got, to);
@@ -195,7 +196,7 @@ private:
 };
 
 /// Makes room for one more token in a window that begins with its oldest one.
-template <int V, int Window>
+template <std::size_t V, std::size_t Window>
 __device__ __forceinline__ void shift(float (&values)[Window][V]) {
 #pragma unroll
     for (int i = 0; i + 1 < Window; ++i)

@@ -71,7 +71,7 @@ __device__ __forceinline__ void with_heads(bool heads_in_warp, F&& f) {
 
 /// Adds what the threads of a head have, in pairs of neighbours, then of pairs: every thread gets the same bits. All
 /// threads of a warp call it, those of no head, too: a mask of some costs ten times the sum.
-template <int N>
+template <std::size_t N>
 __device__ __forceinline__ void add_over_head(float (&sums)[N], int lanes) {
 #pragma unroll
     for (int apart = 1; apart < 32; apart *= 2)
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_over_head(float (&sums)[N], int lanes) {
 }
 
 /// Returns the sum of products that a thread adds to its head's.
-template <int V>
+template <std::size_t V>
 __device__ __forceinline__ float dot(float const (&a)[V], float const (&b)[V]) {
     float sum = 0;
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ __forceinline__ float dot(float const (&a)[V], float const (&b)[V]) {
 }
 
 /// Rounds y to T and, if that is of a head, divides it by the norm. All threads of a warp call it.
-template <class T, int V>
+template <class T, std::size_t V>
 __device__ __forceinline__ void normalise(float (&y)[V], int lanes, float epsilon) {
     widen<T, V>(narrow<T, V>(y), y);
     float squares[] = {dot(y, y)};
@@ -111,7 +111,7 @@ __device__ __forceinline__ float normalise_backward(float y, float dn, float squ
 
 /// The same for the V channels of a thread, if they are of a head; `dn` becomes the gradient of y. All threads of a
 /// warp call it.
-template <class T, bool Silu, int V>
+template <class T, bool Silu, std::size_t V>
 __device__ __forceinline__ void normalise_backward(float const (&z)[V], float (&dn)[V], int lanes, float epsilon) {
     float y[V];
 #pragma unroll

@@ -32,7 +32,7 @@ inline constexpr int plain_columns = 4; ///< of a state, that a warp has
 inline constexpr int plain_warps = 4;
 
 /// Adds over a warp; every lane has the sum.
-template <int N>
+template <std::size_t N>
 __device__ __forceinline__ void add_over_warp(float (&x)[N]) {
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2)
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_over_warp(float (&x)[N]) {
 template <int R>
 struct plain_state {
     static constexpr int C = plain_columns;
-    float s[C][R];
+    array<float, C, R> s;
     int lane, column, key_dim, value_dim;
 
     __device__ __forceinline__ plain_state(int first_column, int dk, int dv)
@@ -72,7 +72,7 @@ struct plain_state {
         each([&](int c, int r, int v, int k) { to[std::int64_t{v} * key_dim + k] = s[c][r]; });
     }
     template <class T>
-    __device__ __forceinline__ void load_row(T const* row, float (&x)[R]) {
+    __device__ __forceinline__ void load_row(T const* row, array<float, R>& x) {
 #pragma unroll
         for (int r = 0; r < R; ++r) x[r] = lane + 32 * r < key_dim ? widen(row[lane + 32 * r]) : 0.0f;
     }

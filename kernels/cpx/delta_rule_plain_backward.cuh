@@ -30,7 +30,7 @@ struct plain_memory {
 
 /// Adds over 8 rows `x` (8 of them, `stride` apart) times a matrix of `count` rows of `width`: sum[i] += x_i[j] m_j.
 template <int R, class X>
-__device__ __forceinline__ void add_rows(float (&sum)[8][R], X&& x, float const* m, int count, int width) {
+__device__ __forceinline__ void add_rows(array<float, 8, R>& sum, X&& x, float const* m, int count, int width) {
     int const lane = static_cast<int>(threadIdx.x) % 32;
     for (int j = 0; j < count; ++j) {
         float row[R];

@@ -76,18 +76,18 @@ __device__ __forceinline__ std::uint64_t step_along(std::uint64_t first, int k) 
 __device__ __forceinline__ std::uint64_t step_down(std::uint64_t first, int k) { return further(first, k * 2048); }
 
 /// Keeps the compiler from moving uses of accumulators across.
-template <int N>
+template <std::size_t N>
 __device__ __forceinline__ void keep(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(x[i]);
 }
 
-template <class Mma, int N, std::size_t... I>
+template <class Mma, std::size_t N, std::size_t... I>
 __device__ __forceinline__ void fma_registers(float (&sum)[N], std::uint32_t const* a, std::uint64_t b, ScaleOut scale,
                                               std::index_sequence<I...>) {
     Mma::fma(a[0], a[1], a[2], a[3], b, sum[I]..., scale);
 }
-template <class Mma, int N, std::size_t... I>
+template <class Mma, std::size_t N, std::size_t... I>
 __device__ __forceinline__ void fma_shared(float (&sum)[N], std::uint64_t a, std::uint64_t b, ScaleOut scale,
                                            std::index_sequence<I...>) {
     Mma::fma(a, b, sum[I]..., scale);
@@ -95,12 +95,12 @@ __device__ __forceinline__ void fma_shared(float (&sum)[N], std::uint64_t a, std
 
 template <Major A, Major B>
 using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
-template <Major B, int N>
+template <Major B, std::size_t N>
 using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
                                         gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
 
 /// sum (+)= a b^T over 16 Steps, a in registers, b's rows along the sum. Issued, not awaited.
-template <int Steps, int N>
+template <int Steps, std::size_t N>
 __device__ __forceinline__ void multiply_along(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = along_rows(b);
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply_along(float (&sum)[N], std::uint32_t co
                                                  std::make_index_sequence<N>());
 }
 /// sum (+)= a b over 64, a in registers, the sum going down the rows of b.
-template <int N>
+template <std::size_t N>
 __device__ __forceinline__ void multiply_down(float (&sum)[N], std::uint32_t const* a, void const* b, bool add) {
     std::uint64_t const first = down_rows(b);
 #pragma unroll
@@ -128,7 +128,7 @@ __device__ __forceinline__ float low_half(std::uint32_t two) { return __uint_as_
 __device__ __forceinline__ float high_half(std::uint32_t two) { return __uint_as_float(two & 0xffff0000u); }
 
 /// Rounds accumulators of 64 rows: words 4k to 4k + 3 are the operand of step k of 16 columns.
-template <int N>
+template <std::size_t N>
 __device__ __forceinline__ void round_to_operand(float const (&sum)[N], std::uint32_t (&a)[N / 2]) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) a[i] = two_bf16(sum[2 * i], sum[2 * i + 1]);

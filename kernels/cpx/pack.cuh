@@ -2,6 +2,7 @@
 // Some neighbouring elements loaded or stored at once, as floats in registers.
 #pragma once
 
+#include <cpx/array.cuh>
 #include <cpx/cuda/nvcc.hpp>
 
 #include <cuda_bf16.h>
@@ -38,7 +39,7 @@ __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <class T, int V>
-__device__ __forceinline__ void widen(pack<T, V> const& from, float (&to)[V]) {
+__device__ __forceinline__ void widen(pack<T, V> const& from, array<float, V>& to) {
 #pragma unroll
     for (int v = 0; v < V; ++v)
         if constexpr (sizeof(T) == 4) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void widen(pack<T, V> const& from, float (&to)[V]) {
 
 /// Rounds to T; two of 16 bits by one instruction, which takes less than one of each.
 template <class T, int V>
-__device__ __forceinline__ pack<T, V> narrow(float const (&from)[V]) {
+__device__ __forceinline__ pack<T, V> narrow(array<float, V> const& from) {
     static_assert(V > 1);
     pack<T, V> to;
 #pragma unroll
@@ -70,7 +71,7 @@ __device__ __forceinline__ pack<T, V> narrow(float const (&from)[V]) {
 }
 
 template <class T, int V>
-__device__ __forceinline__ void store(float const (&from)[V], T* to) {
+__device__ __forceinline__ void store(array<float, V> const& from, T* to) {
     if constexpr (V == 1) {
         *to = static_cast<T>(from[0]);
     } else {

@@ -132,7 +132,8 @@ __device__ __forceinline__ float turned(float own, float other, float cosine, fl
 
 /// Rotates the low and the high halves' elements in place: by float, rounded once.
 template <class T, int N, class Words>
-__device__ __forceinline__ void turn(Words& low, Words& high, float const (&cosine)[N], float const (&sine)[N]) {
+__device__ __forceinline__ void turn(Words& low, Words& high, array<float, N> const& cosine,
+                                     array<float, N> const& sine) {
     auto const rotate = [&](float& a, float& b, int k) {
         float const was = a;
         a = turned(was, b, cosine[k], -sine[k]);

@@ -98,9 +98,9 @@ public:
             here);
 
         // The memory of the epochs holds the pointers first, so that there is one allocation to free.
-        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs),
-                        std::max(sizeof base_, 4 * (blocks + std::size_t{1}))),
-             "cudaMalloc", here);
+        std::size_t const epochs = static_cast<std::size_t>(blocks + 1) * 4;
+        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), std::max(sizeof base_, epochs)), "cudaMalloc",
+             here);
         auto* const pointers = reinterpret_cast<void**>(meeting_.epochs);
         detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
         cuda(cudaGetLastError(), "window_pointers", here);
@@ -112,7 +112,7 @@ public:
             char* const memory = r == comm.rank() ? data() : base_[r];
             meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(memory + bytes_);
         }
-        cuda(cudaMemset(meeting_.epochs, 0, static_cast<std::size_t>(blocks + 1) * 4), "cudaMemset", here);
+        cuda(cudaMemset(meeting_.epochs, 0, epochs), "cudaMemset", here);
         cuda(cudaHostAlloc(reinterpret_cast<void**>(&page_), sizeof(host_page), cudaHostAllocPortable), "cudaHostAlloc",
              here);
         *page_ = {};
