@@ -338,5 +338,24 @@ TEST_SUITE("cuda") {
         support::rejects({"bytes of workspace", "at least"}, [&] {
             cpx::cuda::gated_delta_rule<float>(p.shape, {.offsets = all(offsets)}, rows<float>(), {}, {}, nullptr);
         });
+
+        buffer<index_t> const ends{std::span<index_t const>(p.offsets)};
+        buffer<float> const some(80), other(80), third(80), gates(10), more_gates(20);
+        buffer<char> const space(cpx::cuda::gated_delta_rule_backward_workspace<float>(p.shape, 10, 1));
+        auto const wide = [](buffer<float> const& b) { return rows<float>(b.data(), 10, 8); };
+        rows<float> const gate(gates.data(), 10, 1), dg(more_gates.data(), 10, 1, 2),
+            dbeta(more_gates.data() + 1, 10, 1, 2);
+        cpx::cuda::gated_delta_rule_input<float> const in{wide(some), wide(some), wide(some), gate, gate, all(ends)};
+        auto const backward = [&](rows<float> dout, rows<float> dk, rows<float> of_beta) {
+            cpx::cuda::gated_delta_rule_backward<float>(p.shape, in, rows<float const>(dout), {},
+                                                        {wide(other), dk, wide(third), dg, of_beta}, all(space),
+                                                        nullptr);
+        };
+        support::rejects({"gated_delta_rule.cu", "cuda::gated_delta_rule: overlap of o and q: expected none, got some"},
+                         [&] { cpx::cuda::gated_delta_rule<float>(p.shape, in, wide(some), {}, all(space), nullptr); });
+        support::rejects({"gated_delta_rule_backward: overlap of dq and dk"},
+                         [&] { backward(wide(some), wide(other), dbeta); });
+        support::rejects({"overlap of dv and dout"}, [&] { backward(wide(third), wide(buffer<float>(80)), dbeta); });
+        support::rejects({"overlap of dg and dbeta"}, [&] { backward(wide(some), wide(buffer<float>(80)), dg); });
     }
 }

@@ -9,8 +9,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <array>
 #include <cmath>
 #include <concepts>
+#include <initializer_list>
+#include <span>
 #include <string>
 
 namespace cpx::cuda {
@@ -151,6 +154,19 @@ void require_delta_input(char const* where, gated_delta_rule_shape const& shape,
             in.first.size(), here);
     require_memory(where, "first", in.first, here);
     require_states(where, "state", shape, in, in.state, here);
+}
+
+/// Throws `cpx::error` if what a call writes overlaps what it reads or something else that it writes.
+template <class T>
+void require_delta_apart(char const* where, gated_delta_rule_input<T> const& in, std::initializer_list<operand> written,
+                         std::initializer_list<operand> more, caller here) {
+    std::span const all(written.begin(), written.size());
+    require_apart(where, all,
+                  std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
+                             operand("beta", in.beta), operand("offsets", in.offsets), operand("state", in.state),
+                             operand("first", in.first)},
+                  here);
+    require_apart(where, all, std::span(more.begin(), more.size()), here);
 }
 
 inline void require_workspace(char const* where, index_t bytes, std::span<char> workspace, caller here) {

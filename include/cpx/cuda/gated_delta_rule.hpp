@@ -44,6 +44,7 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
     detail::require_states(where, "last", shape, in, last, here);
     auto const space = detail::delta_forward_space<T>(shape, in.k.count(), std::ssize(in.offsets) - 1);
     detail::require_workspace(where, space.bytes, workspace, here);
+    detail::require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}}, {}, here);
     if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule">();
     if constexpr (std::same_as<T, __nv_bfloat16>)
@@ -79,6 +80,15 @@ void gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     detail::require_states(where, "dstate", shape, in, to.dstate, here);
     auto const space = detail::delta_backward_space(shape, tokens, std::ssize(in.offsets) - 1);
     detail::require_workspace(where, space.bytes, workspace, here);
+    detail::require_delta_apart(where, in,
+                                {{"dq", to.dq},
+                                 {"dk", to.dk},
+                                 {"dv", to.dv},
+                                 {"dg", to.dg},
+                                 {"dbeta", to.dbeta},
+                                 {"dstate", to.dstate},
+                                 {"workspace", workspace}},
+                                {{"dout", dout}, {"dlast", dlast}}, here);
     if (in.offsets.size() == 1) return;
     auto const range = named_range<"cpx gated_delta_rule_backward">();
     detail::launch_delta_plain_backward(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
