@@ -138,7 +138,7 @@ per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& 
             carry_link const& l = plan.links[i];
             index_t const passed = l.beside(from);
             bool const gives = l.beside(opposite(from)) >= reach;
-            T const* const map = maps + l.map_row * map_width; // if it is not the first
+            T const* const map = l.map_row < 0 ? nullptr : maps + l.map_row * map_width;
             if (gives) {
                 giving.copies.push_back({ends[i], give, width});
                 if (k > 0 && passed > 0) giving.states.push_back({map, reaching[i], give});
