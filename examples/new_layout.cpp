@@ -68,7 +68,7 @@ results run_operators(How, S const& sharding) {
         auto const keys =
             exchange(relayout(sharding, cpx::replicated<S::static_ranks>(sharding.batch()), rank), k, comm);
         auto attended = tensor(3);
-        cpx::attention(rank, q.view(), keys.view(), keys.view(), {1, 1, 3}, 0.5, attended.view());
+        cpx::attention(q.view(), keys.view(), keys.view(), {1, 1, 3}, 0.5, attended.view());
         keep(attended);
 
         std::lock_guard const lock(guard);

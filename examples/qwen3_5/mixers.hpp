@@ -65,7 +65,7 @@ public:
         for (auto const& [weight, first, width] : normed()) {
             auto const some = s.qkv.view().columns(first, width);
             at_.norm(weight, some, some);
-            cpx::rotary(at_.rank(), typename Site::const_view(some), dim_, rotation(), some);
+            cpx::rotary(typename Site::const_view(some), dim_, rotation(), some);
         }
         if (how_ == attention_by::gather)
             attend_gathered(s);
@@ -114,19 +114,19 @@ private:
         cpx::replicated<> const everywhere(at_.sharding.ranks(), at_.sharding.batch());
         auto keys = at_.make(2 * kv_);
         cpx::as_matrix(keys.data()) = cpx::as_matrix(s.qkv.data().columns(q_, 2 * kv_));
-        s.keys = exchange(relayout(at_.sharding, everywhere, at_.rank()), keys, at_.comm);
-        attention(at_.rank(), s.qkv.view().columns(0, q_), s.keys->view().columns(0, kv_),
-                  s.keys->view().columns(kv_, kv_), heads_, scale_, s.o.view(), lse(s.lse, s.o, heads_.query_heads));
+        s.keys = exchange(keys, everywhere, at_.comm);
+        attention(s.qkv.view().columns(0, q_), s.keys->view().columns(0, kv_), s.keys->view().columns(kv_, kv_), heads_,
+                  scale_, s.o.view(), lse(s.lse, s.o, heads_.query_heads));
     }
 
     void attend_by_heads(saved& s) const {
         int const rank = at_.rank();
-        s.split = exchange(relayout(at_.sharding, split_, rank), s.qkv, at_.comm);
+        s.split = exchange(s.qkv, split_, at_.comm);
         auto const [q, k] = widths();
         s.o_split.emplace(split_o_, rank, q);
         auto const all = s.split->view();
-        attention(rank, all.columns(0, q), all.columns(q, k), all.columns(q + k, k), heads_, scale_,
-                  cpx::sharded(s.o_split->data(), split_), lse(s.lse, *s.o_split, q / dim_));
+        attention(all.columns(0, q), all.columns(q, k), all.columns(q + k, k), heads_, scale_,
+                  cpx::sharded(s.o_split->data(), split_, rank), lse(s.lse, *s.o_split, q / dim_));
         exchange(relayout(split_o_, at_.sharding, rank), s.o_split->view(), s.o.view(), at_.comm);
     }
     /// Returns the columns of q, and of k, that this rank holds by heads.
@@ -153,7 +153,7 @@ private:
             attend_by_heads_backward(s, d_o, dqkv);
         for (auto const& [weight, first, width] : normed()) {
             auto const some = dqkv.view().columns(first, width);
-            cpx::rotary_backward(at_.rank(), typename Site::const_view(some), dim_, rotation(), some);
+            cpx::rotary_backward(typename Site::const_view(some), dim_, rotation(), some);
             at_.norm_backward(weight, s.raw.view().columns(first, width), some, some);
         }
         for (cpx::index_t head = 0; head < heads_.query_heads; ++head) {
@@ -187,7 +187,7 @@ private:
         };
         auto const own = queries(std::as_const(of_queries).view());
         auto const gathered_k = s.keys->view().columns(0, kv_), gathered_v = s.keys->view().columns(kv_, kv_);
-        attention_backward_queries(rank, own, gathered_k, gathered_v, heads_, scale_, dqkv.view().columns(0, q_));
+        attention_backward_queries(own, gathered_k, gathered_v, heads_, scale_, dqkv.view().columns(0, q_));
 
         auto const gather = relayout(at_.sharding, everywhere, rank);
         auto const dk = dqkv.view().columns(q_, kv_), dv = dqkv.view().columns(q_ + kv_, kv_);
@@ -207,15 +207,15 @@ private:
         int const rank = at_.rank();
         auto const [q, k] = widths();
         cpx::index_t const n = q / dim_;
-        auto const d_split = exchange(relayout(at_.sharding, split_o_, rank), d_o, at_.comm);
+        auto const d_split = exchange(d_o, split_o_, at_.comm);
         cpx::tensor<T, by_heads> numbers(split_, rank, n), dsplit(split_, rank, q + 2 * k);
-        cpx::sharded<T const, by_heads> const dout(d_split.data(), split_), o(s.o_split->data(), split_),
-            lse(cpx::rows<T const>(s.lse, n), split_);
+        cpx::sharded<T const, by_heads> const dout(d_split.data(), split_, rank), o(s.o_split->data(), split_, rank),
+            lse(cpx::rows<T const>(s.lse, n), split_, rank);
         attention_delta(o, dout, dim_, numbers.view());
         auto const all = s.split->view();
         cpx::attention_queries<T, by_heads> const own{all.columns(0, q), dout, lse, numbers.view()};
         auto const keys = all.columns(q, k), values = all.columns(q + k, k);
-        attention_backward_queries(rank, own, keys, values, heads_, scale_, dsplit.view().columns(0, q));
+        attention_backward_queries(own, keys, values, heads_, scale_, dsplit.view().columns(0, q));
         attention_backward_keys(own, keys, values, heads_, scale_, dsplit.view().columns(q, k),
                                 dsplit.view().columns(q + k, k), at_.comm);
         exchange(relayout(split_, at_.sharding, rank), dsplit.view(), dqkv.view(), at_.comm);

@@ -49,7 +49,7 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
 
     return [=, &at, saved = std::move(saved)](typename Site::tensor& dh) {
         auto const name = [&](char const* suffix) { return layer_name(layer, "mlp.") + suffix; };
-        auto const on_site = [&](auto const& rows) { return cpx::sharded(rows.view(), at.sharding); };
+        auto const on_site = [&](auto const& rows) { return cpx::sharded(rows.view(), at.sharding, at.rank()); };
         auto dx = at.make(x.width());
         auto const d = cpx::moe_backward<T>(at.model.moe(layer), saved, dh.data(), dx.data());
 

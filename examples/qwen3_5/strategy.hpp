@@ -146,7 +146,7 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
             mean_token_loss_backward(loss, std::as_const(labels).view(), 1, dlogp.view());
             gradients = step.backward(dlogp);
         }
-        auto const all = exchange(relayout(entry, cpx::replicated<>(ranks, in.batch), rank), local, threads);
+        auto const all = exchange(local, cpx::replicated<>(ranks, in.batch), threads);
         std::lock_guard const lock(guard);
         result.rows += relayouts;
         result.rows += halos;

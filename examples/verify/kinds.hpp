@@ -56,7 +56,7 @@ cpx::tensor<T, S> take(std::vector<T> const& whole, cpx::index_t width, S const&
     cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
     auto const plan = relayout(everywhere, sharding, comm.rank());
     cpx::tensor<T, S> local(sharding, comm.rank(), plan.target_width ? plan.target_width : width);
-    exchange(plan, cpx::sharded(cpx::rows<T const>(whole, width), everywhere), local.view(), comm);
+    exchange(plan, cpx::sharded(cpx::rows<T const>(whole, width), everywhere, comm.rank()), local.view(), comm);
     return local;
 }
 
@@ -65,8 +65,8 @@ template <class T, class S>
 std::vector<T> gather(cpx::rows<T const> local, cpx::index_t width, S const& sharding, cpx::threads& comm) {
     cpx::replicated<> const everywhere(sharding.ranks(), sharding.batch());
     std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * width));
-    exchange(relayout(sharding, everywhere, comm.rank()), cpx::sharded(local, sharding),
-             cpx::sharded(cpx::rows<T>(whole, width), everywhere), comm);
+    exchange(relayout(sharding, everywhere, comm.rank()), cpx::sharded(local, sharding, comm.rank()),
+             cpx::sharded(cpx::rows<T>(whole, width), everywhere, comm.rank()), comm);
     return whole;
 }
 
@@ -168,14 +168,12 @@ outputs<T> gated_delta_rule(job const& j) {
                 cpx::tensor<T, S> d(sharding, rank, local.width());
                 auto const d_out = take(dout, out_width, out_sharding, comm);
                 auto const dx = d.view();
-                cpx::gated_delta_rule_backward(plan, tensors,
-                                               cpx::delta_rule_gradient_tensors<T, S>{{d_out.data(), sharding},
-                                                                                      dx.columns(0, k),
-                                                                                      dx.columns(k, k),
-                                                                                      dx.columns(2 * k, v_end - 2 * k),
-                                                                                      dx.columns(v_end, n),
-                                                                                      dx.columns(v_end + n, n)},
-                                               heads, options, comm);
+                cpx::gated_delta_rule_backward(
+                    plan, tensors,
+                    cpx::delta_rule_gradient_tensors<T, S>{d_out.view(), dx.columns(0, k), dx.columns(k, k),
+                                                           dx.columns(2 * k, v_end - 2 * k), dx.columns(v_end, n),
+                                                           dx.columns(v_end + n, n)},
+                    heads, options, comm);
                 gradients = gather<T>(d.data(), width, sharding, comm);
             }
             std::lock_guard const lock(guard);

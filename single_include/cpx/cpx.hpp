@@ -1955,20 +1955,21 @@ struct sequential : private extent<W> {
 
 namespace cpx {
 
-/// A view of one rank's rows of a tensor that is sharded as `S` says.
+/// A view of the rows that `rank` holds of a tensor that is sharded as `S` says.
 ///
 /// The type is what keeps a zigzag shard out of an operator that wants another sharding. Where two shardings have the
 /// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
-/// Owns no rows. The number of rows is checked where the view is used, against the plan of the rank that uses it.
+/// Owns no rows. Their number is checked where the view is used.
 template <class T, any_sharding S>
 class sharded {
 public:
-    sharded(rows<T> data, S sharding) : data_(data), sharding_(std::move(sharding)) {}
+    sharded(rows<T> data, S sharding, int rank) : data_(data), sharding_(std::move(sharding)), rank_(rank) {}
 
-    operator sharded<T const, S>() const { return {data_, sharding_}; }
+    operator sharded<T const, S>() const { return {data_, sharding_, rank_}; }
 
     rows<T> const& data() const { return data_; }
     S const& sharding() const { return sharding_; }
+    int rank() const { return rank_; }
     sharded view() const { return *this; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection. Throws
@@ -1978,12 +1979,13 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_};
+        return {data_.columns(first, width), sharding_, rank_};
     }
 
 private:
     rows<T> data_;
     S sharding_;
+    int rank_;
 };
 
 /// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
@@ -1991,7 +1993,7 @@ template <class A, class T>
 concept elements_of = std::same_as<std::remove_const_t<A>, T>;
 
 template <class T, class S>
-sharded(rows<T>, S) -> sharded<T, S>;
+sharded(rows<T>, S, int) -> sharded<T, S>;
 
 namespace detail {
 
@@ -2017,8 +2019,26 @@ using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
 template <sharded_like X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
-// What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 namespace detail {
+
+/// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
+template <class T, any_sharding S>
+void require_place(char const* where, char const* what, sharded<T, S> const& x, S const& sharding, int rank,
+                   char const* whose, caller here) {
+    if (!(x.sharding() == sharding)) throw error(where, std::string("sharding of ") + what, whose, "another", here);
+    if (x.rank() != rank)
+        throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)),
+                    std::to_string(x.rank()), here);
+}
+
+/// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.
+template <class T, class A, any_sharding S>
+void require_place(char const* where, char const* what, sharded<T, S> const& x, sharded<A, S> const& other,
+                   char const* whose, caller here) {
+    require_place(where, what, x, other.sharding(), other.rank(), whose, here);
+}
+
+// What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 
 template <class S, class... X>
 inline constexpr bool sharded_as = (std::same_as<sharding_of<X>, S> && ...);
@@ -2130,23 +2150,25 @@ class tensor {
 public:
     /// Throws `cpx::error` if there is no such rank, or not the memory.
     tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
-        : sharding_(sharding), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
+        : sharding_(sharding), rank_(rank), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
           values_(detail::zeros<T>("tensor", {count_, width}, here)) {}
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     rows<T const> data() const&& = delete;
-    sharded<T, S> view() & { return {data(), sharding_}; }
-    sharded<T const, S> view() const& { return {data(), sharding_}; }
+    sharded<T, S> view() & { return {data(), sharding_, rank_}; }
+    sharded<T const, S> view() const& { return {data(), sharding_, rank_}; }
     sharded<T const, S> view() const&& = delete;
     operator sharded<T, S>() & { return view(); }
     operator sharded<T const, S>() const& { return view(); }
     operator sharded<T const, S>() const&& = delete;
     S const& sharding() const { return sharding_; }
+    int rank() const { return rank_; }
     index_t width() const { return width_; }
 
 private:
     S sharding_;
+    int rank_;
     index_t width_, count_;
     std::vector<T> values_;
 };
@@ -4464,8 +4486,8 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
     if constexpr (source && target && writes) {
         auto const x = from.view();
         auto const y = to.view();
-        require(x.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
-        require(y.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
+        detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
+        detail::require_place("exchange", "the target", y, p.to, p.rank, "the plan's", here);
         exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
     }
 }
@@ -4477,6 +4499,13 @@ tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& fr
     tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width(), here);
     exchange(p, from, to, comm, here);
     return to;
+}
+
+/// Moves this rank's rows of `from` to another sharding: a relayout that is made for this one call. Collective.
+template <sharded_like X, any_sharding To, transport Comm>
+tensor<element_of<X>, To> exchange(X const& from, To const& to, Comm& comm, caller here = caller::here()) {
+    auto const x = from.view();
+    return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
 }
 
 } // namespace cpx
@@ -4501,8 +4530,8 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     using T = std::ranges::range_value_t<V>;
     rows<T> const all(std::ranges::data(values), count, 1);
     tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1, here);
-    exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
-    exchange(plan, share.view(), sharded(all, whole), comm, here);
+    exchange(plan.transposed(), sharded(all, whole, comm.rank()), share.view(), comm, here);
+    exchange(plan, share.view(), sharded(all, whole, comm.rank()), comm, here);
 }
 
 } // namespace cpx

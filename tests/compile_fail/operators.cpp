@@ -87,10 +87,10 @@ void decoding(zigzag const& from, cpx::sharding<more> const& to, cpx::gated_delt
 }
 
 // expect: attention wants keys and values on every rank
-void attention(view<zigzag> q, view<keys> k) { cpx::attention(0, q, k, k, heads, 1, q); }
+void attention(view<zigzag> q, view<keys> k) { cpx::attention(q, k, k, heads, 1, q); }
 
 // expect: attention of q and o, or of k and v, on two shardings
-void attention_result(view<zigzag> q, view<everywhere> k, view<other> o) { cpx::attention(0, q, k, k, heads, 1, o); }
+void attention_result(view<zigzag> q, view<everywhere> k, view<other> o) { cpx::attention(q, k, k, heads, 1, o); }
 
 using queries = cpx::attention_queries<float, zigzag>;
 
@@ -99,12 +99,12 @@ void attention_delta(view<zigzag> o, view<other> dout) { cpx::attention_delta(o,
 
 // expect: the gradient of queries wants keys and values on every rank
 void queries_keys(queries const& q, view<keys> k, view<zigzag> dq) {
-    cpx::attention_backward_queries(0, q, k, k, heads, 1, dq);
+    cpx::attention_backward_queries(q, k, k, heads, 1, dq);
 }
 
 // expect: attention_backward_queries of q and dq, or of k and v, on two shardings
 void queries_result(queries const& q, view<everywhere> k, view<other> dq) {
-    cpx::attention_backward_queries(0, q, k, k, heads, 1, dq);
+    cpx::attention_backward_queries(q, k, k, heads, 1, dq);
 }
 
 // expect: the gradients of keys want every query
@@ -119,10 +119,10 @@ void keys_result(cpx::attention_queries<float, everywhere> const& q, view<zigzag
 }
 
 // expect: rotary of x and y on two shardings
-void rotary(view<zigzag> x, view<other> y) { cpx::rotary(0, x, 8, {}, y); }
+void rotary(view<zigzag> x, view<other> y) { cpx::rotary(x, 8, {}, y); }
 
 // expect: rotary_backward of dy and dx on two shardings
-void rotary_backward(view<zigzag> dy, view<other> dx) { cpx::rotary_backward(0, dy, 8, {}, dx); }
+void rotary_backward(view<zigzag> dy, view<other> dx) { cpx::rotary_backward(dy, 8, {}, dx); }
 
 // expect: next_token_labels of tensors that are not sharded as the plan
 void labels(cpx::halo_plan<other> const& plan, numbers ids, cpx::threads& comm) {
@@ -141,9 +141,9 @@ void sums(cpx::weight_sums<zigzag> const& of, view<other> x, cpx::threads& comm)
 // expect: cpx: rotary wants x of y's elements, and a y that is not const and has a name
 void results(cpx::tensor<float, zigzag> const& x, cpx::tensor<float, zigzag>& y) {
 #ifdef CPX_GOOD
-    cpx::rotary(0, x, 8, {}, y);
+    cpx::rotary(x, 8, {}, y);
 #else
     static_cast<void>(y);
-    cpx::rotary(0, x, 8, {}, x);
+    cpx::rotary(x, 8, {}, x);
 #endif
 }

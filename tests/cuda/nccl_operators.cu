@@ -97,14 +97,14 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
         std::span<W const> const bias(bias_values.data(), p.bias.size());
         device_rows<float> const dweight(std::vector<float>(p.weight.size()), p.taps, {});
         cuda::buffer<float> const dbias{std::span<float const>(std::vector<float>(p.bias.size()))};
-        auto const of = [&](auto const& tensor) { return sharded(tensor.view(), sharding); };
+        auto const of = [&](auto const& tensor) { return sharded(tensor.view(), sharding, rank); };
         meet();
         cuda::conv_exchange<T, S> by(halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, side::after),
                                      width, comm, width + gap);
         meet();
         auto const formed = [&]<class R>(R const& result) {
             if constexpr (requires { result.stride(); })
-                return sharded(result, sharding);
+                return sharded(result, sharding, rank);
             else
                 return result; // parts
         };
@@ -162,7 +162,7 @@ results on_host(problem<T, W> const& p, S const& sharding) {
         auto const x = take(x_all, width, sharding, rank), dy = take(dy_all, width, sharding, rank);
         std::vector<double> y(x.size(), NAN), dx(x.size(), NAN);
         rows<double const> const weight(weights, p.taps);
-        auto const of = [&](auto& values) { return sharded(rows(values.data(), count, width), sharding); };
+        auto const of = [&](auto& values) { return sharded(rows(values.data(), count, width), sharding, rank); };
         auto& [no_y, no_dx, dweight, dbias] = sums[static_cast<std::size_t>(rank)];
         cpx::causal_conv1d(before, of(x), weight, std::span<double const>(bias), p.act, of(y), comm);
         cpx::causal_conv1d_backward(before, after, of(x), weight, std::span<double const>(bias), p.act, of(dy),
@@ -192,7 +192,7 @@ results rotate(group& gpus, problem<T, W> const& p, S const& sharding) {
         cuda::segment_table const positions(segments(sharding, rank));
         device_rows<T> const x(take(p.x, p.channels, sharding, rank), p.channels, {}),
             y(sharding.rows(rank), p.channels, {}), dy(take(p.dy, p.channels, sharding, rank), p.channels, {});
-        auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding); };
+        auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding, rank); };
         cuda::rotary(of(x), head_dim, pairs, positions, of(y), stream);
         cuda::rotary_backward(of(dy), head_dim, pairs, positions, of(dy), stream);
         place(y.read(), sharding, rank, p.channels, r.y);
@@ -208,10 +208,10 @@ results rotate_on_host(problem<T, W> const& p, S const& sharding) {
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         auto x = take(x_all, p.channels, sharding, rank), dy = take(dy_all, p.channels, sharding, rank);
         auto const of = [&](auto& values) {
-            return sharded(rows(values.data(), sharding.rows(rank), p.channels), sharding);
+            return sharded(rows(values.data(), sharding.rows(rank), p.channels), sharding, rank);
         };
-        cpx::rotary(rank, of(x), head_dim, rotary_options, of(x));
-        cpx::rotary_backward(rank, of(dy), head_dim, rotary_options, of(dy));
+        cpx::rotary(of(x), head_dim, rotary_options, of(x));
+        cpx::rotary_backward(of(dy), head_dim, rotary_options, of(dy));
         place(x, sharding, rank, p.channels, r.y);
         place(dy, sharding, rank, p.channels, r.dx);
     }
@@ -357,8 +357,8 @@ TEST_SUITE("cuda") {
             };
             auto const backwards = [&](convolver& with, sharded<float, S> const& dy, sharded<float, S> const& dx) {
                 return [&, dy, dx] {
-                    cuda::causal_conv1d_backward(with, sharded(tensor, sharding), weight, {}, activation::silu, dy,
-                                                 {dx}, stream);
+                    cuda::causal_conv1d_backward(with, sharded(tensor, sharding, rank), weight, {}, activation::silu,
+                                                 dy, {dx}, stream);
                 };
             };
             sharded const in(tensor, sharding), out(result, sharding), elsewhere(tensor, other);

@@ -20,7 +20,7 @@ static_assert(!std::is_convertible_v<cpx::sharded<float, zigzag>, cpx::sharded<f
 static_assert(std::is_convertible_v<cpx::sharded<float, zigzag>, cpx::sharded<float const, zigzag>>);
 static_assert(!std::is_convertible_v<cpx::sharded<float const, zigzag>, cpx::sharded<float, zigzag>>);
 static_assert(
-    std::is_same_v<decltype(cpx::sharded(cpx::rows<float>(), std::declval<zigzag>())), cpx::sharded<float, zigzag>>);
+    std::is_same_v<decltype(cpx::sharded(cpx::rows<float>(), std::declval<zigzag>(), 0)), cpx::sharded<float, zigzag>>);
 
 // Operators take tensors as they take views: of constants where they only read.
 using tensor = cpx::tensor<float, zigzag>;
@@ -46,12 +46,14 @@ TEST_SUITE("layout") {
         auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
         std::vector<int> values(4 * 6);
         values[7] = 5;
-        cpx::sharded const view(cpx::rows<int>(values, 6), sharding);
+        cpx::sharded const view(cpx::rows<int>(values, 6), sharding, 1);
+        CHECK(view.rank() == 1);
         CHECK(view.data().count() == 4);
         CHECK(view.sharding() == sharding);
         CHECK(view.columns(1, 2).data()(1, 0) == 5);
         CHECK(view.columns(1, 2).data().stride() == 6);
         CHECK(view.columns(1, 2).sharding() == sharding);
+        CHECK(view.columns(1, 2).rank() == 1);
         cpx::sharded<int const, zigzag> const constant = view;
         CHECK(constant.data()(1, 1) == 5);
     }
@@ -63,6 +65,7 @@ TEST_SUITE("layout") {
             CHECK(t.data().count() == sharding.rows(r));
             CHECK(t.width() == 3);
             CHECK(t.sharding() == sharding);
+            CHECK(t.view().rank() == r);
             for (cpx::index_t i = 0; i < t.data().count(); ++i) CHECK(t.data()(i, 2) == 0.0f);
             t.data()(0, 1) = 4.0f;
             CHECK(std::as_const(t).data()(0, 1) == 4.0f);

@@ -92,12 +92,12 @@ TEST_SUITE("ops") {
         std::vector<float> values(11 * 8), written(11 * 8);
         index_t const held = zigzag(batch).rows(1);
         cpx::attention_heads const grouped{4, 2, 2};
-        cpx::sharded<float, Q> const q({values.data(), held, 8}, zigzag(batch)),
-            o({written.data(), held, 8}, zigzag(batch));
-        cpx::sharded<float, K> const k({values.data(), 11, 4, 8}, K(2, batch));
+        cpx::sharded<float, Q> const q({values.data(), held, 8}, zigzag(batch), 1),
+            o({written.data(), held, 8}, zigzag(batch), 1);
+        cpx::sharded<float, K> const k({values.data(), 11, 4, 8}, K(2, batch), 1);
         auto const call = [&](auto const& queries, auto const& keys, auto const& v, auto const& result,
                               cpx::attention_heads h) {
-            return [=] { cpx::attention(1, queries, keys, v, h, 1., result); };
+            return [=] { cpx::attention(queries, keys, v, h, 1., result); };
         };
         CHECK(support::message(call(q, k, k, o, grouped)) == "");
         auto const rejects = [](std::string const& passage, auto const& f) {
@@ -108,30 +108,33 @@ TEST_SUITE("ops") {
         index_t const big = index_t{1} << 32;
         rejects("query heads: expected 0 to 2147483647, got 4294967296", call(q, k, k, o, {big, 1, 2}));
         rejects("query heads x dim: expected less than 2^62", call(q, k, k, o, {4, 2, index_t{1} << 61}));
-        cpx::sharded<float, K> const foreign(k.data(), K(2, other_batch));
+        cpx::sharded<float, K> const foreign(k.data(), K(2, other_batch), 1);
         rejects("batch of keys and values: expected the queries' batch", call(q, foreign, foreign, o, grouped));
-        rejects("batch of keys and values: expected the queries' batch", call(q, k, foreign, o, grouped));
-        cpx::sharded<float, Q> const elsewhere(o.data(), zigzag(other_batch));
+        rejects("sharding of v: expected that of k", call(q, k, foreign, o, grouped));
+        cpx::sharded<float, K> const on_zero(k.data(), k.sharding(), 0);
+        rejects("rank of k: expected 1, got 0", call(q, on_zero, on_zero, o, grouped));
+        rejects("rank of v: expected that of k, 1, got 0", call(q, k, on_zero, o, grouped));
+        cpx::sharded<float, Q> const elsewhere(o.data(), zigzag(other_batch), 1);
         rejects("sharding of o: expected that of q", call(q, k, k, elsewhere, grouped));
         auto const shape = [](index_t count, index_t width) {
             return '(' + std::to_string(count) + ", " + std::to_string(width) + ')';
         };
         rejects("shape of q: expected " + shape(held, 8) + ", got " + shape(held, 7),
                 call(q.columns(0, 7), k, k, o, grouped));
-        cpx::sharded<float, Q> const low(o.data().sub(0, held - 1), q.sharding());
+        cpx::sharded<float, Q> const low(o.data().sub(0, held - 1), q.sharding(), 1);
         rejects("shape of o: expected " + shape(held, 8) + ", got " + shape(held - 1, 8), call(q, k, k, low, grouped));
         rejects("shape of k: expected (11, 4), got (11, 2)", call(q, k.columns(0, 2), k, o, grouped));
-        cpx::sharded<float, K> const short_keys(k.data().sub(0, 10), k.sharding());
+        cpx::sharded<float, K> const short_keys(k.data().sub(0, 10), k.sharding(), 1);
         rejects("shape of v: expected (11, 4), got (10, 4)", call(q, k, short_keys, o, grouped));
 
         rejects("overlap of o and q: expected none, got some", call(q, k, k, q, grouped));
-        cpx::sharded<float, K> const written_keys({written.data(), 11, 4, 8}, k.sharding());
+        cpx::sharded<float, K> const written_keys({written.data(), 11, 4, 8}, k.sharding(), 1);
         rejects("overlap of o and v: expected none, got some", call(q, k, written_keys, o, grouped));
         support::rejects({"attention.cpp", "overlap of o and lse"},
-                         [&] { cpx::attention(1, q, k, k, grouped, 1, o, o.data().columns(4, 4)); });
+                         [&] { cpx::attention(q, k, k, grouped, 1, o, o.data().columns(4, 4)); });
 
         using H = cpx::head_sharded<>; // keys by heads, queries whole: head 0 is not on rank 1
-        cpx::sharded<float, H> const some({values.data(), 11, 2, 8}, H(2, batch, {{2, 2}}));
+        cpx::sharded<float, H> const some({values.data(), 11, 2, 8}, H(2, batch, {{2, 2}}), 1);
         rejects("key heads on this rank: expected those that its query heads read", call(q, some, some, o, grouped));
     }
 }

@@ -73,7 +73,7 @@ std::vector<T> run(attention<T> const& p, Q const& sharding, K const& everywhere
         auto const k = on_ranks::take(p.k, {p.keys()}, everywhere, rank),
                    v = on_ranks::take(p.v, {p.keys()}, everywhere, rank);
         auto o = on_ranks::poisoned<T>(sharding, rank, q.width());
-        cpx::attention(rank, q.view(), k.view(), v.view(), p.heads, p.scale, o.view());
+        cpx::attention(q.view(), k.view(), v.view(), p.heads, p.scale, o.view());
         return o;
     });
 }

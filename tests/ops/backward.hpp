@@ -209,7 +209,7 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
                       own_keys = sharding.heads(rank, p.heads.key_heads).size() * p.heads.dim;
         auto o = on_ranks::poisoned<T>(sharding, rank, width);
         auto lse = on_ranks::poisoned<T>(sharding, rank, heads), delta = lse;
-        cpx::attention(rank, q.view(), k.view(), v.view(), p.heads, p.scale, o.view(), lse.data());
+        cpx::attention(q.view(), k.view(), v.view(), p.heads, p.scale, o.view(), lse.data());
         cpx::attention_delta(o.view(), of_o.view(), p.heads.dim, delta.view());
         auto dfused = on_ranks::poisoned<T>(sharding, rank, width + 2 * own_keys);
         auto const dq = dfused.view().columns(0, width), dk = dfused.view().columns(width, own_keys),
@@ -219,7 +219,7 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
             return cpx::attention_queries<T, S>{a.view(), b.view(), c.view(), d.view()};
         };
         auto const own = views(q, of_o, lse, delta);
-        cpx::attention_backward_queries(rank, own, k.view(), v.view(), p.heads, p.scale, dq);
+        cpx::attention_backward_queries(own, k.view(), v.view(), p.heads, p.scale, dq);
         if constexpr (std::same_as<Q, K>) {
             cpx::attention_backward_keys(own, k.view(), v.view(), p.heads, p.scale, dk, dv, comm);
         } else if (what == gathered::queries) {

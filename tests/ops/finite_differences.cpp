@@ -121,10 +121,10 @@ void check_transposed(From const& from, To const& to, index_t width) {
         auto const x = random(from, 100), u = random(to, 200);
         std::vector<double> y(u.size(), poison<double>()), dx(x.size(), poison<double>());
         auto const at_from = [&](auto& values) {
-            return cpx::sharded(cpx::rows(values.data(), from.rows(rank), columns(from, rank)), from);
+            return cpx::sharded(cpx::rows(values.data(), from.rows(rank), columns(from, rank)), from, rank);
         };
         auto const at_to = [&](auto& values) {
-            return cpx::sharded(cpx::rows(values.data(), to.rows(rank), columns(to, rank)), to);
+            return cpx::sharded(cpx::rows(values.data(), to.rows(rank), columns(to, rank)), to, rank);
         };
         auto const plan = relayout(from, to, rank);
         exchange(plan, at_from(x), at_to(y), comm);
@@ -181,7 +181,7 @@ struct token_wise_rank {
           rotated(x), gated(x), y(poisoned<double>(sharding, rank, of.width + of.heads)),
           weight(of.weight, of.heads * of.dim) {
         cpx::rms_norm<double>(x.data(), of.gain, of.eps, 1, normed.data());
-        cpx::rotary(rank, normed.view(), of.dim, of.rotary, rotated.view());
+        cpx::rotary(normed.view(), of.dim, of.rotary, rotated.view());
         cpx::gated_rms_norm<double>(rotated.data(), z.data(), of.gated_gain, of.eps, gated.data());
         cpx::linear<double>(gated.data(), weight, y.data().columns(0, of.width));
         for (index_t row = 0; row < y.data().count(); ++row)
@@ -241,7 +241,7 @@ token_wise gradient(token_wise const& p, std::vector<double> const& dy, S const&
                                                      p.eps, back, back, one(dz, row), into);
             },
             comm);
-        cpx::rotary_backward(rank, dgated.view(), p.dim, p.rotary, dgated.view());
+        cpx::rotary_backward(dgated.view(), p.dim, p.rotary, dgated.view());
         sums.terms(
             both.first(p.gain.size()),
             [&](index_t row, std::span<double> into) {

@@ -135,8 +135,8 @@ TEST_SUITE("ops") {
         auto const p = random_layer<float>(batch, grouped, false, 1);
         support::splitmix numbers(1);
         std::vector<float> values = uniform<float>(numbers, 12 * 12), written(values.size());
-        cpx::sharded<float, S> const x({values.data(), 11, 12}, sharding), y({written.data(), 11, 12}, sharding),
-            foreign({values.data(), 11, 12}, other);
+        cpx::sharded<float, S> const x({values.data(), 11, 12}, sharding, 0), y({written.data(), 11, 12}, sharding, 0),
+            foreign({values.data(), 11, 12}, other, 0);
         auto const call = [&](layer<float> const& q, cpx::sharded<float, S> const& in,
                               cpx::sharded<float, S> const& out) {
             return [=] {
@@ -148,17 +148,17 @@ TEST_SUITE("ops") {
         };
         CHECK(support::message(call(p, x, y)) == "");
         auto in_place = values;
-        cpx::sharded<float, S> const same({in_place.data(), 11, 12}, sharding);
+        cpx::sharded<float, S> const same({in_place.data(), 11, 12}, sharding, 0);
         CHECK(support::message(call(p, same, same)) == "");
         CHECK(same_rows(in_place, written, 12, 0, 11));
         support::rejects(
             {"gated_delta_net.cpp", "gated_delta_net: overlap of y and x: expected none, or the same rows"},
-            call(p, x, {{values.data() + 12, 11, 12}, sharding}));
+            call(p, x, {{values.data() + 12, 11, 12}, sharding, 0}));
         auto of_weights = p;
         support::rejects({"gated_delta_net.cpp", "overlap of y and in_proj_qkv.weight: expected none"}, [&] {
             cpx::threads::run(1, [&](cpx::threads& comm) {
                 cpx::gated_delta_net<cpx::scan, S> const net(sharding, 0, p.config);
-                net(of_weights.view(), x, cpx::sharded<float, S>({of_weights.weights[0].data(), 11, 12}, sharding),
+                net(of_weights.view(), x, cpx::sharded<float, S>({of_weights.weights[0].data(), 11, 12}, sharding, 0),
                     comm);
             });
         });
@@ -181,7 +181,7 @@ TEST_SUITE("ops") {
             support::rejects({"gated_delta_net.cpp", "gated_delta_net: shape of " + weights[w].first}, call(q, x, x));
         }
         support::rejects({"gated_delta_net: shape of x: expected (11, 12), got (10, 12)"},
-                         call(p, {x.data().sub(0, 10), sharding}, x));
+                         call(p, {x.data().sub(0, 10), sharding, 0}, x));
         support::rejects({"gated_delta_net: shape of y: expected (11, 12), got (11, 11)"},
                          call(p, x, x.columns(0, 11)));
         auto three = p;

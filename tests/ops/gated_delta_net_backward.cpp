@@ -154,8 +154,8 @@ TEST_SUITE("ops") {
         auto const p = random_layer<double>(batch, grouped, false, 1);
         auto const expected = gradient<cpx::scan>(p, p.x, sharding, sum_order::by_rank);
         std::vector<double> values = p.x, dx_values(p.x.size());
-        cpx::sharded<double, S> const x({values, 12}, sharding), foreign({values, 12}, other),
-            dx({dx_values, 12}, sharding), foreign_dx({dx_values, 12}, other);
+        cpx::sharded<double, S> const x({values, 12}, sharding, 0), foreign({values, 12}, other, 0),
+            dx({dx_values, 12}, sharding, 0), foreign_dx({dx_values, 12}, other, 0);
         std::vector<double> all;
         auto const weights = reference::parameters(all, grouped);
         std::ranges::fill(all, 1.);
@@ -204,7 +204,7 @@ TEST_SUITE("ops") {
         rejects(shardings, call(p, good, foreign, x, dx, weights));
         rejects(shardings, call(p, good, x, foreign, dx, weights));
         rejects(shardings, call(p, good, x, x, foreign_dx, weights));
-        cpx::sharded<double, S> const low(x.data().sub(0, 10), sharding), low_dx(dx.data().sub(0, 10), sharding);
+        cpx::sharded<double, S> const low(x.data().sub(0, 10), sharding, 0), low_dx(dx.data().sub(0, 10), sharding, 0);
         std::string const shape = "shape of x, dy and dx: expected (11, 12), got ";
         rejects(shape + "(10, 12)", call(p, good, low, x, dx, weights));
         rejects(shape + "(11, 11)", call(p, good, x, x.columns(0, 11), dx, weights));

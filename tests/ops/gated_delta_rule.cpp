@@ -278,9 +278,9 @@ TEST_SUITE("ops") {
         auto const batch = lengths({6, 5});
         S const sharding = cpx::shard(batch, cpx::zigzag<>(1)), other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
         std::vector<float> values(11 * 16), states(2 * 32);
-        cpx::sharded<float, S> const four({values.data(), 11, 4, 16}, sharding),
-            eight({values.data(), 11, 8, 16}, sharding), two = four.columns(0, 2),
-                                                         o({values.data() + 8, 11, 8, 16}, sharding);
+        cpx::sharded<float, S> const four({values.data(), 11, 4, 16}, sharding, 0),
+            eight({values.data(), 11, 8, 16}, sharding, 0), two = four.columns(0, 2),
+                                                            o({values.data() + 8, 11, 8, 16}, sharding, 0);
         cpx::delta_rule_heads const heads{1, 2, 4, 4};
         cpx::delta_rule_tensors<float, S> const good{four, four, eight, two, two, o, {}, {}};
         auto const call = [&](auto change, cpx::delta_rule_heads const& h, cpx::delta_rule_options const& options) {
@@ -313,13 +313,15 @@ TEST_SUITE("ops") {
         rejects("shape of g: expected (11, 2), got (11, 4)", [&](auto& t) { t.g = four; });
         rejects("shape of beta: expected (11, 2), got (11, 4)", [&](auto& t) { t.beta = four; });
         rejects("shape of o: expected (11, 8), got (11, 4)", [&](auto& t) { t.o = four; });
-        rejects("shape of o: expected (11, 8), got (10, 8)", [&](auto& t) { t.o = {o.data().sub(0, 10), sharding}; });
+        rejects("shape of o: expected (11, 8), got (10, 8)", [&](auto& t) {
+            t.o = {o.data().sub(0, 10), sharding, 0};
+        });
         rejects("shape of initial: expected (2, 32), got (1, 64)", [&](auto& t) {
             t.initial = {states.data(), 1, 64};
         });
         rejects("shape of final: expected (2, 32), got (2, 16)", [&](auto& t) { t.final = {states.data(), 2, 16}; });
-        rejects("sharding of an input: expected the plan's", [&](auto& t) { t.k = {four.data(), other}; });
-        rejects("sharding of o: expected the plan's", [&](auto& t) { t.o = {eight.data(), other}; });
+        rejects("sharding of an input: expected the plan's", [&](auto& t) { t.k = {four.data(), other, 0}; });
+        rejects("sharding of o: expected the plan's", [&](auto& t) { t.o = {eight.data(), other, 0}; });
         rejects("overlap of o and v: expected none, got some", [&](auto& t) { t.v = o; });
         rejects("overlap of o and beta", [&](auto& t) { t.beta = o.columns(6, 2); });
         cpx::rows<float> const all(states, 32);

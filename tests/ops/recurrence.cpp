@@ -493,12 +493,12 @@ TEST_SUITE("ops") {
         auto const batch = lengths({6, 5});
         S const sharding = alone(batch), other = alone(lengths({5, 6}));
         std::vector<double> values(11 * 16), states(4 * 32), outputs(11 * 8 * 2, 7);
-        cpx::sharded<double, S> const q({values.data(), 11, 4, 16}, sharding),
-            v({values.data() + 4, 11, 8, 16}, sharding), g = q.columns(0, 2), o({outputs.data(), 11, 8}, sharding),
-                                                         dv({outputs.data() + 88, 11, 8}, sharding);
+        cpx::sharded<double, S> const q({values.data(), 11, 4, 16}, sharding, 0),
+            v({values.data() + 4, 11, 8, 16}, sharding, 0),
+            g = q.columns(0, 2), o({outputs.data(), 11, 8}, sharding, 0), dv({outputs.data() + 88, 11, 8}, sharding, 0);
         std::vector<double> gradients(11 * 10);
-        cpx::sharded<double, S> const dq({gradients.data(), 11, 4, 10}, sharding),
-            dk({gradients.data() + 4, 11, 4, 10}, sharding), dg({gradients.data() + 8, 11, 2, 10}, sharding);
+        cpx::sharded<double, S> const dq({gradients.data(), 11, 4, 10}, sharding, 0),
+            dk({gradients.data() + 4, 11, 4, 10}, sharding, 0), dg({gradients.data() + 8, 11, 2, 10}, sharding, 0);
         head_decay_attention const good{{1, 2, 4, 4}, {}};
         using tensors = cpx::recurrence_tensors<double, S, 4>;
         using gradient = cpx::recurrence_gradients<double, S, 4>;
@@ -535,9 +535,9 @@ TEST_SUITE("ops") {
         rejects("shape of g: expected (11, 2), got (11, 4)", [&](R&, tensors& t, gradient&) { t.x[3] = q; });
         rejects("shape of o: expected (11, 8), got (11, 4)", [&](R&, tensors& t, gradient&) { t.o = dq; });
         rejects("sharding of an input: expected the plan's", [&](R&, tensors& t, gradient&) {
-            t.x[2] = {v.data(), other};
+            t.x[2] = {v.data(), other, 0};
         });
-        rejects("sharding of o: expected the plan's", [&](R&, tensors& t, gradient&) { t.o = {o.data(), other}; });
+        rejects("sharding of o: expected the plan's", [&](R&, tensors& t, gradient&) { t.o = {o.data(), other, 0}; });
         rejects("shape of initial: expected (2, 32), got (1, 32)", [&](R&, tensors& t, gradient&) {
             t.initial = {states.data(), 1, 32};
         });
@@ -556,7 +556,7 @@ TEST_SUITE("ops") {
         rejects(back + "shape of dout: expected (11, 8), got (11, 4)",
                 [&](R&, tensors&, gradient& to) { to.dout = q; });
         rejects(back + "sharding of dout: expected the plan's", [&](R&, tensors&, gradient& to) {
-            to.dout = {o.data(), other};
+            to.dout = {o.data(), other, 0};
         });
         rejects(back + "overlap of dq and dk", [&](R&, tensors&, gradient& to) { to.dx[1] = dq; });
         rejects(back + "overlap of dv and v", [&](R&, tensors&, gradient& to) { to.dx[2] = v; });

@@ -310,7 +310,8 @@ TEST_SUITE("transport") {
                 for (index_t row = piece.first; row < piece.last; ++row, ++local)
                     for (index_t column : {0, 1}) x.data()(local, column) = static_cast<int>(2 * row + column);
             });
-            auto const y = cpx::exchange(cpx::relayout(a, b, comm.rank()), x, comm);
+            auto const y = cpx::exchange(x, b, comm);
+            cpx::require(y.rank() == comm.rank() && y.sharding() == b, "test", "place", "b, here", "another");
             auto z = cpx::make_tensor<int>(b, comm.rank(), 1); // of one column only
             auto const p = cpx::relayout(a, b, comm.rank());
             cpx::exchange(p, x.view().columns(1, 1), z.view(), comm);
@@ -322,6 +323,20 @@ TEST_SUITE("transport") {
         });
         CHECK(got[0] == std::vector<int>{0, 2, 4, 6, 8, 10, 12, 14, 16, 18});
         CHECK(got[1] == std::vector<int>{20, 22, 24, 26, 28, 30, 32, 34, 36, 38});
+    }
+
+    TEST_CASE("a tensor of another rank is not exchanged") {
+        auto const a = cpx::shard(lengths({8, 12}), cpx::zigzag<1>{});
+        std::vector<int> values(20);
+        cpx::threads::run(1, [&](cpx::threads& comm) {
+            cpx::sharded const mine(cpx::rows<int>(values, 1), a, 0), of_another(mine.data(), a, 7);
+            auto const plan = cpx::relayout(a, a, 0);
+            rejects({"exchange.cpp", "exchange: rank of the source: expected the plan's, 0, got 7"},
+                    [&] { cpx::exchange(plan, of_another, comm); });
+            auto to = cpx::make_tensor<int>(a, 0, 1);
+            rejects({"rank of the target: expected the plan's, 0, got 7"},
+                    [&] { cpx::exchange(plan, mine, cpx::sharded(to.data(), a, 7), comm); });
+        });
     }
 
     TEST_CASE("halo rows arrive, and their gradients return to their owners") {

@@ -28,22 +28,24 @@ public:
     /// throws.
     conv_exchange(halo_plan<S> const& before, index_t channels, nccl& comm, index_t x_stride = 0,
                   caller here = caller::here())
-        : sharding_(compared(before, channels, comm, "halo", here)), plan_(before, here), channels_(channels),
-          halo_(plan_.halo_rows() * channels, here) {
+        : sharding_(compared(before, channels, comm, "halo", here)), rank_(before.rank), plan_(before, here),
+          channels_(channels), halo_(plan_.halo_rows() * channels, here) {
         make(halo_exchange_, before, comm, x_stride, here);
     }
 
     /// Also for the backward. `after`: `halo(sharding, rank, taps - 1, side::after)`.
     conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index_t channels, nccl& comm,
                   index_t x_stride = 0, caller here = caller::here())
-        : sharding_(compared(before, channels, comm, "halo before and after", here)), plan_(before, after, here),
-          channels_(channels), halo_(plan_.halo_rows() * channels, here), edge_(plan_.edge_rows() * channels, here),
-          dz_halo_(plan_.dz_halo_rows() * channels, here), workspace_(causal_conv1d_workspace(plan_, channels), here) {
+        : sharding_(compared(before, channels, comm, "halo before and after", here)), rank_(before.rank),
+          plan_(before, after, here), channels_(channels), halo_(plan_.halo_rows() * channels, here),
+          edge_(plan_.edge_rows() * channels, here), dz_halo_(plan_.dz_halo_rows() * channels, here),
+          workspace_(causal_conv1d_workspace(plan_, channels), here) {
         make(halo_exchange_, before, comm, x_stride, here);
         make(edge_exchange_, plan_.edge_exchange(), comm, 0, here);
     }
 
     S const& sharding() const { return sharding_; }
+    int rank() const { return rank_; }
     conv_plan const& plan() const { return plan_; }
     index_t channels() const { return channels_; }
 
@@ -88,6 +90,7 @@ private:
     }
 
     S sharding_;
+    int rank_;
     conv_plan plan_;
     index_t channels_;
     buffer<T> halo_;
@@ -113,8 +116,7 @@ namespace detail {
 template <class T, any_sharding S, class A>
 void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S> const& tensor,
                 caller here) {
-    require(tensor.sharding() == by.sharding(), where, (std::string("sharding of ") + what).c_str(),
-            "that of the conv_exchange", "another", here);
+    cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
     require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
             tensor.data().width(), here);
 }

@@ -272,8 +272,7 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
     static_assert(fits, "cpx: cuda::rotary of x and y on two shardings; make y of x's sharding");
     static_assert(writes, "cpx: cuda::rotary wants x of y's elements, and a y that is not const and has a name");
     if constexpr (fits && writes) {
-        require(y.view().sharding() == x.view().sharding(), "cuda::rotary", "sharding of y", "that of x", "another",
-                here);
+        cpx::detail::require_place("cuda::rotary", "y", y.view(), x.view(), "that of x", here);
         rotated<element_of<Y>> const tensor{x.view().data(), y.view().data()};
         rotary<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
     }
@@ -288,8 +287,7 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
     static_assert(writes, "cpx: cuda::rotary_backward wants dy of dx's elements, and a dx that is not const and has a "
                           "name");
     if constexpr (fits && writes) {
-        require(dx.view().sharding() == dy.view().sharding(), "cuda::rotary_backward", "sharding of dx", "that of dy",
-                "another", here);
+        cpx::detail::require_place("cuda::rotary_backward", "dx", dx.view(), dy.view(), "that of dy", here);
         rotated<element_of<Y>> const tensor{dy.view().data(), dx.view().data()};
         rotary_backward<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, stream, here);
     }

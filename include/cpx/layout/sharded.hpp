@@ -6,25 +6,27 @@
 #include <cpx/layout/sharding.hpp>
 
 #include <concepts>
+#include <string>
 #include <type_traits>
 #include <utility>
 
 namespace cpx {
 
-/// A view of one rank's rows of a tensor that is sharded as `S` says.
+/// A view of the rows that `rank` holds of a tensor that is sharded as `S` says.
 ///
 /// The type is what keeps a zigzag shard out of an operator that wants another sharding. Where two shardings have the
 /// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
-/// Owns no rows. The number of rows is checked where the view is used, against the plan of the rank that uses it.
+/// Owns no rows. Their number is checked where the view is used.
 template <class T, any_sharding S>
 class sharded {
 public:
-    sharded(rows<T> data, S sharding) : data_(data), sharding_(std::move(sharding)) {}
+    sharded(rows<T> data, S sharding, int rank) : data_(data), sharding_(std::move(sharding)), rank_(rank) {}
 
-    operator sharded<T const, S>() const { return {data_, sharding_}; }
+    operator sharded<T const, S>() const { return {data_, sharding_, rank_}; }
 
     rows<T> const& data() const { return data_; }
     S const& sharding() const { return sharding_; }
+    int rank() const { return rank_; }
     sharded view() const { return *this; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection. Throws
@@ -34,12 +36,13 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_};
+        return {data_.columns(first, width), sharding_, rank_};
     }
 
 private:
     rows<T> data_;
     S sharding_;
+    int rank_;
 };
 
 /// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
@@ -47,7 +50,7 @@ template <class A, class T>
 concept elements_of = std::same_as<std::remove_const_t<A>, T>;
 
 template <class T, class S>
-sharded(rows<T>, S) -> sharded<T, S>;
+sharded(rows<T>, S, int) -> sharded<T, S>;
 
 namespace detail {
 
@@ -73,8 +76,26 @@ using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
 template <sharded_like X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
-// What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 namespace detail {
+
+/// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
+template <class T, any_sharding S>
+void require_place(char const* where, char const* what, sharded<T, S> const& x, S const& sharding, int rank,
+                   char const* whose, caller here) {
+    if (!(x.sharding() == sharding)) throw error(where, std::string("sharding of ") + what, whose, "another", here);
+    if (x.rank() != rank)
+        throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)),
+                    std::to_string(x.rank()), here);
+}
+
+/// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.
+template <class T, class A, any_sharding S>
+void require_place(char const* where, char const* what, sharded<T, S> const& x, sharded<A, S> const& other,
+                   char const* whose, caller here) {
+    require_place(where, what, x, other.sharding(), other.rank(), whose, here);
+}
+
+// What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 
 template <class S, class... X>
 inline constexpr bool sharded_as = (std::same_as<sharding_of<X>, S> && ...);

@@ -27,23 +27,25 @@ class tensor {
 public:
     /// Throws `cpx::error` if there is no such rank, or not the memory.
     tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
-        : sharding_(sharding), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
+        : sharding_(sharding), rank_(rank), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
           values_(detail::zeros<T>("tensor", {count_, width}, here)) {}
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     rows<T const> data() const&& = delete;
-    sharded<T, S> view() & { return {data(), sharding_}; }
-    sharded<T const, S> view() const& { return {data(), sharding_}; }
+    sharded<T, S> view() & { return {data(), sharding_, rank_}; }
+    sharded<T const, S> view() const& { return {data(), sharding_, rank_}; }
     sharded<T const, S> view() const&& = delete;
     operator sharded<T, S>() & { return view(); }
     operator sharded<T const, S>() const& { return view(); }
     operator sharded<T const, S>() const&& = delete;
     S const& sharding() const { return sharding_; }
+    int rank() const { return rank_; }
     index_t width() const { return width_; }
 
 private:
     S sharding_;
+    int rank_;
     index_t width_, count_;
     std::vector<T> values_;
 };

@@ -16,24 +16,26 @@ struct attention_heads {
 
 namespace detail {
 
-/// Throws unless the heads fit each other, their columns have a size, and there is such a rank.
-inline void require_attention(char const* where, attention_heads const& heads, int rank, int ranks, caller here) {
-    require_rank(where, rank, ranks, here);
+/// Throws unless the heads fit each other and their columns have a size.
+inline void require_attention(char const* where, attention_heads const& heads, caller here) {
     require_groups(where, "query heads", heads.query_heads, "key heads", heads.key_heads, here);
     product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
 }
 
 template <class T, any_sharding Q, any_sharding K>
-void attend(int rank, sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
+void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
             attention_heads const& heads, double scale, sharded<T, Q> const& o, rows<T> lse, caller here) {
     static_assert(K::every_row,
                   "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                   "them to replicated or head_sharded first");
     char const* const where = "attention";
-    require_attention(where, heads, rank, q.sharding().ranks(), here);
-    require(q.sharding().batch() == k.sharding().batch() && v.sharding() == k.sharding(), where,
-            "batch of keys and values", "the queries' batch", "another", here);
-    require(o.sharding() == q.sharding(), where, "sharding of o", "that of q", "another", here);
+    int const rank = q.rank();
+    require_attention(where, heads, here);
+    require(q.sharding().batch() == k.sharding().batch(), where, "batch of keys and values", "the queries' batch",
+            "another", here);
+    require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
+    require_place(where, "v", v, k, "that of k", here);
+    require_place(where, "o", o, q, "that of q", here);
     thd const& batch = q.sharding().batch();
     range const queries = q.sharding().heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
     index_t const group = heads.query_heads / heads.key_heads, dim = heads.dim;
@@ -73,13 +75,13 @@ void attend(int rank, sharded<T const, Q> const& q, sharded<T const, K> const& k
 /// Computes `o = softmax(scale q K^T) V` for every query, over the keys of its sequence up to its own token.
 ///
 /// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
-/// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that `rank` holds.
+/// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that their rank holds.
 /// lse: (rows, query heads), takes what the backward needs; empty if not wanted.
 /// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
 template <sharded_like Q, sharded_like K, sharded_like V, sharded_like O>
-void attention(int rank, Q const& q, K const& k, V const& v, attention_heads const& heads, double scale, O&& o,
+void attention(Q const& q, K const& k, V const& v, attention_heads const& heads, double scale, O&& o,
                rows<element_of<O>> lse = {}, caller here = caller::here()) {
     constexpr bool keys = sharding_of<K>::every_row && sharding_of<V>::every_row, writes = detail::writes<O, Q, K, V>;
     constexpr bool fits = detail::sharded_as<sharding_of<Q>, O> && detail::sharded_as<sharding_of<K>, V>;
@@ -90,7 +92,7 @@ void attention(int rank, Q const& q, K const& k, V const& v, attention_heads con
                   "k and v alike");
     static_assert(writes, "cpx: attention wants q, k and v of o's elements, and an o that is not const and has a name");
     if constexpr (keys && fits && writes)
-        detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>>(rank, q.view(), k.view(), v.view(), heads, scale,
+        detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>>(q.view(), k.view(), v.view(), heads, scale,
                                                                       o.view(), lse, here);
 }
 

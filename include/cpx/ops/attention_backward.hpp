@@ -42,12 +42,11 @@ private:
 };
 
 template <class T, any_sharding Q>
-void check_queries(char const* where, int rank, attention_queries<T, Q> const& from, attention_heads const& heads,
-                   caller here) {
-    require_attention(where, heads, rank, from.q.sharding().ranks(), here);
+void check_queries(char const* where, attention_queries<T, Q> const& from, attention_heads const& heads, caller here) {
+    int const rank = from.q.rank();
+    require_attention(where, heads, here);
     for (auto const* x : {&from.dout, &from.lse, &from.delta})
-        require(x->sharding() == from.q.sharding(), where, "sharding of dout, lse and delta", "that of q", "another",
-                here);
+        require_place(where, "dout, lse and delta", *x, from.q, "that of q", here);
     index_t const held = from.q.sharding().rows(rank), n = from.q.sharding().heads(rank, heads.query_heads).size();
     require_shape(where, "q", from.q.data(), held, n * heads.dim, here);
     require_shape(where, "dout", from.dout.data(), held, n * heads.dim, here);
@@ -58,8 +57,8 @@ void check_queries(char const* where, int rank, attention_queries<T, Q> const& f
 template <class T, any_sharding Q>
 void sum_delta(sharded<T const, Q> const& o, sharded<T const, Q> const& dout, index_t dim, sharded<T, Q> const& delta,
                caller here) {
-    require(dout.sharding() == o.sharding() && delta.sharding() == o.sharding(), "attention_delta",
-            "sharding of dout and delta", "that of o", "another", here);
+    require_place("attention_delta", "dout", dout, o, "that of o", here);
+    require_place("attention_delta", "delta", delta, o, "that of o", here);
     index_t const count = o.data().count(), heads = delta.data().width();
     product("attention_delta", "heads x dim", {heads, dim}, here);
     require_shape("attention_delta", "o", o.data(), count, heads * dim, here);
@@ -99,16 +98,18 @@ std::array<operand, 4> query_operands(attention_queries<T, Q> const& from) {
 }
 
 template <class T, any_sharding Q, any_sharding K>
-void attend_backward_queries(int rank, attention_queries<T, Q> const& from, sharded<T const, K> const& k,
+void attend_backward_queries(attention_queries<T, Q> const& from, sharded<T const, K> const& k,
                              sharded<T const, K> const& v, attention_heads const& heads, double scale,
                              sharded<T, Q> const& dq, caller here) {
     char const* const where = "attention_backward_queries";
-    check_queries(where, rank, from, heads, here);
+    check_queries(where, from, heads, here);
     Q const& sharding = from.q.sharding();
+    int const rank = from.q.rank();
     thd const& batch = sharding.batch();
-    require(batch == k.sharding().batch() && v.sharding() == k.sharding(), where, "batch of keys and values",
-            "the queries' batch", "another", here);
-    require(dq.sharding() == sharding, where, "sharding of dq", "that of q", "another", here);
+    require(batch == k.sharding().batch(), where, "batch of keys and values", "the queries' batch", "another", here);
+    require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
+    require_place(where, "v", v, k, "that of k", here);
+    require_place(where, "dq", dq, from.q, "that of q", here);
     range const queries = sharding.heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
     index_t const group = heads.query_heads / heads.key_heads, dim = heads.dim;
     require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
@@ -139,7 +140,7 @@ void attend_backward_queries(int rank, attention_queries<T, Q> const& from, shar
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
 template <class T, any_sharding Q, sharded_like K, sharded_like V, sharded_like Dq>
-void attention_backward_queries(int rank, attention_queries<T, Q> const& from, K const& k, V const& v,
+void attention_backward_queries(attention_queries<T, Q> const& from, K const& k, V const& v,
                                 attention_heads const& heads, double scale, Dq&& dq, caller here = caller::here()) {
     constexpr bool keys = sharding_of<K>::every_row && sharding_of<V>::every_row;
     constexpr bool fits = detail::sharded_as<Q, Dq> && detail::sharded_as<sharding_of<K>, V>;
@@ -152,8 +153,7 @@ void attention_backward_queries(int rank, attention_queries<T, Q> const& from, K
                   "cpx: attention_backward_queries wants k, v and dq of q's elements, and a dq that is not const "
                   "and has a name");
     if constexpr (keys && fits && writes)
-        detail::attend_backward_queries<T, Q, sharding_of<K>>(rank, from, k.view(), v.view(), heads, scale, dq.view(),
-                                                              here);
+        detail::attend_backward_queries<T, Q, sharding_of<K>>(from, k.view(), v.view(), heads, scale, dq.view(), here);
 }
 
 namespace detail {
@@ -163,14 +163,14 @@ void attend_backward_keys(attention_queries<T, Q> const& from, sharded<T const, 
                           sharded<T const, K> const& v, attention_heads const& heads, double scale,
                           sharded<T, K> const& dk, sharded<T, K> const& dv, Comm& comm, caller here) {
     char const* const where = "attention_backward_keys";
-    int const rank = comm.rank();
-    check_queries(where, rank, from, heads, here);
+    int const rank = from.q.rank();
+    check_queries(where, from, heads, here);
     K const& sharding = k.sharding();
     require(from.q.sharding().batch() == sharding.batch(), where, "batch of keys and values", "the queries' batch",
             "another", here);
-    for (auto const* x : {&dk, &dv})
-        require(x->sharding() == sharding, where, "sharding of dk and dv", "that of k", "another", here);
-    require(v.sharding() == sharding, where, "sharding of v", "that of k", "another", here);
+    require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
+    for (auto const* x : {&dk, &dv}) require_place(where, "dk and dv", *x, k, "that of k", here);
+    require_place(where, "v", v, k, "that of k", here);
     range const queries = from.q.sharding().heads(rank, heads.query_heads);
     require(queries == sharding.heads(rank, heads.query_heads), where, "query heads on this rank",
             "those of the keys' sharding", "others", here);

@@ -66,8 +66,8 @@ template <class T, any_sharding S, class Comm>
 void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T const> weight, std::span<T const> bias,
               activation act, sharded<T, S> const& y, Comm& comm, causal_conv1d_states<T> const& states, caller here) {
     char const* const where = "causal_conv1d";
-    require(x.sharding() == plan.sharding && y.sharding() == plan.sharding, where, "sharding of x and y", "the plan's",
-            "another", here);
+    require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
+    require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
     index_t const channels = x.data().width(), taps = plan.reach + 1;
     require_taps(where, plan, side::before, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
@@ -162,9 +162,9 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
                        causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here) {
     char const* const where = "causal_conv1d_backward";
     for (auto const* plan : {&before, &after})
-        require(x.sharding() == plan->sharding, where, "sharding of x", "that of the plans", "another", here);
-    require(dy.sharding() == x.sharding() && to.dx.sharding() == x.sharding(), where, "sharding of dy and dx",
-            "that of x", "another", here);
+        require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
+    require_place(where, "dy", dy, x, "that of x", here);
+    require_place(where, "dx", to.dx, x, "that of x", here);
     index_t const channels = x.data().width(), taps = before.reach + 1;
     rows<T> const given = to.dweight.of_width(taps);
     require_taps(where, before, side::before, weight, channels, here);
@@ -201,7 +201,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     }
     if (dweight.data() && sums.moves()) { // whole sequences, some channels
         auto const all_x = sums.share(x, channels, comm, here);
-        auto const all_dz = sums.share(sharded(dz, x.sharding()), channels, comm, here);
+        auto const all_dz = sums.share(sharded(dz, x.sharding(), x.rank()), channels, comm, here);
         range const own = all_x.share;
         thd const& batch = x.sharding().batch();
         for (index_t s = 0; !own.empty() && s < batch.sequences(); ++s)

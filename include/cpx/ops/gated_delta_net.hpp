@@ -173,7 +173,7 @@ struct gated_delta_mixer {
                 gates.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
                 gates.data()(row, n.values + h) = sigmoid(b(row, h));
             }
-        auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding));
+        auto t = delta_rule(n, mixed, gates, o.view());
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;
         gated_delta_rule(states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
@@ -258,14 +258,14 @@ private:
     void forward(gated_delta_net_weights<T> const& w, sharded<T const, S> const& x, sharded<T, S> const& y, Comm& comm,
                  gated_delta_net_memory<T, S, Mix> const& memory, caller here) const {
         char const* const where = "gated_delta_net";
-        require(x.sharding() == sharding(), where, "sharding of x", "the layer's", "another", here);
-        require(y.sharding() == sharding(), where, "sharding of y", "the layer's", "another", here);
+        detail::require_place(where, "x", x, sharding(), mixer_.states.rank, "the layer's", here);
+        detail::require_place(where, "y", y, sharding(), mixer_.states.rank, "the layer's", here);
         check(where, w, here);
         check(where, memory.state, here);
         index_t const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
         index_t const qkv = 2 * config_.heads.key_heads * config_.heads.key_dim + v;
         rows<T const> const in = x.data();
-        int const rank = comm.rank();
+        int const rank = x.rank();
         tensor<T, S> projected(sharding(), rank, qkv + 2 * heads, here), z(sharding(), rank, v, here),
             o(sharding(), rank, v, here);
         detail::require_shape(where, "x", in, z.data().count(), config_.hidden, here);

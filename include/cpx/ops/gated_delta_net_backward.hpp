@@ -39,12 +39,9 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     t.saved = &saved.states;
     auto const dqkv = dmixed.view(), dg_beta = dgates.view();
     gated_delta_rule_backward(mixer.states, t,
-                              delta_rule_gradient_tensors<T, S>{{dout.data(), sharding},
-                                                                dqkv.columns(0, n.q),
-                                                                dqkv.columns(n.q, n.q),
-                                                                dqkv.columns(2 * n.q, n.v),
-                                                                dg_beta.columns(0, n.values),
-                                                                dg_beta.columns(n.values, n.values)},
+                              delta_rule_gradient_tensors<T, S>{
+                                  dout.view(), dqkv.columns(0, n.q), dqkv.columns(n.q, n.q), dqkv.columns(2 * n.q, n.v),
+                                  dg_beta.columns(0, n.values), dg_beta.columns(n.values, n.values)},
                               config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
 
     auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
@@ -88,8 +85,9 @@ struct gated_delta_net_backward_pass {
         char const* const where = "gated_delta_net_backward";
         auto const& config = net.config();
         S const& sharding = net.sharding();
-        for (auto const* s : {&x.sharding(), &dy.sharding(), &to.dx.sharding()})
-            require(*s == sharding, where, "sharding of x, dy and dx", "the layer's", "another", here);
+        int const rank = net.mixer_.states.rank;
+        for (sharded<T const, S> const& given : {x, dy, sharded<T const, S>(to.dx)})
+            require_place(where, "x, dy and dx", given, sharding, rank, "the layer's", here);
         net.check(where, w, here);
         net.check(where, to.weights, here);
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
@@ -103,7 +101,6 @@ struct gated_delta_net_backward_pass {
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
-        int const rank = comm.rank();
         weight_sums<S> const sums(sharding, rank, to.order);
 
         std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));

@@ -32,10 +32,8 @@ void check_tensors(char const* where, carry_chains<S> const& plan, R const& r,
                    std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
     state_shape const all = r.states();
     auto const inputs = r.inputs();
-    for (auto const& input : x)
-        require(input.sharding() == plan.sharding, where, "sharding of an input", "the plan's", "another", here);
-    if (!(o.sharding() == plan.sharding))
-        throw error(where, std::string("sharding of ") + output, "the plan's", "another", here);
+    for (auto const& input : x) require_place(where, "an input", input, plan.sharding, plan.rank, "the plan's", here);
+    require_place(where, output, o, plan.sharding, plan.rank, "the plan's", here);
     index_t const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
     auto const held = [&](index_t heads) { return plan.sharding.heads(plan.rank, heads).size(); };
     for (std::size_t i = 0; i < x.size(); ++i)

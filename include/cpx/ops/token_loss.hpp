@@ -20,8 +20,8 @@ template <any_sharding S, class Comm>
 void shift_labels(halo_plan<S> const& plan, sharded<index_t const, S> const& tokens, sharded<index_t, S> const& labels,
                   Comm& comm, caller here) {
     char const* const where = "next_token_labels";
-    require(tokens.sharding() == plan.sharding && labels.sharding() == plan.sharding, where,
-            "sharding of tokens and labels", "the plan's", "another", here);
+    require_place(where, "tokens", tokens, plan.sharding, plan.rank, "the plan's", here);
+    require_place(where, "labels", labels, plan.sharding, plan.rank, "the plan's", here);
     require(plan.reach == 1 && plan.where == side::after, where, "rows after a segment in the plan", 1,
             plan.where == side::after ? plan.reach : 0, here);
     index_t const count = plan.sharding.rows(plan.rank);
@@ -107,8 +107,8 @@ token_loss sum_loss(sharded<T const, S> const& logp, sharded<index_t const, S> c
     char const* const where = "mean_token_loss";
     S const& sharding = logp.sharding();
     require(sharding.ranks() == comm.ranks(), where, "ranks of the transport", sharding.ranks(), comm.ranks(), here);
-    require(labels.sharding() == sharding, where, "sharding of labels", "that of logp", "another", here);
-    tensor<double, S> terms(sharding, comm.rank(), 2, here);
+    require_place(where, "labels", labels, logp, "that of logp", here);
+    tensor<double, S> terms(sharding, logp.rank(), 2, here);
     rows<double> const own = terms.data();
     require_shape(where, "logp", logp.data(), own.count(), 1, here);
     require_weights(where, labels.data(), weights, own.count(), here);
@@ -169,7 +169,7 @@ template <class T, any_sharding S>
 void spread_loss(token_loss const& loss, sharded<index_t const, S> const& labels, double upstream,
                  sharded<T, S> const& dlogp, std::span<T const> weights, caller here) {
     char const* const where = "mean_token_loss_backward";
-    require(dlogp.sharding() == labels.sharding(), where, "sharding of dlogp", "that of labels", "another", here);
+    require_place(where, "dlogp", dlogp, labels, "that of labels", here);
     index_t const count = labels.data().count();
     require_shape(where, "dlogp", dlogp.data(), count, 1, here);
     require_weights(where, labels.data(), weights, count, here);

@@ -110,8 +110,7 @@ private:
         if constexpr (!fits)
             return {};
         else {
-            require(x.view().sharding() == sharding_, "weight_sums", "sharding of a tensor", "that of the sums",
-                    "another", here);
+            detail::require_place("weight_sums", "a tensor", x.view(), sharding_, rank_, "that of the sums", here);
             return x.view().data();
         }
     }
@@ -121,7 +120,7 @@ private:
         auto const plan = relayout(sharding_, to, rank_, here);
         summed_rows<T> all{{}, {0, width}, detail::zeros<T>("weight_sums", {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
-        exchange(plan, sharded(x, sharding_), sharded(target, to), comm, here);
+        exchange(plan, sharded(x, sharding_, rank_), sharded(target, to, rank_), comm, here);
         all.data = target;
         return all;
     }

@@ -152,8 +152,8 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
     if constexpr (source && target && writes) {
         auto const x = from.view();
         auto const y = to.view();
-        require(x.sharding() == p.from, "exchange", "sharding of the source", "the plan's", "another", here);
-        require(y.sharding() == p.to, "exchange", "sharding of the target", "the plan's", "another", here);
+        detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
+        detail::require_place("exchange", "the target", y, p.to, p.rank, "the plan's", here);
         exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
     }
 }
@@ -165,6 +165,13 @@ tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& fr
     tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width(), here);
     exchange(p, from, to, comm, here);
     return to;
+}
+
+/// Moves this rank's rows of `from` to another sharding: a relayout that is made for this one call. Collective.
+template <sharded_like X, any_sharding To, transport Comm>
+tensor<element_of<X>, To> exchange(X const& from, To const& to, Comm& comm, caller here = caller::here()) {
+    auto const x = from.view();
+    return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
 }
 
 } // namespace cpx

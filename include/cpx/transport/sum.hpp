@@ -25,8 +25,8 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     using T = std::ranges::range_value_t<V>;
     rows<T> const all(std::ranges::data(values), count, 1);
     tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1, here);
-    exchange(plan.transposed(), sharded(all, whole), share.view(), comm, here);
-    exchange(plan, share.view(), sharded(all, whole), comm, here);
+    exchange(plan.transposed(), sharded(all, whole, comm.rank()), share.view(), comm, here);
+    exchange(plan, share.view(), sharded(all, whole, comm.rank()), comm, here);
 }
 
 } // namespace cpx
