@@ -361,9 +361,9 @@ TEST_SUITE("cuda") {
                                                  dy, {dx}, stream);
                 };
             };
-            sharded const in(tensor, sharding), out(result, sharding), elsewhere(tensor, other);
-            sharded const narrow(rows<float>(memory.data(), count, 4), sharding);
-            sharded const of_neighbour(rows<float>(far.data(), count, 5), sharding);
+            sharded const in(tensor, sharding, rank), out(result, sharding, rank), elsewhere(tensor, other, rank);
+            sharded const narrow(rows<float>(memory.data(), count, 4), sharding, rank);
+            sharded const of_neighbour(rows<float>(far.data(), count, 5), sharding, rank);
             std::string const text = "cuda::causal_conv1d: ", back = "cuda::causal_conv1d_backward: ";
             rejects({"nccl_operators.cu", text + "sharding of x: expected that of the conv_exchange"},
                     forwards(elsewhere, out));

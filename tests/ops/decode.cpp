@@ -630,7 +630,7 @@ TEST_SUITE("ops") {
         std::vector<float> rows(2 * 12);
         auto const step = [&](cpx::gated_delta_net_state<float> const& state) {
             return [=, &rows] {
-                cpx::sharded const x(cpx::rows<float>(rows, 12), tokens_of);
+                cpx::sharded const x(cpx::rows<float>(rows, 12), tokens_of, 0);
                 cpx::threads::run(1, [&](cpx::threads& comm) {
                     cpx::gated_delta_net<cpx::scan, cpx::sharding<cpx::zigzag<>>> const net(tokens_of, 0, grouped);
                     net(p.view(), x, x, comm, {.state = state});

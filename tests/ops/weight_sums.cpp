@@ -201,7 +201,7 @@ TEST_SUITE("ops") {
                         cpx::weight_sums<cpx::head_sharded<>> const sums(split, rank, order);
                         CHECK_FALSE(sums.moves());
                         auto const dy = take(p.dy, {{6, 1}}, split, rank);
-                        cpx::sharded const x(cpx::rows<double const>(p.x, 4), split);
+                        cpx::sharded const x(cpx::rows<double const>(p.x, 4), split, rank);
                         std::vector<double> own(static_cast<std::size_t>(dy.width() * 4));
                         sums.linear(sums.whole(x, comm), dy.view(), cpx::rows<double>(own, 4), comm);
                         cpx::tensor<double, cpx::head_sharded<>> turned(
@@ -228,8 +228,8 @@ TEST_SUITE("ops") {
                 return [&, to] {
                     cpx::threads::run(1, [&](cpx::threads& comm) {
                         cpx::weight_sums<S> const sums(sharding, 0, order);
-                        cpx::sharded const x(cpx::rows<double const>(p.x, 3), sharding),
-                            dy(cpx::rows<double const>(p.dy, 2), sharding);
+                        cpx::sharded const x(cpx::rows<double const>(p.x, 3), sharding, 0),
+                            dy(cpx::rows<double const>(p.dy, 2), sharding, 0);
                         sums.linear(sums.whole(x, comm), dy, to, comm);
                         sums.terms(
                             std::span(gains), [](index_t, std::span<double> into) { into[0] += 1; }, comm);
@@ -243,7 +243,7 @@ TEST_SUITE("ops") {
             auto const in_x = [&] {
                 cpx::threads::run(1, [&](cpx::threads& comm) {
                     cpx::weight_sums<S> const sums(sharding, 0, order);
-                    cpx::sharded const x(cpx::rows<double>(q.x, 3), sharding);
+                    cpx::sharded const x(cpx::rows<double>(q.x, 3), sharding, 0);
                     sums.linear(sums.whole(x, comm), x.columns(0, 2), x.data().sub(0, 2), comm);
                 });
             };
