@@ -58,7 +58,7 @@ void rotate_sharded(sharded_positions<S> const& positions, X const& x, index_t h
     if constexpr (fits && writes) {
         auto const from = x.view();
         auto const to = y.view();
-        require(to.sharding() == from.sharding(), "rotary", "sharding of y", "that of x", "another", here);
+        require_place("rotary", "y", to, from, "that of x", here);
         require(from.sharding() == positions.sharding(), "rotary", "sharding of the positions", "that of x", "another",
                 here);
         using T = element_of<Y>;
