@@ -168,12 +168,14 @@ outputs<T> gated_delta_rule(job const& j) {
                 cpx::tensor<T, S> d(sharding, rank, local.width());
                 auto const d_out = take(dout, out_width, out_sharding, comm);
                 auto const dx = d.view();
-                cpx::gated_delta_rule_backward(
-                    plan, tensors,
-                    cpx::delta_rule_gradient_tensors<T, S>{d_out.view(), dx.columns(0, k), dx.columns(k, k),
-                                                           dx.columns(2 * k, v_end - 2 * k), dx.columns(v_end, n),
-                                                           dx.columns(v_end + n, n)},
-                    heads, options, comm);
+                cpx::gated_delta_rule_backward(plan, tensors,
+                                               cpx::delta_rule_gradient_tensors<T, S>{{d_out.data(), sharding, rank},
+                                                                                      dx.columns(0, k),
+                                                                                      dx.columns(k, k),
+                                                                                      dx.columns(2 * k, v_end - 2 * k),
+                                                                                      dx.columns(v_end, n),
+                                                                                      dx.columns(v_end + n, n)},
+                                               heads, options, comm);
                 gradients = gather<T>(d.data(), width, sharding, comm);
             }
             std::lock_guard const lock(guard);

@@ -173,7 +173,7 @@ struct gated_delta_mixer {
                 gates.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
                 gates.data()(row, n.values + h) = sigmoid(b(row, h));
             }
-        auto t = delta_rule(n, mixed, gates, o.view());
+        auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding, rank));
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;
         gated_delta_rule(states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);

@@ -39,9 +39,12 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     t.saved = &saved.states;
     auto const dqkv = dmixed.view(), dg_beta = dgates.view();
     gated_delta_rule_backward(mixer.states, t,
-                              delta_rule_gradient_tensors<T, S>{
-                                  dout.view(), dqkv.columns(0, n.q), dqkv.columns(n.q, n.q), dqkv.columns(2 * n.q, n.v),
-                                  dg_beta.columns(0, n.values), dg_beta.columns(n.values, n.values)},
+                              delta_rule_gradient_tensors<T, S>{{dout.data(), sharding, rank},
+                                                                dqkv.columns(0, n.q),
+                                                                dqkv.columns(n.q, n.q),
+                                                                dqkv.columns(2 * n.q, n.v),
+                                                                dg_beta.columns(0, n.values),
+                                                                dg_beta.columns(n.values, n.values)},
                               config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
 
     auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
