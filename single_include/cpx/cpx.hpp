@@ -617,7 +617,7 @@ public:
     /// A vector that ends with the expression cannot be viewed.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V> const&&, index_t) = delete;
+    rows(std::vector<V> const&&, index_t, caller = caller::here()) = delete;
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
@@ -688,12 +688,14 @@ struct operand {
     char const* name = "";
     std::uintptr_t first = 0;
     index_t count = 0, width = 0, stride = 0;
+    bool missing = false; ///< rows without memory
 
     operand() = default;
     template <class T>
     operand(char const* called, rows<T> r)
         : name(called), first(reinterpret_cast<std::uintptr_t>(r.data())), count(r.data() ? r.count() : 0),
-          width(r.width() * static_cast<index_t>(sizeof(T))), stride(r.stride() * static_cast<index_t>(sizeof(T))) {}
+          width(r.width() * static_cast<index_t>(sizeof(T))), stride(r.stride() * static_cast<index_t>(sizeof(T))),
+          missing(!r.data() && r.count() > 0 && r.width() > 0) {}
     template <class T>
     operand(char const* called, std::span<T> list) : operand(called, rows<T>(list.data(), 1, std::ssize(list))) {}
 
@@ -721,8 +723,9 @@ inline bool overlap(operand const& a, operand const& b) {
 /// Whether an operand that is written may be the same rows as one that is read.
 enum class in_place { no, yes };
 
-/// Throws `cpx::error` that names both if one of `written` overlaps another of them, or one of `read`. Call it before
-/// anything is written. Cost: some nanoseconds a pair.
+/// Throws `cpx::error` that names both if one of `written` overlaps another of them, or one of `read`; and if rows have
+/// no memory, or rows that are written share some among themselves. Call it before anything is written. Cost: some
+/// nanoseconds a pair.
 inline void require_apart(char const* where, std::span<operand const> written, std::span<operand const> read,
                           caller here, in_place allowed = in_place::no) {
     auto const check = [&](operand const& a, operand const& b, bool same) {
@@ -730,9 +733,16 @@ inline void require_apart(char const* where, std::span<operand const> written, s
         throw error(where, std::string("overlap of ") + a.name + " and " + b.name,
                     same ? "none, or the same rows" : "none", "some", here);
     };
+    for (auto const operands : {written, read})
+        for (operand const& o : operands)
+            if (o.missing) throw error(where, std::string("memory of ") + o.name, "some", "null", here);
     for (std::size_t i = 0; i < written.size(); ++i) {
-        for (operand const& other : written.subspan(i + 1)) check(written[i], other, false);
-        for (operand const& other : read) check(written[i], other, allowed == in_place::yes);
+        operand const& to = written[i];
+        if (to.count > 1 && to.stride < to.width)
+            throw error(where, std::string("stride of ") + to.name + ", bytes",
+                        "at least the width " + std::to_string(to.width), std::to_string(to.stride), here);
+        for (operand const& other : written.subspan(i + 1)) check(to, other, false);
+        for (operand const& other : read) check(to, other, allowed == in_place::yes);
     }
 }
 inline void require_apart(char const* where, std::initializer_list<operand> written,
@@ -1037,10 +1047,11 @@ inline packing unpadded(thd const& padded, caller here = caller::here()) {
 /// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.
 ///
 /// `buffer`: (p.buffer_rows(), width); `packed`: (p.batch().tokens(), width), elsewhere. Cost: one copy a sequence
-/// where rows are contiguous. Throws `cpx::error` if the shapes do not fit.
+/// where rows are contiguous. Throws `cpx::error` if the shapes do not fit, and on overlapping memory.
 template <class T>
 void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> packed, caller here = caller::here()) {
     detail::require_fits<T>("pack", p, packed, buffer, here);
+    detail::require_apart("pack", {{"packed", packed}}, {{"buffer", buffer}}, here);
     for (index_t s = 0; s < p.batch().sequences(); ++s)
         detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
@@ -1054,6 +1065,7 @@ template <class T>
 void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T> buffer,
             caller here = caller::here()) {
     detail::require_fits<T>("unpack", p, packed, buffer, here);
+    detail::require_apart("unpack", {{"buffer", buffer}}, {{"packed", packed}}, here);
     index_t row = 0;
     auto const zero_until = [&](index_t end) {
         for (; row < end; ++row) std::fill_n(buffer.row(row), buffer.width(), T{});

@@ -506,6 +506,11 @@ TEST_SUITE("core") {
         rejects({"unpack: rows of the buffer: expected 9, got 8"}, [&] { cpx::unpack(p, fits, low); });
         rejects({"pack: width of the packed rows: expected 2, got 1"}, [&] { cpx::pack(p, all, narrow); });
         rejects({"unpack: width of the packed rows: expected 2, got 1"}, [&] { cpx::unpack(p, narrow, all); });
+        cpx::rows<float> const within(buffer.data() + 10, 4, 2);
+        rejects({"packing.cpp", "pack: overlap of packed and buffer: expected none"},
+                [&] { cpx::pack(p, all, within); });
+        rejects({"packing.cpp", "unpack: overlap of buffer and packed: expected none"},
+                [&] { cpx::unpack(p, within, all); });
         CHECK(packed == std::vector<float>(8, 5.f));
         CHECK(buffer == std::vector<float>(18, 6.f));
     }

@@ -24,6 +24,7 @@ static_assert(!std::is_constructible_v<rows<float>, std::vector<float> const&, c
 static_assert(std::is_constructible_v<rows<float const>, std::vector<float> const&, cpx::index_t>);
 static_assert(!std::is_constructible_v<rows<float>, std::vector<double>&, cpx::index_t>);
 static_assert(!std::is_constructible_v<rows<float const>, std::vector<float>, cpx::index_t>); // it would be gone
+static_assert(!std::is_constructible_v<rows<float const>, std::vector<float>, cpx::index_t, cpx::caller>);
 
 std::vector<int> counted(int count) {
     std::vector<int> values(static_cast<std::size_t>(count));
@@ -141,6 +142,13 @@ TEST_SUITE("core") {
         support::rejects({"overlap of dx and dw: expected none, got some"}, [&] {
             cpx::detail::require_apart("op", {{"dx", whole}, {"dw", whole.sub(2, 1)}}, {}, here, yes);
         });
+        rows<int> const none(nullptr, 3, 4), within(memory.data(), 3, 4, 2);
+        support::rejects({"op: memory of y: expected some, got null"}, [&] { apart(none, whole, no); });
+        support::rejects({"op: memory of x: expected some, got null"}, [&] { apart(whole, none, no); });
+        support::rejects({"op: stride of y, bytes: expected at least the width 16, got 8"},
+                         [&] { apart(within, {}, no); });
+        apart({}, within, no); // what is only read may repeat
+        apart(rows<int>(nullptr, 3, 0), rows<int>(nullptr, 0, 4), no);
     }
 
     TEST_CASE("rows that are no size are rejected where they are named") {

@@ -2,6 +2,7 @@
 // Packed batches from what data loaders hold: position ids, padding masks, valid and padded cu_seqlens.
 #pragma once
 
+#include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/core/thd.hpp>
 
@@ -288,10 +289,11 @@ inline packing unpadded(thd const& padded, caller here = caller::here()) {
 /// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.
 ///
 /// `buffer`: (p.buffer_rows(), width); `packed`: (p.batch().tokens(), width), elsewhere. Cost: one copy a sequence
-/// where rows are contiguous. Throws `cpx::error` if the shapes do not fit.
+/// where rows are contiguous. Throws `cpx::error` if the shapes do not fit, and on overlapping memory.
 template <class T>
 void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> packed, caller here = caller::here()) {
     detail::require_fits<T>("pack", p, packed, buffer, here);
+    detail::require_apart("pack", {{"packed", packed}}, {{"buffer", buffer}}, here);
     for (index_t s = 0; s < p.batch().sequences(); ++s)
         detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
@@ -305,6 +307,7 @@ template <class T>
 void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T> buffer,
             caller here = caller::here()) {
     detail::require_fits<T>("unpack", p, packed, buffer, here);
+    detail::require_apart("unpack", {{"buffer", buffer}}, {{"packed", packed}}, here);
     index_t row = 0;
     auto const zero_until = [&](index_t end) {
         for (; row < end; ++row) std::fill_n(buffer.row(row), buffer.width(), T{});

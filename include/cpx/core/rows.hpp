@@ -47,7 +47,7 @@ public:
     /// A vector that ends with the expression cannot be viewed.
     template <class V>
         requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V> const&&, index_t) = delete;
+    rows(std::vector<V> const&&, index_t, caller = caller::here()) = delete;
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
