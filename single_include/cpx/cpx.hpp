@@ -540,7 +540,7 @@ enum class given_rows { whole, shard };
 /// Guesses whose rows these are, from their number and the padded offsets of the batch, as Megatron-Bridge and miles
 /// do: a rank's, zigzag over every sequence, if the batch has `ranks` times as many.
 ///
-/// For the edge of a program: within it, the types of tensors say how they are sharded. padded, valid: cu_seqlens of
+/// Where a program takes rows from elsewhere: within it, the types of tensors say how they are sharded. padded, valid: cu_seqlens of
 /// padded sequences, and of their valid tokens where there is padding.
 /// Throws `cpx::error`, where others go on with wrong rows: if the first offset is not 0, if there are no rows, if they
 /// are neither the batch's nor one of W equal shares, if offsets are those of valid tokens, and if a sequence of shards
@@ -559,7 +559,8 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
         index_t const length = batch.length(static_cast<index_t>(s)),
                       count = static_cast<index_t>(std::data(valid)[s + 1] - std::data(valid)[s]);
         if (count < 0 || count > length)
-            throw error(where, "valid tokens of sequence " + std::to_string(s) + ", whose offsets may be exchanged",
+            throw error(where,
+                        "valid tokens of sequence " + std::to_string(s) + ", whose offsets may have changed places",
                         "0 to its padded length " + std::to_string(length), std::to_string(count), here);
     }
     index_t const tokens = batch.tokens();

@@ -54,11 +54,12 @@ TEST_SUITE("core") {
             rejects({"guess_rows: last offset, which may be that of valid tokens: expected the rows", "got 10"}, [&] {
                 guess_rows(rows, 2, list{0, 7, 10});
             });
-        rejects({"guess_rows: valid tokens of sequence 0, whose offsets may be exchanged: expected 0 to its padded "
-                 "length 7, got 8"},
-                [] {
-                    guess_rows(12, 2, list{0, 7, 10}, list{0, 8, 12});
-                });
+        rejects(
+            {"guess_rows: valid tokens of sequence 0, whose offsets may have changed places: expected 0 to its padded "
+             "length 7, got 8"},
+            [] {
+                guess_rows(12, 2, list{0, 7, 10}, list{0, 8, 12});
+            });
         rejects({"guess_rows: ranks"}, [] { guess_rows(4, 0, list{0, 4}); });
         rejects({"guess_rows: number of offsets"}, [] { guess_rows(4, 2, list{}); });
         rejects({"given_rows.cpp", "thd: offset 2 decreases"}, [] { guess_rows(4, 2, list{0, 4, 3}); });
