@@ -203,11 +203,11 @@ outputs<T> gated_delta_rule(job const& j) {
 
 template <class T>
 outputs<T> causal_conv1d(job const& j) {
-    auto const& shape = j.file.tensor("weight").shape;
-    cpx::require(shape.size() == 2, j.file.where().c_str(), "axes of weight", 2, shape.size());
-    cpx::index_t const channels = shape[0], taps = shape[1];
+    auto const x = j.file.read<T>("x", {j.tokens(), -1});
+    cpx::index_t const channels = j.file.tensor("x").shape[1];
+    auto const weight = j.file.read<T>("weight", {channels, -1});
+    cpx::index_t const taps = j.file.tensor("weight").shape[1];
     check_sizes(j, {{"channels", channels}, {"taps", taps}});
-    auto const x = j.file.read<T>("x", {j.tokens(), channels}), weight = j.file.read<T>("weight");
     auto const bias = j.file.contains("bias") ? j.file.read<T>("bias", {channels}) : std::vector<T>();
     auto const act =
         choose<cpx::activation>(j, "activation", {{"silu", cpx::activation::silu}, {"None", cpx::activation::none}});

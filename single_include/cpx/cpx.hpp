@@ -428,7 +428,8 @@ public:
     /// An empty batch.
     thd() : thd(std::vector<index_t>{0}) {}
 
-    /// Takes offsets and, if there is padding, the valid length of every sequence.
+    /// Takes offsets and, if there is padding, the valid length of every sequence. Batches without padding are equal,
+    /// with valid lengths or without.
     ///
     /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0, decrease or end
     /// at 2^62 or beyond, valid lengths that are not one a sequence or exceed its physical length.
@@ -447,13 +448,17 @@ public:
             if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
                 throw error("thd", "valid length of sequence " + std::to_string(s),
                             "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]), here);
+        bool padded = false;
+        for (std::size_t s = 0; s < valid.size(); ++s) padded = padded || valid[s] < offsets[s + 1] - offsets[s];
+        if (!padded) valid.clear();
         data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
     }
 
     /// The same of other integers, in a vector, array or span.
     template <integers R, integers V = std::vector<index_t>>
     explicit thd(R const& offsets, V const& valid = {}, caller here = caller::here())
-        : thd(numbers(offsets), numbers(valid), here) {}
+        : thd(numbers("thd", "offset ", offsets, here), numbers("thd", "valid length of sequence ", valid, here),
+              here) {}
 
     /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
@@ -490,7 +495,7 @@ public:
     }
     template <integers R>
     static thd from_lengths(R const& lengths, caller here = caller::here()) {
-        return from_lengths(numbers(lengths), here);
+        return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
 
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
@@ -503,6 +508,7 @@ public:
         return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)];
     }
     std::span<index_t const> offsets() const { return data_->offsets; }
+    /// Returns the valid length of every sequence, or none if there is no padding.
     std::span<index_t const> valid_lengths() const { return data_->valid; }
 
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
@@ -519,9 +525,14 @@ private:
     struct lengths {
         std::vector<index_t> offsets, valid;
     };
-    static std::vector<index_t> numbers(integers auto const& list) {
+    static std::vector<index_t> numbers(char const* where, char const* what, integers auto const& list, caller here) {
         std::vector<index_t> result;
-        for (auto const number : list) result.push_back(static_cast<index_t>(number));
+        for (auto const number : list) {
+            result.push_back(static_cast<index_t>(number));
+            if (number > 0 && result.back() < 0)
+                throw error(where, what + std::to_string(result.size() - 1), "less than 2^62", std::to_string(number),
+                            here);
+        }
         return result;
     }
     std::shared_ptr<lengths const> data_;
@@ -2427,20 +2438,12 @@ struct identity {
         agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
-    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
-                                                                         "sequences",
-                                                                         "tokens",
-                                                                         "cu_seqlens (hash)",
-                                                                         "source sharding (hash)",
-                                                                         "target sharding (hash)",
-                                                                         "source width",
-                                                                         "target width",
-                                                                         "parameter",
-                                                                         "bytes of an element",
-                                                                         "agreement"};
+    static constexpr std::array<char const*, numbers_count> number_names{
+        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)",   "source sharding", "target sharding",
+        "source width", "target width", "parameter", "bytes of an element", "agreement"};
 
     std::array<char, 24> operation{};
-    std::array<char, 80> source{}, target{};
+    std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
     std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
 
@@ -2461,12 +2464,13 @@ struct identity {
                                        : std::string(name) + std::string(mark));
         }
         std::swap(back.source, back.target);
+        std::swap(back.source_settings, back.target_settings);
         std::swap(back[source_hash], back[target_hash]);
         std::swap(back[source_width], back[target_width]);
         return back;
     }
 
-    /// Returns a 64-bit hash of everything: the plan's fingerprint.
+    /// Returns a 64-bit hash of everything: the plan's fingerprint. Settings are in it as the hashes of them.
     std::uint64_t fingerprint() const {
         std::uint64_t hash = detail::mix_all(0, operation);
         hash = detail::mix_all(detail::mix_all(detail::mix_all(hash, source), target), element);
@@ -2511,7 +2515,10 @@ struct identity {
         if (field < texts)
             return std::array{operation.data(), source.data(), target.data(),
                               element.data()}[static_cast<std::size_t>(field)];
-        return std::to_string(numbers[static_cast<std::size_t>(field - texts)]);
+        auto const n = static_cast<std::size_t>(field - texts);
+        if (n == source_hash) return source_settings.data();
+        if (n == target_hash) return target_settings.data();
+        return std::to_string(numbers[n]);
     }
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
@@ -2561,10 +2568,38 @@ std::uint64_t sharding_hash(S const& s) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
             for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
         }
-        for (index_t t = 1; t < index_t{1} << 32; t *= 2) // a cut is known by its answers
-            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
+        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
+            hash = mix(hash, static_cast<std::uint64_t>(s.cut().unit()));
+        else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
+            for (index_t t = 1; t < index_t{1} << 32; t *= 2)
+                hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
     return hash;
+}
+
+/// Tells in at most 79 characters what `hash`, the one above, sums up: all of it, or the first of it and the hash.
+template <any_sharding S>
+std::string sharding_settings(S const& s, std::uint64_t hash) {
+    std::string text;
+    bool whole = false;
+    auto const add = [&](std::string const& part) { text += (text.empty() ? "" : ", ") + part; };
+    for (section const& group : s.sections())
+        add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
+    if constexpr (requires { typename S::layout_type; }) {
+        using L = typename S::layout_type;
+        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
+            add("unit " + std::to_string(s.cut().unit()));
+        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
+            add("owners");
+            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
+                text += ' ' + std::to_string(s.policy().owner(c));
+        }
+        whole = layout<L> && ascends<typename S::cut_type> && text.size() < 80;
+    }
+    if (whole) return text;
+    if (text.size() > 40) text = text.substr(0, text.rfind(' ', 40)) + " ...";
+    add("hash " + std::to_string(hash));
+    return text;
 }
 
 template <any_sharding A, any_sharding B>
@@ -2573,13 +2608,16 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
     identity::set(id.operation, operation);
     identity::set(id.source, sharding_name<A>());
     identity::set(id.target, sharding_name<B>());
+    std::uint64_t const source = sharding_hash(from), target = sharding_hash(to);
+    identity::set(id.source_settings, sharding_settings(from, source));
+    identity::set(id.target_settings, sharding_settings(to, target));
     thd const& batch = from.batch();
     id.numbers = {static_cast<std::uint64_t>(from.ranks()),
                   static_cast<std::uint64_t>(batch.sequences()),
                   static_cast<std::uint64_t>(batch.tokens()),
                   mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
-                  sharding_hash(from),
-                  sharding_hash(to),
+                  source,
+                  target,
                   0,
                   0,
                   static_cast<std::uint64_t>(parameter)};
@@ -4238,10 +4276,12 @@ void compare_batches(char const* where, thd const& batch, int ranks, Gather&& ga
     std::array<index_t, 256> mine;
     std::vector<decltype(mine)> all(static_cast<std::size_t>(ranks));
     for (bool const valid : {false, true}) {
-        auto const numbers = valid ? batch.valid_lengths() : batch.offsets();
+        index_t const count = batch.sequences() + (valid ? 0 : 1);
         for (std::size_t first = 0;; first += mine.size()) {
-            for (std::size_t i = 0; i < mine.size(); ++i)
-                mine[i] = first + i < numbers.size() ? numbers[first + i] : none;
+            for (std::size_t i = 0; i < mine.size(); ++i) {
+                auto const n = static_cast<index_t>(first + i);
+                mine[i] = n >= count ? none : valid ? batch.valid(n) : batch.offset(n);
+            }
             gather(mine.data(), all.data(), sizeof mine);
             for (std::size_t i = 0; i < mine.size(); ++i) {
                 if (std::ranges::all_of(all, [&](auto const& theirs) { return theirs[i] == mine[i]; })) continue;

@@ -97,6 +97,12 @@ TEST_SUITE("core") {
         CHECK(thd(list{0, 4}, list{0}).valid(0) == 0); // a sequence that is padding and nothing else
     }
 
+    TEST_CASE("valid lengths that leave no padding are none") {
+        CHECK(thd({0, 7, 20}, {7, 13}) == thd({0, 7, 20}));
+        CHECK(thd({0, 7, 20}, {7, 13}).valid_lengths().empty());
+        CHECK(thd({0, 0}, {0}) == thd({0, 0}));
+    }
+
     TEST_CASE("the sequence of a row is found, also among sequences without tokens") {
         thd const batch(list{0, 0, 3, 3, 3, 7, 7});
         list found;
@@ -136,6 +142,7 @@ TEST_SUITE("core") {
         rejects({at(line + 2)}, [&] { thd::from_offsets(narrow); });
         rejects({at(line + 3)}, [] { thd::from_lengths(list{-1}); });
         rejects({at(line + 4)}, [] { thd::uniform(-1, 3); });
+        rejects({at(line + 5)}, [] { thd(std::vector{0, ~0ull}); });
     }
 
     TEST_CASE("numbers of tokens that are no size are rejected") {
@@ -153,6 +160,16 @@ TEST_SUITE("core") {
         rejects({"thd::uniform: tokens: expected not negative, got 1 x -3"}, [] { thd::uniform(1, -3); });
         rejects({"thd::uniform: tokens: expected less than 2^62"}, [=] { thd::uniform(huge, 0); });
         rejects({"thd::uniform: tokens: expected less than 2^62"}, [=] { thd::uniform(1 << 30, index_t{1} << 32); });
+        using unsigned_list = std::vector<std::uint64_t>;
+        rejects({"thd: offset 1: expected less than 2^62, got 18446744073709551615"}, [] {
+            thd(unsigned_list{0, ~std::uint64_t{0}});
+        });
+        rejects({"thd: valid length of sequence 0: expected less than 2^62, got 9223372036854775808"}, [] {
+            thd(list{0, 4}, unsigned_list{std::uint64_t{1} << 63});
+        });
+        rejects({"thd::from_lengths: length of sequence 1: expected less than 2^62, got 18446744073709551615"}, [] {
+            thd::from_lengths(unsigned_list{0, ~std::uint64_t{0}});
+        });
         if (support::memory_ends)
             rejects({"thd.cpp", "thd::uniform: memory: expected 9007199254741000 bytes"},
                     [] { thd::uniform(index_t{1} << 50, 0); });

@@ -193,6 +193,9 @@ TEST_SUITE("examples") {
                        a.metadata["config"] = config.dump();
                    },
                    {part});
+        refuse("conv_bias",
+               [](archive& a) { std::swap(a.tensors.at("weight").shape[0], a.tensors.at("weight").shape[1]); },
+               {"shape of tensor \"weight\": expected [16, -1], got [4, 16]"});
         refuse("conv_bias", cu(6, 45), {"x", "45", "44"});
         refuse("conv_bias", cu(6, std::int64_t{1} << 60), {"x", "44"});
         refuse("gdr_small", cu(4, std::int64_t{1} << 60), {"shape of tensor", "expected [1152921504606846976, ", "64"});

@@ -201,6 +201,23 @@ TEST_SUITE("model") {
         if (root && lowered) REQUIRE(::seteuid(0) == 0);
     }
 
+    TEST_CASE("an error points at the line that reads") {
+        auto const v = json_value::parse(R"({"a":[1,true],"b":1e300})", "x");
+        auto const at = [](int line) { return "json.cpp:" + std::to_string(line) + ": "; };
+        int const line = __LINE__ + 1;
+        CHECK(message([&] { json_value::read("/none"); }).starts_with(at(line + 0)));
+        CHECK(message([&] { json_value::parse(std::string(1, '\0'), "x"); }).starts_with(at(line + 1)));
+        CHECK(message([&] { json_value::parse("[[]]", "x", {.depth = 1}); }).starts_with(at(line + 2)));
+        CHECK(message([&] { json_value::parse("[[]]", "x", {.bytes = 1}); }).starts_with(at(line + 3)));
+        CHECK(message([&] { v.at("c"); }).starts_with(at(line + 4)));
+        CHECK(message([&] { v.at("b").at("c"); }).starts_with(at(line + 5)));
+        CHECK(message([&] { v.at("b").keys(); }).starts_with(at(line + 6)));
+        CHECK(message([&] { v.get<float>("b"); }).starts_with(at(line + 7)));
+        CHECK(message([&] { v.get<std::vector<int>>("a"); }).starts_with(at(line + 8)));
+        CHECK(message([&] { v.as<std::string>(); }).starts_with(at(line + 9)));
+        CHECK(message([&] { v.fail("more"); }).starts_with(at(line + 10)));
+    }
+
     TEST_CASE("damaged text is parsed or refused with cpx::error") {
         std::mt19937_64 random(1);
         int refused = 0;

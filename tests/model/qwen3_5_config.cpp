@@ -308,6 +308,25 @@ TEST_SUITE("model") {
         CHECK(read(valid().dump()) == "nothing thrown");
     }
 
+    TEST_CASE("an error points at the line that reads") {
+        faults::directory const place;
+        auto const empty = place.write("e.json", ""), cut = place.write("c.json", "{"),
+                   dup = place.write("d.json", R"({"a":1,"a":2})");
+        auto const other = cpx::json_value::parse("{}", "other");
+        auto bare = valid(), one = valid();
+        bare.erase("layer_types"), bare.erase("hidden_size"), one["hidden_size"] = -1;
+        auto const wrong = cpx::json_value::parse(bare.dump(), "x"), less = cpx::json_value::parse(one.dump(), "x");
+        auto const at = [](int line) { return "qwen3_5_config.cpp:" + std::to_string(line) + ": "; };
+        int const line = __LINE__ + 1;
+        CHECK(message([&] { qwen3_5_config::read("/none"); }).starts_with(at(line + 0)));
+        CHECK(message([&] { qwen3_5_config::read(empty); }).starts_with(at(line + 1)));
+        CHECK(message([&] { qwen3_5_config::read(cut); }).starts_with(at(line + 2)));
+        CHECK(message([&] { qwen3_5_config::read(dup); }).starts_with(at(line + 3)));
+        CHECK(message([&] { qwen3_5_config::parse(other); }).starts_with(at(line + 4)));
+        CHECK(message([&] { qwen3_5_config::parse(wrong); }).starts_with(at(line + 5)));
+        CHECK(message([&] { qwen3_5_config::parse(less); }).starts_with(at(line + 6)));
+    }
+
     TEST_CASE("a damaged config is read or refused with cpx::error") {
         std::mt19937_64 random(3);
         auto const original = valid().dump();

@@ -228,6 +228,29 @@ TEST_SUITE("model") {
         CHECK(contains(message([&] { safetensors(place.write("e", "")); }), "e: length of the file: expected"));
     }
 
+    TEST_CASE("an error points at the line that reads") {
+        faults::directory const place;
+        auto const f = safetensors::parse(file(two, two_data), "two");
+        std::string const missing = place.path() / "none", short_file = place.write("e", "");
+        std::string const shape = "{\"x\":{\"dtype\":\"F32\"}}", text = "{\"x\":{\"dtype\":\"F32\",";
+        safetensors const cut(place.write("cut", file(two, two_data)));
+        std::filesystem::resize_file(place.path() / "cut", 40);
+        auto const at = [](int line) { return "safetensors.cpp:" + std::to_string(line) + ": "; };
+        int const line = __LINE__ + 1;
+        CHECK(message([&] { safetensors{missing}; }).starts_with(at(line + 0)));
+        CHECK(message([&] { safetensors{short_file}; }).starts_with(at(line + 1)));
+        CHECK(message([&] { safetensors::parse(file(shape), "x"); }).starts_with(at(line + 2)));
+        CHECK(message([&] { safetensors::parse(file(text), "x"); }).starts_with(at(line + 3)));
+        CHECK(message([&] { safetensors::parse(file(two, "1"), "x"); }).starts_with(at(line + 4)));
+        CHECK(message([&] { f.metadata("c"); }).starts_with(at(line + 5)));
+        CHECK(message([&] { f.tensor("c"); }).starts_with(at(line + 6)));
+        CHECK(message([&] { f.read<float>("c"); }).starts_with(at(line + 7)));
+        CHECK(message([&] { f.read<float>("b.weight", {0}); }).starts_with(at(line + 8)));
+        CHECK(message([&] { f.read<float>("b.weight", std::vector<cpx::index_t>{6}); }).starts_with(at(line + 9)));
+        CHECK(message([&] { f.read<cpx::index_t>("b.weight"); }).starts_with(at(line + 10)));
+        CHECK(message([&] { cut.read<float>("b.weight"); }).starts_with(at(line + 11)));
+    }
+
     TEST_CASE("a hostile header is refused with what is wrong") {
         std::string const ok = entry("\"F32\"", "[2]", "[0,8]"), data(8, '\0');
         REQUIRE(parse_message(file(ok, data)) == "nothing thrown");

@@ -123,8 +123,14 @@ TEST_SUITE("transport") {
         rank_1_has(lengths({12, 30, 7}), "offset 3 of cu_seqlens", "48 (ranks 0 2), 49 (rank 1)");
         rank_1_has(lengths({12, 30}), "offset 3 of cu_seqlens", "48 (ranks 0 2), none (rank 1)");
         rank_1_has(lengths({12, 30, 6, 0}), "offset 4 of cu_seqlens", "none (ranks 0 2), 48 (rank 1)");
-        rank_1_has(cpx::thd({0, 12, 42, 48}, {12, 29, 6}), "the valid length of sequence 0",
-                   "none (ranks 0 2), 12 (rank 1)");
+        rank_1_has(cpx::thd({0, 12, 42, 48}, {12, 29, 6}), "the valid length of sequence 1",
+                   "30 (ranks 0 2), 29 (rank 1)");
+        rank_1_has(cpx::thd({0, 12, 42, 48}, {12, 30, 0}), "the valid length of sequence 2",
+                   "6 (ranks 0 2), 0 (rank 1)");
+        for (auto const& text : run(3, [&](int r) {
+                                    return relayout(r == 1 ? cpx::thd({0, 12, 42, 48}, {12, 30, 6}) : batch, r);
+                                }).errors)
+            CHECK(text == "");
 
         auto const many = [](int rank,
                              index_t last) { // sequences of 1, and one that all three ranks have in another way
@@ -140,21 +146,32 @@ TEST_SUITE("transport") {
                           text);
     }
 
-    TEST_CASE("owners, units and sections that differ are found by their hashes") {
-        auto const disagree = [](std::string const& field, auto const& plan_of) {
-            check_outcome(run(3, plan_of), field);
+    TEST_CASE("owners, units and sections that differ are found and told") {
+        auto const disagree = [](std::string const& field, auto const& plan_of, std::string const& got = "") {
+            auto const result = run(3, plan_of);
+            check_outcome(result, field);
+            CHECK_MESSAGE(holds(result.errors[0], "expected one value on all ranks, got " + got), result.errors[0]);
         };
         auto const goal = cpx::shard(batch, cpx::sequential<>{3});
-        disagree("source sharding (hash)", [&](int r) -> cpx::plan {
-            return cpx::relayout(cpx::shard(batch, cpx::table(3, {0, 1, r == 1 ? 0 : 2, 2})), goal, r);
-        });
-        disagree("source sharding (hash)", [&](int r) -> cpx::plan {
-            return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}, cpx::aligned<cpx::dynamic>{r == 1 ? 4 : 2}), goal,
-                                 r);
-        });
-        disagree("target sharding (hash)", [&](int r) -> cpx::plan {
-            return cpx::relayout(goal, cpx::head_sharded<>(3, batch, {{3, r == 1 ? 4 : 2}, {6, 2}}), r);
-        });
+        disagree(
+            "source sharding",
+            [&](int r) -> cpx::plan {
+                return cpx::relayout(cpx::shard(batch, cpx::table(3, {0, 1, r == 1 ? 0 : 2, 2})), goal, r);
+            },
+            "owners 0 1 2 2 (ranks 0 2), owners 0 1 0 2 (rank 1)");
+        disagree(
+            "source sharding",
+            [&](int r) -> cpx::plan {
+                return cpx::relayout(cpx::shard(batch, cpx::zigzag<>{3}, cpx::aligned<cpx::dynamic>{r == 1 ? 4 : 2}),
+                                     goal, r);
+            },
+            "unit 2, owners 0 1 2 2 1 0 (ranks 0 2), unit 4, owners 0 1 2 2 1 0 (rank 1)");
+        disagree(
+            "target sharding",
+            [&](int r) -> cpx::plan {
+                return cpx::relayout(goal, cpx::head_sharded<>(3, batch, {{3, r == 1 ? 4 : 2}, {6, 2}}), r);
+            },
+            "3 heads of 2, 6 heads of 2, hash ");
         disagree("parameter", [&](int r) -> cpx::plan { return cpx::halo(goal, r, r == 1 ? 4 : 3); });
     }
 

@@ -31,7 +31,8 @@ public:
     /// An empty batch.
     thd() : thd(std::vector<index_t>{0}) {}
 
-    /// Takes offsets and, if there is padding, the valid length of every sequence.
+    /// Takes offsets and, if there is padding, the valid length of every sequence. Batches without padding are equal,
+    /// with valid lengths or without.
     ///
     /// Throws `cpx::error` that names the first bad entry: offsets that are empty, do not start at 0, decrease or end
     /// at 2^62 or beyond, valid lengths that are not one a sequence or exceed its physical length.
@@ -50,13 +51,17 @@ public:
             if (valid[s] < 0 || valid[s] > offsets[s + 1] - offsets[s])
                 throw error("thd", "valid length of sequence " + std::to_string(s),
                             "0 to " + std::to_string(offsets[s + 1] - offsets[s]), std::to_string(valid[s]), here);
+        bool padded = false;
+        for (std::size_t s = 0; s < valid.size(); ++s) padded = padded || valid[s] < offsets[s + 1] - offsets[s];
+        if (!padded) valid.clear();
         data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
     }
 
     /// The same of other integers, in a vector, array or span.
     template <integers R, integers V = std::vector<index_t>>
     explicit thd(R const& offsets, V const& valid = {}, caller here = caller::here())
-        : thd(numbers(offsets), numbers(valid), here) {}
+        : thd(numbers("thd", "offset ", offsets, here), numbers("thd", "valid length of sequence ", valid, here),
+              here) {}
 
     /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
@@ -93,7 +98,7 @@ public:
     }
     template <integers R>
     static thd from_lengths(R const& lengths, caller here = caller::here()) {
-        return from_lengths(numbers(lengths), here);
+        return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
 
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
@@ -106,6 +111,7 @@ public:
         return data_->valid.empty() ? length(s) : data_->valid[static_cast<std::size_t>(s)];
     }
     std::span<index_t const> offsets() const { return data_->offsets; }
+    /// Returns the valid length of every sequence, or none if there is no padding.
     std::span<index_t const> valid_lengths() const { return data_->valid; }
 
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
@@ -122,9 +128,14 @@ private:
     struct lengths {
         std::vector<index_t> offsets, valid;
     };
-    static std::vector<index_t> numbers(integers auto const& list) {
+    static std::vector<index_t> numbers(char const* where, char const* what, integers auto const& list, caller here) {
         std::vector<index_t> result;
-        for (auto const number : list) result.push_back(static_cast<index_t>(number));
+        for (auto const number : list) {
+            result.push_back(static_cast<index_t>(number));
+            if (number > 0 && result.back() < 0)
+                throw error(where, what + std::to_string(result.size() - 1), "less than 2^62", std::to_string(number),
+                            here);
+        }
         return result;
     }
     std::shared_ptr<lengths const> data_;

@@ -29,17 +29,18 @@ public:
         : bytes_(std::move(bytes)), name_(std::move(name)), size_(bytes_.size()) {}
 
     /// Opens a file. Throws `cpx::error` that gives the system's reason, or says that it is not a regular file.
-    explicit byte_source(std::filesystem::path const& path) : name_(path.string()) {
+    byte_source(std::filesystem::path const& path, caller here) : name_(path.string()) {
         file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO without a writer does not block
         struct ::stat status {};
         if (file_ < 0 || ::fstat(file_, &status) != 0) {
             auto const reason = refusal();
             close();
-            throw error(name_, "cannot open", "a file that can be read", reason);
+            throw error(name_, "cannot open", "a file that can be read", reason, here);
         }
         if (!S_ISREG(status.st_mode)) {
             close();
-            throw error(name_, "cannot open", "a regular file", S_ISDIR(status.st_mode) ? "a directory" : "another");
+            throw error(name_, "cannot open", "a regular file", S_ISDIR(status.st_mode) ? "a directory" : "another",
+                        here);
         }
         size_ = static_cast<std::uint64_t>(status.st_size);
     }
@@ -54,7 +55,7 @@ public:
     /// Fills `to` with the bytes from `first` on, which must not end beyond `size()`. Threads may read at a time.
     ///
     /// Throws `cpx::error` if a file cannot be read, or has become shorter since it was opened.
-    void read(std::uint64_t first, std::span<std::byte> to) const {
+    void read(std::uint64_t first, std::span<std::byte> to, caller here) const {
         if (file_ < 0) {
             if (!to.empty()) std::memcpy(to.data(), bytes_.data() + first, to.size());
             return;
@@ -64,15 +65,15 @@ public:
             if (got < 0 && errno == EINTR) continue;
             if (got <= 0)
                 throw error(name_, "cannot read", std::to_string(to.size()) + " bytes from " + std::to_string(first),
-                            got < 0 ? refusal() : "the end of the file");
+                            got < 0 ? refusal() : "the end of the file", here);
             first += static_cast<std::uint64_t>(got);
             to = to.subspan(static_cast<std::size_t>(got));
         }
     }
     /// Returns the `count` bytes from `first` on. Throws as the other one.
-    std::string read(std::uint64_t first, std::uint64_t count) const {
+    std::string read(std::uint64_t first, std::uint64_t count, caller here) const {
         std::string bytes(count, '\0');
-        read(first, std::as_writable_bytes(std::span(bytes)));
+        read(first, std::as_writable_bytes(std::span(bytes)), here);
         return bytes;
     }
 

@@ -36,24 +36,25 @@ public:
     /// Parses `text`; `where` names it in errors.
     ///
     /// Throws `cpx::error` for a text that is longer or deeper than `limits`, is not JSON in UTF-8, or repeats a key.
-    static json_value parse(std::string_view text, std::string where, json_limits limits = {}) {
-        check_length(text.size(), where, limits);
+    static json_value parse(std::string_view text, std::string where, json_limits limits = {},
+                            caller here = caller::here()) {
+        check_length(text.size(), where, limits, here);
         // nlohmann takes a NUL for the end of the text, so that what follows it would be accepted unread.
         if (auto const nul = text.find('\0'); nul != text.npos)
-            throw error(where, "not JSON", "text without NUL", "NUL at byte " + std::to_string(nul));
+            throw error(where, "not JSON", "text without NUL", "NUL at byte " + std::to_string(nul), here);
         auto root = std::make_shared<nlohmann::json>();
         auto name = std::make_shared<std::string const>(std::move(where));
-        detail::json_builder builder(*root, *name, limits.depth);
+        detail::json_builder builder(*root, *name, limits.depth, here);
         nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
         auto const* const value = root.get();
         return {std::shared_ptr<nlohmann::json const>(std::move(root), value), std::move(name), {}};
     }
 
     /// Parses a file. Throws as `parse` does, and if the file cannot be read.
-    static json_value read(std::filesystem::path const& path, json_limits limits = {}) {
-        detail::byte_source const file(path);
-        check_length(file.size(), file.name(), limits);
-        return parse(file.read(0, file.size()), file.name(), limits);
+    static json_value read(std::filesystem::path const& path, json_limits limits = {}, caller here = caller::here()) {
+        detail::byte_source const file(path, here);
+        check_length(file.size(), file.name(), limits, here);
+        return parse(file.read(0, file.size(), here), file.name(), limits, here);
     }
 
     /// Returns the name of the document.
@@ -76,8 +77,8 @@ public:
     }
 
     /// Returns the keys of this object, sorted. Throws `cpx::error` if it is not an object.
-    std::vector<std::string> keys() const {
-        if (!is_object()) fail("an object");
+    std::vector<std::string> keys(caller here = caller::here()) const {
+        if (!is_object()) fail("an object", here);
         std::vector<std::string> names;
         names.reserve(value_->size());
         for (auto const& member : value_->items()) names.push_back(member.key());
@@ -85,10 +86,10 @@ public:
     }
 
     /// Returns the value under `key`. Throws `cpx::error` if this is not an object or has no such key.
-    json_value at(std::string_view key) const {
-        if (!is_object()) fail("an object");
+    json_value at(std::string_view key, caller here = caller::here()) const {
+        if (!is_object()) fail("an object", here);
         auto const member = value_->find(std::string(key));
-        if (member == value_->end()) throw error(where(), show(pointer() + '/' + escape(key)), "a value", "none");
+        if (member == value_->end()) throw error(where(), show(pointer() + '/' + escape(key)), "a value", "none", here);
         return inner(*member, std::string(key));
     }
 
@@ -97,10 +98,10 @@ public:
     /// Throws `cpx::error` for a value of another type and for a number that `T` cannot hold. 4.0 is not an integer; to
     /// become a floating-point number, one may be rounded, but not to infinity.
     template <class T>
-    T as() const {
+    T as(caller here = caller::here()) const {
         if constexpr (std::same_as<T, bool>) {
             if (value_->is_boolean()) return value_->get<bool>();
-            fail("true or false");
+            fail("true or false", here);
         } else if constexpr (std::integral<T>) {
             if (value_->is_number_unsigned()) {
                 if (auto const n = value_->get<std::uint64_t>(); std::in_range<T>(n)) return static_cast<T>(n);
@@ -108,34 +109,36 @@ public:
                 if (auto const n = value_->get<std::int64_t>(); std::in_range<T>(n)) return static_cast<T>(n);
             }
             fail("an integer from " + std::to_string(std::numeric_limits<T>::min()) + " to " +
-                 std::to_string(std::numeric_limits<T>::max()));
+                     std::to_string(std::numeric_limits<T>::max()),
+                 here);
         } else if constexpr (std::floating_point<T>) {
-            if (!value_->is_number()) fail("a number");
+            if (!value_->is_number()) fail("a number", here);
             if (detail::holds<T>(value_->get<double>())) return value_->get<T>();
-            fail("a number of at most " + nlohmann::json(std::numeric_limits<T>::max()).dump());
+            fail("a number of at most " + nlohmann::json(std::numeric_limits<T>::max()).dump(), here);
         } else if constexpr (std::same_as<T, std::string>) {
             if (value_->is_string()) return value_->get<std::string>();
-            fail("a string");
+            fail("a string", here);
         } else {
             static_assert(std::same_as<T, std::vector<typename T::value_type>>, "cpx: no JSON value is of this type");
-            if (!value_->is_array()) fail("an array");
+            if (!value_->is_array()) fail("an array", here);
             T values;
             values.reserve(value_->size());
             for (auto const& element : *value_)
-                values.push_back(inner(element, std::to_string(values.size())).template as<typename T::value_type>());
+                values.push_back(
+                    inner(element, std::to_string(values.size())).template as<typename T::value_type>(here));
             return values;
         }
     }
 
     /// Returns `at(key).as<T>()`.
     template <class T>
-    T get(std::string_view key) const {
-        return at(key).template as<T>();
+    T get(std::string_view key, caller here = caller::here()) const {
+        return at(key, here).template as<T>(here);
     }
 
     /// Throws the `cpx::error` that says this value is not what was `expected`.
-    [[noreturn]] void fail(std::string expected) const {
-        throw error(where(), show(pointer()), std::move(expected), got());
+    [[noreturn]] void fail(std::string expected, caller here = caller::here()) const {
+        throw error(where(), show(pointer()), std::move(expected), got(), here);
     }
 
     /// Returns the value as an error shows it: short texts and numbers in full, arrays and objects by their size.
@@ -162,9 +165,10 @@ private:
         return {std::shared_ptr<nlohmann::json const>(value_, &value), where_,
                 std::make_shared<step const>(step{place_, std::move(key)})};
     }
-    static void check_length(std::uint64_t bytes, std::string const& where, json_limits limits) {
+    static void check_length(std::uint64_t bytes, std::string const& where, json_limits limits, caller here) {
         if (bytes > limits.bytes)
-            throw error(where, "too long", "at most " + std::to_string(limits.bytes) + " bytes", std::to_string(bytes));
+            throw error(where, "too long", "at most " + std::to_string(limits.bytes) + " bytes", std::to_string(bytes),
+                        here);
     }
 
     static std::string escape(std::string_view key) {

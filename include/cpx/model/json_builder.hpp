@@ -25,8 +25,8 @@ namespace cpx::detail {
 class json_builder {
 public:
     /// `where` names the text in errors; both references must outlive the builder.
-    json_builder(nlohmann::json& root, std::string const& where, int depth)
-        : root_(root), where_(where), depth_(depth) {}
+    json_builder(nlohmann::json& root, std::string const& where, int depth, caller here)
+        : root_(root), where_(where), depth_(depth), here_(here) {}
 
     bool null() { return put(nullptr); }
     bool boolean(bool value) { return put(value); }
@@ -41,7 +41,7 @@ public:
     bool end_array() { return close(); }
     bool key(std::string& name) {
         auto const [member, fresh] = open_.back()->get_ref<nlohmann::json::object_t&>().emplace(name, nullptr);
-        if (!fresh) throw error(where_, "duplicate key", "every key of an object once", quote(name) + " twice");
+        if (!fresh) throw error(where_, "duplicate key", "every key of an object once", quote(name) + " twice", here_);
         member_ = &member->second;
         return true;
     }
@@ -50,14 +50,14 @@ public:
         std::string reason = problem.what();
         reason = reason.substr(0, reason.find("; last read"));
         if (auto const id = reason.find("] "); id != std::string::npos) reason.erase(0, id + 2);
-        throw error(where_, "not JSON", "one JSON value", reason.substr(0, 160));
+        throw error(where_, "not JSON", "one JSON value", reason.substr(0, 160), here_);
     }
 
 private:
     bool put(nlohmann::json value) { return place(std::move(value)) != nullptr; }
     bool open(nlohmann::json value) {
         if (open_.size() == static_cast<std::size_t>(depth_))
-            throw error(where_, "nested too deeply", "at most " + std::to_string(depth_) + " levels", "more");
+            throw error(where_, "nested too deeply", "at most " + std::to_string(depth_) + " levels", "more", here_);
         open_.push_back(place(std::move(value)));
         return true;
     }
@@ -75,6 +75,7 @@ private:
     nlohmann::json& root_;
     std::string const& where_;
     int depth_;
+    caller here_;
     std::vector<nlohmann::json*> open_;
     nlohmann::json* member_ = nullptr;
 };

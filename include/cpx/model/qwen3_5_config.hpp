@@ -62,7 +62,9 @@ struct qwen3_5_config {
     index_t rotary_dim() const { return static_cast<index_t>(static_cast<double>(head_dim) * partial_rotary_factor); }
 
     /// Reads a config.json. Throws `cpx::error` as `parse` does, and if the file is not readable or not JSON.
-    static qwen3_5_config read(std::filesystem::path const& path) { return parse(json_value::read(path)); }
+    static qwen3_5_config read(std::filesystem::path const& path, caller here = caller::here()) {
+        return parse(json_value::read(path, {}, here), here);
+    }
 
     /// Reads the document of a config.json.
     ///
@@ -74,7 +76,7 @@ struct qwen3_5_config {
     /// Throws one `cpx::error` that names the document and lists the settings, of very many the first 8, that are
     /// missing, of the wrong type, out of range, at odds with another or not supported; or says that the model is not
     /// known.
-    static qwen3_5_config parse(json_value const& document);
+    static qwen3_5_config parse(json_value const& document, caller here = caller::here());
 };
 
 namespace detail {
@@ -82,13 +84,13 @@ namespace detail {
 /// Collects what is wrong with a document, to report it at once: how much, and the first of it.
 class config_problems {
 public:
-    explicit config_problems(std::string where) : where_(std::move(where)) {}
+    config_problems(std::string where, caller here) : where_(std::move(where)), here_(here) {}
 
     void add(error problem) {
         if (++count_ <= shown) found_.push_back(std::move(problem));
     }
     void add(std::string what, std::string expected, std::string got) {
-        add(error(where_, std::move(what), std::move(expected), std::move(got)));
+        add(error(where_, std::move(what), std::move(expected), std::move(got), here_));
     }
 
     /// Notes a problem with `object`'s `key` unless `holds`.
@@ -100,7 +102,7 @@ public:
     template <class T>
     T get(json_value const& object, std::string_view key) {
         try {
-            return object.get<T>(key);
+            return object.get<T>(key, here_);
         } catch (error const& problem) {
             add(problem);
             return T{};
@@ -140,19 +142,20 @@ public:
         for (auto const& one : found_)
             all += "\n  " + one.problem() + ": expected " + one.expected() + ", got " + one.got();
         if (count_ > shown) all += "\n  and " + std::to_string(count_ - shown) + " more";
-        throw error(where_, std::to_string(count_) + " settings are wrong" + all);
+        throw error(where_, std::to_string(count_) + " settings are wrong" + all, "", "", here_);
     }
 
 private:
     static constexpr std::size_t shown = 8;
 
     std::string where_;
+    caller here_;
     std::size_t count_ = 0;
     std::vector<error> found_; // the first `shown`
 };
 
 /// Returns the object that holds the language model's settings. Throws `cpx::error` if it is not one of Qwen3.5.
-inline json_value qwen3_5_text(json_value const& document) {
+inline json_value qwen3_5_text(json_value const& document, caller here) {
     auto const type = [](json_value const& object) {
         return object.has("model_type") ? object.at("model_type").got() : std::string("no model_type");
     };
@@ -165,9 +168,10 @@ inline json_value qwen3_5_text(json_value const& document) {
         if (type(document) != quote(name) || !document.has("text_config")) continue;
         auto const text = document.at("text_config");
         if (type(text) == wanted) return text;
-        throw error(document.where(), "a model this program does not know", expected, type(text) + " in text_config");
+        throw error(document.where(), "a model this program does not know", expected, type(text) + " in text_config",
+                    here);
     }
-    throw error(document.where(), "a model this program does not know", expected, type(document));
+    throw error(document.where(), "a model this program does not know", expected, type(document), here);
 }
 
 inline void read_layers(qwen3_5_config& config, json_value const& text, config_problems& problems) {
@@ -240,9 +244,9 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
 
 } // namespace detail
 
-inline qwen3_5_config qwen3_5_config::parse(json_value const& document) {
-    auto const text = detail::qwen3_5_text(document);
-    detail::config_problems problems(document.where());
+inline qwen3_5_config qwen3_5_config::parse(json_value const& document, caller here) {
+    auto const text = detail::qwen3_5_text(document, here);
+    detail::config_problems problems(document.where(), here);
     qwen3_5_config config;
     detail::read_layers(config, text, problems);
     for (auto const& [key, member] : {std::pair{"hidden_size", &qwen3_5_config::hidden_size},

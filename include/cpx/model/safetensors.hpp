@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -57,12 +58,12 @@ public:
     };
 
     /// Opens a file and reads its header. Throws `cpx::error` that names the file and the first fault in it.
-    explicit safetensors(std::filesystem::path const& path)
-        : safetensors(std::make_shared<detail::byte_source const>(path)) {}
+    explicit safetensors(std::filesystem::path const& path, caller here = caller::here())
+        : safetensors(std::make_shared<detail::byte_source const>(path, here), here) {}
 
     /// Takes the bytes of a file; `where` names them in errors. Throws as the constructor does.
-    static safetensors parse(std::string bytes, std::string where) {
-        return safetensors(std::make_shared<detail::byte_source const>(std::move(bytes), std::move(where)));
+    static safetensors parse(std::string bytes, std::string where, caller here = caller::here()) {
+        return safetensors(std::make_shared<detail::byte_source const>(std::move(bytes), std::move(where)), here);
     }
 
     /// Returns the bytes of one element.
@@ -87,10 +88,14 @@ public:
     std::map<std::string, std::string, std::less<>> const& metadata() const { return metadata_; }
 
     /// Returns one of those texts. Throws `cpx::error` if there is none under `key`.
-    std::string const& metadata(std::string_view key) const { return lookup(metadata_, "metadata ", key); }
+    std::string const& metadata(std::string_view key, caller here = caller::here()) const {
+        return lookup(metadata_, "metadata ", key, here);
+    }
 
     /// Returns what the file says of a tensor. Throws `cpx::error` with the names most like `name` if it is missing.
-    tensor_info const& tensor(std::string_view name) const { return lookup(tensors_, "tensor ", name); }
+    tensor_info const& tensor(std::string_view name, caller here = caller::here()) const {
+        return lookup(tensors_, "tensor ", name, here);
+    }
 
     /// Returns the elements of a tensor, row-major, as float, double or index_t.
     ///
@@ -100,23 +105,23 @@ public:
     /// gives, and if the file cannot be read.
     template <class T>
         requires std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, index_t>
-    std::vector<T> read(std::string_view name) const {
-        auto const& info = tensor(name);
-        auto values = allocate<T>(info);
+    std::vector<T> read(std::string_view name, caller here = caller::here()) const {
+        auto const& info = tensor(name, here);
+        auto values = allocate<T>(info, here);
         switch (info.dtype) {
-        case dtype::f64: convert<double>(info, values); break;
-        case dtype::f32: convert<float>(info, values); break;
-        case dtype::f16: convert<std::uint16_t>(info, values, detail::from_half); break;
-        case dtype::bf16: convert<std::uint16_t>(info, values, detail::from_bfloat); break;
-        case dtype::i64: convert<std::int64_t>(info, values); break;
-        case dtype::i32: convert<std::int32_t>(info, values); break;
-        case dtype::i16: convert<std::int16_t>(info, values); break;
-        case dtype::i8: convert<std::int8_t>(info, values); break;
-        case dtype::u64: convert<std::uint64_t>(info, values); break;
-        case dtype::u32: convert<std::uint32_t>(info, values); break;
-        case dtype::u16: convert<std::uint16_t>(info, values); break;
-        case dtype::u8: convert<std::uint8_t>(info, values); break;
-        case dtype::boolean: convert<std::uint8_t>(info, values, [](auto byte) { return byte != 0; }); break;
+        case dtype::f64: convert<double>(info, values, here); break;
+        case dtype::f32: convert<float>(info, values, here); break;
+        case dtype::f16: convert<std::uint16_t>(info, values, here, detail::from_half); break;
+        case dtype::bf16: convert<std::uint16_t>(info, values, here, detail::from_bfloat); break;
+        case dtype::i64: convert<std::int64_t>(info, values, here); break;
+        case dtype::i32: convert<std::int32_t>(info, values, here); break;
+        case dtype::i16: convert<std::int16_t>(info, values, here); break;
+        case dtype::i8: convert<std::int8_t>(info, values, here); break;
+        case dtype::u64: convert<std::uint64_t>(info, values, here); break;
+        case dtype::u32: convert<std::uint32_t>(info, values, here); break;
+        case dtype::u16: convert<std::uint16_t>(info, values, here); break;
+        case dtype::u8: convert<std::uint8_t>(info, values, here); break;
+        case dtype::boolean: convert<std::uint8_t>(info, values, here, [](auto byte) { return byte != 0; }); break;
         }
         return values;
     }
@@ -125,54 +130,62 @@ public:
     ///
     /// Throws as the other `read` does, and if the shape is another.
     template <class T>
-    std::vector<T> read(std::string_view name, std::vector<index_t> const& expected) const {
-        auto const& info = tensor(name);
+    std::vector<T> read(std::string_view name, std::vector<index_t> const& expected,
+                        caller here = caller::here()) const {
+        auto const& info = tensor(name, here);
         auto const same = [](index_t want, index_t have) { return want == -1 || want == have; };
         if (!std::ranges::equal(expected, info.shape, same))
-            throw error(where(), "shape of tensor " + quote(name), show(expected), show(info.shape));
-        return read<T>(name);
+            throw error(where(), "shape of tensor " + quote(name), show(expected), show(info.shape), here);
+        return read<T>(name, here);
+    }
+    /// The same of a list, also of none, which a `caller` is made from, too.
+    template <class T>
+    std::vector<T> read(std::string_view name, std::initializer_list<index_t> expected,
+                        caller here = caller::here()) const {
+        return read<T>(name, std::vector(expected), here);
     }
 
 private:
-    explicit safetensors(std::shared_ptr<detail::byte_source const> file) : file_(std::move(file)) {
+    safetensors(std::shared_ptr<detail::byte_source const> file, caller here) : file_(std::move(file)) {
         constexpr std::uint64_t prefix = sizeof(std::uint64_t), longest_header = 100'000'000;
         std::uint64_t const size = file_->size();
-        if (size < prefix) throw error(where(), "length of the file", "at least 8 bytes", std::to_string(size));
+        if (size < prefix) throw error(where(), "length of the file", "at least 8 bytes", std::to_string(size), here);
         std::uint64_t header = 0;
-        file_->read(0, std::as_writable_bytes(std::span(&header, 1)));
+        file_->read(0, std::as_writable_bytes(std::span(&header, 1)), here);
         auto const most = std::min(longest_header, size - prefix);
         if (header > most)
             throw error(where(), "length of the header", "at most " + std::to_string(most) + " bytes",
-                        std::to_string(header));
-        auto const text = file_->read(prefix, header);
+                        std::to_string(header), here);
+        auto const text = file_->read(prefix, header, here);
         if (!text.starts_with('{'))
-            throw error(where(), "header", "a JSON object", quote(std::string_view(text).substr(0, 8)));
+            throw error(where(), "header", "a JSON object", quote(std::string_view(text).substr(0, 8)), here);
         range const data{static_cast<index_t>(prefix + header), static_cast<index_t>(size)};
 
-        auto const root = json_value::parse(text, where(), {.bytes = longest_header});
-        for (auto const& name : root.keys()) {
+        auto const root = json_value::parse(text, where(), {.bytes = longest_header}, here);
+        for (auto const& name : root.keys(here)) {
             if (name == "__metadata__") {
                 auto const texts = root.at(name);
-                for (auto const& key : texts.keys()) metadata_.emplace(key, texts.get<std::string>(key));
+                for (auto const& key : texts.keys(here)) metadata_.emplace(key, texts.get<std::string>(key, here));
             } else {
-                add(name, root.at(name), data);
+                add(name, root.at(name), data, here);
             }
         }
-        check_cover(data);
+        check_cover(data, here);
     }
 
     /// Adds one tensor, whose bytes lie in `data`.
-    void add(std::string const& name, json_value const& entry, range data) {
+    void add(std::string const& name, json_value const& entry, range data, caller here) {
         auto const wrong = [&](char const* what, std::string expected, std::string got) {
-            return error(where(), std::string(what) + " of tensor " + quote(name), std::move(expected), std::move(got));
+            return error(where(), std::string(what) + " of tensor " + quote(name), std::move(expected), std::move(got),
+                         here);
         };
-        auto const code = entry.get<std::string>("dtype");
+        auto const code = entry.get<std::string>("dtype", here);
         auto const known = std::ranges::find(dtype_names, code);
         if (known == dtype_names.end())
             throw wrong("dtype", "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8 or BOOL", quote(code));
         auto const type = static_cast<dtype>(known - dtype_names.begin());
 
-        auto shape = entry.get<std::vector<index_t>>("shape");
+        auto shape = entry.get<std::vector<index_t>>("shape", here);
         index_t needed = static_cast<index_t>(size_of(type));
         for (index_t const n : shape) {
             if (n < 0) throw wrong("shape", "sizes of at least 0", show(shape));
@@ -181,7 +194,7 @@ private:
             needed *= std::max<index_t>(n, 1);
         }
         if (std::ranges::find(shape, 0) != shape.end()) needed = 0;
-        auto const offsets = entry.get<std::vector<index_t>>("data_offsets");
+        auto const offsets = entry.get<std::vector<index_t>>("data_offsets", here);
         if (offsets.size() != 2) throw wrong("data_offsets", "2 numbers", std::to_string(offsets.size()));
         range const taken = {offsets[0], offsets[1]};
         if (taken.first < 0 || taken.last < taken.first || taken.last > data.size())
@@ -194,7 +207,7 @@ private:
     }
 
     /// Throws unless the tensors, laid in order, fill the data exactly.
-    void check_cover(range data) const {
+    void check_cover(range data, caller here) const {
         std::vector<tensor_info const*> ordered;
         for (auto const& [name, info] : tensors_) ordered.push_back(&info);
         std::ranges::sort(ordered, {}, [](auto* info) { return std::pair(info->bytes.first, info->bytes.last); });
@@ -205,16 +218,17 @@ private:
                             (info->bytes.first < covered ? "overlap before tensor " : "gap before tensor ") +
                                 quote(info->name),
                             "a begin of " + std::to_string(covered - data.first),
-                            std::to_string(info->bytes.first - data.first));
+                            std::to_string(info->bytes.first - data.first), here);
             covered = info->bytes.last;
         }
         if (covered != data.last)
             throw error(where(), "bytes that belong to no tensor",
-                        std::to_string(covered - data.first) + " bytes of data", std::to_string(data.size()));
+                        std::to_string(covered - data.first) + " bytes of data", std::to_string(data.size()), here);
     }
 
     template <class Entries>
-    typename Entries::mapped_type const& lookup(Entries const& entries, char const* kind, std::string_view name) const {
+    typename Entries::mapped_type const& lookup(Entries const& entries, char const* kind, std::string_view name,
+                                                caller here) const {
         if (auto const found = entries.find(name); found != entries.end()) return found->second;
         // Most like: the longest common beginning and end together, which suits dotted names.
         std::vector<std::pair<index_t, std::string_view>> near;
@@ -229,7 +243,7 @@ private:
         for (auto item = near.begin(); item != shown; ++item)
             names += (names.empty() ? ", such as " : ", ") + quote(item->second);
         throw error(where(), kind + quote(name),
-                    "one of the " + std::to_string(entries.size()) + " in the file" + names, "none of that name");
+                    "one of the " + std::to_string(entries.size()) + " in the file" + names, "none of that name", here);
     }
 
     static std::string show(std::vector<index_t> const& numbers) {
@@ -240,7 +254,7 @@ private:
     }
 
     template <class T>
-    std::vector<T> allocate(tensor_info const& info) const {
+    std::vector<T> allocate(tensor_info const& info, caller here) const {
         std::string reason;
         try {
             return std::vector<T>(static_cast<std::size_t>(info.elements()));
@@ -250,22 +264,23 @@ private:
             reason = refused.what();
         }
         throw error(where(), "memory for tensor " + quote(info.name),
-                    std::to_string(info.elements()) + " elements of " + std::to_string(sizeof(T)) + " bytes", reason);
+                    std::to_string(info.elements()) + " elements of " + std::to_string(sizeof(T)) + " bytes", reason,
+                    here);
     }
 
     /// Fills `values` from elements stored as `Stored`, each passed through `decode` first.
     template <class Stored, class T, class Decode = std::identity>
-    void convert(tensor_info const& info, std::vector<T>& values, Decode decode = {}) const {
+    void convert(tensor_info const& info, std::vector<T>& values, caller here, Decode decode = {}) const {
         using decoded = std::remove_cvref_t<std::invoke_result_t<Decode, Stored&>>;
         if constexpr (std::floating_point<decoded> && std::integral<T>) {
             throw error(where(), "dtype of tensor " + quote(info.name), "an integer dtype or BOOL",
-                        std::string(dtype_names[static_cast<std::size_t>(info.dtype)]));
+                        std::string(dtype_names[static_cast<std::size_t>(info.dtype)]), here);
         } else {
             std::array<Stored, 4096> stored;
             for (std::size_t first = 0; first < values.size(); first += stored.size()) {
                 auto const block = std::span(stored).first(std::min(stored.size(), values.size() - first));
                 file_->read(static_cast<std::uint64_t>(info.bytes.first) + first * sizeof(Stored),
-                            std::as_writable_bytes(block));
+                            std::as_writable_bytes(block), here);
                 for (std::size_t i = 0; i < block.size(); ++i) {
                     decoded const value = decode(block[i]);
                     if (!detail::holds<T>(value))
@@ -273,7 +288,7 @@ private:
                                     std::same_as<T, index_t> ? "an int64"
                                     : std::same_as<T, float> ? "a float"
                                                              : "a double",
-                                    nlohmann::json(value).dump());
+                                    nlohmann::json(value).dump(), here);
                     values[first + i] = static_cast<T>(value);
                 }
             }

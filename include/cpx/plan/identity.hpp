@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -69,20 +70,12 @@ struct identity {
         agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
-    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
-                                                                         "sequences",
-                                                                         "tokens",
-                                                                         "cu_seqlens (hash)",
-                                                                         "source sharding (hash)",
-                                                                         "target sharding (hash)",
-                                                                         "source width",
-                                                                         "target width",
-                                                                         "parameter",
-                                                                         "bytes of an element",
-                                                                         "agreement"};
+    static constexpr std::array<char const*, numbers_count> number_names{
+        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)",   "source sharding", "target sharding",
+        "source width", "target width", "parameter", "bytes of an element", "agreement"};
 
     std::array<char, 24> operation{};
-    std::array<char, 80> source{}, target{};
+    std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
     std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
 
@@ -103,12 +96,13 @@ struct identity {
                                        : std::string(name) + std::string(mark));
         }
         std::swap(back.source, back.target);
+        std::swap(back.source_settings, back.target_settings);
         std::swap(back[source_hash], back[target_hash]);
         std::swap(back[source_width], back[target_width]);
         return back;
     }
 
-    /// Returns a 64-bit hash of everything: the plan's fingerprint.
+    /// Returns a 64-bit hash of everything: the plan's fingerprint. Settings are in it as the hashes of them.
     std::uint64_t fingerprint() const {
         std::uint64_t hash = detail::mix_all(0, operation);
         hash = detail::mix_all(detail::mix_all(detail::mix_all(hash, source), target), element);
@@ -153,7 +147,10 @@ struct identity {
         if (field < texts)
             return std::array{operation.data(), source.data(), target.data(),
                               element.data()}[static_cast<std::size_t>(field)];
-        return std::to_string(numbers[static_cast<std::size_t>(field - texts)]);
+        auto const n = static_cast<std::size_t>(field - texts);
+        if (n == source_hash) return source_settings.data();
+        if (n == target_hash) return target_settings.data();
+        return std::to_string(numbers[n]);
     }
 
     /// Returns "relayout zigzag<4> over sequence -> sequential<4> over sequence", after "agreement on " if it is one.
@@ -203,10 +200,38 @@ std::uint64_t sharding_hash(S const& s) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
             for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
         }
-        for (index_t t = 1; t < index_t{1} << 32; t *= 2) // a cut is known by its answers
-            hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
+        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
+            hash = mix(hash, static_cast<std::uint64_t>(s.cut().unit()));
+        else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
+            for (index_t t = 1; t < index_t{1} << 32; t *= 2)
+                hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
     }
     return hash;
+}
+
+/// Tells in at most 79 characters what `hash`, the one above, sums up: all of it, or the first of it and the hash.
+template <any_sharding S>
+std::string sharding_settings(S const& s, std::uint64_t hash) {
+    std::string text;
+    bool whole = false;
+    auto const add = [&](std::string const& part) { text += (text.empty() ? "" : ", ") + part; };
+    for (section const& group : s.sections())
+        add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
+    if constexpr (requires { typename S::layout_type; }) {
+        using L = typename S::layout_type;
+        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
+            add("unit " + std::to_string(s.cut().unit()));
+        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
+            add("owners");
+            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
+                text += ' ' + std::to_string(s.policy().owner(c));
+        }
+        whole = layout<L> && ascends<typename S::cut_type> && text.size() < 80;
+    }
+    if (whole) return text;
+    if (text.size() > 40) text = text.substr(0, text.rfind(' ', 40)) + " ...";
+    add("hash " + std::to_string(hash));
+    return text;
 }
 
 template <any_sharding A, any_sharding B>
@@ -215,13 +240,16 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
     identity::set(id.operation, operation);
     identity::set(id.source, sharding_name<A>());
     identity::set(id.target, sharding_name<B>());
+    std::uint64_t const source = sharding_hash(from), target = sharding_hash(to);
+    identity::set(id.source_settings, sharding_settings(from, source));
+    identity::set(id.target_settings, sharding_settings(to, target));
     thd const& batch = from.batch();
     id.numbers = {static_cast<std::uint64_t>(from.ranks()),
                   static_cast<std::uint64_t>(batch.sequences()),
                   static_cast<std::uint64_t>(batch.tokens()),
                   mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
-                  sharding_hash(from),
-                  sharding_hash(to),
+                  source,
+                  target,
                   0,
                   0,
                   static_cast<std::uint64_t>(parameter)};

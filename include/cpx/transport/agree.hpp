@@ -21,10 +21,12 @@ void compare_batches(char const* where, thd const& batch, int ranks, Gather&& ga
     std::array<index_t, 256> mine;
     std::vector<decltype(mine)> all(static_cast<std::size_t>(ranks));
     for (bool const valid : {false, true}) {
-        auto const numbers = valid ? batch.valid_lengths() : batch.offsets();
+        index_t const count = batch.sequences() + (valid ? 0 : 1);
         for (std::size_t first = 0;; first += mine.size()) {
-            for (std::size_t i = 0; i < mine.size(); ++i)
-                mine[i] = first + i < numbers.size() ? numbers[first + i] : none;
+            for (std::size_t i = 0; i < mine.size(); ++i) {
+                auto const n = static_cast<index_t>(first + i);
+                mine[i] = n >= count ? none : valid ? batch.valid(n) : batch.offset(n);
+            }
             gather(mine.data(), all.data(), sizeof mine);
             for (std::size_t i = 0; i < mine.size(); ++i) {
                 if (std::ranges::all_of(all, [&](auto const& theirs) { return theirs[i] == mine[i]; })) continue;
