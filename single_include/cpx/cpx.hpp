@@ -2043,6 +2043,30 @@ using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
 template <sharded_like X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
+/// A `sharded` in a struct of tensors. It takes any tensor, and says what is wrong with one that does not fit.
+///
+/// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
+template <class T, any_sharding S>
+struct sharded_field : sharded<T, S> {
+    using sharded<T, S>::sharded;
+    template <sharded_like X>
+    sharded_field(X&& x) : sharded<T, S>(from(std::forward<X>(x))) {}
+
+private:
+    template <class X>
+    static sharded<T, S> from(X&& x) {
+        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
+        static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+        static_assert(!fits || holds,
+                      "cpx: a struct of tensors is given one of other elements, or one to write that is "
+                      "const, or one that ends with the expression; give it a name");
+        if constexpr (fits && holds)
+            return std::forward<X>(x);
+        else
+            throw;
+    }
+};
+
 namespace detail {
 
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
@@ -2061,6 +2085,17 @@ void require_place(char const* where, char const* what, sharded<T, S> const& x, 
                    char const* whose, caller here) {
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
+
+/// A parameter that takes any argument, where no other overload does.
+struct anything {
+    anything() = default;
+    template <class X>
+    anything(X const&) {}
+};
+
+/// False, but only where the template that asserts it is used.
+template <class>
+inline constexpr bool never = false;
 
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 
@@ -4516,8 +4551,8 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
-template <class A, class B, transport Comm>
-void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
+template <std::derived_from<plan> Plan, class A, class B, transport Comm>
+void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     constexpr bool fits = elements_of<A, B>;
     static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
                         "the elements of the source");
@@ -4559,6 +4594,23 @@ template <sharded_like X, any_sharding To, transport Comm>
 tensor<element_of<X>, To> exchange(X const& from, To const& to, Comm& comm, caller here = caller::here()) {
     auto const x = from.view();
     return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
+}
+
+// What none of these takes: to say so in a sentence.
+template <class Plan, class X, class Y, class Comm>
+void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
+                  "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
+}
+template <class Plan, class X, class Comm>
+X exchange(Plan const&, X const& from, Comm&, caller = caller::here()) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
+                  "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
+    return from;
 }
 
 } // namespace cpx

@@ -18,12 +18,21 @@ using uncut = aligned;
 using of_sequences = over_batch;
 using other = cpx::sequential<4>;
 using element = float;
+using moves = cpx::relayout_plan<zigzag, zigzag>;
+using memory = cpx::rows<float> const;
+using group = cpx::threads;
 #else
 using given = sequential;
 using uncut = zigzag;            // the cut is part of the type, too
 using of_sequences = sequential; // fed to flash-linear-attention, which cuts the batch
 using other = cpx::sequential<8>;
 using element = double; // does not become float on its way
+using moves = cpx::halo_plan<zigzag>;
+using memory = std::vector<float>;
+struct group {
+    int rank() const { return 0; }
+    int ranks() const { return 4; }
+};
 #endif
 
 // expect: exchange of a tensor that is not sharded as the plan's source
@@ -72,6 +81,21 @@ void results(plan<zigzag, sequential> p, view<zigzag> x, cpx::threads& comm) {
 void elements(cpx::plan const& p, cpx::rows<element const> x, cpx::rows<float> y, cpx::threads& comm) {
     cpx::exchange(p, x, y, comm);
 }
+
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+void halos(moves const& p, view<zigzag> x, cpx::threads& comm) {
+    auto const y = cpx::exchange(p, x, comm);
+    static_cast<void>(y.data());
+}
+
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+void lone(plan<zigzag, sequential> p, view<zigzag> x, group& comm) { cpx::exchange(p, x, comm); }
+
+// expect: exchange.plan, from, to, comm. wants a relayout_plan and two tensors
+void vectors(plan<zigzag, sequential> p, memory& x, memory& y, cpx::threads& comm) { cpx::exchange(p, x, y, comm); }
+
+// expect: exchange.plan, from, to, comm. wants a relayout_plan and two tensors
+void lone_rows(cpx::plan const& p, cpx::rows<float> x, group& comm) { cpx::exchange(p, x, x, comm); }
 
 // expect: relayout between shardings over different numbers of ranks
 void ranks(cpx::thd const& batch) { cpx::relayout(cpx::shard(batch, cpx::zigzag<4>{}), cpx::shard(batch, other{}), 0); }

@@ -21,12 +21,25 @@ using of_sequences = packed;
 using keys = everywhere;
 using more = cpx::sequential<4>;
 using model = cpx::head_decay_attention;
+using brings = cpx::halo_plan<zigzag>;
+using carries = cpx::carry_plan<cpx::scan, zigzag>;
+using held = cpx::tensor<float, zigzag>;
+using written = held;
+using group = cpx::threads;
 #else
 using other = sequential;
 using of_sequences = sequential;
 using keys = zigzag; // every rank would see some tokens of a sequence and call them the whole
 using more = cpx::sequential<8>;
 using model = cpx::kimi_delta_attention; // has one input more
+using brings = cpx::relayout_plan<zigzag, sequential>;
+using carries = cpx::halo_plan<zigzag>;
+using held = cpx::rows<float>;
+using written = cpx::tensor<float, zigzag> const;
+struct group {
+    int rank() const { return 0; }
+    int ranks() const { return 4; }
+};
 #endif
 cpx::attention_heads const heads;
 auto const silu = cpx::activation::silu;
@@ -41,10 +54,38 @@ void packed_convolution(cpx::halo_plan<packed> const& plan, view<of_sequences> x
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
+// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport
+void plan_convolution(brings const& plan, view<zigzag> x, list w, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
+}
+
+// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport
+void rows_convolution(cpx::halo_plan<zigzag> const& plan, held& x, list w, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w, silu, x, comm);
+}
+
+// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport
+void lone_convolution(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, list w, group& comm) {
+    cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
+}
+
 // expect: causal_conv1d_backward of tensors that are not sharded as the plans
 void convolution_backward(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, view<other> dy, list w,
                           cpx::threads& comm) {
     cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, dy, cpx::causal_conv1d_gradients<float, zigzag>{x}, comm);
+}
+
+// expect: a struct of tensors of one sharding is given one of another
+auto gradients(cpx::tensor<float, other>& dx, std::vector<float>& dw) {
+    return cpx::causal_conv1d_gradients<float, zigzag>{dx, dw};
+}
+
+// expect: a struct of tensors is given one of other elements, or one to write that is const
+auto gradients_of_constants(written& dx, std::vector<float>& dw) { return cpx::causal_conv1d_gradients{dx, dw, dw}; }
+
+// expect: gated_delta_rule wants a carry_plan first and a cpx::transport last
+void plan_recurrence(carries const& plan, cpx::tensor<float, zigzag>& x, cpx::threads& comm) {
+    cpx::gated_delta_rule(plan, cpx::delta_rule_tensors<float, zigzag>{x, x, x, x, x, x}, {}, {}, comm);
 }
 
 // expect: gated_delta_rule of tensors that are not sharded as the plan
@@ -66,7 +107,7 @@ void another_recurrence(cpx::carry_plan<cpx::scan, zigzag> const& plan, model co
     cpx::recur(plan, r, t, comm);
 }
 
-// expect: (could not convert|no viable conversion)
+// expect: a struct of tensors of one sharding is given one of another
 cpx::delta_rule_tensors<float, zigzag> tensors(view<zigzag> x, view<other> k) { return {x, k, x, x, x, x}; }
 
 using layer = cpx::gated_delta_net<cpx::scan, zigzag>;
@@ -93,6 +134,9 @@ void attention(view<zigzag> q, view<keys> k) { cpx::attention(q, k, k, heads, 1,
 void attention_result(view<zigzag> q, view<everywhere> k, view<other> o) { cpx::attention(q, k, k, heads, 1, o); }
 
 using queries = cpx::attention_queries<float, zigzag>;
+
+// expect: a struct of tensors of one sharding is given one of another
+queries of_queries(view<zigzag> q, cpx::tensor<float, other> const& dout) { return {q, dout, q, q}; }
 
 // expect: attention_delta of tensors on two shardings
 void attention_delta(view<zigzag> o, view<other> dout) { cpx::attention_delta(o, dout, 1, o); }

@@ -84,6 +84,25 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE("attention writes what its backward needs to rows or to a list of that size") {
+        auto const sharding = cpx::shard(lengths({3, 2}), cpx::zigzag<>(1));
+        auto const q = cpx::make_tensor<float>(sharding, 0, 2);
+        auto const k = cpx::make_tensor<float>(cpx::replicated<>(1, sharding.batch()), 0, 2);
+        auto o = q;
+        cpx::attention_heads const heads{2, 2, 1};
+        std::vector<float> list(5 * 2), wide(5 * 3);
+        cpx::attention(q, k, k, heads, 1, o, list);
+        cpx::attention(q, k, k, heads, 1, o, cpx::rows(wide, 3).columns(1, 2));
+        for (index_t const i : {0, 2, 9}) { // scores are 0, so it is the logarithm of the number of keys
+            auto const row = static_cast<std::size_t>(i / 2), at = static_cast<std::size_t>(i);
+            CHECK(list[at] == doctest::Approx(std::log(std::array{1., 2., 3., 1., 2.}[row])));
+            CHECK(list[at] == wide[row * 3 + at % 2 + 1]);
+        }
+        list.pop_back();
+        support::rejects({"attention.cpp", "attention: shape of lse: expected (5, 2), got (9, 1)"},
+                         [&] { cpx::attention(q, k, k, heads, 1, o, list); });
+    }
+
     TEST_CASE("attention rejects what does not fit") {
         auto const batch = lengths({6, 5}), other_batch = lengths({5, 6});
         auto const zigzag = [](cpx::thd const& of) { return cpx::shard(of, cpx::zigzag<>(2)); };

@@ -135,10 +135,9 @@ gradients<T> convolution(golden<T> const& f, S const& sharding) {
                    dy = take(f.values.at("dy"), channels, sharding, rank);
         auto dx = poisoned<T>(sharding, rank, channels);
         std::vector<T> dweight(static_cast<std::size_t>(channels * taps)), dbias(static_cast<std::size_t>(channels));
-        causal_conv1d_backward(
-            halo(sharding, rank, taps - 1), halo(sharding, rank, taps - 1, cpx::side::after), x.view(),
-            cpx::rows<T const>(f.values.at("weight"), taps), std::span<T const>(bias), act, dy.view(),
-            cpx::causal_conv1d_gradients{dx.view(), cpx::rows(dweight, taps), std::span(dbias)}, comm);
+        causal_conv1d_backward(halo(sharding, rank, taps - 1), halo(sharding, rank, taps - 1, cpx::side::after),
+                               x.view(), cpx::rows<T const>(f.values.at("weight"), taps), std::span<T const>(bias), act,
+                               dy.view(), cpx::causal_conv1d_gradients{dx, dweight, dbias}, comm);
         sum_over_ranks(std::span(dweight), comm);
         sum_over_ranks(std::span(dbias), comm);
         std::lock_guard const lock(guard);

@@ -76,6 +76,30 @@ using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
 template <sharded_like X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
+/// A `sharded` in a struct of tensors. It takes any tensor, and says what is wrong with one that does not fit.
+///
+/// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
+template <class T, any_sharding S>
+struct sharded_field : sharded<T, S> {
+    using sharded<T, S>::sharded;
+    template <sharded_like X>
+    sharded_field(X&& x) : sharded<T, S>(from(std::forward<X>(x))) {}
+
+private:
+    template <class X>
+    static sharded<T, S> from(X&& x) {
+        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
+        static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+        static_assert(!fits || holds,
+                      "cpx: a struct of tensors is given one of other elements, or one to write that is "
+                      "const, or one that ends with the expression; give it a name");
+        if constexpr (fits && holds)
+            return std::forward<X>(x);
+        else
+            throw;
+    }
+};
+
 namespace detail {
 
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
@@ -94,6 +118,17 @@ void require_place(char const* where, char const* what, sharded<T, S> const& x, 
                    char const* whose, caller here) {
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
+
+/// A parameter that takes any argument, where no other overload does.
+struct anything {
+    anything() = default;
+    template <class X>
+    anything(X const&) {}
+};
+
+/// False, but only where the template that asserts it is used.
+template <class>
+inline constexpr bool never = false;
 
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 

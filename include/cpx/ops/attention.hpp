@@ -24,7 +24,8 @@ inline void require_attention(char const* where, attention_heads const& heads, c
 
 template <class T, any_sharding Q, any_sharding K>
 void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
-            attention_heads const& heads, double scale, sharded<T, Q> const& o, rows<T> lse, caller here) {
+            attention_heads const& heads, double scale, sharded<T, Q> const& o, rows_or_list<T> const& numbers,
+            caller here) {
     static_assert(K::every_row,
                   "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
                   "them to replicated or head_sharded first");
@@ -47,6 +48,7 @@ void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<
     require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
     require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
 
+    rows<T> const lse = numbers.of_width(queries.size());
     if (lse.data()) require_shape(where, "lse", lse, held, queries.size(), here);
     require_apart(where, {{"o", o.data()}, {"lse", lse}}, {{"q", q.data()}, {"k", k.data()}, {"v", v.data()}}, here);
 
@@ -76,13 +78,13 @@ void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<
 ///
 /// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
 /// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that their rank holds.
-/// lse: (rows, query heads), takes what the backward needs; empty if not wanted.
+/// lse: (rows, query heads), rows or a list, takes what the backward needs; empty if not wanted.
 /// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
 template <sharded_like Q, sharded_like K, sharded_like V, sharded_like O>
 void attention(Q const& q, K const& k, V const& v, attention_heads const& heads, double scale, O&& o,
-               rows<element_of<O>> lse = {}, caller here = caller::here()) {
+               rows_or_list<element_of<O>> const& lse = {}, caller here = caller::here()) {
     constexpr bool keys = sharding_of<K>::every_row && sharding_of<V>::every_row, writes = detail::writes<O, Q, K, V>;
     constexpr bool fits = detail::sharded_as<sharding_of<Q>, O> && detail::sharded_as<sharding_of<K>, V>;
     static_assert(keys, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "

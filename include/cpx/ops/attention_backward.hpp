@@ -14,7 +14,7 @@ namespace cpx {
 /// wrote it; delta: (rows, query heads), as `attention_delta` wrote it. All for the heads that the rank holds.
 template <class T, any_sharding Q>
 struct attention_queries {
-    sharded<T const, Q> q, dout, lse, delta;
+    sharded_field<T const, Q> q, dout, lse, delta;
 };
 
 namespace detail {

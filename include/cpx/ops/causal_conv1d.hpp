@@ -14,6 +14,11 @@ namespace cpx {
 
 namespace detail {
 
+template <class P>
+inline constexpr bool is_halo_plan = false;
+template <any_sharding S>
+inline constexpr bool is_halo_plan<halo_plan<S>> = true;
+
 /// Copies the rows beside segment `i`, after those that precede them all, into `buffer` and returns them, in token
 /// order.
 template <class T, any_sharding S>
@@ -139,20 +144,30 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
                                            states, here);
 }
 
+template <class Plan, class X, class Y, class Comm>
+    requires(!(detail::is_halo_plan<Plan> && sharded_like<X> && sharded_like<Y> && transport<Comm>))
+void causal_conv1d(Plan const&, X const&, detail::anything, detail::anything, activation, Y&&, Comm&,
+                   detail::anything = {}, caller = caller::here()) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport; make the plan with "
+                  "halo(x.sharding(), ...)");
+}
+
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
 ///
 /// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
 /// hold: the gradient is the sum over all ranks. `order`: see there.
 template <class T, any_sharding S>
 struct causal_conv1d_gradients {
-    sharded<T, S> dx;
+    sharded_field<T, S> dx;
     rows_or_list<T> dweight = {};
     std::span<T> dbias = {};
     sum_order order = sum_order::by_rank;
 };
 
-template <class T, any_sharding S, class... Rest>
-causal_conv1d_gradients(sharded<T, S>, Rest...) -> causal_conv1d_gradients<T, S>;
+template <sharded_like X, class... Rest>
+causal_conv1d_gradients(X&&, Rest&&...) -> causal_conv1d_gradients<element_of<X>, sharding_of<X>>;
 
 namespace detail {
 

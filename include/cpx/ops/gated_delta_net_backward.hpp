@@ -13,7 +13,7 @@ namespace cpx {
 /// `order`: in which order rows are added up there.
 template <class T, any_sharding S>
 struct gated_delta_net_gradients {
-    sharded<T, S> dx;
+    sharded_field<T, S> dx;
     gated_delta_net_parameters<T> weights;
     sum_order order = sum_order::by_rank;
 };

@@ -21,8 +21,8 @@ using delta_rule_saved = recurrence_saved<T>;
 /// States: (sequences, value heads * key_dim * value_dim).
 template <class T, any_sharding S>
 struct delta_rule_tensors {
-    sharded<T const, S> q, k, v, g, beta;
-    sharded<T, S> o;
+    sharded_field<T const, S> q, k, v, g, beta;
+    sharded_field<T, S> o;
     rows<T const> initial = {};
     rows<T> final = {};
     delta_rule_saved<T>* saved = nullptr;
@@ -103,6 +103,13 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
                         "carry(q.sharding(), ...)");
     if constexpr (fits)
         detail::run_recurrence(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
+}
+template <class Plan, class T, any_sharding S, class Comm>
+void gated_delta_rule(Plan const&, delta_rule_tensors<T, S> const&, delta_rule_heads const&, delta_rule_options const&,
+                      Comm&, caller = caller::here()) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits, "cpx: gated_delta_rule wants a carry_plan first and a cpx::transport last; make the plan with "
+                        "carry<scan>(q.sharding(), ...)");
 }
 
 } // namespace cpx

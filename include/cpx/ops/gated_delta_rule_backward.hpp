@@ -9,8 +9,8 @@ namespace cpx {
 /// What goes into and comes out of the backward of a gated delta rule, as in `recurrence_gradients`.
 template <class T, any_sharding S>
 struct delta_rule_gradient_tensors {
-    sharded<T const, S> dout;
-    sharded<T, S> dq, dk, dv, dg, dbeta;
+    sharded_field<T const, S> dout;
+    sharded_field<T, S> dq, dk, dv, dg, dbeta;
     rows<T const> dfinal = {};
     rows<T> dinitial = {};
 };

@@ -25,7 +25,7 @@ struct recurrence_saved {
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_tensors {
     std::array<sharded<T const, S>, N> x;
-    sharded<T, S> o;
+    sharded_field<T, S> o;
     rows<T const> initial = {};
     rows<T> final = {};
     recurrence_saved<T>* saved = nullptr;
@@ -41,7 +41,7 @@ recurrence_tensors(std::array<sharded<T const, S>, N>, sharded<T, S>, rows<T con
 /// rank that holds a head gets its whole gradient; dout is whole on every rank that holds its head, too.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_gradients {
-    sharded<T const, S> dout;
+    sharded_field<T const, S> dout;
     std::array<sharded<T, S>, N> dx;
     rows<T const> dfinal = {};
     rows<T> dinitial = {};

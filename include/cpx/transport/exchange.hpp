@@ -129,8 +129,8 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
-template <class A, class B, transport Comm>
-void exchange(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
+template <std::derived_from<plan> Plan, class A, class B, transport Comm>
+void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     constexpr bool fits = elements_of<A, B>;
     static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
                         "the elements of the source");
@@ -172,6 +172,23 @@ template <sharded_like X, any_sharding To, transport Comm>
 tensor<element_of<X>, To> exchange(X const& from, To const& to, Comm& comm, caller here = caller::here()) {
     auto const x = from.view();
     return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
+}
+
+// What none of these takes: to say so in a sentence.
+template <class Plan, class X, class Y, class Comm>
+void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
+                  "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
+}
+template <class Plan, class X, class Comm>
+X exchange(Plan const&, X const& from, Comm&, caller = caller::here()) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
+                  "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
+    return from;
 }
 
 } // namespace cpx
