@@ -2,6 +2,8 @@
 // Arrays whose sizes a template has as int, as threads number elements.
 #pragma once
 
+#include <cpx/cuda/nvcc.hpp>
+
 #include <cstddef>
 
 namespace cpx::kernels {

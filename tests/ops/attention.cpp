@@ -138,6 +138,8 @@ TEST_SUITE("ops") {
         auto const shape = [](index_t count, index_t width) {
             return '(' + std::to_string(count) + ", " + std::to_string(width) + ')';
         };
+        rejects("memory of q: expected some, got null",
+                call(cpx::sharded<float, Q>({nullptr, held, 8}, q.sharding(), 1), k, k, o, grouped));
         rejects("shape of q: expected " + shape(held, 8) + ", got " + shape(held, 7),
                 call(q.columns(0, 7), k, k, o, grouped));
         cpx::sharded<float, Q> const low(o.data().sub(0, held - 1), q.sharding(), 1);

@@ -17,14 +17,12 @@ struct operand {
     char const* name = "";
     std::uintptr_t first = 0;
     index_t count = 0, width = 0, stride = 0;
-    bool missing = false; ///< rows without memory
 
     operand() = default;
     template <class T>
     operand(char const* called, rows<T> r)
         : name(called), first(reinterpret_cast<std::uintptr_t>(r.data())), count(r.data() ? r.count() : 0),
-          width(r.width() * static_cast<index_t>(sizeof(T))), stride(r.stride() * static_cast<index_t>(sizeof(T))),
-          missing(!r.data() && r.count() > 0 && r.width() > 0) {}
+          width(r.width() * static_cast<index_t>(sizeof(T))), stride(r.stride() * static_cast<index_t>(sizeof(T))) {}
     template <class T>
     operand(char const* called, std::span<T> list) : operand(called, rows<T>(list.data(), 1, std::ssize(list))) {}
 
@@ -52,9 +50,8 @@ inline bool overlap(operand const& a, operand const& b) {
 /// Whether an operand that is written may be the same rows as one that is read.
 enum class in_place { no, yes };
 
-/// Throws `cpx::error` that names both if one of `written` overlaps another of them, or one of `read`; and if rows have
-/// no memory, or rows that are written share some among themselves. Call it before anything is written. Cost: some
-/// nanoseconds a pair.
+/// Throws `cpx::error` that names both if one of `written` overlaps another of them, or one of `read`; and if rows that
+/// are written lie over each other. Call it before anything is written. Cost: some nanoseconds a pair.
 inline void require_apart(char const* where, std::span<operand const> written, std::span<operand const> read,
                           caller here, in_place allowed = in_place::no) {
     auto const check = [&](operand const& a, operand const& b, bool same) {
@@ -62,16 +59,13 @@ inline void require_apart(char const* where, std::span<operand const> written, s
         throw error(where, std::string("overlap of ") + a.name + " and " + b.name,
                     same ? "none, or the same rows" : "none", "some", here);
     };
-    for (auto const operands : {written, read})
-        for (operand const& o : operands)
-            if (o.missing) throw error(where, std::string("memory of ") + o.name, "some", "null", here);
     for (std::size_t i = 0; i < written.size(); ++i) {
         operand const& to = written[i];
+        for (operand const& other : written.subspan(i + 1)) check(to, other, false);
+        for (operand const& other : read) check(to, other, allowed == in_place::yes);
         if (to.count > 1 && to.stride < to.width)
             throw error(where, std::string("stride of ") + to.name + ", bytes",
                         "at least the width " + std::to_string(to.width), std::to_string(to.stride), here);
-        for (operand const& other : written.subspan(i + 1)) check(to, other, false);
-        for (operand const& other : read) check(to, other, allowed == in_place::yes);
     }
 }
 inline void require_apart(char const* where, std::initializer_list<operand> written,

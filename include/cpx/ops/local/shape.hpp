@@ -11,11 +11,13 @@
 
 namespace cpx::detail {
 
-/// Throws `cpx::error` that names `where` and `name` unless `view` is (count, width).
+/// Throws `cpx::error` that names `where` and `name` unless `view` is (count, width), in memory.
 template <class T>
 void require_shape(char const* where, char const* name, rows<T> view, index_t count, index_t width,
                    caller here = caller::here()) {
-    if (view.count() == count && view.width() == width) return;
+    bool const fits = view.count() == count && view.width() == width;
+    if (fits && (view.data() || count == 0 || width == 0)) return;
+    if (fits) throw error(where, std::string("memory of ") + name, "some", "null", here);
     auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     throw error(where, std::string("shape of ") + name, shape(count, width), shape(view.count(), view.width()), here);
 }
