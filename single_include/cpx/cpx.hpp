@@ -551,8 +551,8 @@ enum class given_rows { whole, shard };
 /// Guesses whose rows these are, from their number and the padded offsets of the batch, as Megatron-Bridge and miles
 /// do: a rank's, zigzag over every sequence, if the batch has `ranks` times as many.
 ///
-/// Where a program takes rows from elsewhere: within it, the types of tensors say how they are sharded. padded, valid: cu_seqlens of
-/// padded sequences, and of their valid tokens where there is padding.
+/// Where a program takes rows from elsewhere: within it, the types of tensors say how they are sharded. padded, valid:
+/// cu_seqlens of padded sequences, and of their valid tokens where there is padding.
 /// Throws `cpx::error`, where others go on with wrong rows: if the first offset is not 0, if there are no rows, if they
 /// are neither the batch's nor one of W equal shares, if offsets are those of valid tokens, and if a sequence of shards
 /// is not a multiple of 2 W.

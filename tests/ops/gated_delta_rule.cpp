@@ -328,7 +328,10 @@ TEST_SUITE("ops") {
         rejects("overlap of o and final", [&](auto& t) { t.final = {values.data(), 2, 32}; });
         rejects("overlap of o and initial", [&](auto& t) { t.initial = {values.data() + 8, 2, 32}; });
         rejects("overlap of final and initial: expected none, or the same rows", [&](auto& t) {
-            t.initial = all, t.final = {states.data(), 2, 32, 31};
+            t.initial = all, t.final = {states.data() + 16, 2, 32};
+        });
+        rejects("stride of final, bytes: expected at least the width 128, got 124", [&](auto& t) {
+            t.final = {states.data(), 2, 32, 31};
         });
         CHECK(support::message(call([&](auto& t) { t.initial = t.final = all; }, heads, {})) == "");
     }

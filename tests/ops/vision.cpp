@@ -284,7 +284,7 @@ TEST_SUITE("ops") {
                     [&] { cpx::put_features(p, media_kind::image, features, narrow); });
             rejects({"put_features: sharding of the features: expected that of the placeholders, got another"},
                     [&] { cpx::put_features(p, media_kind::video, features, x); });
-            auto other = cpx::make_tensor<float>(cpx::shard(lengths({9}), cpx::zigzag<>(1)), 0, width);
+            auto other = cpx::make_tensor<float>(cpx::shard(lengths({10}), cpx::zigzag<>(1)), 0, width);
             rejects({"add_features: sharding of x"}, [&] { cpx::add_features(p, media_kind::image, features, other); });
         });
     }
