@@ -164,7 +164,7 @@ struct kimi_delta_attention {
             k.written = c.write(k.rest, s);
             c.advance(k.written, s);
         });
-        for (std::size_t const i : {0, 1}) detail::fill(dx[i], T(0)); // they are added to
+        for (std::size_t i = 0; i < 2; ++i) detail::fill(dx[i], T(0)); // they are added to
         detail::for_each_chunk_reversed(dout.count(), first, options.chunk, [&](index_t row, index_t n) {
             auto const c = chunk(x, row, n);
             detail::kimi_reverse<T> const back(c, x[0].sub(row, n), dout.sub(row, n), options, ds);
