@@ -67,7 +67,7 @@ struct gated_delta {
     template <class T>
     void backward(std::array<rows<T const>, 5> const& x, index_t first, rows<T const> state, rows<T const> dout,
                   rows<T> dstate, std::array<rows<T>, 5> const& dx) const {
-        for (std::size_t const i : {0, 1}) fill(dx[i], T(0)); // they are added to
+        for (std::size_t i = 0; i < 2; ++i) fill(dx[i], T(0)); // they are added to
         delta_rule_backward<T>(x[0], x[1], x[2], x[3], x[4], first, options, state, dout, dstate,
                                {dx[0], dx[1], dx[2], dx[3], dx[4]});
     }
