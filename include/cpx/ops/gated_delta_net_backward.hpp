@@ -89,8 +89,9 @@ struct gated_delta_net_backward_pass {
         auto const& config = net.config();
         S const& sharding = net.sharding();
         int const rank = net.mixer_.states.rank;
-        for (sharded<T const, S> const& given : {x, dy, sharded<T const, S>(to.dx)})
-            require_place(where, "x, dy and dx", given, sharding, rank, "the layer's", here);
+        sharded<T const, S> const given[] = {x, dy, to.dx};
+        for (auto const& tensor : given)
+            require_place(where, "x, dy and dx", tensor, sharding, rank, "the layer's", here);
         net.check(where, w, here);
         net.check(where, to.weights, here);
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
