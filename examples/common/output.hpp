@@ -51,8 +51,8 @@ public:
             write(std::fopen(place_.c_str(), "w"), content);
             return;
         }
-        if (fs::exists(old)) place_ = fs::canonical(place_); // a link stays one
-        std::string beside = (place_.parent_path() / ".cpx.XXXXXX").string();
+        if (fs::exists(old)) place_ = fs::canonical(place_);                                  // a link stays one
+        std::string beside = (place_.parent_path() / ".cpx.").string() + std::string(6, 'X'); // mkstemp chooses these
         int const file = place_.has_filename() ? ::mkstemp(beside.data()) : -1;
         if (file < 0) fail();
         beside_ = beside;
