@@ -28,7 +28,11 @@ endfunction()
 set(nccl include/cpx/transport/nccl.hpp include/cpx/transport/nccl_w*.hpp)
 says("name the file .cu and link cpx::cuda" HEADERS include/cpx/cuda/*.hpp kernels/cpx/*.cuh ${nccl})
 says("needs NCCL 2.28 or newer. link cpx::nccl" HEADERS ${nccl} DEFINE -D__CUDACC__)
-says("needs MPI. link cpx::mpi" HEADERS include/cpx/transport/mpi.hpp)
+execute_process(OUTPUT_QUIET ERROR_VARIABLE text COMMAND ${COMPILER} -E -nostdinc -nostdinc++ -include mpi.h -x c++
+    /dev/null)
+if(text MATCHES "error: '?mpi[.]h") # MPI's own wrapper finds it
+    says("needs MPI. link cpx::mpi" HEADERS include/cpx/transport/mpi.hpp)
+endif()
 says("need Eigen 3.4 or newer. link cpx::ops" HEADERS include/cpx/ops.hpp include/cpx/ops/eigen.hpp)
 says("needs nlohmann_json 3.11 or newer. link cpx::model" HEADERS include/cpx/model/json*.hpp
     include/cpx/model/safetensors.hpp include/cpx/model/qwen3_5_config.hpp)
