@@ -22,9 +22,12 @@ struct route {
 ///
 /// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
 /// floor(n (k c) / (k C)) = floor(n c / C).
-template <static_layout From, static_layout To>
+template <class From, class To>
 consteval int cells() {
-    return std::lcm(From{}.chunks(), To{}.chunks());
+    constexpr bool known = static_layout<From> && static_layout<To>;
+    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
+    if constexpr (known) return std::lcm(From{}.chunks(), To{}.chunks());
+    return 0;
 }
 
 namespace detail {
@@ -54,22 +57,26 @@ consteval std::size_t count_routes() {
 ///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
 ///
 /// Both layouts cut the same runs (one scope) with balanced cuts.
-template <static_layout From, static_layout To>
+template <class From, class To>
 consteval auto routes() {
-    static_assert(From{}.ranks() == To{}.ranks(),
-                  "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
-    std::array<route, detail::count_routes<From, To>()> moved{};
-    std::size_t count = 0;
-    for (int cell = 0; cell < cells<From, To>(); ++cell) {
-        route const r = detail::route_of<From, To>(cell);
-        if (r.from != r.to) moved[count++] = r;
+    if constexpr (constexpr int n = cells<From, To>(); n > 0) {
+        static_assert(From{}.ranks() == To{}.ranks(),
+                      "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
+        std::array<route, detail::count_routes<From, To>()> moved{};
+        std::size_t count = 0;
+        for (int cell = 0; cell < n; ++cell) {
+            route const r = detail::route_of<From, To>(cell);
+            if (r.from != r.to) moved[count++] = r;
+        }
+        return moved;
+    } else {
+        return std::array<route, 0>{};
     }
-    return moved;
 }
 
 /// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
 /// move.
-template <static_layout From, static_layout To>
+template <class From, class To>
 consteval int route_messages() {
     constexpr auto moved = routes<From, To>();
     int count = 0;
