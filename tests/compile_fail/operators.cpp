@@ -107,6 +107,15 @@ void another_recurrence(cpx::carry_plan<cpx::scan, zigzag> const& plan, model co
     cpx::recur(plan, r, t, comm);
 }
 
+using two = std::array<cpx::sharded<double, other>, 2>;
+using one = cpx::sharded<double, zigzag> const&;
+
+// expect: a struct of tensors of one sharding is given one of another
+auto inputs(two const& x, one o) { return cpx::recurrence_tensors{x, o}; }
+
+// expect: a struct of tensors of one sharding is given one of another
+auto input_gradients(one dout, two const& dx) { return cpx::recurrence_gradients{dout, dx}; }
+
 // expect: a struct of tensors of one sharding is given one of another
 cpx::delta_rule_tensors<float, zigzag> tensors(view<zigzag> x, view<other> k) { return {x, k, x, x, x, x}; }
 

@@ -5,7 +5,9 @@
 #include <cpx/core/rows.hpp>
 #include <cpx/layout/sharding.hpp>
 
+#include <array>
 #include <concepts>
+#include <cstddef>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -76,6 +78,24 @@ using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
 template <sharded_like X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
+namespace detail {
+
+/// Returns the view of a tensor, or says why a struct of views `sharded<T, S>` does not take it.
+template <class T, any_sharding S, class X>
+sharded<T, S> field(X&& x) {
+    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
+    static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+    static_assert(!fits || holds,
+                  "cpx: a struct of tensors is given one of other elements, or one to write that is const, or one that "
+                  "ends with the expression; give it a name");
+    if constexpr (fits && holds)
+        return std::forward<X>(x);
+    else
+        throw;
+}
+
+} // namespace detail
+
 /// A `sharded` in a struct of tensors. It takes any tensor, and says what is wrong with one that does not fit.
 ///
 /// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
@@ -83,21 +103,22 @@ template <class T, any_sharding S>
 struct sharded_field : sharded<T, S> {
     using sharded<T, S>::sharded;
     template <sharded_like X>
-    sharded_field(X&& x) : sharded<T, S>(from(std::forward<X>(x))) {}
+    sharded_field(X&& x) : sharded<T, S>(detail::field<T, S>(std::forward<X>(x))) {}
+};
+
+/// N of them: an array of tensors, or tensors in braces.
+template <class T, any_sharding S, std::size_t N>
+struct sharded_fields : std::array<sharded<T, S>, N> {
+    template <sharded_like... X>
+        requires(sizeof...(X) == N)
+    sharded_fields(X&&... x) : fields{detail::field<T, S>(std::forward<X>(x))...} {}
+    template <sharded_like X>
+    sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
 
 private:
-    template <class X>
-    static sharded<T, S> from(X&& x) {
-        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
-        static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
-        static_assert(!fits || holds,
-                      "cpx: a struct of tensors is given one of other elements, or one to write that is "
-                      "const, or one that ends with the expression; give it a name");
-        if constexpr (fits && holds)
-            return std::forward<X>(x);
-        else
-            throw;
-    }
+    using fields = std::array<sharded<T, S>, N>;
+    template <class X, std::size_t... I>
+    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>) : fields{detail::field<T, S>(list[I])...} {}
 };
 
 namespace detail {

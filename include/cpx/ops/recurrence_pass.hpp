@@ -24,15 +24,15 @@ struct recurrence_saved {
 /// backward needs.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_tensors {
-    std::array<sharded<T const, S>, N> x;
+    sharded_fields<T const, S, N> x;
     sharded_field<T, S> o;
     rows<T const> initial = {};
     rows<T> final = {};
     recurrence_saved<T>* saved = nullptr;
 };
-template <class T, any_sharding S, std::size_t N>
-recurrence_tensors(std::array<sharded<T const, S>, N>, sharded<T, S>, rows<T const> = {}, rows<T> = {},
-                   recurrence_saved<T>* = nullptr) -> recurrence_tensors<T, S, N>;
+template <sharded_like X, sharded_like O, std::size_t N>
+recurrence_tensors(std::array<X, N>, O const&, rows<element_of<O> const> = {}, rows<element_of<O>> = {},
+                   recurrence_saved<element_of<O>>* = nullptr) -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
 
 /// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
 ///
@@ -42,13 +42,13 @@ recurrence_tensors(std::array<sharded<T const, S>, N>, sharded<T, S>, rows<T con
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_gradients {
     sharded_field<T const, S> dout;
-    std::array<sharded<T, S>, N> dx;
+    sharded_fields<T, S, N> dx;
     rows<T const> dfinal = {};
     rows<T> dinitial = {};
 };
-template <class T, any_sharding S, std::size_t N>
-recurrence_gradients(sharded<T const, S>, std::array<sharded<T, S>, N>, rows<T const> = {}, rows<T> = {})
-    -> recurrence_gradients<T, S, N>;
+template <sharded_like O, sharded_like X, std::size_t N>
+recurrence_gradients(O const&, std::array<X, N>, rows<element_of<O> const> = {}, rows<element_of<O>> = {})
+    -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
 
 namespace detail {
 
