@@ -1910,8 +1910,8 @@ namespace cpx {
 template <any_sharding S>
 struct sequence_parallel_of {};
 
-/// Returns the sharding over TP ranks for each of the given one's: rank tp + TP cp holds the tp-th of TP parts of the
-/// rows of rank cp, in their order. Parts are equal where TP divides the rows, else they differ by one row.
+/// Returns the sharding over TP ranks for each of the given one's: rank tp + TP cp holds the tp-th of TP shares of the
+/// rows of rank cp, in their order. Shares are equal where TP divides the rows, else they differ by one row.
 ///
 /// As any other, so that one relayout leads from the rows of TP x CP ranks to those of another sharding over as many.
 /// Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, arXiv 2205.05198,
@@ -1928,12 +1928,12 @@ piecewise<sequence_parallel_of<S>> sequence_parallel(S const& sharding, int tp, 
     for (int cp = 0; cp < sharding.ranks(); ++cp) {
         index_t const count = sharding.rows(cp);
         index_t row = 0; // of rank cp
-        int part = 0;
+        int share = 0;
         sharding.for_each_piece(cp, [&](range piece) {
             while (!piece.empty()) {
-                while (row >= count * (part + 1) / tp) ++part;
-                index_t const taken = std::min(piece.size(), count * (part + 1) / tp - row);
-                pieces.push_back({{piece.first, piece.first + taken}, part + tp * cp});
+                while (row >= count * (share + 1) / tp) ++share;
+                index_t const taken = std::min(piece.size(), count * (share + 1) / tp - row);
+                pieces.push_back({{piece.first, piece.first + taken}, share + tp * cp});
                 piece.first += taken;
                 row += taken;
             }
@@ -2037,6 +2037,24 @@ using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
 template <sharded_like X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
+namespace detail {
+
+/// Returns the view of a tensor, or says why a struct of views `sharded<T, S>` does not take it.
+template <class T, any_sharding S, class X>
+sharded<T, S> field(X&& x) {
+    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
+    static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+    static_assert(!fits || holds,
+                  "cpx: a struct of tensors is given one of other elements, or one to write that is const, or one that "
+                  "ends with the expression; give it a name");
+    if constexpr (fits && holds)
+        return std::forward<X>(x);
+    else
+        throw;
+}
+
+} // namespace detail
+
 /// A `sharded` in a struct of tensors. It takes any tensor, and says what is wrong with one that does not fit.
 ///
 /// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
@@ -2044,21 +2062,22 @@ template <class T, any_sharding S>
 struct sharded_field : sharded<T, S> {
     using sharded<T, S>::sharded;
     template <sharded_like X>
-    sharded_field(X&& x) : sharded<T, S>(from(std::forward<X>(x))) {}
+    sharded_field(X&& x) : sharded<T, S>(detail::field<T, S>(std::forward<X>(x))) {}
+};
+
+/// N of them: an array of tensors, or tensors in braces.
+template <class T, any_sharding S, std::size_t N>
+struct sharded_fields : std::array<sharded<T, S>, N> {
+    template <sharded_like... X>
+        requires(sizeof...(X) == N)
+    sharded_fields(X&&... x) : fields{detail::field<T, S>(std::forward<X>(x))...} {}
+    template <sharded_like X>
+    sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
 
 private:
-    template <class X>
-    static sharded<T, S> from(X&& x) {
-        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
-        static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
-        static_assert(!fits || holds,
-                      "cpx: a struct of tensors is given one of other elements, or one to write that is "
-                      "const, or one that ends with the expression; give it a name");
-        if constexpr (fits && holds)
-            return std::forward<X>(x);
-        else
-            throw;
-    }
+    using fields = std::array<sharded<T, S>, N>;
+    template <class X, std::size_t... I>
+    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>) : fields{detail::field<T, S>(list[I])...} {}
 };
 
 namespace detail {
@@ -2611,7 +2630,7 @@ template <any_sharding S>
 std::string sharding_settings(S const& s, std::uint64_t hash) {
     std::string text;
     bool whole = false;
-    auto const add = [&](std::string const& part) { text += (text.empty() ? "" : ", ") + part; };
+    auto const add = [&](std::string const& more) { text += (text.empty() ? "" : ", ") + more; };
     for (section const& group : s.sections())
         add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
     if constexpr (requires { typename S::layout_type; }) {
@@ -2715,7 +2734,7 @@ struct plan {
         for (message const& m : sends) count += m.peer != rank;
         return count;
     }
-    /// Returns the rows, whole or in part, that leave this rank.
+    /// Returns the rows of which all or some columns leave this rank.
     index_t sent_rows() const {
         index_t count = 0;
         for (message const& m : sends) count += m.peer != rank ? total(m.rows) : 0;
@@ -2723,11 +2742,11 @@ struct plan {
     }
     /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
     index_t sent_elements(index_t width, caller here = caller::here()) const {
-        index_t whole_rows = 0, parts = 0;
+        index_t whole_rows = 0, elements = 0;
         for (message const& m : sends)
             if (m.peer != rank)
-                (m.columns.empty() ? whole_rows : parts) += total(m.rows) * std::max<index_t>(1, total(m.columns));
-        return parts + detail::product("sent_elements", "elements", {whole_rows, width}, here);
+                (m.columns.empty() ? whole_rows : elements) += total(m.rows) * std::max<index_t>(1, total(m.columns));
+        return elements + detail::product("sent_elements", "elements", {whole_rows, width}, here);
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
     bool covers_target() const {
@@ -3595,20 +3614,20 @@ std::vector<media_count> count_media(media const& m, thd const& batch, std::vect
 
 /// Where the media of a batch lie on its ranks, from the placeholders of every segment: what positions and vision rows
 /// need to know. The same on every rank but for `own`.
-struct media_map {
+struct media_places {
     std::vector<media_segment> own;          ///< the rank's segments
     std::vector<index_t> deltas;             ///< a sequence, as of `batch_positions`, unless `media::overruns`
     std::vector<owned_piece> images, videos; ///< rows of features, by the rank of their placeholders
 };
 
-/// Makes the map of a rank. counts: a segment of rank 0, 1, and so on, the segments in their order; where every rank
+/// Makes those of a rank. counts: a segment of rank 0, 1, and so on, the segments in their order; where every rank
 /// holds every row, of this rank only. Pure. Cost: O(segments of all ranks, and of media).
 ///
 /// Throws `cpx::error` if placeholders and rows of features differ in number, or if one sequence ends and another
 /// begins within an item: the same error on every rank.
 template <any_sharding S>
-media_map map_media(media const& m, S const& sharding, int rank, std::vector<media_count> const& counts,
-                    caller here = caller::here()) {
+media_places locate_media(media const& m, S const& sharding, int rank, std::vector<media_count> const& counts,
+                          caller here = caller::here()) {
     struct counted_segment {
         segment where;
         int rank;
@@ -3629,7 +3648,7 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 
     thd const& batch = sharding.batch();
-    media_map map;
+    media_places places;
     index_t image = 0, video = 0, origin = 0; // rows so far; and what they and the batch's advances leave of a token
     detail::frame_finder in_images(m.frames(media_kind::image)), in_videos(m.frames(media_kind::video));
     std::size_t i = 0;
@@ -3638,9 +3657,10 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
             auto const& [where, holder, count] = all[i];
             index_t const valid = std::clamp<index_t>(batch.valid(s) - where.token, 0, where.count);
             if (holder == rank)
-                map.own.push_back({where.row, where.count, valid, image, video, where.token + origin - image - video});
-            map.images.push_back({{image, image + count.image}, holder});
-            map.videos.push_back({{video, video + count.video}, holder});
+                places.own.push_back(
+                    {where.row, where.count, valid, image, video, where.token + origin - image - video});
+            places.images.push_back({{image, image + count.image}, holder});
+            places.videos.push_back({{video, video + count.video}, holder});
             image += count.image, video += count.video;
         }
         media_frame const &next_image = in_images(image), &next_video = in_videos(video);
@@ -3648,10 +3668,10 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
         if (!whole || !next_video.begins_item(video))
             throw detail::interrupted(whole ? media_kind::video : media_kind::image, s, batch.valid(s), here);
         index_t const after = image + video - next_image.advance - next_video.advance;
-        map.deltas.push_back(origin - after);
+        places.deltas.push_back(origin - after);
         origin = after;
     }
-    return map;
+    return places;
 }
 
 /// Computes the positions of a rank's rows, whose ids are `ids(row)`: writes (3, rows) to `axes`, calls
@@ -3660,12 +3680,12 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
 ///
 /// Throws `cpx::error` that names the first token of the rank that interrupts an item.
 template <class Ids, class Placeholder, class Largest>
-void place_rows(media const& m, media_map const& map, std::vector<segment> const& segments, Ids&& ids,
+void place_rows(media const& m, media_places const& places, std::vector<segment> const& segments, Ids&& ids,
                 media_tokens tokens, rows<index_t> axes, Placeholder&& placeholder, Largest&& largest,
                 caller here = caller::here()) {
     detail::frame_finder in_images(m.frames(media_kind::image)), in_videos(m.frames(media_kind::video));
-    for (std::size_t k = 0; k < map.own.size(); ++k) {
-        media_segment const& s = map.own[k];
+    for (std::size_t k = 0; k < places.own.size(); ++k) {
+        media_segment const& s = places.own[k];
         index_t image = s.images, video = s.videos, text = s.origin, most = -1;
         for (index_t i = 0; i < s.count; ++i) {
             media_kind const kind = i < s.valid ? tokens.kind(static_cast<index_t>(ids(s.row + i))) : media_kind::text;
@@ -3865,9 +3885,12 @@ struct route {
 ///
 /// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
 /// floor(n (k c) / (k C)) = floor(n c / C).
-template <static_layout From, static_layout To>
+template <class From, class To>
 consteval int cells() {
-    return std::lcm(From{}.chunks(), To{}.chunks());
+    constexpr bool known = static_layout<From> && static_layout<To>;
+    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
+    if constexpr (known) return std::lcm(From{}.chunks(), To{}.chunks());
+    return 0;
 }
 
 namespace detail {
@@ -3897,22 +3920,26 @@ consteval std::size_t count_routes() {
 ///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
 ///
 /// Both layouts cut the same runs (one scope) with balanced cuts.
-template <static_layout From, static_layout To>
+template <class From, class To>
 consteval auto routes() {
-    static_assert(From{}.ranks() == To{}.ranks(),
-                  "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
-    std::array<route, detail::count_routes<From, To>()> moved{};
-    std::size_t count = 0;
-    for (int cell = 0; cell < cells<From, To>(); ++cell) {
-        route const r = detail::route_of<From, To>(cell);
-        if (r.from != r.to) moved[count++] = r;
+    if constexpr (constexpr int n = cells<From, To>(); n > 0) {
+        static_assert(From{}.ranks() == To{}.ranks(),
+                      "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
+        std::array<route, detail::count_routes<From, To>()> moved{};
+        std::size_t count = 0;
+        for (int cell = 0; cell < n; ++cell) {
+            route const r = detail::route_of<From, To>(cell);
+            if (r.from != r.to) moved[count++] = r;
+        }
+        return moved;
+    } else {
+        return std::array<route, 0>{};
     }
-    return moved;
 }
 
 /// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
 /// move.
-template <static_layout From, static_layout To>
+template <class From, class To>
 consteval int route_messages() {
     constexpr auto moved = routes<From, To>();
     int count = 0;
@@ -3947,7 +3974,7 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     return rows;
 }
 
-/// Rows that move, whole or in part, and their elements.
+/// Rows of which all or some columns move, and what moves of them in elements.
 struct volume {
     index_t rows = 0;
     index_t elements = 0;

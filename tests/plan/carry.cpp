@@ -125,7 +125,7 @@ states join(cpx::thd const& batch, carries<scan> const& all, side from, index_t 
             auto const take = [&](index_t count) {
                 state const first = got[r].at(at);
                 for (; count > 0; --count)
-                    if (got[r].at(at++) != first) problem = "a state or a map has come in parts of several";
+                    if (got[r].at(at++) != first) problem = "what has come as a state or a map is made of several";
                 return first;
             };
             for (std::size_t i = 0; i < own[r].size(); ++i) {

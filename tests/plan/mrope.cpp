@@ -35,7 +35,7 @@ cpx::batch_positions positions_of(media_batch const& b) {
 /// What every rank computes, from what all count.
 struct on_rank {
     std::vector<cpx::segment> segments;
-    cpx::media_map map;
+    cpx::media_places places;
     list axes, images, videos; ///< features of the rank's placeholders
 };
 
@@ -59,11 +59,11 @@ std::vector<on_rank> positions_on_ranks(media_batch const& b, S const& sharding)
     }
     for (int r = 0; r < sharding.ranks(); ++r) {
         auto& own = ranks[static_cast<std::size_t>(r)];
-        own.map = cpx::map_media(b.items, sharding, r, counts);
+        own.places = cpx::locate_media(b.items, sharding, r, counts);
         index_t const rows = sharding.rows(r);
         own.axes.assign(static_cast<std::size_t>(3 * rows), -1);
         cpx::place_rows(
-            b.items, own.map, own.segments, id(own.segments), placeholders,
+            b.items, own.places, own.segments, id(own.segments), placeholders,
             cpx::rows<index_t>(own.axes.data(), 3, rows),
             [&](media_kind kind, index_t, index_t feature) {
                 (kind == media_kind::image ? own.images : own.videos).push_back(feature);
@@ -73,7 +73,7 @@ std::vector<on_rank> positions_on_ranks(media_batch const& b, S const& sharding)
     return ranks;
 }
 
-/// Returns the features of a rank by the map's pieces.
+/// Returns the features of a rank by their pieces.
 list held(std::vector<cpx::owned_piece> const& pieces, int rank) {
     list rows;
     for (auto const& [piece, owner] : pieces)
@@ -111,8 +111,9 @@ std::string problem_of(media_batch const& b, S const& sharding) {
         if (own.axes != axes) return at + "other positions";
         if (own.images != own_images || own.videos != own_videos) return at + "other features";
         if (S::every_row) continue;
-        if (held(own.map.images, r) != own_images || held(own.map.videos, r) != own_videos) return at + "other pieces";
-        if (!b.items.overruns() && own.map.deltas != whole.deltas) return at + "other deltas";
+        if (held(own.places.images, r) != own_images || held(own.places.videos, r) != own_videos)
+            return at + "other pieces";
+        if (!b.items.overruns() && own.places.deltas != whole.deltas) return at + "other deltas";
     }
     return "";
 }
@@ -250,13 +251,13 @@ TEST_SUITE("plan") {
         // Masks 10 11, 00 10 of rank 0 and 11 00, 10 11 of rank 1 in the order of segments, which join in the middle.
         auto const masks = zigzag({0, 8, 16});
         cpx::media const nine_images(std::vector<cpx::media_grid>(9, {1, 2, 2}), {});
-        auto const map = cpx::map_media(nine_images, masks, 0, {{1}, {2}, {0}, {1}, {2}, {3}});
-        CHECK(held(map.images, 0) == list{0, 3, 4, 8});
-        CHECK(held(map.images, 1) == list{1, 2, 5, 6, 7});
-        auto const one = cpx::map_media(two, zigzag({0, 8}), 0, {{0}, {0}, {2}});
+        auto const places = cpx::locate_media(nine_images, masks, 0, {{1}, {2}, {0}, {1}, {2}, {3}});
+        CHECK(held(places.images, 0) == list{0, 3, 4, 8});
+        CHECK(held(places.images, 1) == list{1, 2, 5, 6, 7});
+        auto const one = cpx::locate_media(two, zigzag({0, 8}), 0, {{0}, {0}, {2}});
         CHECK(held(one.images, 0).empty());
         CHECK(held(one.images, 1) == list{0, 1});
-        auto const ends = cpx::map_media(four, zigzag({0, 8}), 1, {{1}, {1}, {2}});
+        auto const ends = cpx::locate_media(four, zigzag({0, 8}), 1, {{1}, {1}, {2}});
         CHECK(held(ends.images, 0) == list{0, 3});
         CHECK(nine.rows(media_kind::image) == 9);
     }
@@ -351,10 +352,10 @@ TEST_SUITE("plan") {
             CHECK(global.size() == b.ids.size());
             auto const id = [&](index_t row) { return b.ids[static_cast<std::size_t>(row)]; };
             auto const counts = cpx::count_media(b.items, b.batch, own, id, placeholders);
-            auto const map = cpx::map_media(b.items, everywhere, 2, counts);
+            auto const places = cpx::locate_media(b.items, everywhere, 2, counts);
             list axes(whole.axes.size());
             cpx::place_rows(
-                b.items, map, own, id, placeholders, cpx::rows<index_t>(axes.data(), 3, b.batch.tokens()),
+                b.items, places, own, id, placeholders, cpx::rows<index_t>(axes.data(), 3, b.batch.tokens()),
                 [](media_kind, index_t, index_t) {}, [](std::size_t, index_t) {});
             CHECK(axes == whole.axes);
         }

@@ -13,7 +13,7 @@ using namespace support;
 using cpx::index_t;
 using list = std::vector<index_t>;
 
-/// Cuts the rows of every rank of `s` into `tp` parts, row by row.
+/// Cuts the rows of every rank of `s` into `tp` shares, row by row.
 law::subject over_tp(cpx::thd const& batch, spec const& s, int tp) {
     law::subject const cp = law::tokens(batch, s);
     auto const& sharding = std::get<any_tokens>(cp.sharding);
@@ -77,9 +77,9 @@ TEST_SUITE("plan") {
             }
     }
 
-    // Megatron-Bridge cuts the mask of a dense row in TP 2 CP parts: which of them a rank has.
+    // Megatron-Bridge cuts the mask of a dense row in TP 2 CP chunks: which of them a rank has.
     TEST_CASE("rows of CP x TP are Megatron-Bridge's") {
-        auto const parts = [](int cp, int tp) {
+        auto const held = [](int cp, int tp) {
             auto const s =
                 cpx::sequence_parallel(cpx::shard<cpx::scope::batch>(lengths({2 * cp * tp}), cpx::zigzag<>(cp)), tp);
             std::vector<list> rows;
@@ -91,8 +91,8 @@ TEST_SUITE("plan") {
             }
             return rows;
         };
-        CHECK(parts(2, 2) == std::vector<list>{{0, 1}, {6, 7}, {2, 3}, {4, 5}});
-        CHECK(parts(2, 4) == std::vector<list>{{0, 1}, {2, 3}, {12, 13}, {14, 15}, {4, 5}, {6, 7}, {8, 9}, {10, 11}});
+        CHECK(held(2, 2) == std::vector<list>{{0, 1}, {6, 7}, {2, 3}, {4, 5}});
+        CHECK(held(2, 4) == std::vector<list>{{0, 1}, {2, 3}, {12, 13}, {14, 15}, {4, 5}, {6, 7}, {8, 9}, {10, 11}});
     }
 
     TEST_CASE("shardings by pieces are equal if they give every row to the same rank") {

@@ -68,7 +68,7 @@ inline media_batch random_media(splitmix& numbers, cpx::mrope_rule rule, cpx::in
     auto const side = [&] { return merge * numbers.between(1, 5); };
     bool const images = numbers.between(0, 3) > 0, videos = numbers.between(0, 3) > 0;
     for (cpx::index_t s = numbers.between(0, most_sequences); s > 0; --s) {
-        for (cpx::index_t parts = numbers.between(0, 6); parts > 0; --parts) {
+        for (cpx::index_t entries = numbers.between(0, 6); entries > 0; --entries) {
             cpx::index_t const what = numbers.between(0, 3);
             if (what == 0 && images)
                 writer.image(side(), side());

@@ -12,8 +12,8 @@ namespace cpx {
 template <any_sharding S>
 struct sequence_parallel_of {};
 
-/// Returns the sharding over TP ranks for each of the given one's: rank tp + TP cp holds the tp-th of TP parts of the
-/// rows of rank cp, in their order. Parts are equal where TP divides the rows, else they differ by one row.
+/// Returns the sharding over TP ranks for each of the given one's: rank tp + TP cp holds the tp-th of TP shares of the
+/// rows of rank cp, in their order. Shares are equal where TP divides the rows, else they differ by one row.
 ///
 /// As any other, so that one relayout leads from the rows of TP x CP ranks to those of another sharding over as many.
 /// Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, arXiv 2205.05198,
@@ -30,12 +30,12 @@ piecewise<sequence_parallel_of<S>> sequence_parallel(S const& sharding, int tp, 
     for (int cp = 0; cp < sharding.ranks(); ++cp) {
         index_t const count = sharding.rows(cp);
         index_t row = 0; // of rank cp
-        int part = 0;
+        int share = 0;
         sharding.for_each_piece(cp, [&](range piece) {
             while (!piece.empty()) {
-                while (row >= count * (part + 1) / tp) ++part;
-                index_t const taken = std::min(piece.size(), count * (part + 1) / tp - row);
-                pieces.push_back({{piece.first, piece.first + taken}, part + tp * cp});
+                while (row >= count * (share + 1) / tp) ++share;
+                index_t const taken = std::min(piece.size(), count * (share + 1) / tp - row);
+                pieces.push_back({{piece.first, piece.first + taken}, share + tp * cp});
                 piece.first += taken;
                 row += taken;
             }

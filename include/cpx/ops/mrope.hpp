@@ -133,17 +133,17 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
         } else
             counts = detail::gather_counts(m, sharding, counts, comm, here);
     }
-    media_map map = map_media(m, sharding, rank, counts, here);
+    media_places places = locate_media(m, sharding, rank, counts, here);
 
     index_t const count = sharding.rows(rank);
     auto axes = detail::zeros<index_t>("mrope", {3, count}, here);
     std::vector<index_t> held[2];
     place_rows(
-        m, map, own, id, tokens, rows<index_t>(axes.data(), 3, count),
+        m, places, own, id, tokens, rows<index_t>(axes.data(), 3, count),
         [&](media_kind kind, index_t row, index_t) { held[kind == media_kind::video].push_back(row); },
         [&](std::size_t segment, index_t most) {
             auto const s = own[segment].sequence;
-            index_t& delta = map.deltas[static_cast<std::size_t>(s)];
+            index_t& delta = places.deltas[static_cast<std::size_t>(s)];
             if (most >= 0) delta = std::max(delta, 1 + most - sharding.batch().valid(s));
         },
         here);
@@ -154,9 +154,9 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
             return piecewise<by_placeholder>(sharding.ranks(), m.batch(kind), pieces, here);
     };
     sharded_positions<S> result(sharding, rank, std::move(axes),
-                                {std::move(held[0]), features(media_kind::image, map.images)},
-                                {std::move(held[1]), features(media_kind::video, map.videos)});
-    result.deltas_ = std::move(map.deltas);
+                                {std::move(held[0]), features(media_kind::image, places.images)},
+                                {std::move(held[1]), features(media_kind::video, places.videos)});
+    result.deltas_ = std::move(places.deltas);
     result.overruns_ = m.overruns();
     return result;
 }

@@ -214,7 +214,7 @@ template <any_sharding S>
 std::string sharding_settings(S const& s, std::uint64_t hash) {
     std::string text;
     bool whole = false;
-    auto const add = [&](std::string const& part) { text += (text.empty() ? "" : ", ") + part; };
+    auto const add = [&](std::string const& more) { text += (text.empty() ? "" : ", ") + more; };
     for (section const& group : s.sections())
         add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
     if constexpr (requires { typename S::layout_type; }) {

@@ -138,20 +138,20 @@ std::vector<media_count> count_media(media const& m, thd const& batch, std::vect
 
 /// Where the media of a batch lie on its ranks, from the placeholders of every segment: what positions and vision rows
 /// need to know. The same on every rank but for `own`.
-struct media_map {
+struct media_places {
     std::vector<media_segment> own;          ///< the rank's segments
     std::vector<index_t> deltas;             ///< a sequence, as of `batch_positions`, unless `media::overruns`
     std::vector<owned_piece> images, videos; ///< rows of features, by the rank of their placeholders
 };
 
-/// Makes the map of a rank. counts: a segment of rank 0, 1, and so on, the segments in their order; where every rank
+/// Makes those of a rank. counts: a segment of rank 0, 1, and so on, the segments in their order; where every rank
 /// holds every row, of this rank only. Pure. Cost: O(segments of all ranks, and of media).
 ///
 /// Throws `cpx::error` if placeholders and rows of features differ in number, or if one sequence ends and another
 /// begins within an item: the same error on every rank.
 template <any_sharding S>
-media_map map_media(media const& m, S const& sharding, int rank, std::vector<media_count> const& counts,
-                    caller here = caller::here()) {
+media_places locate_media(media const& m, S const& sharding, int rank, std::vector<media_count> const& counts,
+                          caller here = caller::here()) {
     struct counted_segment {
         segment where;
         int rank;
@@ -172,7 +172,7 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 
     thd const& batch = sharding.batch();
-    media_map map;
+    media_places places;
     index_t image = 0, video = 0, origin = 0; // rows so far; and what they and the batch's advances leave of a token
     detail::frame_finder in_images(m.frames(media_kind::image)), in_videos(m.frames(media_kind::video));
     std::size_t i = 0;
@@ -181,9 +181,10 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
             auto const& [where, holder, count] = all[i];
             index_t const valid = std::clamp<index_t>(batch.valid(s) - where.token, 0, where.count);
             if (holder == rank)
-                map.own.push_back({where.row, where.count, valid, image, video, where.token + origin - image - video});
-            map.images.push_back({{image, image + count.image}, holder});
-            map.videos.push_back({{video, video + count.video}, holder});
+                places.own.push_back(
+                    {where.row, where.count, valid, image, video, where.token + origin - image - video});
+            places.images.push_back({{image, image + count.image}, holder});
+            places.videos.push_back({{video, video + count.video}, holder});
             image += count.image, video += count.video;
         }
         media_frame const &next_image = in_images(image), &next_video = in_videos(video);
@@ -191,10 +192,10 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
         if (!whole || !next_video.begins_item(video))
             throw detail::interrupted(whole ? media_kind::video : media_kind::image, s, batch.valid(s), here);
         index_t const after = image + video - next_image.advance - next_video.advance;
-        map.deltas.push_back(origin - after);
+        places.deltas.push_back(origin - after);
         origin = after;
     }
-    return map;
+    return places;
 }
 
 /// Computes the positions of a rank's rows, whose ids are `ids(row)`: writes (3, rows) to `axes`, calls
@@ -203,12 +204,12 @@ media_map map_media(media const& m, S const& sharding, int rank, std::vector<med
 ///
 /// Throws `cpx::error` that names the first token of the rank that interrupts an item.
 template <class Ids, class Placeholder, class Largest>
-void place_rows(media const& m, media_map const& map, std::vector<segment> const& segments, Ids&& ids,
+void place_rows(media const& m, media_places const& places, std::vector<segment> const& segments, Ids&& ids,
                 media_tokens tokens, rows<index_t> axes, Placeholder&& placeholder, Largest&& largest,
                 caller here = caller::here()) {
     detail::frame_finder in_images(m.frames(media_kind::image)), in_videos(m.frames(media_kind::video));
-    for (std::size_t k = 0; k < map.own.size(); ++k) {
-        media_segment const& s = map.own[k];
+    for (std::size_t k = 0; k < places.own.size(); ++k) {
+        media_segment const& s = places.own[k];
         index_t image = s.images, video = s.videos, text = s.origin, most = -1;
         for (index_t i = 0; i < s.count; ++i) {
             media_kind const kind = i < s.valid ? tokens.kind(static_cast<index_t>(ids(s.row + i))) : media_kind::text;

@@ -63,7 +63,7 @@ struct plan {
         for (message const& m : sends) count += m.peer != rank;
         return count;
     }
-    /// Returns the rows, whole or in part, that leave this rank.
+    /// Returns the rows of which all or some columns leave this rank.
     index_t sent_rows() const {
         index_t count = 0;
         for (message const& m : sends) count += m.peer != rank ? total(m.rows) : 0;
@@ -71,11 +71,11 @@ struct plan {
     }
     /// Returns the elements that leave this rank; `width` is the elements a row if the plan moves whole rows.
     index_t sent_elements(index_t width, caller here = caller::here()) const {
-        index_t whole_rows = 0, parts = 0;
+        index_t whole_rows = 0, elements = 0;
         for (message const& m : sends)
             if (m.peer != rank)
-                (m.columns.empty() ? whole_rows : parts) += total(m.rows) * std::max<index_t>(1, total(m.columns));
-        return parts + detail::product("sent_elements", "elements", {whole_rows, width}, here);
+                (m.columns.empty() ? whole_rows : elements) += total(m.rows) * std::max<index_t>(1, total(m.columns));
+        return elements + detail::product("sent_elements", "elements", {whole_rows, width}, here);
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
     bool covers_target() const {

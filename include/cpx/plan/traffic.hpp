@@ -23,7 +23,7 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     return rows;
 }
 
-/// Rows that move, whole or in part, and their elements.
+/// Rows of which all or some columns move, and what moves of them in elements.
 struct volume {
     index_t rows = 0;
     index_t elements = 0;
