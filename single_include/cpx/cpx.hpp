@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <initializer_list>
 #include <limits>
 #include <map>
@@ -2553,6 +2554,8 @@ struct identity {
     static constexpr bool of_batch(int field) {
         return field >= texts + static_cast<int>(sequences) && field <= texts + static_cast<int>(cu_seqlens);
     }
+    /// Returns whether the value of a field ends in a hash; who has the sharding can say more of it.
+    static bool cut_short(std::string_view value) { return value.find("hash ") != value.npos; }
     static std::string name(int field) {
         static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
                                                               "element type"};
@@ -2599,29 +2602,48 @@ std::string sharding_name() {
         return std::string(type_name<S>());
 }
 
-/// Hashes what types do not tell: run-time sizes, owners, cuts, sections.
-template <any_sharding S>
-std::uint64_t sharding_hash(S const& s) {
-    std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
-    for (section const& group : s.sections()) hash = mix_all(hash, std::array{group.heads, group.width});
+/// Calls `f(number, name)` for all that types do not tell: run-time sizes, owners, cuts, sections. `name()` says what a
+/// number is.
+template <any_sharding S, class F>
+void for_each_setting(S const& s, F&& f) {
+    auto const text = [](auto const& number) { return std::to_string(number); };
+    f(s.ranks(), [] { return std::string("ranks"); });
+    for (index_t i = 0; section const& group : s.sections()) {
+        f(group.heads, [&] { return "heads of section " + text(i); });
+        f(group.width, [&] { return "width of section " + text(i); });
+        ++i;
+    }
     if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
         for (int rank = 0; rank < s.ranks(); ++rank) {
-            hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+            f(s.rows(rank), [&] { return "rows of rank " + text(rank); });
             if constexpr (!S::every_row)
-                s.for_each_piece(rank, [&](range piece) { hash = mix(hash, static_cast<std::uint64_t>(piece.first)); });
+                s.for_each_piece(rank, [&, i = 0](range piece) mutable {
+                    f(piece.first, [&] { return "first row of piece " + text(i) + " of rank " + text(rank); });
+                    ++i;
+                });
         }
     } else {
-        index_t const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
-        for (index_t i = 0; i < runs; ++i) {
+        constexpr bool one_layout = layout<typename S::layout_type>; // a length rule is known by its answers
+        for (index_t i = 0; i < (one_layout ? 1 : s.runs()); ++i) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
-            for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+            auto const of = [&] { return one_layout ? std::string() : " of run " + text(i); };
+            f(l.chunks(), [&] { return "chunks" + of(); });
+            for (int c = 0; c < l.chunks(); ++c) f(l.owner(c), [&] { return "owner of chunk " + text(c) + of(); });
         }
         if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            hash = mix(hash, static_cast<std::uint64_t>(s.cut().unit()));
+            f(s.cut().unit(), [] { return std::string("unit"); });
         else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
             for (index_t t = 1; t < index_t{1} << 32; t *= 2)
-                hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
+                f(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t),
+                  [&] { return "begin of chunk 1 of 3 in " + text(3 * t) + " tokens"; });
     }
+}
+
+/// Hashes the numbers above.
+template <any_sharding S>
+std::uint64_t sharding_hash(S const& s) {
+    std::uint64_t hash = 0;
+    for_each_setting(s, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
     return hash;
 }
 
@@ -2670,6 +2692,28 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
                   0,
                   static_cast<std::uint64_t>(parameter)};
     return id;
+}
+
+/// Where settings that an identity cuts short can be read: `list(named, name)` returns all the numbers and calls one of
+/// them by its name. A plan is the same with it and without.
+struct settings {
+    std::shared_ptr<std::function<std::vector<index_t>(index_t named, std::string& name)> const> list = {};
+    friend bool operator==(settings const&, settings const&) { return true; }
+};
+
+/// Returns the settings of a sharding, but none if `told`, its text in an identity, is all of them.
+template <any_sharding S>
+settings settings_of(S const& s, std::string_view told) {
+    if (!identity::cut_short(told)) return {};
+    auto const list = [s](index_t named, std::string& name) {
+        std::vector<index_t> numbers;
+        for_each_setting(s, [&](index_t number, auto const& its_name) {
+            if (std::ssize(numbers) == named) name = its_name();
+            numbers.push_back(number);
+        });
+        return numbers;
+    };
+    return {std::make_shared<typename decltype(settings::list)::element_type>(list)};
 }
 
 } // namespace detail
@@ -2722,7 +2766,9 @@ struct plan {
     flow kind = flow::moves;
     identity id;
     bool local = false; ///< no rank sends anything, whatever the batch: ranks need not agree
-    thd batch;          ///< that of the shardings; where ranks disagree on it, they find the first offset that differs
+    // What the identity sums up, so that ranks that disagree find the first number that differs.
+    thd batch;
+    detail::settings source_settings, target_settings;
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
     /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
@@ -2761,10 +2807,11 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : kind;
-        return {rank,         target_rows,  source_rows,
-                target_width, source_width, receives,
-                sends,        back,         id.transposed(kind == flow::moves),
-                local,        batch};
+        return {rank,           target_rows,  source_rows,
+                target_width,   source_width, receives,
+                sends,          back,         id.transposed(kind == flow::moves),
+                local,          batch,        target_settings,
+                source_settings};
     }
 
     friend bool operator==(plan const&, plan const&) = default;
@@ -2852,6 +2899,7 @@ struct carry_chains {
     }
     /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
     plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
+        auto const settings = detail::settings_of(sharding, id.source_settings.data());
         return {rank,
                 source.rows(),
                 target.rows(),
@@ -2862,7 +2910,9 @@ struct carry_chains {
                 flow::copies,
                 from == side::before ? id : id.transposed(false),
                 S::every_row,
-                sharding.batch()};
+                sharding.batch(),
+                settings,
+                settings};
     }
 };
 
@@ -3136,6 +3186,7 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.rank = rank;
     p.batch = batch;
     p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
+    p.source_settings = p.target_settings = detail::settings_of(sharding, p.id.source_settings.data());
     p.kind = flow::copies;
     p.local = S::every_row;
 
@@ -3841,6 +3892,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.rank = rank;
     p.batch = from.batch();
     p.id = detail::identify("relayout", from, to);
+    p.source_settings = detail::settings_of(from, p.id.source_settings.data());
+    p.target_settings = detail::settings_of(to, p.id.target_settings.data());
     p.source_width = detail::local_width(from, rank, sections);
     p.target_width = detail::local_width(to, rank, sections);
     for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
@@ -4324,42 +4377,63 @@ namespace cpx {
 
 namespace detail {
 
-/// Finds the first offset, or else the first valid length, in which the ranks' batches differ, and throws. `gather` as
-/// below; each call of it brings some hundred numbers of every rank, until all have seen where they differ.
-template <class Gather>
-void compare_batches(char const* where, thd const& batch, int ranks, Gather&& gather, caller here) {
+/// Finds the first of `count` numbers, none of which is negative, in which ranks differ, and throws what names it.
+/// `gather` as below; each call of it brings some hundred numbers of every rank, until all have seen where they differ.
+template <class Number, class Name, class Gather>
+void compare_numbers(char const* where, index_t count, Number&& number, Name&& name, int ranks, Gather&& gather,
+                     caller here) {
     static constexpr index_t none = -1;
     std::array<index_t, 256> mine;
     std::vector<decltype(mine)> all(static_cast<std::size_t>(ranks));
-    for (bool const valid : {false, true}) {
-        index_t const count = batch.sequences() + (valid ? 0 : 1);
-        for (std::size_t first = 0;; first += mine.size()) {
-            for (std::size_t i = 0; i < mine.size(); ++i) {
-                auto const n = static_cast<index_t>(first + i);
-                mine[i] = n >= count ? none : valid ? batch.valid(n) : batch.offset(n);
-            }
-            gather(mine.data(), all.data(), sizeof mine);
-            for (std::size_t i = 0; i < mine.size(); ++i) {
-                if (std::ranges::all_of(all, [&](auto const& theirs) { return theirs[i] == mine[i]; })) continue;
-                std::vector<std::string> values;
-                for (auto const& theirs : all) values.push_back(theirs[i] == none ? "none" : std::to_string(theirs[i]));
-                std::string const place = std::to_string(first + i);
-                throw error(where,
-                            "ranks disagree on " + (valid ? "the valid length of sequence " + place
-                                                          : "offset " + place + " of cu_seqlens"),
-                            "one value on all ranks", who_has_what(values), here);
-            }
-            if (mine.back() == none) break; // on all ranks, for they are equal so far
+    for (std::size_t first = 0;; first += mine.size()) {
+        for (std::size_t i = 0; i < mine.size(); ++i) {
+            auto const n = static_cast<index_t>(first + i);
+            mine[i] = n < count ? number(n) : none;
         }
+        gather(mine.data(), all.data(), sizeof mine);
+        for (std::size_t i = 0; i < mine.size(); ++i) {
+            if (std::ranges::all_of(all, [&](auto const& theirs) { return theirs[i] == all[0][i]; })) continue;
+            std::vector<std::string> values;
+            for (auto const& theirs : all) values.push_back(theirs[i] == none ? "none" : std::to_string(theirs[i]));
+            throw error(where, "ranks disagree on " + name(static_cast<index_t>(first + i)), "one value on all ranks",
+                        who_has_what(values), here);
+        }
+        if (mine.back() == none) return; // on all ranks, for they are equal so far
     }
 }
 
-/// Throws unless all ranks have one identity, in which the batch that they have at hand is summed up.
+template <class Gather>
+void compare_batches(char const* where, thd const& batch, int ranks, Gather&& gather, caller here) {
+    compare_numbers(
+        where, batch.sequences() + 1, [&](index_t i) { return batch.offset(i); },
+        [](index_t i) { return "offset " + std::to_string(i) + " of cu_seqlens"; }, ranks, gather, here);
+    compare_numbers(
+        where, batch.sequences(), [&](index_t s) { return batch.valid(s); },
+        [](index_t s) { return "the valid length of sequence " + std::to_string(s); }, ranks, gather, here);
+}
+
+template <class Gather>
+void compare_settings(char const* where, char const* whose, settings const& of, int ranks, Gather&& gather,
+                      caller here) {
+    std::string name;
+    auto const numbers = of.list ? (*of.list)(-1, name) : std::vector<index_t>();
+    compare_numbers(
+        where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
+        [&](index_t i) {
+            name = "more settings than these";
+            if (of.list) (*of.list)(i, name);
+            return name + " of the " + whose + " sharding";
+        },
+        ranks, gather, here);
+}
+
+/// Throws unless all ranks have one identity. What it sums up, `batch` and the shardings' settings, they have at hand.
 ///
 /// Collective: `gather(mine, all, bytes)` brings records of all ranks in rank order, so that all of them see the same
 /// and go on in the same way.
 template <class Gather>
-void compare(char const* where, identity const& mine, thd const& batch, int ranks, Gather&& gather, caller here) {
+void compare(char const* where, identity const& mine, thd const& batch, int ranks, Gather&& gather, caller here,
+             settings const& source = {}, settings const& target = {}) {
     std::vector<identity> all(static_cast<std::size_t>(ranks));
     gather(&mine, all.data(), sizeof mine);
     if (std::ranges::count(all, mine) == ranks) return;
@@ -4368,6 +4442,10 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
         for (identity const& theirs : all) values.push_back(theirs.value(field));
         if (std::ranges::count(values, values[0]) == ranks) continue;
         if (identity::of_batch(field)) compare_batches(where, batch, ranks, gather, here);
+        if (std::ranges::any_of(values, identity::cut_short)) {
+            bool const from = field == identity::texts + static_cast<int>(identity::source_hash);
+            compare_settings(where, from ? "source" : "target", from ? source : target, ranks, gather, here);
+        }
         throw error(where, "ranks disagree on " + identity::name(field), "one value on all ranks", who_has_what(values),
                     here);
     }
@@ -4375,20 +4453,20 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
 
 } // namespace detail
 
-/// Lets all ranks compare what they are about to run, once for each fingerprint; `batch` is what it is run on.
+/// Lets all ranks compare what they are about to run, once for each fingerprint: `mine`, made from `of`.
 ///
 /// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
-/// differ, of batches the first offset, and who has which value. Cost, the first time: one message of
-/// `sizeof(identity)` bytes between each two ranks.
+/// differ, of batches the first offset, of long tables the first owner, and who has which value. Cost, the first time:
+/// one message of `sizeof(identity)` bytes between each two ranks.
 template <transport Comm>
-void agree(Comm& comm, identity const& mine, thd const& batch, caller here = caller::here()) {
+void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here()) {
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
     id[identity::agreement] = 1;
     detail::compare(
-        "exchange", mine, batch, comm.ranks(),
-        [&](void const* my_part, void* all, std::size_t bytes) { detail::gather(comm, id, my_part, all, bytes, here); },
-        here);
+        "exchange", mine, of.batch, comm.ranks(),
+        [&](void const* own, void* all, std::size_t bytes) { detail::gather(comm, id, own, all, bytes, here); }, here,
+        of.source_settings, of.target_settings);
     comm.agreed().insert(mine.fingerprint());
 }
 
@@ -4551,7 +4629,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
     identity const id = p.id.for_elements<B>(from.width());
-    if (!p.local) agree(comm, id, p.batch, here);
+    if (!p.local) agree(comm, id, p, here);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});

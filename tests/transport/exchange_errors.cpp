@@ -167,11 +167,34 @@ TEST_SUITE("transport") {
             },
             "unit 2, owners 0 1 2 2 1 0 (ranks 0 2), unit 4, owners 0 1 2 2 1 0 (rank 1)");
         disagree(
-            "target sharding",
+            "width of section 0 of the target sharding",
             [&](int r) -> cpx::plan {
                 return cpx::relayout(goal, cpx::head_sharded<>(3, batch, {{3, r == 1 ? 4 : 2}, {6, 2}}), r);
             },
-            "3 heads of 2, 6 heads of 2, hash ");
+            "2 (ranks 0 2), 4 (rank 1)");
+        auto const long_table = [](int r) { // more owners than are told, and than one comparison takes
+            std::vector<int> owners(600);
+            owners[517] = r == 1 ? 2 : 1;
+            return cpx::shard(batch, cpx::table(3, owners));
+        };
+        disagree(
+            "owner of chunk 517 of the source sharding",
+            [&](int r) -> cpx::plan { return cpx::relayout(long_table(r), goal, r); }, "1 (ranks 0 2), 2 (rank 1)");
+        disagree(
+            "owner of chunk 517 of the target sharding",
+            [&](int r) -> cpx::plan { return cpx::relayout(long_table(r), goal, r).transposed(); },
+            "1 (ranks 0 2), 2 (rank 1)");
+        disagree(
+            "owner of chunk 517 of the source sharding",
+            [&](int r) -> cpx::plan { return cpx::halo(long_table(r), r, 3); }, "1 (ranks 0 2), 2 (rank 1)");
+        disagree(
+            "chunks of run 1 of the source sharding", // of 30 tokens
+            [&](int r) -> cpx::plan {
+                auto const rule = [most = r == 1 ? 20 : 40](index_t n) { return n <= most; };
+                cpx::by_length const either{cpx::sequential<>(3), cpx::zigzag<>(3), rule};
+                return cpx::relayout(cpx::shard(batch, either), goal, r);
+            },
+            "3 (ranks 0 2), 6 (rank 1)");
         disagree("parameter", [&](int r) -> cpx::plan { return cpx::halo(goal, r, r == 1 ? 4 : 3); });
     }
 

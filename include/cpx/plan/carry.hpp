@@ -89,6 +89,7 @@ struct carry_chains {
     }
     /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
     plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
+        auto const settings = detail::settings_of(sharding, id.source_settings.data());
         return {rank,
                 source.rows(),
                 target.rows(),
@@ -99,7 +100,9 @@ struct carry_chains {
                 flow::copies,
                 from == side::before ? id : id.transposed(false),
                 S::every_row,
-                sharding.batch()};
+                sharding.batch(),
+                settings,
+                settings};
     }
 };
 

@@ -62,6 +62,7 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.rank = rank;
     p.batch = batch;
     p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
+    p.source_settings = p.target_settings = detail::settings_of(sharding, p.id.source_settings.data());
     p.kind = flow::copies;
     p.local = S::every_row;
 

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -137,6 +139,8 @@ struct identity {
     static constexpr bool of_batch(int field) {
         return field >= texts + static_cast<int>(sequences) && field <= texts + static_cast<int>(cu_seqlens);
     }
+    /// Returns whether the value of a field ends in a hash; who has the sharding can say more of it.
+    static bool cut_short(std::string_view value) { return value.find("hash ") != value.npos; }
     static std::string name(int field) {
         static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
                                                               "element type"};
@@ -183,29 +187,48 @@ std::string sharding_name() {
         return std::string(type_name<S>());
 }
 
-/// Hashes what types do not tell: run-time sizes, owners, cuts, sections.
-template <any_sharding S>
-std::uint64_t sharding_hash(S const& s) {
-    std::uint64_t hash = mix(0, static_cast<std::uint64_t>(s.ranks()));
-    for (section const& group : s.sections()) hash = mix_all(hash, std::array{group.heads, group.width});
+/// Calls `f(number, name)` for all that types do not tell: run-time sizes, owners, cuts, sections. `name()` says what a
+/// number is.
+template <any_sharding S, class F>
+void for_each_setting(S const& s, F&& f) {
+    auto const text = [](auto const& number) { return std::to_string(number); };
+    f(s.ranks(), [] { return std::string("ranks"); });
+    for (index_t i = 0; section const& group : s.sections()) {
+        f(group.heads, [&] { return "heads of section " + text(i); });
+        f(group.width, [&] { return "width of section " + text(i); });
+        ++i;
+    }
     if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
         for (int rank = 0; rank < s.ranks(); ++rank) {
-            hash = mix(hash, static_cast<std::uint64_t>(s.rows(rank)));
+            f(s.rows(rank), [&] { return "rows of rank " + text(rank); });
             if constexpr (!S::every_row)
-                s.for_each_piece(rank, [&](range piece) { hash = mix(hash, static_cast<std::uint64_t>(piece.first)); });
+                s.for_each_piece(rank, [&, i = 0](range piece) mutable {
+                    f(piece.first, [&] { return "first row of piece " + text(i) + " of rank " + text(rank); });
+                    ++i;
+                });
         }
     } else {
-        index_t const runs = layout<typename S::layout_type> ? 1 : s.runs(); // a length rule is known by its answers
-        for (index_t i = 0; i < runs; ++i) {
+        constexpr bool one_layout = layout<typename S::layout_type>; // a length rule is known by its answers
+        for (index_t i = 0; i < (one_layout ? 1 : s.runs()); ++i) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
-            for (int c = 0; c < l.chunks(); ++c) hash = mix(hash, static_cast<std::uint64_t>(l.owner(c)));
+            auto const of = [&] { return one_layout ? std::string() : " of run " + text(i); };
+            f(l.chunks(), [&] { return "chunks" + of(); });
+            for (int c = 0; c < l.chunks(); ++c) f(l.owner(c), [&] { return "owner of chunk " + text(c) + of(); });
         }
         if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            hash = mix(hash, static_cast<std::uint64_t>(s.cut().unit()));
+            f(s.cut().unit(), [] { return std::string("unit"); });
         else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
             for (index_t t = 1; t < index_t{1} << 32; t *= 2)
-                hash = mix(hash, static_cast<std::uint64_t>(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t)));
+                f(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t),
+                  [&] { return "begin of chunk 1 of 3 in " + text(3 * t) + " tokens"; });
     }
+}
+
+/// Hashes the numbers above.
+template <any_sharding S>
+std::uint64_t sharding_hash(S const& s) {
+    std::uint64_t hash = 0;
+    for_each_setting(s, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
     return hash;
 }
 
@@ -254,6 +277,28 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
                   0,
                   static_cast<std::uint64_t>(parameter)};
     return id;
+}
+
+/// Where settings that an identity cuts short can be read: `list(named, name)` returns all the numbers and calls one of
+/// them by its name. A plan is the same with it and without.
+struct settings {
+    std::shared_ptr<std::function<std::vector<index_t>(index_t named, std::string& name)> const> list = {};
+    friend bool operator==(settings const&, settings const&) { return true; }
+};
+
+/// Returns the settings of a sharding, but none if `told`, its text in an identity, is all of them.
+template <any_sharding S>
+settings settings_of(S const& s, std::string_view told) {
+    if (!identity::cut_short(told)) return {};
+    auto const list = [s](index_t named, std::string& name) {
+        std::vector<index_t> numbers;
+        for_each_setting(s, [&](index_t number, auto const& its_name) {
+            if (std::ssize(numbers) == named) name = its_name();
+            numbers.push_back(number);
+        });
+        return numbers;
+    };
+    return {std::make_shared<typename decltype(settings::list)::element_type>(list)};
 }
 
 } // namespace detail

@@ -51,7 +51,9 @@ struct plan {
     flow kind = flow::moves;
     identity id;
     bool local = false; ///< no rank sends anything, whatever the batch: ranks need not agree
-    thd batch;          ///< that of the shardings; where ranks disagree on it, they find the first offset that differs
+    // What the identity sums up, so that ranks that disagree find the first number that differs.
+    thd batch;
+    detail::settings source_settings, target_settings;
 
     int ranks() const { return static_cast<int>(id.numbers[identity::ranks]); }
     /// Returns a 64-bit summary that is equal on all ranks whose plans fit each other.
@@ -90,10 +92,11 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : kind;
-        return {rank,         target_rows,  source_rows,
-                target_width, source_width, receives,
-                sends,        back,         id.transposed(kind == flow::moves),
-                local,        batch};
+        return {rank,           target_rows,  source_rows,
+                target_width,   source_width, receives,
+                sends,          back,         id.transposed(kind == flow::moves),
+                local,          batch,        target_settings,
+                source_settings};
     }
 
     friend bool operator==(plan const&, plan const&) = default;

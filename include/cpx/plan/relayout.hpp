@@ -135,6 +135,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     p.rank = rank;
     p.batch = from.batch();
     p.id = detail::identify("relayout", from, to);
+    p.source_settings = detail::settings_of(from, p.id.source_settings.data());
+    p.target_settings = detail::settings_of(to, p.id.target_settings.data());
     p.source_width = detail::local_width(from, rank, sections);
     p.target_width = detail::local_width(to, rank, sections);
     for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);

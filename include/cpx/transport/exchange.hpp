@@ -108,7 +108,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
     identity const id = p.id.for_elements<B>(from.width());
-    if (!p.local) agree(comm, id, p.batch, here);
+    if (!p.local) agree(comm, id, p, here);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
