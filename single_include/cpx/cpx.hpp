@@ -539,6 +539,29 @@ private:
     std::shared_ptr<lengths const> data_;
 };
 
+namespace detail {
+
+/// Throws `cpx::error` that names the first offset, or else valid length, in which a batch is not `expected`, that of
+/// `whose`.
+inline void require_batch(char const* where, char const* what, char const* whose, thd const& expected, thd const& got,
+                          caller here) {
+    if (expected == got) return;
+    for (bool const valid : {false, true}) {
+        auto const number = [&](thd const& batch, index_t i) {
+            if (i >= batch.sequences() + !valid) return std::string("none");
+            return std::to_string(valid ? batch.valid(i) : batch.offset(i));
+        };
+        for (index_t i = 0; i <= std::max(expected.sequences(), got.sequences()); ++i)
+            if (auto const is = number(got, i), should = number(expected, i); is != should)
+                throw error(where, what,
+                            whose + std::string(valid ? ", valid length " : ", offset ") + std::to_string(i) + ": " +
+                                should,
+                            is, here);
+    }
+}
+
+} // namespace detail
+
 } // namespace cpx
 
 // cpx/core/given_rows.hpp
@@ -3879,7 +3902,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
     detail::require_rank("relayout", rank, from.ranks(), here);
-    require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
+    detail::require_batch("relayout", "batch of the target", "the source's", from.batch(), to.batch(), here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
             "those of the source", "others", here);
@@ -4044,7 +4067,7 @@ template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
     char const* const where = "lower_bound";
     require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
-    require(from.batch() == to.batch(), where, "batch of the target", "the offsets of the source", "others", here);
+    detail::require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
     detail::product(where, "elements", {from.ranks(), from.batch().tokens(), width}, here);
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();

@@ -128,7 +128,7 @@ TEST_SUITE("ops") {
         rejects("query heads: expected 0 to 2147483647, got 4294967296", call(q, k, k, o, {big, 1, 2}));
         rejects("query heads x dim: expected less than 2^62", call(q, k, k, o, {4, 2, index_t{1} << 61}));
         cpx::sharded<float, K> const foreign(k.data(), K(2, other_batch), 1);
-        rejects("batch of keys and values: expected the queries' batch", call(q, foreign, foreign, o, grouped));
+        rejects("batch of keys and values: expected the queries', offset ", call(q, foreign, foreign, o, grouped));
         rejects("sharding of v: expected that of k", call(q, k, foreign, o, grouped));
         cpx::sharded<float, K> const on_zero(k.data(), k.sharding(), 0);
         rejects("rank of k: expected 1, got 0", call(q, on_zero, on_zero, o, grouped));

@@ -205,7 +205,7 @@ TEST_SUITE("ops") {
              grouped);
         both("shape of delta: expected (11, 4), got (9, 4)", {wide, wide, narrow, at(here, values, 9, 4)}, k, k,
              grouped);
-        both("batch of keys and values: expected the queries' batch", good, foreign, foreign, grouped);
+        both("batch of keys and values: expected the queries', offset ", good, foreign, foreign, grouped);
 
         std::string const queries_ = "attention_backward_queries: ", keys_ = "attention_backward_keys: ";
         support::rejects({queries_ + "sharding of v: expected that of k"}, of_queries(good, k, foreign, grouped, d));

@@ -102,10 +102,10 @@ TEST_SUITE("plan") {
         for (int const rank : {-1, 2})
             rejects({"relayout: rank: expected 0 to 1", "got " + std::to_string(rank)},
                     [&] { cpx::relayout(a, cpx::shard(batch, cpx::sequential<>{2}), rank); });
-        rejects({"relayout: batch of the target", "the offsets of the source"}, [&] {
+        rejects({"relayout: batch of the target: expected the source's, offset 1: 8, got 12"}, [&] {
             cpx::relayout(a, cpx::shard(lengths({12, 8}), cpx::sequential<>{2}), 0);
         });
-        rejects({"relayout: batch of the target"}, [&] {
+        rejects({"relayout: batch of the target: expected the source's, valid length 0: 8, got 7"}, [&] {
             cpx::relayout(a, cpx::shard(cpx::thd({0, 8, 20}, {7, 12}), cpx::sequential<>{2}), 0);
         });
         rejects({"relayout: sections of the target"}, [&] {

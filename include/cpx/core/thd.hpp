@@ -141,4 +141,27 @@ private:
     std::shared_ptr<lengths const> data_;
 };
 
+namespace detail {
+
+/// Throws `cpx::error` that names the first offset, or else valid length, in which a batch is not `expected`, that of
+/// `whose`.
+inline void require_batch(char const* where, char const* what, char const* whose, thd const& expected, thd const& got,
+                          caller here) {
+    if (expected == got) return;
+    for (bool const valid : {false, true}) {
+        auto const number = [&](thd const& batch, index_t i) {
+            if (i >= batch.sequences() + !valid) return std::string("none");
+            return std::to_string(valid ? batch.valid(i) : batch.offset(i));
+        };
+        for (index_t i = 0; i <= std::max(expected.sequences(), got.sequences()); ++i)
+            if (auto const is = number(got, i), should = number(expected, i); is != should)
+                throw error(where, what,
+                            whose + std::string(valid ? ", valid length " : ", offset ") + std::to_string(i) + ": " +
+                                should,
+                            is, here);
+    }
+}
+
+} // namespace detail
+
 } // namespace cpx

@@ -32,8 +32,7 @@ void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<
     char const* const where = "attention";
     int const rank = q.rank();
     require_attention(where, heads, here);
-    require(q.sharding().batch() == k.sharding().batch(), where, "batch of keys and values", "the queries' batch",
-            "another", here);
+    require_batch(where, "batch of keys and values", "the queries'", q.sharding().batch(), k.sharding().batch(), here);
     require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
     require_place(where, "v", v, k, "that of k", here);
     require_place(where, "o", o, q, "that of q", here);

@@ -106,7 +106,7 @@ void attend_backward_queries(attention_queries<T, Q> const& from, sharded<T cons
     Q const& sharding = from.q.sharding();
     int const rank = from.q.rank();
     thd const& batch = sharding.batch();
-    require(batch == k.sharding().batch(), where, "batch of keys and values", "the queries' batch", "another", here);
+    require_batch(where, "batch of keys and values", "the queries'", batch, k.sharding().batch(), here);
     require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
     require_place(where, "v", v, k, "that of k", here);
     require_place(where, "dq", dq, from.q, "that of q", here);
@@ -166,8 +166,7 @@ void attend_backward_keys(attention_queries<T, Q> const& from, sharded<T const, 
     int const rank = from.q.rank();
     check_queries(where, from, heads, here);
     K const& sharding = k.sharding();
-    require(from.q.sharding().batch() == sharding.batch(), where, "batch of keys and values", "the queries' batch",
-            "another", here);
+    require_batch(where, "batch of keys and values", "the queries'", from.q.sharding().batch(), sharding.batch(), here);
     require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
     for (auto const* x : {&dk, &dv}) require_place(where, "dk and dv", *x, k, "that of k", here);
     require_place(where, "v", v, k, "that of k", here);

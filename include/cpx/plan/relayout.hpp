@@ -122,7 +122,7 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
     detail::require_rank("relayout", rank, from.ranks(), here);
-    require(from.batch() == to.batch(), "relayout", "batch of the target", "the offsets of the source", "others", here);
+    detail::require_batch("relayout", "batch of the target", "the source's", from.batch(), to.batch(), here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
             "those of the source", "others", here);

@@ -40,7 +40,7 @@ template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
     char const* const where = "lower_bound";
     require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
-    require(from.batch() == to.batch(), where, "batch of the target", "the offsets of the source", "others", here);
+    detail::require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
     detail::product(where, "elements", {from.ranks(), from.batch().tokens(), width}, here);
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
