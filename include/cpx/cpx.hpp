@@ -9,6 +9,7 @@
 #include <cpx/core/extent.hpp>
 #include <cpx/core/given_rows.hpp>
 #include <cpx/core/index.hpp>
+#include <cpx/core/memory.hpp>
 #include <cpx/core/overlap.hpp>
 #include <cpx/core/packing.hpp>
 #include <cpx/core/rotary_axes.hpp>

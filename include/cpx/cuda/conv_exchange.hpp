@@ -4,6 +4,7 @@
 
 #include <cpx/cuda/causal_conv1d.hpp>
 #include <cpx/cuda/exchange.hpp>
+#include <cpx/cuda/memory.hpp>
 #include <cpx/layout/sharded.hpp>
 
 #include <optional>
@@ -105,7 +106,7 @@ private:
 /// hold: the gradient is the sum over all ranks.
 template <conv_element T, any_sharding S>
 struct causal_conv1d_gradients<T, S> {
-    sharded<T, S> dx;
+    sharded<T, S, memory> dx;
     rows<float> dweight = {};
     std::span<float> dbias = {};
 };
@@ -114,8 +115,8 @@ namespace detail {
 
 /// Throws `cpx::error` unless a tensor has the sharding and the width of a convolution. Its rows are checked later.
 template <class T, any_sharding S, class A>
-void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S> const& tensor,
-                caller here) {
+void require_of(char const* where, char const* what, conv_exchange<T, S> const& by,
+                sharded<A, S, memory> const& tensor, caller here) {
     cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
     require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
             tensor.data().width(), here);
@@ -161,15 +162,15 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
 /// begins, as the host's `causal_conv1d` does, and the local one here, which says what weight and bias may be.
 ///
 /// x, y: (rows, channels) of this rank, not overlapping; x begins at a multiple of 16 bytes, its rows as far apart as
-/// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in stream `in`, without host
-/// synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There are no
+/// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in the stream of x, without
+/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There are no
 /// states: sequences begin here.
 ///
 /// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
 /// throws.
-template <class T, any_sharding S, sharded_like X, class W, sharded_like Y>
+template <class T, any_sharding S, sharded_like<memory> X, class W, sharded_like<memory> Y>
 void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
-                   activation act, Y&& y, cudaStream_t in, caller here = caller::here()) {
+                   activation act, Y&& y, caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<S, X, Y>;
     constexpr bool writes = cpx::detail::writes<Y, X> && std::same_as<element_of<Y>, T>;
     static_assert(fits, "cpx: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange; make that with "
@@ -177,26 +178,27 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
     static_assert(writes, "cpx: cuda::causal_conv1d wants x and y of the conv_exchange's elements, and a y that is not "
                           "const and has a name");
     if constexpr (fits && writes) {
-        sharded<T const, S> const from = x.view();
-        sharded<T, S> const to = y.view();
+        sharded<T const, S, memory> const from = x.view();
+        sharded<T, S, memory> const to = y.view();
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d", "y", by, to, here);
-        detail::convolve(by, from.data(), weight, bias, act, to.data(), in, here);
+        detail::require_stream("cuda::causal_conv1d", "y", to, from, here);
+        detail::convolve(by, from.data(), weight, bias, act, to.data(), from.memory().stream(), here);
     }
 }
 
 /// The same into parts of this rank's rows, of which some may be normalised by heads; see `conv_parts`.
-template <class T, any_sharding S, sharded_like X, class W>
+template <class T, any_sharding S, sharded_like<memory> X, class W>
 void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
-                   activation act, std::type_identity_t<conv_parts<T>> const& y, cudaStream_t in,
+                   activation act, std::type_identity_t<conv_parts<T>> const& y,
                    caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
     static_assert(fits, "cpx: cuda::causal_conv1d of a tensor that is not sharded as the conv_exchange, or has other "
                         "elements; make that with halo(x.sharding(), ...)");
     if constexpr (fits) {
-        sharded<T const, S> const from = x.view();
+        sharded<T const, S, memory> const from = x.view();
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
-        detail::convolve(by, from.data(), weight, bias, act, y, in, here);
+        detail::convolve(by, from.data(), weight, bias, act, y, from.memory().stream(), here);
     }
 }
 
@@ -207,10 +209,10 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
 /// the same on every sharding; a gradient never reaches another sequence.
 ///
 /// Throws as the forward does, and if `by` was made for the forward alone.
-template <class T, any_sharding S, sharded_like X, sharded_like Dy, class W>
+template <class T, any_sharding S, sharded_like<memory> X, sharded_like<memory> Dy, class W>
 void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                             std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
-                            std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, cudaStream_t in,
+                            std::type_identity_t<causal_conv1d_gradients<T, S>> const& to,
                             caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<S, X, Dy>;
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
@@ -218,28 +220,29 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                         "that with halo(x.sharding(), ...) and dy of the same sharding");
     static_assert(same, "cpx: cuda::causal_conv1d_backward wants x and dy of the conv_exchange's elements");
     if constexpr (fits && same) {
-        sharded<T const, S> const from = x.view(), of_y = dy.view();
+        sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
-        detail::convolve_backward(by, from.data(), weight, bias, act, of_y.data(), to, in, here);
+        detail::require_stream("cuda::causal_conv1d_backward", "dy", of_y, from, here);
+        detail::convolve_backward(by, from.data(), weight, bias, act, of_y.data(), to, from.memory().stream(), here);
     }
 }
 
 /// The same of a result in parts: dy holds the gradients of the parts, those of normalised heads included.
-template <class T, any_sharding S, sharded_like X, class W>
+template <class T, any_sharding S, sharded_like<memory> X, class W>
 void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                             std::type_identity_t<std::span<W const>> bias, activation act,
                             std::type_identity_t<conv_parts<T const>> const& dy,
-                            std::type_identity_t<causal_conv1d_gradients<T, S>> const& to, cudaStream_t in,
+                            std::type_identity_t<causal_conv1d_gradients<T, S>> const& to,
                             caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
     static_assert(fits,
                   "cpx: cuda::causal_conv1d_backward of a tensor that is not sharded as the conv_exchange, or has "
                   "other elements; make that with halo(x.sharding(), ...)");
     if constexpr (fits) {
-        sharded<T const, S> const from = x.view();
+        sharded<T const, S, memory> const from = x.view();
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
-        detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, in, here);
+        detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, from.memory().stream(), here);
     }
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows with their sharding in the type.
+// Rows with their sharding, and the memory that they are in, in the type.
 #pragma once
 
+#include <cpx/core/memory.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/layout/sharding.hpp>
 
@@ -18,17 +19,23 @@ namespace cpx {
 ///
 /// The type is what keeps a zigzag shard out of an operator that wants another sharding. Where two shardings have the
 /// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
+/// Likewise for M, the memory: rows of a device do not reach an operator of the host, nor the other way round.
 /// Owns no rows. Their number is checked where the view is used.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 class sharded {
 public:
-    sharded(rows<T> data, S sharding, int rank) : data_(data), sharding_(std::move(sharding)), rank_(rank) {}
+    sharded(rows<T> data, S sharding, int rank, M memory)
+        : data_(data), sharding_(std::move(sharding)), rank_(rank), memory_(memory) {}
+    sharded(rows<T> data, S sharding, int rank)
+        requires std::default_initializable<M>
+        : sharded(data, std::move(sharding), rank, M()) {}
 
-    operator sharded<T const, S>() const { return {data_, sharding_, rank_}; }
+    operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
     rows<T> const& data() const { return data_; }
     S const& sharding() const { return sharding_; }
     int rank() const { return rank_; }
+    M const& memory() const { return memory_; }
     sharded view() const { return *this; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection. Throws
@@ -38,13 +45,14 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_, rank_};
+        return {data_.columns(first, width), sharding_, rank_, memory_};
     }
 
 private:
     rows<T> data_;
     S sharding_;
     int rank_;
+    [[no_unique_address]] M memory_;
 };
 
 /// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
@@ -53,41 +61,51 @@ concept elements_of = std::same_as<std::remove_const_t<A>, T>;
 
 template <class T, class S>
 sharded(rows<T>, S, int) -> sharded<T, S>;
+template <class T, class S, class M>
+sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 
 namespace detail {
 
 template <class View>
 struct of_view;
-template <class T, any_sharding S>
-struct of_view<sharded<T, S>> {
+template <class T, any_sharding S, any_memory M>
+struct of_view<sharded<T, S, M>> {
     using element = T;
     using sharding = S;
+    using memory = M;
 };
 template <class X>
 using view_of = decltype(std::declval<X&>().view());
 
 } // namespace detail
 
-/// What operators take as sharded rows: a view of them, or what has a `view()` that is one, such as a tensor.
+/// Sharded rows in any memory: a view of them, or what has a `view()` that is one, such as a tensor.
 template <class X>
-concept sharded_like = requires { typename detail::of_view<detail::view_of<X>>::sharding; };
+concept sharded_anywhere = requires { typename detail::of_view<detail::view_of<X>>::sharding; };
 
-template <sharded_like X>
+template <sharded_anywhere X>
 using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
+template <sharded_anywhere X>
+using memory_of = typename detail::of_view<detail::view_of<X>>::memory;
+
+/// The same in memory M: what operators take. Without M, those of the host.
+template <class X, class M = host_memory>
+concept sharded_like = sharded_anywhere<X> && std::same_as<memory_of<X>, M>;
+
 /// The elements of `X`, without const.
-template <sharded_like X>
+template <sharded_anywhere X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
 namespace detail {
 
-/// Returns the view of a tensor, or says why a struct of views `sharded<T, S>` does not take it.
-template <class T, any_sharding S, class X>
-sharded<T, S> field(X&& x) {
-    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
+/// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
+template <class T, any_sharding S, any_memory M = host_memory, class X>
+sharded<T, S, M> field(X&& x) {
+    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
     static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
     static_assert(!fits || holds,
-                  "cpx: a struct of tensors is given one of other elements, or one to write that is const, or one that "
-                  "ends with the expression; give it a name");
+                  "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
+                  "one that ends with the expression; give it a name");
     if constexpr (fits && holds)
         return std::forward<X>(x);
     else
@@ -99,11 +117,11 @@ sharded<T, S> field(X&& x) {
 /// A `sharded` in a struct of tensors. It takes any tensor, and says what is wrong with one that does not fit.
 ///
 /// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
-template <class T, any_sharding S>
-struct sharded_field : sharded<T, S> {
-    using sharded<T, S>::sharded;
-    template <sharded_like X>
-    sharded_field(X&& x) : sharded<T, S>(detail::field<T, S>(std::forward<X>(x))) {}
+template <class T, any_sharding S, any_memory M = host_memory>
+struct sharded_field : sharded<T, S, M> {
+    using sharded<T, S, M>::sharded;
+    template <sharded_anywhere X>
+    sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
 };
 
 /// N of them: an array of tensors, or tensors in braces.
@@ -124,8 +142,8 @@ private:
 namespace detail {
 
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
-template <class T, any_sharding S>
-void require_place(char const* where, char const* what, sharded<T, S> const& x, S const& sharding, int rank,
+template <class T, any_sharding S, any_memory M>
+void require_place(char const* where, char const* what, sharded<T, S, M> const& x, S const& sharding, int rank,
                    char const* whose, caller here) {
     if (!(x.sharding() == sharding)) throw error(where, std::string("sharding of ") + what, whose, "another", here);
     if (x.rank() != rank)
@@ -134,8 +152,8 @@ void require_place(char const* where, char const* what, sharded<T, S> const& x, 
 }
 
 /// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.
-template <class T, class A, any_sharding S>
-void require_place(char const* where, char const* what, sharded<T, S> const& x, sharded<A, S> const& other,
+template <class T, class A, any_sharding S, any_memory M>
+void require_place(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
                    char const* whose, caller here) {
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }

@@ -4,6 +4,7 @@
 
 #include <cpx/layout/sharded.hpp>
 
+#include <span>
 #include <vector>
 
 namespace cpx {
@@ -18,42 +19,64 @@ index_t rows_of_rank(char const* where, S const& sharding, int rank, caller here
 
 } // namespace detail
 
-/// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
+/// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each, in
+/// memory M.
 ///
 /// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
 /// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 class tensor {
 public:
     /// Throws `cpx::error` if there is no such rank, or not the memory.
-    tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
+    tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here())
         : sharding_(sharding), rank_(rank), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
-          values_(detail::zeros<T>("tensor", {count_, width}, here)) {}
+          memory_(memory), values_(memory.template zeros<T>("tensor", {count_, width}, here)) {}
+    tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
+        requires std::default_initializable<M>
+        : tensor(sharding, rank, width, M(), here) {}
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     rows<T const> data() const&& = delete;
-    sharded<T, S> view() & { return {data(), sharding_, rank_}; }
-    sharded<T const, S> view() const& { return {data(), sharding_, rank_}; }
-    sharded<T const, S> view() const&& = delete;
-    operator sharded<T, S>() & { return view(); }
-    operator sharded<T const, S>() const& { return view(); }
-    operator sharded<T const, S>() const&& = delete;
+    sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
+    sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
+    sharded<T const, S, M> view() const&& = delete;
+    operator sharded<T, S, M>() & { return view(); }
+    operator sharded<T const, S, M>() const& { return view(); }
+    operator sharded<T const, S, M>() const&& = delete;
     S const& sharding() const { return sharding_; }
     int rank() const { return rank_; }
     index_t width() const { return width_; }
+    M const& memory() const { return memory_; }
+
+    /// Copies all elements from the host, row after row. Throws `cpx::error` if there are more or fewer.
+    void write(std::span<T const> values, caller here = caller::here()) {
+        require(std::ssize(values) == count_ * width_, "tensor", "elements to write", count_ * width_, values.size(),
+                here);
+        memory_.write(values_.data(), values, here);
+    }
+    /// Returns all elements, row after row, once what was given to the memory's stream before is done.
+    std::vector<T> read(caller here = caller::here()) const {
+        return memory_.read(std::span<T const>(values_.data(), static_cast<std::size_t>(count_ * width_)), here);
+    }
 
 private:
     S sharding_;
     int rank_;
     index_t width_, count_;
-    std::vector<T> values_;
+    [[no_unique_address]] M memory_;
+    typename M::template block<T> values_;
 };
 
-/// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
+/// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`; of another memory than the
+/// host's if it is given one.
 template <class T, any_sharding S>
 tensor<T, S> make_tensor(S const& sharding, int rank, index_t width, caller here = caller::here()) {
     return {sharding, rank, width, here};
+}
+template <class T, any_sharding S, any_memory M>
+tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
+    return {sharding, rank, width, memory, here};
 }
 
 } // namespace cpx

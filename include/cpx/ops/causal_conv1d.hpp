@@ -145,29 +145,29 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
 }
 
 template <class Plan, class X, class Y, class Comm>
-    requires(!(detail::is_halo_plan<Plan> && sharded_like<X> && sharded_like<Y> && transport<Comm>))
+    requires(!(detail::is_halo_plan<Plan> && detail::moves<Comm, X, Y>))
 void causal_conv1d(Plan const&, X const&, detail::anything, detail::anything, activation, Y&&, Comm&,
                    detail::anything = {}, caller = caller::here()) {
     constexpr bool fits = detail::never<Plan>;
     static_assert(fits,
-                  "cpx: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport; make the plan with "
-                  "halo(x.sharding(), ...)");
+                  "cpx: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport of their memory; make the "
+                  "plan with halo(x.sharding(), ...)");
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
 ///
 /// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
 /// hold: the gradient is the sum over all ranks. `order`: see there.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 struct causal_conv1d_gradients {
-    sharded_field<T, S> dx;
-    rows_or_list<T> dweight = {};
-    std::span<T> dbias = {};
+    sharded_field<T, S, M> dx;
+    rows_or_list<typename M::template sum<T>> dweight = {};
+    std::span<typename M::template sum<T>> dbias = {};
     sum_order order = sum_order::by_rank;
 };
 
-template <sharded_like X, class... Rest>
-causal_conv1d_gradients(X&&, Rest&&...) -> causal_conv1d_gradients<element_of<X>, sharding_of<X>>;
+template <sharded_anywhere X, class... Rest>
+causal_conv1d_gradients(X&&, Rest&&...) -> causal_conv1d_gradients<element_of<X>, sharding_of<X>, memory_of<X>>;
 
 namespace detail {
 

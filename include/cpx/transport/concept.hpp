@@ -2,6 +2,7 @@
 // What a transport is: it knows its rank and moves rectangles of bytes between ranks.
 #pragma once
 
+#include <cpx/layout/tensor.hpp>
 #include <cpx/plan/plan.hpp>
 
 #include <chrono>
@@ -138,6 +139,55 @@ concept transport =
         { t.agreed() } -> std::same_as<std::unordered_set<std::uint64_t>&>;
         t.transfer(id, sends, receives);
     };
+
+/// A transport whose ranks have memory of their own kind, such as devices. What is asked of it is enqueued in a stream,
+/// that of `memory()`; it runs plans itself, after the checks that all transports share, and agrees on them as they do.
+///
+/// `rows` that it is given are in that memory. Any elements that a plan can move, not float alone.
+template <class T>
+concept device_transport =
+    requires(T& t, plan const& p, rows<float const> const& from, rows<float> const& to, caller here) {
+        { t.rank() } -> std::same_as<int>;
+        { t.ranks() } -> std::same_as<int>;
+        requires any_memory<typename T::memory_type>;
+        { t.memory() } -> std::convertible_to<typename T::memory_type>;
+        t.exchange(p, from, to, here);
+    };
+
+template <class T>
+concept any_transport = transport<T> || device_transport<T>;
+
+namespace detail {
+
+template <class Comm>
+struct rank_memory {
+    using type = host_memory;
+    static host_memory of(Comm const&) { return {}; }
+};
+template <device_transport Comm>
+struct rank_memory<Comm> {
+    using type = typename Comm::memory_type;
+    static type of(Comm const& comm) { return comm.memory(); }
+};
+
+} // namespace detail
+
+/// The memory that the ranks of a transport have.
+template <any_transport Comm>
+using rank_memory_of = typename detail::rank_memory<Comm>::type;
+template <any_transport Comm>
+rank_memory_of<Comm> rank_memory(Comm const& comm) {
+    return detail::rank_memory<Comm>::of(comm);
+}
+
+/// Returns a tensor of zeros for this rank of a transport, in its memory: `make_tensor<float>(sharding, comm, width)`.
+template <class T, any_sharding S, any_transport Comm>
+tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& comm, index_t width,
+                                               caller here = caller::here()) {
+    require(sharding.ranks() == comm.ranks(), "make_tensor", "ranks of the sharding", comm.ranks(), sharding.ranks(),
+            here);
+    return {sharding, comm.rank(), width, rank_memory(comm), here};
+}
 
 /// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
 /// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.

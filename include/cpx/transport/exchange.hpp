@@ -25,6 +25,13 @@ std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> con
     return list;
 }
 
+/// Whether all of `X` are in the memory of the ranks of a transport.
+template <class Comm, class... X>
+inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
+/// The same of anything.
+template <class Comm, class... X>
+concept moves = any_transport<Comm> && (sharded_anywhere<X> && ...) && in_memory_of<Comm, X...>;
+
 /// Moves out of `list` the message to `rank` itself, if there is one.
 template <class Byte>
 parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
@@ -94,6 +101,23 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     }
 }
 
+template <class A, class B, transport Comm>
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+    identity const id = p.id.for_elements<B>(from.width());
+    if (!p.local) agree(comm, id, p, here);
+
+    if (p.kind == flow::sums || !p.covers_target())
+        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+    if constexpr (requires(B sum, B const term) { sum += term; }) {
+        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
+    }
+    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+}
+template <class A, class B, device_transport Comm>
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+    comm.exchange(p, rows<B const>(from), to, here);
+}
+
 template <class A, class B, class Comm>
 void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
     require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
@@ -107,15 +131,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
     constexpr bool addable = requires(B sum, B const term) { sum += term; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
-    identity const id = p.id.for_elements<B>(from.width());
-    if (!p.local) agree(comm, id, p, here);
-
-    if (p.kind == flow::sums || !p.covers_target())
-        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
-    if constexpr (addable) {
-        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
-    }
-    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+    run_plan(p, from, to, comm, here);
 }
 
 } // namespace detail
@@ -129,7 +145,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
-template <std::derived_from<plan> Plan, class A, class B, transport Comm>
+template <std::derived_from<plan> Plan, class A, class B, any_transport Comm>
 void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     constexpr bool fits = elements_of<A, B>;
     static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
@@ -137,39 +153,46 @@ void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     if constexpr (fits) detail::exchange_rows(p, from, to, comm, here);
 }
 
-/// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
+/// Runs a relayout between tensors whose types say how they are sharded, and in which memory; otherwise as above.
 ///
-/// A tensor of another sharding than the plan's does not compile; one of the same type and another value throws.
-template <any_sharding From, any_sharding To, sharded_like X, sharded_like Y, transport Comm>
+/// A tensor of another sharding than the plan's, or of another memory than the transport's ranks have, does not
+/// compile; a sharding of the same type and another value throws, and so does another stream.
+template <any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhere Y, any_transport Comm>
 void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
     constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
-    constexpr bool writes = detail::writes<Y>;
+    constexpr bool writes = detail::writes<Y>, there = detail::in_memory_of<Comm, X, Y>;
     static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
                           "relayout(tensor.sharding(), ...)");
     static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
                           "relayout(..., tensor.sharding(), ...)");
     static_assert(writes, "cpx: exchange into a tensor that is const or ends with the call; give it a name");
-    if constexpr (source && target && writes) {
+    static_assert(there, "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
+                         "with make_tensor<T>(sharding, comm, width)");
+    if constexpr (source && target && writes && there) {
         auto const x = from.view();
         auto const y = to.view();
         detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
         detail::require_place("exchange", "the target", y, p.to, p.rank, "the plan's", here);
+        bool const there_too = x.memory() == rank_memory(comm) && y.memory() == rank_memory(comm);
+        require(there_too, "exchange", "memory of the tensors", "the transport's, in its stream", "another", here);
         exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
     }
 }
 
-/// Runs a relayout into a tensor of its own.
-template <any_sharding From, any_sharding To, sharded_like X, transport Comm>
-tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
-                                   caller here = caller::here()) {
-    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width(), here);
+/// Runs a relayout into a tensor of its own, in the memory of `from`.
+template <any_sharding From, any_sharding To, sharded_anywhere X, any_transport Comm>
+tensor<element_of<X>, To, memory_of<X>> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
+                                                 caller here = caller::here()) {
+    index_t const width = p.target_width ? p.target_width : from.view().data().width();
+    tensor<element_of<X>, To, memory_of<X>> to(p.to, p.rank, width, from.view().memory(), here);
     exchange(p, from, to, comm, here);
     return to;
 }
 
 /// Moves this rank's rows of `from` to another sharding: a relayout that is made for this one call. Collective.
-template <sharded_like X, any_sharding To, transport Comm>
-tensor<element_of<X>, To> exchange(X const& from, To const& to, Comm& comm, caller here = caller::here()) {
+template <sharded_anywhere X, any_sharding To, any_transport Comm>
+tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Comm& comm,
+                                                 caller here = caller::here()) {
     auto const x = from.view();
     return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
 }
