@@ -613,6 +613,50 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
 
 } // namespace cpx
 
+// cpx/core/memory.hpp
+// Where the elements of a tensor live.
+
+namespace cpx {
+
+/// The host's own memory: where tensors live that say nothing else.
+struct host_memory {
+    /// What owns elements.
+    template <class T>
+    using block = std::vector<T>;
+    /// What operators sum elements over rows in, such as gradients of weights.
+    template <class T>
+    using sum = T;
+
+    /// Returns as many zeros as the product of `counts`. Throws `cpx::error` if they are no size, or too many.
+    template <class T>
+    block<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here = caller::here()) const {
+        return detail::zeros<T>(where, counts, here);
+    }
+    template <class T>
+    void write(T* to, std::span<T const> from, caller = caller::here()) const {
+        std::ranges::copy(from, to);
+    }
+    template <class T>
+    std::vector<T> read(std::span<T const> from, caller = caller::here()) const {
+        return {from.begin(), from.end()};
+    }
+
+    friend bool operator==(host_memory, host_memory) = default;
+};
+
+/// What can be the memory of a tensor: `host_memory`, or `cuda::memory`, which is a device's and works in the order of
+/// a stream. Copies are the same memory. `write` copies from the host and `read` to the host; both return when that is
+/// done.
+template <class M>
+concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
+                     requires(M const& m, float* to, std::span<float const> from, caller here) {
+                         { m.template zeros<float>("", {1}, here) } -> std::same_as<typename M::template block<float>>;
+                         m.write(to, from, here);
+                         { m.read(from, here) } -> std::same_as<std::vector<float>>;
+                     };
+
+} // namespace cpx
+
 // cpx/core/rows.hpp
 // A view of a rank's local rows.
 
@@ -1993,7 +2037,7 @@ struct sequential : private extent<W> {
 } // namespace cpx
 
 // cpx/layout/sharded.hpp
-// Rows with their sharding in the type.
+// Rows with their sharding, and the memory that they are in, in the type.
 
 namespace cpx {
 
@@ -2001,17 +2045,23 @@ namespace cpx {
 ///
 /// The type is what keeps a zigzag shard out of an operator that wants another sharding. Where two shardings have the
 /// same type and differ in value (layouts known at run time), plans and operators compare the values and throw.
+/// Likewise for M, the memory: rows of a device do not reach an operator of the host, nor the other way round.
 /// Owns no rows. Their number is checked where the view is used.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 class sharded {
 public:
-    sharded(rows<T> data, S sharding, int rank) : data_(data), sharding_(std::move(sharding)), rank_(rank) {}
+    sharded(rows<T> data, S sharding, int rank, M memory)
+        : data_(data), sharding_(std::move(sharding)), rank_(rank), memory_(memory) {}
+    sharded(rows<T> data, S sharding, int rank)
+        requires std::default_initializable<M>
+        : sharded(data, std::move(sharding), rank, M()) {}
 
-    operator sharded<T const, S>() const { return {data_, sharding_, rank_}; }
+    operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
     rows<T> const& data() const { return data_; }
     S const& sharding() const { return sharding_; }
     int rank() const { return rank_; }
+    M const& memory() const { return memory_; }
     sharded view() const { return *this; }
 
     /// Returns columns `[first, first + width)` of every row, such as q inside a fused qkv projection. Throws
@@ -2021,13 +2071,14 @@ public:
         if (first < 0 || first > all || width < 0 || width > all - first)
             throw error("columns", "columns of the view", "some of 0 to " + std::to_string(all),
                         std::to_string(width) + " from " + std::to_string(first), here);
-        return {data_.columns(first, width), sharding_, rank_};
+        return {data_.columns(first, width), sharding_, rank_, memory_};
     }
 
 private:
     rows<T> data_;
     S sharding_;
     int rank_;
+    [[no_unique_address]] M memory_;
 };
 
 /// `A` is `T` or `T const`: what an input of an operator on `T` may hold.
@@ -2036,41 +2087,51 @@ concept elements_of = std::same_as<std::remove_const_t<A>, T>;
 
 template <class T, class S>
 sharded(rows<T>, S, int) -> sharded<T, S>;
+template <class T, class S, class M>
+sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 
 namespace detail {
 
 template <class View>
 struct of_view;
-template <class T, any_sharding S>
-struct of_view<sharded<T, S>> {
+template <class T, any_sharding S, any_memory M>
+struct of_view<sharded<T, S, M>> {
     using element = T;
     using sharding = S;
+    using memory = M;
 };
 template <class X>
 using view_of = decltype(std::declval<X&>().view());
 
 } // namespace detail
 
-/// What operators take as sharded rows: a view of them, or what has a `view()` that is one, such as a tensor.
+/// Sharded rows in any memory: a view of them, or what has a `view()` that is one, such as a tensor.
 template <class X>
-concept sharded_like = requires { typename detail::of_view<detail::view_of<X>>::sharding; };
+concept sharded_anywhere = requires { typename detail::of_view<detail::view_of<X>>::sharding; };
 
-template <sharded_like X>
+template <sharded_anywhere X>
 using sharding_of = typename detail::of_view<detail::view_of<X>>::sharding;
+template <sharded_anywhere X>
+using memory_of = typename detail::of_view<detail::view_of<X>>::memory;
+
+/// The same in memory M: what operators take. Without M, those of the host.
+template <class X, class M = host_memory>
+concept sharded_like = sharded_anywhere<X> && std::same_as<memory_of<X>, M>;
+
 /// The elements of `X`, without const.
-template <sharded_like X>
+template <sharded_anywhere X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
 
 namespace detail {
 
-/// Returns the view of a tensor, or says why a struct of views `sharded<T, S>` does not take it.
-template <class T, any_sharding S, class X>
-sharded<T, S> field(X&& x) {
-    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S>>;
+/// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
+template <class T, any_sharding S, any_memory M = host_memory, class X>
+sharded<T, S, M> field(X&& x) {
+    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
     static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
     static_assert(!fits || holds,
-                  "cpx: a struct of tensors is given one of other elements, or one to write that is const, or one that "
-                  "ends with the expression; give it a name");
+                  "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
+                  "one that ends with the expression; give it a name");
     if constexpr (fits && holds)
         return std::forward<X>(x);
     else
@@ -2082,11 +2143,11 @@ sharded<T, S> field(X&& x) {
 /// A `sharded` in a struct of tensors. It takes any tensor, and says what is wrong with one that does not fit.
 ///
 /// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
-template <class T, any_sharding S>
-struct sharded_field : sharded<T, S> {
-    using sharded<T, S>::sharded;
-    template <sharded_like X>
-    sharded_field(X&& x) : sharded<T, S>(detail::field<T, S>(std::forward<X>(x))) {}
+template <class T, any_sharding S, any_memory M = host_memory>
+struct sharded_field : sharded<T, S, M> {
+    using sharded<T, S, M>::sharded;
+    template <sharded_anywhere X>
+    sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
 };
 
 /// N of them: an array of tensors, or tensors in braces.
@@ -2107,8 +2168,8 @@ private:
 namespace detail {
 
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
-template <class T, any_sharding S>
-void require_place(char const* where, char const* what, sharded<T, S> const& x, S const& sharding, int rank,
+template <class T, any_sharding S, any_memory M>
+void require_place(char const* where, char const* what, sharded<T, S, M> const& x, S const& sharding, int rank,
                    char const* whose, caller here) {
     if (!(x.sharding() == sharding)) throw error(where, std::string("sharding of ") + what, whose, "another", here);
     if (x.rank() != rank)
@@ -2117,8 +2178,8 @@ void require_place(char const* where, char const* what, sharded<T, S> const& x, 
 }
 
 /// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.
-template <class T, class A, any_sharding S>
-void require_place(char const* where, char const* what, sharded<T, S> const& x, sharded<A, S> const& other,
+template <class T, class A, any_sharding S, any_memory M>
+void require_place(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
                    char const* whose, caller here) {
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
@@ -2237,42 +2298,66 @@ index_t rows_of_rank(char const* where, S const& sharding, int rank, caller here
 
 } // namespace detail
 
-/// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each.
+/// Owns what `sharded` views: the rows that `rank` holds of a tensor sharded as `S` says, `width` elements each, in
+/// memory M.
 ///
 /// Goes wherever a view of it goes. A view of a temporary does not compile: its memory would be gone.
 /// Begins with zeros. Cost: O(runs) to count the rows, then their memory.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 class tensor {
 public:
     /// Throws `cpx::error` if there is no such rank, or not the memory.
-    tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
+    tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here())
         : sharding_(sharding), rank_(rank), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
-          values_(detail::zeros<T>("tensor", {count_, width}, here)) {}
+          memory_(memory), values_(memory.template zeros<T>("tensor", {count_, width}, here)) {}
+    tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
+        requires std::default_initializable<M>
+        : tensor(sharding, rank, width, M(), here) {}
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     rows<T const> data() const&& = delete;
-    sharded<T, S> view() & { return {data(), sharding_, rank_}; }
-    sharded<T const, S> view() const& { return {data(), sharding_, rank_}; }
-    sharded<T const, S> view() const&& = delete;
-    operator sharded<T, S>() & { return view(); }
-    operator sharded<T const, S>() const& { return view(); }
-    operator sharded<T const, S>() const&& = delete;
+    /// Returns all elements, row after row, in the tensor's memory.
+    std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    std::span<T const> elements() const&& = delete;
+    sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
+    sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
+    sharded<T const, S, M> view() const&& = delete;
+    operator sharded<T, S, M>() & { return view(); }
+    operator sharded<T const, S, M>() const& { return view(); }
+    operator sharded<T const, S, M>() const&& = delete;
     S const& sharding() const { return sharding_; }
     int rank() const { return rank_; }
     index_t width() const { return width_; }
+    M const& memory() const { return memory_; }
+
+    /// Copies all elements from the host, row after row. Throws `cpx::error` if there are more or fewer.
+    void write(std::span<T const> values, caller here = caller::here()) {
+        require(std::ssize(values) == count_ * width_, "tensor", "elements to write", count_ * width_, values.size(),
+                here);
+        memory_.write(values_.data(), values, here);
+    }
+    /// Returns all elements, row after row, once what was given to the memory's stream before is done.
+    std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
     S sharding_;
     int rank_;
     index_t width_, count_;
-    std::vector<T> values_;
+    [[no_unique_address]] M memory_;
+    typename M::template block<T> values_;
 };
 
-/// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`.
+/// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`; of another memory than the
+/// host's if it is given one.
 template <class T, any_sharding S>
 tensor<T, S> make_tensor(S const& sharding, int rank, index_t width, caller here = caller::here()) {
     return {sharding, rank, width, here};
+}
+template <class T, any_sharding S, any_memory M>
+tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
+    return {sharding, rank, width, memory, here};
 }
 
 } // namespace cpx
@@ -4257,6 +4342,55 @@ concept transport =
         t.transfer(id, sends, receives);
     };
 
+/// A transport whose ranks have memory of their own kind, such as devices. What is asked of it is enqueued in a stream,
+/// that of `memory()`; it runs plans itself, after the checks that all transports share, and agrees on them as they do.
+///
+/// `rows` that it is given are in that memory. Any elements that a plan can move, not float alone.
+template <class T>
+concept device_transport =
+    requires(T& t, plan const& p, rows<float const> const& from, rows<float> const& to, caller here) {
+        { t.rank() } -> std::same_as<int>;
+        { t.ranks() } -> std::same_as<int>;
+        requires any_memory<typename T::memory_type>;
+        { t.memory() } -> std::convertible_to<typename T::memory_type>;
+        t.exchange(p, from, to, here);
+    };
+
+template <class T>
+concept any_transport = transport<T> || device_transport<T>;
+
+namespace detail {
+
+template <class Comm>
+struct rank_memory {
+    using type = host_memory;
+    static host_memory of(Comm const&) { return {}; }
+};
+template <device_transport Comm>
+struct rank_memory<Comm> {
+    using type = typename Comm::memory_type;
+    static type of(Comm const& comm) { return comm.memory(); }
+};
+
+} // namespace detail
+
+/// The memory that the ranks of a transport have.
+template <any_transport Comm>
+using rank_memory_of = typename detail::rank_memory<Comm>::type;
+template <any_transport Comm>
+rank_memory_of<Comm> rank_memory(Comm const& comm) {
+    return detail::rank_memory<Comm>::of(comm);
+}
+
+/// Returns a tensor of zeros for this rank of a transport, in its memory: `make_tensor<float>(sharding, comm, width)`.
+template <class T, any_sharding S, any_transport Comm>
+tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& comm, index_t width,
+                                               caller here = caller::here()) {
+    require(sharding.ranks() == comm.ranks(), "make_tensor", "ranks of the sharding", comm.ranks(), sharding.ranks(),
+            here);
+    return {sharding, comm.rank(), width, rank_memory(comm), here};
+}
+
 /// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
 /// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
 inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
@@ -4569,6 +4703,13 @@ std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> con
     return list;
 }
 
+/// Whether all of `X` are in the memory of the ranks of a transport.
+template <class Comm, class... X>
+inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
+/// The same of anything.
+template <class Comm, class... X>
+concept moves = any_transport<Comm> && (sharded_anywhere<X> && ...) && in_memory_of<Comm, X...>;
+
 /// Moves out of `list` the message to `rank` itself, if there is one.
 template <class Byte>
 parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
@@ -4638,6 +4779,23 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     }
 }
 
+template <class A, class B, transport Comm>
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+    identity const id = p.id.for_elements<B>(from.width());
+    if (!p.local) agree(comm, id, p, here);
+
+    if (p.kind == flow::sums || !p.covers_target())
+        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
+    if constexpr (requires(B sum, B const term) { sum += term; }) {
+        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
+    }
+    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+}
+template <class A, class B, device_transport Comm>
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+    comm.exchange(p, rows<B const>(from), to, here);
+}
+
 template <class A, class B, class Comm>
 void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
     require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
@@ -4651,15 +4809,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
     constexpr bool addable = requires(B sum, B const term) { sum += term; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
-    identity const id = p.id.for_elements<B>(from.width());
-    if (!p.local) agree(comm, id, p, here);
-
-    if (p.kind == flow::sums || !p.covers_target())
-        for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
-    if constexpr (addable) {
-        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
-    }
-    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+    run_plan(p, from, to, comm, here);
 }
 
 } // namespace detail
@@ -4673,7 +4823,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
 ///
 /// Throws `cpx::error` before anything moves if a buffer does not fit, or if the ranks' plans differ (see `agree`);
 /// later if a rank fails or misses the transport's deadline.
-template <std::derived_from<plan> Plan, class A, class B, transport Comm>
+template <std::derived_from<plan> Plan, class A, class B, any_transport Comm>
 void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here = caller::here()) {
     constexpr bool fits = elements_of<A, B>;
     static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
@@ -4681,39 +4831,46 @@ void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     if constexpr (fits) detail::exchange_rows(p, from, to, comm, here);
 }
 
-/// Runs a relayout between tensors whose types say how they are sharded; otherwise as above.
+/// Runs a relayout between tensors whose types say how they are sharded, and in which memory; otherwise as above.
 ///
-/// A tensor of another sharding than the plan's does not compile; one of the same type and another value throws.
-template <any_sharding From, any_sharding To, sharded_like X, sharded_like Y, transport Comm>
+/// A tensor of another sharding than the plan's, or of another memory than the transport's ranks have, does not
+/// compile; a sharding of the same type and another value throws, and so does another stream.
+template <any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhere Y, any_transport Comm>
 void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& comm, caller here = caller::here()) {
     constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
-    constexpr bool writes = detail::writes<Y>;
+    constexpr bool writes = detail::writes<Y>, there = detail::in_memory_of<Comm, X, Y>;
     static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
                           "relayout(tensor.sharding(), ...)");
     static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
                           "relayout(..., tensor.sharding(), ...)");
     static_assert(writes, "cpx: exchange into a tensor that is const or ends with the call; give it a name");
-    if constexpr (source && target && writes) {
+    static_assert(there, "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
+                         "with make_tensor<T>(sharding, comm, width)");
+    if constexpr (source && target && writes && there) {
         auto const x = from.view();
         auto const y = to.view();
         detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
         detail::require_place("exchange", "the target", y, p.to, p.rank, "the plan's", here);
+        bool const there_too = x.memory() == rank_memory(comm) && y.memory() == rank_memory(comm);
+        require(there_too, "exchange", "memory of the tensors", "the transport's, in its stream", "another", here);
         exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
     }
 }
 
-/// Runs a relayout into a tensor of its own.
-template <any_sharding From, any_sharding To, sharded_like X, transport Comm>
-tensor<element_of<X>, To> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
-                                   caller here = caller::here()) {
-    tensor<element_of<X>, To> to(p.to, p.rank, p.target_width ? p.target_width : from.view().data().width(), here);
+/// Runs a relayout into a tensor of its own, in the memory of `from`.
+template <any_sharding From, any_sharding To, sharded_anywhere X, any_transport Comm>
+tensor<element_of<X>, To, memory_of<X>> exchange(relayout_plan<From, To> const& p, X const& from, Comm& comm,
+                                                 caller here = caller::here()) {
+    index_t const width = p.target_width ? p.target_width : from.view().data().width();
+    tensor<element_of<X>, To, memory_of<X>> to(p.to, p.rank, width, from.view().memory(), here);
     exchange(p, from, to, comm, here);
     return to;
 }
 
 /// Moves this rank's rows of `from` to another sharding: a relayout that is made for this one call. Collective.
-template <sharded_like X, any_sharding To, transport Comm>
-tensor<element_of<X>, To> exchange(X const& from, To const& to, Comm& comm, caller here = caller::here()) {
+template <sharded_anywhere X, any_sharding To, any_transport Comm>
+tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Comm& comm,
+                                                 caller here = caller::here()) {
     auto const x = from.view();
     return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
 }
@@ -4745,9 +4902,10 @@ namespace cpx {
 /// Replaces `values` on every rank by the sums over all ranks, added in rank order: gradients of weights, of which
 /// every rank has its share.
 ///
-/// values: a vector, array or span. Collective; all ranks have equally many. Each rank adds up its share of them and
-/// hands it to the others, so that it sends 2 (W - 1) / W times the values. Throws what `exchange` throws.
-template <std::ranges::contiguous_range V, transport Comm>
+/// values: a vector, array or span, in the memory of the transport's ranks. Collective; all ranks have equally many.
+/// Each rank adds up its share of them and hands it to the others, so that it sends 2 (W - 1) / W times the values.
+/// Throws what `exchange` throws.
+template <std::ranges::contiguous_range V, any_transport Comm>
     requires std::ranges::borrowed_range<V>
 void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
@@ -4755,10 +4913,11 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     replicated<> const whole(comm.ranks(), batch);
     auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
     using T = std::ranges::range_value_t<V>;
-    rows<T> const all(std::ranges::data(values), count, 1);
-    tensor<T, sharding<sequential<>>> share(plan.from, comm.rank(), 1, here);
-    exchange(plan.transposed(), sharded(all, whole, comm.rank()), share.view(), comm, here);
-    exchange(plan, share.view(), sharded(all, whole, comm.rank()), comm, here);
+    auto const memory = rank_memory(comm);
+    sharded const all(rows<T>(std::ranges::data(values), count, 1), whole, comm.rank(), memory);
+    tensor<T, sharding<sequential<>>, rank_memory_of<Comm>> share(plan.from, comm.rank(), 1, memory, here);
+    exchange(plan.transposed(), all, share, comm, here);
+    exchange(plan, share, all, comm, here);
 }
 
 } // namespace cpx

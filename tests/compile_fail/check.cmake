@@ -1,6 +1,6 @@
 # Checks that the mistakes of one file do not compile, and that each draws the message that was promised, and no other.
 #
-# `// expect: REGEX` stands above every mistake of SOURCE: the line with its error, of g++ and of clang++, matches this
+# `// expect: REGEX` stands above every mistake of SOURCE: the line with its error, of g++, clang++ and nvcc, matches this
 # regular expression of CMake, without semicolons. There are as many errors as mistakes, and at most 15 lines from one to
 # the next, or as many as `// expect 30:` says. The mistakes stand where CPX_GOOD is not defined, so that a file that
 # fails for another reason is noticed.
@@ -12,9 +12,13 @@ endif()
 list(REMOVE_ITEM INCLUDES /usr/include)
 list(TRANSFORM INCLUDES PREPEND -isystem)
 set(ENV{LC_ALL} C)
-set(compile ${COMPILER} -std=c++20 -fsyntax-only ${INCLUDES} ${SOURCE})
-if(COMPILER MATCHES "clang")
-    list(APPEND compile -ferror-limit=0)
+set(compile ${COMPILER} -std=c++20 ${INCLUDES} ${SOURCE})
+if(COMPILER MATCHES "nvcc")
+    list(APPEND compile --expt-relaxed-constexpr -ptx -o /dev/null)
+elseif(COMPILER MATCHES "clang")
+    list(APPEND compile -fsyntax-only -ferror-limit=0)
+else()
+    list(APPEND compile -fsyntax-only)
 endif()
 
 execute_process(COMMAND ${compile} -DCPX_GOOD RESULT_VARIABLE good OUTPUT_VARIABLE text ERROR_VARIABLE text)

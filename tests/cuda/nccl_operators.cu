@@ -9,67 +9,17 @@
 #include <doctest/doctest.h>
 
 #include "convolution.hpp"
-#include "gpus.hpp"
+#include "group.hpp"
 
 #include <support/rejects.hpp>
-
-#include <barrier>
-#include <thread>
 
 namespace {
 
 using namespace convolution;
 using cpx::index_t, cpx::rows;
-using namespace std::chrono_literals;
 using cpx::sharded, cpx::side;
 using support::lengths;
 namespace cuda = cpx::cuda;
-
-/// The ranks of this process, one a GPU.
-class group {
-public:
-    explicit group(int ranks) {
-        std::vector<int> devices;
-        for (int d = 0; d < ranks; ++d) devices.push_back(d);
-        comms_ = cpx::nccl::all(devices, 60s);
-    }
-    int ranks() const { return static_cast<int>(comms_.size()); }
-
-    /// Calls `program(comm, meet)` in a thread a rank. No rank allocates or frees memory while another one's exchange
-    /// may wait for it: `meet()` returns when all have called it.
-    template <class F>
-    void run(F&& program) {
-        std::barrier everyone(ranks());
-        std::vector<std::string> errors(comms_.size());
-        {
-            std::vector<std::jthread> threads;
-            for (auto& comm : comms_)
-                threads.emplace_back([&] {
-                    try {
-                        cuda::use_device(comm->device());
-                        program(*comm, [&] { everyone.arrive_and_wait(); });
-                    } catch (std::exception const& e) {
-                        errors[static_cast<std::size_t>(comm->rank())] = e.what();
-                    }
-                    everyone.arrive_and_drop(); // the others do not wait for a rank that has failed
-                });
-        }
-        for (std::string const& error : errors) REQUIRE(error == "");
-    }
-
-private:
-    std::vector<std::unique_ptr<cpx::nccl>> comms_;
-};
-
-/// Returns the rows of a whole tensor that `rank` holds, side by side.
-template <class T, cpx::any_sharding S>
-std::vector<T> take(std::vector<T> const& whole, index_t width, S const& sharding, int rank) {
-    std::vector<T> local;
-    sharding.for_each_piece(rank, [&](cpx::range piece) {
-        local.insert(local.end(), whole.begin() + piece.first * width, whole.begin() + piece.last * width);
-    });
-    return local;
-}
 
 template <class T, class W>
 results empty_results(problem<T, W> const& p) {
@@ -97,23 +47,24 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
         std::span<W const> const bias(bias_values.data(), p.bias.size());
         device_rows<float> const dweight(std::vector<float>(p.weight.size()), p.taps, {});
         cuda::buffer<float> const dbias{std::span<float const>(std::vector<float>(p.bias.size()))};
-        auto const of = [&](auto const& tensor) { return sharded(tensor.view(), sharding, rank); };
+        auto const of = [&](auto const& tensor) {
+            return sharded(tensor.view(), sharding, rank, cuda::memory(stream));
+        };
         meet();
         cuda::conv_exchange<T, S> by(halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, side::after),
                                      width, comm, width + gap);
         meet();
         auto const formed = [&]<class R>(R const& result) {
             if constexpr (requires { result.stride(); })
-                return sharded(result, sharding, rank);
+                return sharded(result, sharding, rank, cuda::memory(stream));
             else
                 return result; // parts
         };
-        y.template as<T>(
-            [&](auto const& out) { cuda::causal_conv1d(by, of(x), weight, bias, p.act, formed(out), stream); });
-        cuda::causal_conv1d(by, of(other_x), weight, bias, p.act, of(unwanted), stream); // another layer's halo
+        y.template as<T>([&](auto const& out) { cuda::causal_conv1d(by, of(x), weight, bias, p.act, formed(out)); });
+        cuda::causal_conv1d(by, of(other_x), weight, bias, p.act, of(unwanted)); // another layer's halo
         dy.template as<T const>([&](auto const& given) {
             cuda::causal_conv1d_backward(by, of(x), weight, bias, p.act, formed(given),
-                                         {of(dx), dweight, std::span(dbias.data(), p.bias.size())}, stream);
+                                         {of(dx), dweight, std::span(dbias.data(), p.bias.size())});
         });
         comm.wait(stream);
         meet();
@@ -192,9 +143,9 @@ results rotate(group& gpus, problem<T, W> const& p, S const& sharding) {
         cuda::segment_table const positions(segments(sharding, rank));
         device_rows<T> const x(take(p.x, p.channels, sharding, rank), p.channels, {}),
             y(sharding.rows(rank), p.channels, {}), dy(take(p.dy, p.channels, sharding, rank), p.channels, {});
-        auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding, rank); };
-        cuda::rotary(of(x), head_dim, pairs, positions, of(y), stream);
-        cuda::rotary_backward(of(dy), head_dim, pairs, positions, of(dy), stream);
+        auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding, rank, cuda::memory(stream)); };
+        cuda::rotary(of(x), head_dim, pairs, positions, of(y));
+        cuda::rotary_backward(of(dy), head_dim, pairs, positions, of(dy));
         place(y.read(), sharding, rank, p.channels, r.y);
         place(dy.read(), sharding, rank, p.channels, r.dx);
     });
@@ -327,7 +278,9 @@ TEST_SUITE("cuda") {
             int const rank = comm.rank(), neighbour = 1 - rank;
             auto const before = halo(sharding, rank, 3), after = halo(sharding, rank, 3, side::after);
             index_t const count = sharding.rows(rank);
-            cuda::stream const stream;
+            cuda::stream const stream, another_stream;
+            cuda::memory const device(stream);
+            using view = sharded<float, S, cuda::memory>;
             cuda::buffer<float> const memory{std::span<float const>(std::vector<float>(1000))};
             cuda::use_device(neighbour);
             cuda::buffer<float> const far(1000);
@@ -352,22 +305,24 @@ TEST_SUITE("cuda") {
             meet();
             convolver by(before, after, 5, comm);
             meet();
-            auto const forwards = [&](sharded<float, S> const& x, sharded<float, S> const& y) {
-                return [&, x, y] { cuda::causal_conv1d(by, x, weight, {}, activation::silu, y, stream); };
+            auto const forwards = [&](view const& x, view const& y) {
+                return [&, x, y] { cuda::causal_conv1d(by, x, weight, {}, activation::silu, y); };
             };
-            auto const backwards = [&](convolver& with, sharded<float, S> const& dy, sharded<float, S> const& dx) {
+            auto const backwards = [&](convolver& with, view const& dy, view const& dx) {
                 return [&, dy, dx] {
-                    cuda::causal_conv1d_backward(with, sharded(tensor, sharding, rank), weight, {}, activation::silu,
-                                                 dy, {dx}, stream);
+                    cuda::causal_conv1d_backward(with, sharded(tensor, sharding, rank, device), weight, {},
+                                                 activation::silu, dy, {dx});
                 };
             };
-            sharded const in(tensor, sharding, rank), out(result, sharding, rank), elsewhere(tensor, other, rank);
-            sharded const narrow(rows<float>(memory.data(), count, 4), sharding, rank);
-            sharded const of_neighbour(rows<float>(far.data(), count, 5), sharding, rank);
+            sharded const in(tensor, sharding, rank, device), out(result, sharding, rank, device),
+                elsewhere(tensor, other, rank, device), later(result, sharding, rank, cuda::memory(another_stream)),
+                narrow(rows<float>(memory.data(), count, 4), sharding, rank, device),
+                of_neighbour(rows<float>(far.data(), count, 5), sharding, rank, device);
             std::string const text = "cuda::causal_conv1d: ", back = "cuda::causal_conv1d_backward: ";
             rejects({"nccl_operators.cu", text + "sharding of x: expected that of the conv_exchange"},
                     forwards(elsewhere, out));
             rejects({text + "sharding of y"}, forwards(in, elsewhere));
+            rejects({text + "stream of y"}, forwards(in, later));
             rejects({text + "width of x: expected 5, got 4"}, forwards(narrow, out));
             rejects({text + "width of y: expected 5, got 4"}, forwards(in, narrow));
             rejects({text + "x: expected memory of the current device, " + std::to_string(rank) +

@@ -71,7 +71,7 @@ memory make_unique_for_overwrite shared_ptr unique_ptr weak_ptr
 mutex call_once lock_guard mutex once_flag scoped_lock unique_lock
 new align_val_t bad_alloc launder
 numbers numbers
-numeric accumulate exclusive_scan gcd inclusive_scan iota lcm midpoint partial_sum reduce transform_reduce
+numeric accumulate exclusive_scan gcd inclusive_scan inner_product iota lcm midpoint partial_sum reduce transform_reduce
 optional nullopt optional
 ostream endl flush ios ostream
 random mt19937 mt19937_64 normal_distribution uniform_int_distribution uniform_real_distribution

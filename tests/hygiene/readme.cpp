@@ -99,7 +99,7 @@ TEST_SUITE("hygiene") {
         std::vector<text> sources;
         for (char const* folder : {"examples", "tests"})
             for (auto const& entry : fs::recursive_directory_iterator(root / folder))
-                if (auto const kind = entry.path().extension(); kind == ".cpp" || kind == ".cu")
+                if (auto const kind = entry.path().extension(); kind == ".cpp" || kind == ".hpp" || kind == ".cu")
                     sources.push_back(lines(entry.path()));
 
         for (text const& block : blocks(lines(root / "README.md"))) {

@@ -87,8 +87,9 @@ private:
     void recur(of_heads const& own) {
         index_t const heads = values_.size(), qkv = 2 * q_ + v_;
         rows<float const> const conv_weight(own.conv.data(), qkv, conv_.plan().taps());
-        cpx::cuda::causal_conv1d(conv_, cpx::sharded(local_.columns(0, qkv), mix_, at_.rank()), conv_weight, {},
-                                 cpx::activation::silu, cpx::sharded(mixed_.view(), mix_, at_.rank()), at_.stream);
+        cpx::cuda::memory const in(at_.stream);
+        cpx::cuda::causal_conv1d(conv_, cpx::sharded(local_.columns(0, qkv), mix_, at_.rank(), in), conv_weight, {},
+                                 cpx::activation::silu, cpx::sharded(mixed_.view(), mix_, at_.rank(), in));
         auto const g = gates_.columns(0, heads), beta = gates_.columns(heads, heads);
         delta_rule_gates(local_.columns(qkv, heads), local_.columns(qkv + heads, heads), own.A_log.data(),
                          own.dt_bias.data(), g, beta, at_.stream);

@@ -35,7 +35,8 @@ public:
     template <class T>
     void exchange(plan const& p, rows<T const> const& from, rows<T> const& to, caller here = caller::here()) {
         auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
-        auto made = std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, stride(from), stride(to), range{}, here);
+        auto made =
+            std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, stride(from), stride(to), range{}, here);
         (*made)(from, to, stream(), here);
         keep(std::move(made), here);
     }

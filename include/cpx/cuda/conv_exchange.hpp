@@ -115,8 +115,8 @@ namespace detail {
 
 /// Throws `cpx::error` unless a tensor has the sharding and the width of a convolution. Its rows are checked later.
 template <class T, any_sharding S, class A>
-void require_of(char const* where, char const* what, conv_exchange<T, S> const& by,
-                sharded<A, S, memory> const& tensor, caller here) {
+void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S, memory> const& tensor,
+                caller here) {
     cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
     require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
             tensor.data().width(), here);
@@ -163,8 +163,8 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
 ///
 /// x, y: (rows, channels) of this rank, not overlapping; x begins at a multiple of 16 bytes, its rows as far apart as
 /// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in the stream of x, without
-/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There are no
-/// states: sequences begin here.
+/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There are
+/// no states: sequences begin here.
 ///
 /// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
 /// throws.
@@ -190,8 +190,7 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
 /// The same into parts of this rank's rows, of which some may be normalised by heads; see `conv_parts`.
 template <class T, any_sharding S, sharded_like<memory> X, class W>
 void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
-                   activation act, std::type_identity_t<conv_parts<T>> const& y,
-                   caller here = caller::here()) {
+                   activation act, std::type_identity_t<conv_parts<T>> const& y, caller here = caller::here()) {
     constexpr bool fits = cpx::detail::sharded_as<S, X> && std::same_as<element_of<X>, T>;
     static_assert(fits, "cpx: cuda::causal_conv1d of a tensor that is not sharded as the conv_exchange, or has other "
                         "elements; make that with halo(x.sharding(), ...)");

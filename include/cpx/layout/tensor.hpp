@@ -38,6 +38,10 @@ public:
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     rows<T const> data() const&& = delete;
+    /// Returns all elements, row after row, in the tensor's memory.
+    std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
+    std::span<T const> elements() const&& = delete;
     sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
     sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
     sharded<T const, S, M> view() const&& = delete;
@@ -56,9 +60,7 @@ public:
         memory_.write(values_.data(), values, here);
     }
     /// Returns all elements, row after row, once what was given to the memory's stream before is done.
-    std::vector<T> read(caller here = caller::here()) const {
-        return memory_.read(std::span<T const>(values_.data(), static_cast<std::size_t>(count_ * width_)), here);
-    }
+    std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
     S sharding_;

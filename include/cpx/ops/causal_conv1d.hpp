@@ -149,9 +149,9 @@ template <class Plan, class X, class Y, class Comm>
 void causal_conv1d(Plan const&, X const&, detail::anything, detail::anything, activation, Y&&, Comm&,
                    detail::anything = {}, caller = caller::here()) {
     constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
-                  "cpx: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport of their memory; make the "
-                  "plan with halo(x.sharding(), ...)");
+    static_assert(
+        fits, "cpx: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport of their memory; make the "
+              "plan with halo(x.sharding(), ...)");
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.

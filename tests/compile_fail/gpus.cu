@@ -1,0 +1,58 @@
+// Exchanges and operators between GPUs: what is refused on the host is refused there, and each memory by the other's.
+#include <cpx/cpx.hpp>
+#include <cpx/ops/cuda/causal_conv1d.hpp>
+
+using zigzag = cpx::sharding<cpx::zigzag<4>>;
+using sequential = cpx::sharding<cpx::sequential<4>>;
+using device = cpx::cuda::memory;
+
+template <class From, class To>
+using plan = cpx::relayout_plan<From, To> const&;
+template <class S, class M>
+using view = cpx::sharded<float, S, M> const&;
+
+#ifdef CPX_GOOD
+using given = zigzag;
+using place = device;
+using host_place = cpx::host_memory;
+#else
+using given = sequential;
+using place = cpx::host_memory;
+using host_place = device;
+#endif
+
+// expect: exchange of a tensor that is not sharded as the plan's source
+void views(plan<zigzag, sequential> p, view<given, device> x, view<sequential, device> y,
+           cpx::cuda::communicator& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: exchange of tensors in another memory than that of the transport's ranks
+void on_host(plan<zigzag, sequential> p, view<zigzag, place> x, view<sequential, place> y,
+             cpx::cuda::communicator& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: exchange of tensors in another memory than that of the transport's ranks
+void on_device(plan<zigzag, sequential> p, view<zigzag, host_place> x, view<sequential, host_place> y,
+               cpx::threads& comm) {
+    cpx::exchange(p, x, y, comm);
+}
+
+// expect: causal_conv1d of tensors that are not sharded as the plan
+void convolves(cpx::halo_plan<zigzag> const& p, view<given, device> x, view<zigzag, device> y, cpx::rows<float const> w,
+               cpx::cuda::communicator& comm) {
+    cpx::causal_conv1d(p, x, w, {}, cpx::activation::none, y, comm);
+}
+
+// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport of their memory
+void convolves_on_host(cpx::halo_plan<zigzag> const& p, view<zigzag, place> x, view<zigzag, place> y,
+                       cpx::rows<float const> w, cpx::cuda::communicator& comm) {
+    cpx::causal_conv1d(p, x, w, {}, cpx::activation::none, y, comm);
+}
+
+// expect: cuda::causal_conv1d of tensors that are not sharded as the conv_exchange
+void prepared(cpx::cuda::conv_exchange<float, zigzag>& by, view<given, device> x, view<given, device> y,
+              cpx::rows<float const> w) {
+    cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, y);
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensors in device memory, and programs that are the same on the host and between GPUs.
+#include <cpx/ops/cuda/causal_conv1d.hpp>
+
+#include <cpx/layout/head_sharded.hpp>
+#include <cpx/layout/striped.hpp>
+#include <cpx/layout/zigzag.hpp>
+#include <cpx/transport/sum.hpp>
+#include <cpx/transport/threads.hpp>
+
+#include <doctest/doctest.h>
+
+#include "group.hpp"
+
+#include <support/packings.hpp>
+#include <support/random.hpp>
+#include <support/rejects.hpp>
+
+#include <atomic>
+#include <utility>
+
+namespace {
+
+using cpx::index_t;
+using support::lengths, support::rejects;
+namespace cuda = cpx::cuda;
+
+/// What a framework might bring: counts what it has given and taken.
+struct counting final : cuda::memory_resource {
+    std::atomic<int> given = 0, taken = 0;
+    void* allocate(std::size_t bytes, cudaStream_t in) override {
+        ++given;
+        return cuda::default_resource().allocate(bytes, in);
+    }
+    void deallocate(void* memory, std::size_t bytes, cudaStream_t in) noexcept override {
+        ++taken;
+        cuda::default_resource().deallocate(memory, bytes, in);
+    }
+};
+
+/// Whole numbers that tell tokens and columns apart.
+template <class S>
+std::vector<float> numbers(S const& sharding, int rank, index_t width) {
+    std::vector<float> values;
+    sharding.for_each_piece(rank, [&](cpx::range piece) {
+        for (index_t i = piece.first * width; i < piece.last * width; ++i)
+            values.push_back(static_cast<float>(i * i % 37 % 7 - 3));
+    });
+    return values;
+}
+
+/// What a program leaves on every rank.
+using results = std::vector<std::vector<std::vector<float>>>;
+
+/// Moves a tensor there and back, to every rank and to heads, convolves it and adds up: one program for all memories.
+/// `meet()`: see `group::run`.
+template <cpx::any_transport Comm, class From, class To, class Meet>
+std::vector<std::vector<float>> program(Comm& comm, From const& from, To const& to, index_t taps, Meet const& meet) {
+    index_t const width = 12;
+    int const rank = comm.rank();
+    cpx::replicated<> const everywhere(comm.ranks(), cpx::thd({0, width})), all_rows(comm.ranks(), from.batch());
+    cpx::head_sharded<> const heads(comm.ranks(), from.batch(), {{4, 2}, {2, 2}});
+    auto const done = [&](auto tensor) {
+        auto values = tensor.read();
+        meet();
+        return values;
+    };
+    auto x = cpx::make_tensor<float>(from, comm, width);
+    x.write(numbers(from, rank, width));
+    auto weight = cpx::make_tensor<float>(everywhere, comm, taps),
+         dweight = cpx::make_tensor<float>(everywhere, comm, taps);
+    weight.write(numbers(everywhere, rank, taps));
+    meet();
+
+    std::vector<std::vector<float>> found;
+    auto const there = cpx::relayout(from, to, rank);
+    auto moved = cpx::exchange(there, x, comm);
+    found.push_back(moved.read());
+    meet();
+    found.push_back(done(cpx::exchange(there.transposed(), moved, comm)));
+    found.push_back(done(cpx::exchange(x, heads, comm)));
+    auto const all = cpx::exchange(x, all_rows, comm);
+    found.push_back(all.read());
+    meet();
+    auto const sums = cpx::relayout(from, all_rows, rank).transposed();
+    found.push_back(done(cpx::exchange(sums, all, comm))); // as many times x as there are ranks
+
+    auto y = cpx::make_tensor<float>(to, comm, width), dx = cpx::make_tensor<float>(to, comm, width);
+    auto const before = cpx::halo(to, rank, taps - 1), after = cpx::halo(to, rank, taps - 1, cpx::side::after);
+    cpx::causal_conv1d(before, moved, weight.data(), {}, cpx::activation::none, y, comm);
+    found.push_back(y.read());
+    meet();
+    cpx::causal_conv1d_backward(before, after, moved, weight.data(), {}, cpx::activation::none, y,
+                                cpx::causal_conv1d_gradients{dx, dweight.data()}, comm);
+    found.push_back(dx.read());
+    meet();
+    cpx::sum_over_ranks(dweight.elements(), comm);
+    found.push_back(dweight.read());
+    meet();
+    return found;
+}
+
+template <class From, class To>
+void check_program(group& gpus, From const& from, To const& to, index_t taps) {
+    auto const ranks = static_cast<std::size_t>(gpus.ranks());
+    results on_host(ranks), on_gpus(ranks);
+    cpx::threads::run(gpus.ranks(), [&](cpx::threads& comm) {
+        on_host[static_cast<std::size_t>(comm.rank())] = program(comm, from, to, taps, [] {});
+    });
+    gpus.run([&](cpx::nccl& joined, auto const& meet) {
+        cuda::stream const stream;
+        counting resource;
+        {
+            cuda::communicator comm(joined, stream, resource);
+            meet();
+            auto found = program(comm, from, to, taps, [&] {
+                comm.wait();
+                meet();
+            });
+            on_gpus[static_cast<std::size_t>(comm.rank())] = std::move(found);
+        }
+        cpx::require(resource.given > 0 && resource.given == resource.taken, "test", "blocks freed",
+                     resource.given.load(), resource.taken.load());
+        meet();
+    });
+    CHECK(on_host == on_gpus);
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE(
+        "a tensor on a device begins with zeros, takes and gives what the host writes, and is freed in its stream") {
+        if (!has_gpus(1)) return;
+        cuda::stream const stream;
+        counting resource;
+        cuda::memory const memory(stream, resource);
+        auto const sharding = cpx::shard(lengths({5, 0, 9}), cpx::zigzag<2>{});
+        for (int rank : {0, 1}) {
+            auto x = cpx::make_tensor<float>(sharding, rank, 3, memory);
+            static_assert(
+                std::same_as<decltype(x),
+                             cpx::tensor<float, decltype(cpx::shard(cpx::thd(), cpx::zigzag<2>{})), cuda::memory>>);
+            std::vector<float> const zeros(static_cast<std::size_t>(sharding.rows(rank) * 3));
+            CHECK(x.read() == zeros);
+            auto const values = numbers(sharding, rank, 3);
+            x.write(values);
+            CHECK(x.read() == values);
+            CHECK(cuda::device_of(x.data().data()) == cuda::current_device());
+            CHECK(x.view().memory() == memory);
+            auto const y = std::move(x);
+            CHECK(y.read() == values);
+            rejects({"nccl_tensors.cu", "tensor: elements to write"}, [&] {
+                auto z = cpx::make_tensor<float>(sharding, rank, 3, memory);
+                z.write(std::vector<float>(1));
+            });
+        }
+        CHECK(resource.given == 4);
+        CHECK(resource.taken == resource.given);
+        auto const nothing = cpx::make_tensor<double>(cpx::shard(lengths({}), cpx::zigzag<2>{}), 0, 3, memory);
+        CHECK(nothing.read().empty());
+        rejects({"nccl_tensors.cu", "elements: expected less than 2^62"},
+                [&] { cpx::make_tensor<float>(sharding, 0, index_t{1} << 60, memory); });
+    }
+
+    TEST_CASE("one program gives the same on host threads and between GPUs, whole numbers bit for bit") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        support::splitmix numbers(3);
+        for (auto const& batch : {lengths({37, 0, 8, 21}), lengths({1}), lengths({300, 3})}) {
+            CAPTURE(support::text(batch));
+            auto const zigzag = cpx::shard(batch, cpx::zigzag<>(2));
+            auto const sequential = cpx::shard(batch, cpx::sequential<>(2));
+            auto const striped = cpx::shard<cpx::scope::batch>(batch, cpx::striped<>(2), cpx::aligned<4>{});
+            check_program(gpus, zigzag, sequential, 4);
+            check_program(gpus, sequential, striped, 2);
+        }
+    }
+
+    TEST_CASE("tensors of another stream than the communicator's are refused") {
+        if (!has_gpus(1)) return;
+        group one(1);
+        one.run([](cpx::nccl& joined, auto const&) {
+            cuda::stream const stream, another;
+            cuda::communicator comm(joined, stream);
+            auto const from = cpx::shard(lengths({6, 7}), cpx::zigzag<>(1)),
+                       to = cpx::shard(lengths({6, 7}), cpx::zigzag<>(1));
+            auto const x = cpx::make_tensor<float>(from, 0, 4, cuda::memory(another));
+            rejects({"nccl_tensors.cu", "exchange: memory of the tensors: expected the transport's"},
+                    [&] { cpx::exchange(x, to, comm); });
+            auto y = cpx::make_tensor<float>(from, comm, 4);
+            rejects({"nccl_tensors.cu", "causal_conv1d: memory of x"}, [&] {
+                cpx::causal_conv1d(cpx::halo(from, 0, 3), x, y.data().sub(0, 4), {}, cpx::activation::none, y, comm);
+            });
+            comm.wait();
+        });
+    }
+}
