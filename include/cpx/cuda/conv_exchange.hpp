@@ -163,8 +163,8 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
 ///
 /// x, y: (rows, channels) of this rank, not overlapping; x begins at a multiple of 16 bytes, its rows as far apart as
 /// the constructor was told. Collective: one exchange of the halo of x, then one kernel, in the stream of x, without
-/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There are
-/// no states: sequences begin here.
+/// host synchronisation or allocation. Can be captured, as `exchange` can. Bitwise the same on every sharding. There
+/// are no states: sequences begin here.
 ///
 /// Throws `cpx::error` on shapes, shardings and memory that do not fit, before anything moves, and what `exchange`
 /// throws.

@@ -265,8 +265,8 @@ void rotary_backward(std::span<rotated<T> const> tensors, index_t head_dim, rota
 ///
 /// x, y: (rows, heads * head_dim) of this rank, y may be x. positions: those of its rows, such as a table of
 /// `segments(x.sharding(), rank)`, made once a batch. In the stream of x. No communication. Bitwise the same on every
-/// sharding; all else as in the `rotary` of rows. Throws `cpx::error` if shapes or shardings do not fit, before anything
-/// is launched.
+/// sharding; all else as in the `rotary` of rows. Throws `cpx::error` if shapes or shardings do not fit, before
+/// anything is launched.
 template <sharded_like<memory> X, sharded_like<memory> Y>
 void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_positions const& positions, Y&& y,
             caller here = caller::here()) {
