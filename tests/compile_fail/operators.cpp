@@ -80,7 +80,7 @@ auto gradients(cpx::tensor<float, other>& dx, std::vector<float>& dw) {
     return cpx::causal_conv1d_gradients<float, zigzag>{dx, dw};
 }
 
-// expect: a struct of tensors is given one of other elements, or one to write that is const
+// expect: a struct of tensors is given one of other elements or memory, or one to write that is const
 auto gradients_of_constants(written& dx, std::vector<float>& dw) { return cpx::causal_conv1d_gradients{dx, dw, dw}; }
 
 // expect: gated_delta_rule wants a carry_plan first and a cpx::transport last
