@@ -103,9 +103,10 @@ template <class T, any_sharding S, any_memory M = host_memory, class X>
 sharded<T, S, M> field(X&& x) {
     constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
     static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
-    static_assert(!fits || holds,
-                  "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
-                  "one that ends with the expression; give it a name");
+    static_assert(
+        !fits || holds,
+        "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
+        "one that ends with the expression; give it a name");
     if constexpr (fits && holds)
         return std::forward<X>(x);
     else
