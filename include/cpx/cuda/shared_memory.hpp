@@ -4,7 +4,7 @@
 
 #include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/relayout.hpp>
-#include <cpx/transport/nccl_window.hpp>
+#include <cpx/cuda/window.hpp>
 
 #include <memory>
 #include <optional>
@@ -22,7 +22,7 @@ class shared_memory {
 public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
     /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
-    /// `cpx::error` as `nccl_window` does.
+    /// `cpx::error` as `window` does.
     shared_memory(nccl& comm, index_t bytes, int most = kernels::most_ranks, int blocks = 0,
                   caller here = caller::here())
         : comm_(comm) {
@@ -32,8 +32,8 @@ public:
         if (group_.size() < comm.ranks() && !alone) near_ = comm.split(static_cast<int>(group_.first), here);
         nccl& members = near_ ? *near_ : comm;
         bool const together = members.ranks() == group_.size() && (group_.size() > 1 || comm.ranks() == 1);
-        if (together && nccl_window::supported(members, here)) {
-            window_ = std::make_unique<nccl_window>(members, bytes, blocks, here);
+        if (together && window::supported(members, here)) {
+            window_ = std::make_unique<window>(members, bytes, blocks, here);
         } else {
             group_ = {comm.rank(), comm.rank() + 1};
             plain_ = buffer<char>((bytes + 255) / 256 * 256, here); // as many as a window has
@@ -135,7 +135,7 @@ private:
     nccl& comm_;
     range group_;
     std::unique_ptr<nccl> near_; ///< the group's, unless it is all ranks
-    std::unique_ptr<nccl_window> window_;
+    std::unique_ptr<window> window_;
     event sent_;
     buffer<char> plain_;
 };

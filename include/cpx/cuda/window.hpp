@@ -15,7 +15,7 @@
 #include <array>
 #include <cstdint>
 
-namespace cpx {
+namespace cpx::cuda {
 
 namespace detail {
 
@@ -30,7 +30,7 @@ __global__ void window_pointers(ncclWindow_t window, int ranks, void** pointers)
 ///
 /// Only where all ranks reach each other by loads and stores, as the GPUs of one host with NVLink; see `supported`.
 /// Never uses multicast. Made and freed by all ranks in the same order.
-class nccl_window {
+class window {
 public:
     /// Returns whether all ranks of the communicator reach each other's memory and the NCCL that is loaded has the
     /// version (patches aside) of the headers that this was compiled with, because kernels read its windows.
@@ -65,25 +65,25 @@ public:
     /// here; 0: as many as pay, up to 128. Collective.
     ///
     /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
-    nccl_window(nccl& comm, index_t bytes, int blocks = 0, caller here = caller::here())
-        : nccl_window(comm) { // now the object is complete: its destructor runs if what follows throws
-        require(bytes >= 0, "nccl_window", "bytes", "not negative", bytes, here);
+    window(nccl& comm, index_t bytes, int blocks = 0, caller here = caller::here())
+        : window(comm) { // now the object is complete: its destructor runs if what follows throws
+        require(bytes >= 0, "cuda::window", "bytes", "not negative", bytes, here);
         bytes_ = (bytes + 255) / 256 * 256;
         int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
-        cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
+        done(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
              here);
         if (blocks == 0) blocks = std::min(128, most);
-        require(blocks >= 1 && blocks <= most, "nccl_window", "blocks",
+        require(blocks >= 1 && blocks <= most, "cuda::window", "blocks",
                 "1 to the multiprocessors, " + std::to_string(most), blocks, here);
         std::vector<std::array<index_t, 2>> all(static_cast<std::size_t>(comm.ranks()));
         std::array<index_t, 2> const mine{bytes, blocks};
         comm.gather(&mine, all.data(), sizeof mine, here);
         for (std::size_t r = 0; r < all.size(); ++r)
-            require(all[r] == mine, "nccl_window", "bytes and blocks of all ranks",
+            require(all[r] == mine, "cuda::window", "bytes and blocks of all ranks",
                     std::to_string(bytes) + ", " + std::to_string(blocks),
                     std::to_string(all[r][0]) + ", " + std::to_string(all[r][1]) + " on rank " + std::to_string(r),
                     here);
-        require(supported(comm, here), "nccl_window", "GPUs", "ranks that reach each other's memory", "others", here);
+        require(supported(comm, here), "cuda::window", "GPUs", "ranks that reach each other's memory", "others", here);
 
         blocks_ = blocks;
         auto const flags =
@@ -91,7 +91,7 @@ public:
         std::size_t const total = (static_cast<std::size_t>(bytes_) + flags + 4095) / 4096 * 4096;
         comm.call(
             "ncclMemAlloc", [&] { return ncclMemAlloc(&memory_, total); }, here);
-        cuda(cudaMemset(memory_, 0, total), "cudaMemset", here);
+        done(cudaMemset(memory_, 0, total), "cudaMemset", here);
         comm.call(
             "ncclCommWindowRegister",
             [&] { return ncclCommWindowRegister(comm.get(), memory_, total, &window_, NCCL_WIN_COLL_SYMMETRIC); },
@@ -99,12 +99,12 @@ public:
 
         // The memory of the epochs holds the pointers first, so that there is one allocation to free.
         std::size_t const epochs = static_cast<std::size_t>(blocks + 1) * 4;
-        cuda(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), std::max(sizeof base_, epochs)), "cudaMalloc",
+        done(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), std::max(sizeof base_, epochs)), "cudaMalloc",
              here);
         auto* const pointers = reinterpret_cast<void**>(meeting_.epochs);
         detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
-        cuda(cudaGetLastError(), "window_pointers", here);
-        cuda(
+        done(cudaGetLastError(), "window_pointers", here);
+        done(
             cudaMemcpy(base_, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()), cudaMemcpyDeviceToHost),
             "window_pointers", here);
         for (int r = 0; r < comm.ranks(); ++r) {
@@ -112,24 +112,24 @@ public:
             char* const memory = r == comm.rank() ? data() : base_[r];
             meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(memory + bytes_);
         }
-        cuda(cudaMemset(meeting_.epochs, 0, epochs), "cudaMemset", here);
-        cuda(cudaHostAlloc(reinterpret_cast<void**>(&page_), sizeof(host_page), cudaHostAllocPortable), "cudaHostAlloc",
+        done(cudaMemset(meeting_.epochs, 0, epochs), "cudaMemset", here);
+        done(cudaHostAlloc(reinterpret_cast<void**>(&page_), sizeof(host_page), cudaHostAllocPortable), "cudaHostAlloc",
              here);
         *page_ = {};
         meeting_.found = &page_->found;
         meeting_.rank = comm.rank();
         meeting_.ranks = comm.ranks();
         meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
-        cuda(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
+        done(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
         comm.synchronize_device(here); // now what was set to 0 is 0
         comm.before_abort(this, [this] { stop(); });
         char const ready = 1;
         std::vector<char> everyone(static_cast<std::size_t>(comm.ranks()));
         comm.gather(&ready, everyone.data(), 1, here); // nobody's flags are written before they are 0
     }
-    nccl_window(nccl_window const&) = delete;
-    nccl_window& operator=(nccl_window const&) = delete;
-    ~nccl_window() {
+    window(window const&) = delete;
+    window& operator=(window const&) = delete;
+    ~window() {
         try { // under the watchdog, which aborts what waits for a rank that is gone
             comm_.synchronize_device();
             if (window_)
@@ -181,7 +181,7 @@ public:
     bool missed() const { return !found(&kernels::faults::missing).empty(); }
 
 private:
-    explicit nccl_window(nccl& comm) : comm_(comm) {}
+    explicit window(nccl& comm) : comm_(comm) {}
 
     /// Ends the kernels that wait for others, and those that are yet to begin, as if they had waited long enough.
     void stop() const {
@@ -220,7 +220,7 @@ private:
             comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
                        "nothing from ranks" + names, here);
     }
-    void cuda(cudaError_t result, char const* call, caller here) {
+    void done(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, result, here);
     }
 
@@ -241,4 +241,4 @@ private:
     kernels::meeting meeting_{};
 };
 
-} // namespace cpx
+} // namespace cpx::cuda
