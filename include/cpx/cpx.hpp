@@ -8,6 +8,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
 #include <cpx/core/given_rows.hpp>
+#include <cpx/core/hash.hpp>
 #include <cpx/core/index.hpp>
 #include <cpx/core/memory.hpp>
 #include <cpx/core/overlap.hpp>
@@ -38,6 +39,7 @@
 #include <cpx/plan/mrope.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/plan/route.hpp>
+#include <cpx/plan/run_list.hpp>
 #include <cpx/plan/traffic.hpp>
 
 #include <cpx/transport/agree.hpp>

@@ -29,7 +29,7 @@ algorithm includes is_sorted is_sorted_until lower_bound max max_element min min
 algorithm nth_element partial_sort remove_if replace reverse rotate search shuffle sort stable_sort transform unique
 algorithm upper_bound
 array array begin data end get size ssize
-atomic atomic atomic_ref memory_order_acquire memory_order_relaxed memory_order_release
+atomic atomic atomic_ref memory_order_acq_rel memory_order_acquire memory_order_relaxed memory_order_release
 barrier barrier
 bit bit_cast bit_ceil bit_floor bit_width countl_zero countr_zero endian has_single_bit popcount
 charconv chars_format errc from_chars to_chars

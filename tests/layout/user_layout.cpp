@@ -40,6 +40,16 @@ struct one_too_far {
     int owner(int chunk) const { return chunk == 5 ? 3 : chunk % 3; }
 };
 
+/// Two chunks a rank, of which it lists others than it gives away.
+struct mislisted {
+    int of_rank_1 = 2, listed = 2;
+    int ranks() const { return 2; }
+    int chunks() const { return 4; }
+    int owner(int chunk) const { return chunk / 2; }
+    int chunks(int) const { return listed; }
+    int chunk(int rank, int i) const { return rank == 0 ? i : of_rank_1 + i; }
+};
+
 /// A sharding of the user's own: first half of the batch on rank 0, second half on rank 1.
 struct halves {
     static constexpr bool every_row = false;
@@ -114,6 +124,16 @@ TEST_SUITE("layout") {
     TEST_CASE("a user's layout that names a rank too many is rejected when it is bound to a batch") {
         rejects({"sharding: owner of chunk 5: expected a rank from 0 to 2, got 3"},
                 [] { cpx::shard(lengths({60}), my::one_too_far{}); });
+    }
+
+    TEST_CASE("a user's layout whose lists are not of the chunks that it gives away is rejected, too") {
+        auto const bind = [](my::mislisted const& layout) { return [=] { cpx::shard(lengths({60}), layout); }; };
+        CHECK_NOTHROW(bind({})());
+        rejects({"sharding: chunk 0 in the layout's list of rank 1: expected one of the rank's after -1, got 1"},
+                bind({1}));
+        rejects({"sharding: chunk 1 in the layout's list of rank 1: expected one of the rank's after 3, got 4"},
+                bind({3}));
+        rejects({"sharding: chunks in the layout's lists: expected 4, got 2"}, bind({2, 1}));
     }
 
     TEST_CASE("a user's sharding is as good as one of cpx's") {

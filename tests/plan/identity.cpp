@@ -107,7 +107,8 @@ TEST_SUITE("plan") {
         CHECK(difference(to_zigzag(rule(even)), to_zigzag(rule(quarter))) == "");              // agrees on this batch
         auto const heads = [](std::vector<cpx::section> list) { return cpx::head_sharded<2>(batch, std::move(list)); };
         CHECK(difference(to_zigzag(heads({{4, 8}})), to_zigzag(heads({{8, 4}}))) == "source sharding");
-        CHECK(source(to_zigzag(heads({{4, 8}}))).starts_with("4 heads of 8, hash "));
+        CHECK(source(to_zigzag(heads({{4, 8}}))) == "4 heads of 8");
+        CHECK(source(to_zigzag(heads(std::vector<cpx::section>(9, {4, 8})))).find(" ..., hash ") != std::string::npos);
         CHECK(difference(to_zigzag(heads({{4, 8}, {2, 8}})), to_zigzag(heads({{4, 8}, {4, 4}}))) == "source sharding");
     }
 

@@ -4,10 +4,14 @@
 
 #include <doctest/doctest.h>
 
+#include <support/erased.hpp>
 #include <support/packings.hpp>
 #include <support/rejects.hpp>
 
 #include <cpx/cpx.hpp>
+
+#include <array>
+#include <thread>
 
 namespace {
 
@@ -69,6 +73,47 @@ TEST_SUITE("plan") {
             static_equals_dynamic<3>(lengths(list));
             static_equals_dynamic<4>(lengths(list));
         }
+    }
+
+    TEST_CASE("rows that are listed when they are first read are those of a plan that lists them at once") {
+        auto const each = [](auto const& tokens, auto const& every_row) {
+            erased<false> const any_tokens = tokens; // of which a plan knows nothing but its rows
+            erased<true> const any_every_row = every_row;
+            for (int r = 0; r < tokens.ranks(); ++r) {
+                auto const late = cpx::relayout(tokens, every_row, r), back = cpx::relayout(every_row, tokens, r);
+                CHECK(same_moves(late, cpx::relayout(any_tokens, any_every_row, r)));
+                CHECK(same_moves(back, cpx::relayout(any_every_row, any_tokens, r)));
+                CHECK(same_moves(late.transposed().transposed(), late));
+            }
+        };
+        for (auto const& list : std::vector<std::vector<index_t>>{{}, {1, 0, 2}, {40, 0, 1, 23}, {3, 100, 64}})
+            for (int const w : {1, 3, 4}) {
+                auto const batch = lengths(list);
+                auto const folded = cpx::shard(batch, cpx::zigzag<>(w), cpx::aligned<cpx::dynamic>(4));
+                auto const owners = cpx::shard(batch, cpx::table(w, {0, w / 2, w / 2, 0, 0})); // some have none
+                each(folded, cpx::head_sharded<>(w, batch, sections));
+                each(owners, cpx::head_sharded<>(w, batch, sections));
+                each(owners, cpx::replicated<>(w, batch));
+            }
+    }
+
+    TEST_CASE("threads that read one plan's rows for the first time find the same") {
+        auto const batch = lengths(std::vector<index_t>(200, 37));
+        auto const p = cpx::relayout(cpx::shard(batch, cpx::zigzag<>(8)), cpx::head_sharded<>(8, batch, {{8, 1}}), 0);
+        std::array<cpx::plan, 4> const copies{p, p, p, p};
+        std::array<index_t, 4> sums{};
+        std::vector<std::thread> threads;
+        for (std::size_t t = 0; t < sums.size(); ++t)
+            threads.emplace_back([&, t] {
+                for (cpx::message const& m : copies[t].receives)
+                    for (cpx::run const r : m.rows) sums[t] += r.first * r.count;
+            });
+        for (std::thread& t : threads) t.join();
+        for (index_t const sum : sums) CHECK(sum == sums[0]);
+        auto changed = p;
+        changed.receives[1].rows.own()[0].first = 7; // of this copy alone
+        CHECK(changed.receives[1].rows[0].first == 7);
+        CHECK(p.receives[1].rows[0].first != 7);
     }
 
     TEST_CASE("a table of a layout's owners moves as the layout does") {

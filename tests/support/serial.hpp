@@ -32,8 +32,8 @@ inline std::string disagreement(std::vector<cpx::plan> const& plans) {
             if (in == receives.end()) return "nobody expects the message " + who;
             if (counts(in->rows) != counts(out.rows) || counts(in->columns) != counts(out.columns))
                 return "the two ends of the message " + who + " list other runs";
-            for (auto const* runs : {&out.rows, &out.columns, &in->rows, &in->columns})
-                for (cpx::run const& r : *runs)
+            for (std::vector<cpx::run> const& runs : {out.rows.all(), out.columns, in->rows.all(), in->columns})
+                for (cpx::run const& r : runs)
                     if (r.count <= 0 || r.first < 0) return "an empty run in the message " + who;
         }
     }

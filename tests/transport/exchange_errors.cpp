@@ -167,11 +167,11 @@ TEST_SUITE("transport") {
             },
             "unit 2, owners 0 1 2 2 1 0 (ranks 0 2), unit 4, owners 0 1 2 2 1 0 (rank 1)");
         disagree(
-            "width of section 0 of the target sharding",
+            "target sharding",
             [&](int r) -> cpx::plan {
                 return cpx::relayout(goal, cpx::head_sharded<>(3, batch, {{3, r == 1 ? 4 : 2}, {6, 2}}), r);
             },
-            "2 (ranks 0 2), 4 (rank 1)");
+            "3 heads of 2, 6 heads of 2 (ranks 0 2), 3 heads of 4, 6 heads of 2 (rank 1)");
         auto const long_table = [](int r) { // more owners than are told, and than one comparison takes
             std::vector<int> owners(600);
             owners[517] = r == 1 ? 2 : 1;

@@ -2,11 +2,13 @@
 // The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
 #pragma once
 
+#include <cpx/core/hash.hpp>
 #include <cpx/core/size.hpp>
 
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <ranges>
 #include <span>
@@ -54,7 +56,8 @@ public:
         bool padded = false;
         for (std::size_t s = 0; s < valid.size(); ++s) padded = padded || valid[s] < offsets[s + 1] - offsets[s];
         if (!padded) valid.clear();
-        data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid)});
+        std::uint64_t const hash = detail::mix_all(detail::mix_all(0, offsets), valid);
+        data_ = std::make_shared<lengths const>(lengths{std::move(offsets), std::move(valid), hash});
     }
 
     /// The same of other integers, in a vector, array or span.
@@ -114,6 +117,9 @@ public:
     /// Returns the valid length of every sequence, or none if there is no padding.
     std::span<index_t const> valid_lengths() const { return data_->valid; }
 
+    /// Returns a hash of offsets and valid lengths, by which ranks compare batches.
+    std::uint64_t hash() const { return data_->hash; }
+
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
     index_t sequence(index_t row) const {
         auto const& offsets = data_->offsets;
@@ -121,12 +127,14 @@ public:
     }
 
     friend bool operator==(thd const& a, thd const& b) {
-        return a.data_ == b.data_ || (a.data_->offsets == b.data_->offsets && a.data_->valid == b.data_->valid);
+        return a.data_ == b.data_ ||
+               (a.hash() == b.hash() && a.data_->offsets == b.data_->offsets && a.data_->valid == b.data_->valid);
     }
 
 private:
     struct lengths {
         std::vector<index_t> offsets, valid;
+        std::uint64_t hash;
     };
     static std::vector<index_t> numbers(char const* where, char const* what, integers auto const& list, caller here) {
         std::vector<index_t> result;

@@ -136,6 +136,19 @@ public:
         return cut_.fills(policy_.chunks(), batch_.length(s));
     }
 
+    /// Returns whether each rank holds rows, if a sequence that fills all chunks tells; nothing if there is none.
+    /// Cost: O(sequences + chunks).
+    std::vector<bool> holders() const
+        requires requires(sharding const s, index_t i) { s.fills(i); }
+    {
+        std::vector<bool> holds;
+        for (index_t s = 0; s < runs() && holds.empty(); ++s)
+            if (fills(s)) holds.resize(static_cast<std::size_t>(ranks()));
+        if (!holds.empty())
+            for (int c = 0; c < policy_.chunks(); ++c) holds[static_cast<std::size_t>(policy_.owner(c))] = true;
+        return holds;
+    }
+
     /// Returns how many rows `rank` holds. Throws `cpx::error` if there is no such rank. Cost: O(runs * chunks of the
     /// rank).
     index_t rows(int rank, caller here = caller::here()) const {
@@ -216,6 +229,22 @@ private:
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
                 throw error("sharding", "owner of chunk " + std::to_string(c),
                             "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)), here);
+        if constexpr (listed_layout<L>) check_list(l, here);
+    }
+
+    /// Throws unless the chunks that the layout lists are those that it gives away.
+    void check_list(listed_layout auto const& l, caller here) const {
+        int listed = 0;
+        for (int rank = 0; rank < ranks(); ++rank)
+            for (int i = 0, last = -1, count = l.chunks(rank); i < count; ++i, ++listed) {
+                int const c = l.chunk(rank, i);
+                if (c <= last || c >= l.chunks() || l.owner(c) != rank)
+                    throw error("sharding",
+                                "chunk " + std::to_string(i) + " in the layout's list of rank " + std::to_string(rank),
+                                "one of the rank's after " + std::to_string(last), std::to_string(c), here);
+                last = c;
+            }
+        require(listed == l.chunks(), "sharding", "chunks in the layout's lists", l.chunks(), listed, here);
     }
 
     void check_cut(range rows, int chunks, caller here) const {

@@ -58,7 +58,7 @@ public:
         std::vector<message> list;
         for (auto const& [peer, rows] : runs_) {
             if (list.empty() || list.back().peer != peer) list.push_back({peer, {}, {}});
-            list.back().rows.push_back(rows);
+            list.back().rows.own().push_back(rows);
         }
         return list;
     }

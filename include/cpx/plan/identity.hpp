@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/element_name.hpp>
+#include <cpx/core/hash.hpp>
 #include <cpx/layout/sharding.hpp>
 
 #include <algorithm>
@@ -19,22 +20,6 @@
 namespace cpx {
 
 namespace detail {
-
-/// Mixes one number into a 64-bit hash. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
-/// OOPSLA 2014, the finaliser of SplitMix64.
-constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-    std::uint64_t z = (hash ^ value) + 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
-template <class Numbers>
-std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
-    hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
-    for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
-    return hash;
-}
 
 /// Lists the values that ranks have, and the ranks that have them: "8 (ranks 0 1 3), 10 (rank 2)".
 inline std::string who_has_what(std::vector<std::string> const& values) {
@@ -178,13 +163,16 @@ struct identity {
 namespace detail {
 
 template <any_sharding S>
-std::string sharding_name() {
-    if constexpr (requires { typename S::layout_type; })
-        return std::string(type_name<typename S::layout_type>()) +
-               (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
-               std::string(type_name<typename S::cut_type>());
-    else
-        return std::string(type_name<S>());
+std::string const& sharding_name() {
+    static std::string const name = [] {
+        if constexpr (requires { typename S::layout_type; })
+            return std::string(type_name<typename S::layout_type>()) +
+                   (S::cuts == scope::sequence ? " over sequence, " : " over batch, ") +
+                   std::string(type_name<typename S::cut_type>());
+        else
+            return std::string(type_name<S>());
+    }();
+    return name;
 }
 
 /// Calls `f(number, name)` for all that types do not tell: run-time sizes, owners, cuts, sections. `name()` says what a
@@ -240,6 +228,7 @@ std::string sharding_settings(S const& s, std::uint64_t hash) {
     auto const add = [&](std::string const& more) { text += (text.empty() ? "" : ", ") + more; };
     for (section const& group : s.sections())
         add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
+    whole = S::every_row && text.size() < 80; // all of a sharding by heads
     if constexpr (requires { typename S::layout_type; }) {
         using L = typename S::layout_type;
         if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
@@ -270,7 +259,7 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
     id.numbers = {static_cast<std::uint64_t>(from.ranks()),
                   static_cast<std::uint64_t>(batch.sequences()),
                   static_cast<std::uint64_t>(batch.tokens()),
-                  mix_all(mix_all(0, batch.offsets()), batch.valid_lengths()),
+                  batch.hash(),
                   source,
                   target,
                   0,

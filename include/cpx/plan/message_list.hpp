@@ -6,23 +6,31 @@
 
 namespace cpx::detail {
 
-/// The sends, or the receives, of one rank while its plan is made.
+/// The rows of a message, added in ascending global order.
 ///
-/// Rows are added in ascending global order. Rows that follow one another in the batch become one run, and only those:
-/// that rule looks at global rows alone, so both ends of a message make the same runs.
+/// Rows that follow one another in the batch become one run, and only those: that rule looks at global rows alone, so
+/// both ends of a message make the same runs.
+struct joined_rows {
+    std::vector<run> runs;
+    index_t end = 0; ///< one past the last global row
+
+    /// Adds the global rows `rows`, which begin at local row `first`.
+    void add(index_t first, range rows) {
+        if (end == rows.first && !runs.empty())
+            runs.back().count += rows.size();
+        else
+            runs.push_back({first, rows.size()});
+        end = rows.last;
+    }
+};
+
+/// The sends, or the receives, of one rank while its plan is made.
 class message_list {
 public:
     explicit message_list(int ranks) : entries_(static_cast<std::size_t>(ranks)) {}
 
-    /// Adds the global rows `rows`, which begin at local row `first`, to the message to or from `peer`.
-    void add(int peer, index_t first, range rows) {
-        entry& e = entries_[static_cast<std::size_t>(peer)];
-        if (e.end == rows.first && !e.rows.empty())
-            e.rows.back().count += rows.size();
-        else
-            e.rows.push_back({first, rows.size()});
-        e.end = rows.last;
-    }
+    /// Adds rows to the message to or from `peer`.
+    void add(int peer, index_t first, range rows) { entries_[static_cast<std::size_t>(peer)].add(first, rows); }
 
     /// Returns one past the last global row added for `peer`.
     index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
@@ -32,8 +40,8 @@ public:
     std::vector<message> finish(bool whole_rows, Columns&& columns) {
         std::vector<message> messages;
         for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
-            if (entries_[peer].rows.empty()) continue;
-            message m{static_cast<int>(peer), std::move(entries_[peer].rows), {}};
+            if (entries_[peer].runs.empty()) continue;
+            message m{static_cast<int>(peer), std::move(entries_[peer].runs), {}};
             if (!whole_rows) m.columns = columns(m.peer);
             if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
         }
@@ -44,11 +52,7 @@ public:
     }
 
 private:
-    struct entry {
-        std::vector<run> rows;
-        index_t end = 0;
-    };
-    std::vector<entry> entries_;
+    std::vector<joined_rows> entries_;
 };
 
 } // namespace cpx::detail

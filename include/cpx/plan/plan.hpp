@@ -4,31 +4,19 @@
 
 #include <cpx/core/size.hpp>
 #include <cpx/plan/identity.hpp>
+#include <cpx/plan/run_list.hpp>
 
 #include <algorithm>
 #include <vector>
 
 namespace cpx {
 
-/// `count` consecutive rows or columns of one rank's buffer.
-struct run {
-    index_t first = 0;
-    index_t count = 0;
-    friend constexpr bool operator==(run, run) = default;
-};
-
-inline index_t total(std::vector<run> const& runs) {
-    index_t count = 0;
-    for (run const r : runs) count += r.count;
-    return count;
-}
-
 /// One message: the rectangle of some rows and some columns, in row-major order.
 ///
 /// Both ends list the same number of runs with the same counts, each with its own places. No columns: whole rows.
 struct message {
     int peer = 0;
-    std::vector<run> rows;
+    run_list rows;
     std::vector<run> columns;
     friend bool operator==(message const&, message const&) = default;
 };

@@ -41,6 +41,7 @@ template <any_sharding From, any_sharding To, any_sharding Holder>
 std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
                                  Holder const& holder, int rank) {
     std::vector<run> columns;
+    columns.reserve(sections.size());
     index_t first = 0;
     for (section const& s : sections) {
         range const share = holder.heads(rank, s.heads);
@@ -70,6 +71,66 @@ index_t list_common(Mine const& mine, int rank, Other const& other, message_list
         row += piece.size();
     });
     return row;
+}
+
+/// A sharding of which `holders` tells who has rows. Its pieces are known to give each row to one rank.
+template <class S>
+concept known_holders = requires(S const s) { s.holders(); };
+
+/// Lists the runs of the rows that `rank` holds: as local rows, or as those of a rank that holds every row.
+template <any_sharding S>
+std::vector<run> held_runs(S const& sharding, int rank, bool local) {
+    joined_rows rows;
+    index_t row = 0;
+    sharding.for_each_piece(rank, [&](range piece) {
+        rows.add(local ? row : piece.first, piece);
+        row += piece.size();
+    });
+    return std::move(rows.runs);
+}
+
+/// The messages of a rank on one side of an exchange, and its rows there.
+struct common_messages {
+    index_t rows = 0;
+    std::vector<message> messages;
+    bool known = false; ///< whether each row is sure to be in one message a peer
+};
+
+/// Finds the messages of `rank`, whose rows are `mine`, with all ranks where their rows are `other`; `columns(peer)`
+/// gives their columns, of which a rank that holds every row may know that all peers have the same.
+template <any_sharding Mine, any_sharding Other, class Columns>
+common_messages find_common(Mine const& mine, int rank, Other const& other, bool whole_rows, bool same_columns,
+                            Columns&& columns, caller here) {
+    int const ranks = mine.ranks();
+    common_messages found;
+    if (Mine::every_row || Other::every_row) found.messages.reserve(static_cast<std::size_t>(ranks));
+    auto const add = [&](int peer, run_list rows, std::vector<run> its_columns) {
+        if (whole_rows || !its_columns.empty())
+            found.messages.push_back({peer, std::move(rows), std::move(its_columns)});
+    };
+    if constexpr (Other::every_row && !Mine::every_row) { // with all ranks the same rows
+        found.rows = mine.rows(rank);
+        found.known = known_holders<Mine>;
+        auto const late = std::make_shared<late_runs>(1, [mine, rank](int) { return held_runs(mine, rank, true); });
+        for (int peer = 0; peer < ranks && found.rows > 0; ++peer)
+            add(peer, {late, 0}, whole_rows ? std::vector<run>() : columns(peer));
+        return found;
+    } else if constexpr (Mine::every_row && known_holders<Other>) {
+        if (auto const holders = other.holders(); !holders.empty()) {
+            found.rows = mine.rows(rank);
+            found.known = true;
+            auto const late = std::make_shared<late_runs>(ranks, [other](int r) { return held_runs(other, r, false); });
+            auto const own = whole_rows ? std::vector<run>() : columns(rank);
+            for (int peer = 0; peer < ranks; ++peer)
+                if (holders[static_cast<std::size_t>(peer)])
+                    add(peer, {late, peer}, same_columns || whole_rows ? own : columns(peer));
+            return found;
+        }
+    }
+    message_list list(ranks);
+    found.rows = list_common(mine, rank, other, list, here);
+    found.messages = list.finish(whole_rows, columns);
+    return found;
 }
 
 /// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
@@ -111,7 +172,8 @@ bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<sectio
 ///
 /// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
 /// columns that their new holder does not have, in at most one message a peer.
-/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each.
+/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each; between tokens and
+/// heads, or all rows, O(runs of the rank + ranks): there the rows of messages are listed when they are first read.
 ///
 /// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
 /// give every token to exactly one rank.
@@ -142,18 +204,21 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
     p.id[identity::target_width] = p.id[identity::source_width];
 
-    detail::message_list sends(from.ranks()), receives(from.ranks());
-    p.source_rows = detail::list_common(from, rank, to, sends, here);
-    p.target_rows = detail::list_common(to, rank, from, receives, here);
-    p.sends = sends.finish(!by_columns,
-                           [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); });
-    p.receives = receives.finish(
-        !by_columns, [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); });
+    bool const replicas = detail::has_replicas(from, groups); // of a head: the lowest rank sends it
+    auto out = detail::find_common(
+        from, rank, to, !by_columns, !replicas,
+        [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); }, here);
+    auto in = detail::find_common(
+        to, rank, from, !by_columns, !From::every_row,
+        [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); }, here);
+    p.source_rows = out.rows, p.sends = std::move(out.messages);
+    p.target_rows = in.rows, p.receives = std::move(in.messages);
     if (whole_rows)
         for (auto* messages : {&p.sends, &p.receives})
             for (message& m : *messages) m.columns.clear();
-    if (detail::has_replicas(from, groups)) p.kind = flow::selects;
+    if (replicas) p.kind = flow::selects;
     if (detail::has_replicas(to, groups)) p.kind = flow::copies;
+    if (out.known && in.known) return p;
     require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
             detail::brought(p.receives), here);
     // Rows that stay are found twice: among those that leave and among those that arrive.

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// A hash of numbers: the same on every machine, for ranks to compare.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+
+namespace cpx::detail {
+
+/// Mixes one number into a 64-bit hash. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
+/// OOPSLA 2014, the finaliser of SplitMix64.
+constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+    std::uint64_t z = (hash ^ value) + 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+template <class Numbers>
+std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
+    hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
+    for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
+    return hash;
+}
+
+} // namespace cpx::detail
