@@ -4,6 +4,7 @@
 
 #include <cpx/cpx.hpp>
 
+#include <support/erased.hpp>
 #include <support/packings.hpp>
 #include <support/random.hpp>
 
@@ -148,14 +149,24 @@ std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sect
     return whole;
 }
 
-/// Every layout, cut at multiples of any number of tokens, behind one type for each scope.
-template <cpx::scope Scope>
-using by_tokens = cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>>;
+/// Any layout over either scope, cut at multiples of any number of tokens, behind one type: operators see of it what
+/// `cpx::any_sharding` promises, and its cut. So each is compiled once; tests/peers run them on the shardings themselves.
+class by_tokens : public support::any_tokens {
+public:
+    template <cpx::scope Scope>
+    explicit by_tokens(cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>> const& sharding)
+        : support::any_tokens(sharding), cut_(sharding.cut()) {}
 
-/// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts: 2 types. A unit of 1 is
-/// balanced.
+    cpx::aligned<cpx::dynamic> cut() const { return cut_; }
+
+private:
+    cpx::aligned<cpx::dynamic> cut_;
+};
+
+/// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts. A unit of 1 is balanced.
 template <class F>
 void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const& units, F&& f) {
+    using cpx::scope;
     support::splitmix numbers(static_cast<std::uint64_t>(ranks));
     std::pair<char const*, cpx::table> const layouts[] = {
         {"sequential", cpx::table(cpx::sequential<>(ranks))},
@@ -167,16 +178,16 @@ void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const&
             std::string const name = std::string(layout) + " on " + std::to_string(ranks) +
                                      " ranks, cut at multiples of " + std::to_string(unit) + ", over ";
             cpx::aligned<cpx::dynamic> const cut(unit);
-            f(name + "sequence", by_tokens<cpx::scope::sequence>(batch, owners, cut));
-            f(name + "batch", by_tokens<cpx::scope::batch>(batch, owners, cut));
+            f(name + "sequence", by_tokens(cpx::shard<scope::sequence>(batch, owners, cut)));
+            f(name + "batch", by_tokens(cpx::shard<scope::batch>(batch, owners, cut)));
         }
 }
 
 inline constexpr int rank_counts[] = {1, 2, 3, 4, 5, 8};
 
 /// The batch as one rank has it.
-inline by_tokens<cpx::scope::sequence> one_rank(cpx::thd const& batch) {
-    return by_tokens<cpx::scope::sequence>(batch, cpx::table(cpx::sequential<>(1)), cpx::aligned<cpx::dynamic>(1));
+inline by_tokens one_rank(cpx::thd const& batch) {
+    return by_tokens(cpx::shard(batch, cpx::table(cpx::sequential<>(1)), cpx::aligned<cpx::dynamic>(1)));
 }
 
 /// Returns up to `most_sequences` sequences: empty, of one token, odd, around the chunk, and any up to 40 tokens.

@@ -44,10 +44,8 @@ void shardings(cpx::thd const& batch, int ranks, int chunk, F&& f) {
     for (int const unit : {1, chunk}) {
         cpx::aligned<cpx::dynamic> const cut(unit);
         std::string const name = ", cut at multiples of " + std::to_string(unit);
-        f("sequential over batch" + name,
-          on_ranks::by_tokens<scope::batch>(batch, cpx::table(cpx::sequential<>(ranks)), cut));
-        f("zigzag over sequence" + name,
-          on_ranks::by_tokens<scope::sequence>(batch, cpx::table(cpx::zigzag<>(ranks)), cut));
+        f("sequential over batch" + name, cpx::shard<scope::batch>(batch, cpx::table(cpx::sequential<>(ranks)), cut));
+        f("zigzag over sequence" + name, cpx::shard<scope::sequence>(batch, cpx::table(cpx::zigzag<>(ranks)), cut));
     }
 }
 
