@@ -168,7 +168,7 @@ TEST_SUITE("cuda") {
         problem<float, float> const p(lengths({30, 11}), 12, 4, true, activation::silu, 17);
         auto const sharding = on_ranks::one_rank(p.batch);
         auto const expected = run(p, sharding);
-        conv_plan const plan(halo(sharding, 0, 3), halo(sharding, 0, 3, cpx::side::after));
+        conv_plan const plan(cpx::halo(sharding, 0, 3), cpx::halo(sharding, 0, 3, cpx::side::after));
         device_rows<float> const x(p.x, 12, {}), dy(p.dy, 12, {}), y(41, 12, {}), dx(41, 12, {});
         device_rows<float> const weight(p.weight, 4, {});
         cpx::cuda::buffer<float> const bias{std::span<float const>(p.bias)};
@@ -209,7 +209,7 @@ TEST_SUITE("cuda") {
     TEST_CASE("no channels need no workspace and no kernel") {
         if (!has_gpus()) return;
         auto const s = cpx::shard(lengths({7, 6}), cpx::zigzag<2>{});
-        conv_plan const plan(halo(s, 0, 3), halo(s, 0, 3, cpx::side::after));
+        conv_plan const plan(cpx::halo(s, 0, 3), cpx::halo(s, 0, 3, cpx::side::after));
         REQUIRE(plan.halo_rows() > 0);
         REQUIRE(plan.edge_rows() > 0);
         cpx::cuda::buffer<float> const memory(1000 + cpx::cuda::causal_conv1d_workspace(plan, 1));
@@ -262,7 +262,7 @@ TEST_SUITE("cuda") {
         tensors const near = apart(channels), far = apart(stride);
         for (index_t const taps : {4, 3}) { // by 16 bytes, by elements
             CAPTURE(taps);
-            conv_plan const plan(halo(sharding, 1, taps - 1), halo(sharding, 1, taps - 1, cpx::side::after));
+            conv_plan const plan(cpx::halo(sharding, 1, taps - 1), cpx::halo(sharding, 1, taps - 1, cpx::side::after));
             REQUIRE(plan.rows() == count); // of sequences of 6 and 5, with rows of other ranks on both sides
             REQUIRE(plan.halo_rows() == 2 * (taps - 1));
             REQUIRE(plan.edge_rows() == 2 * (taps - 1));
@@ -301,18 +301,18 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("what does not fit is refused, by name") {
         auto const s = cpx::shard(lengths({7, 6}), cpx::zigzag<2>{});
-        auto const after = [&](index_t reach, int rank = 0) { return halo(s, rank, reach, cpx::side::after); };
+        auto const after = [&](index_t reach, int rank = 0) { return cpx::halo(s, rank, reach, cpx::side::after); };
         support::rejects({"conv_plan", "side of the halo: expected before, got after"}, [&] { conv_plan(after(3)); });
-        support::rejects({"conv_plan", "taps: expected at most 8, got 9"}, [&] { conv_plan(halo(s, 0, 8)); });
+        support::rejects({"conv_plan", "taps: expected at most 8, got 9"}, [&] { conv_plan(cpx::halo(s, 0, 8)); });
         if (!has_gpus()) return;
         support::rejects({"rows after a segment in the plan: expected 3, got 2"},
-                         [&] { conv_plan(halo(s, 0, 3), after(2)); });
+                         [&] { conv_plan(cpx::halo(s, 0, 3), after(2)); });
         support::rejects({"rows after a segment in the plan: expected 3, got 0"},
-                         [&] { conv_plan(halo(s, 0, 3), halo(s, 0, 3)); });
+                         [&] { conv_plan(cpx::halo(s, 0, 3), cpx::halo(s, 0, 3)); });
         support::rejects({"plan of rows after", "the sharding and the rank"},
-                         [&] { conv_plan(halo(s, 0, 3), after(3, 1)); });
+                         [&] { conv_plan(cpx::halo(s, 0, 3), after(3, 1)); });
 
-        conv_plan const forward(halo(s, 0, 3)), plan(halo(s, 0, 3), after(3));
+        conv_plan const forward(cpx::halo(s, 0, 3)), plan(cpx::halo(s, 0, 3), after(3));
         index_t const count = plan.rows(), needed = cpx::cuda::causal_conv1d_workspace(plan, 5);
         CHECK(forward.rows() == 6);
         CHECK(forward.halo_rows() > 0);

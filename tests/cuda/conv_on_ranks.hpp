@@ -25,8 +25,8 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         std::unique_lock turn(device);
         int const rank = comm.rank();
-        auto const before = halo(sharding, rank, p.taps - 1);
-        cpx::cuda::conv_plan const plan(before, halo(sharding, rank, p.taps - 1, cpx::side::after));
+        auto const before = cpx::halo(sharding, rank, p.taps - 1);
+        cpx::cuda::conv_plan const plan(before, cpx::halo(sharding, rank, p.taps - 1, cpx::side::after));
         cpx::cuda::stream const stream;
         auto const moved = [&]<class U>(cpx::plan const& by, std::vector<U> const& from) {
             std::vector<U> to(static_cast<std::size_t>(by.target_rows * p.channels));

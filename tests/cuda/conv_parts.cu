@@ -129,7 +129,8 @@ TEST_SUITE("cuda") {
         auto const rejects = [&](std::string const& passage, index_t taps, std::vector<width_and_heads> const& list,
                                  placement of_dy = {}, placement of_dx = {}) {
             CAPTURE(passage);
-            cpx::cuda::conv_plan const plan(halo(sharding, 0, taps - 1), halo(sharding, 0, taps - 1, cpx::side::after));
+            cpx::cuda::conv_plan const plan(cpx::halo(sharding, 0, taps - 1),
+                                            cpx::halo(sharding, 0, taps - 1, cpx::side::after));
             std::vector<float> const tensor(13 * 64, 1.0f);
             device_rows<float> const x(tensor, 64, {}), dx(13, 64, of_dx);
             device_rows<float> const weight(std::vector<float>(static_cast<std::size_t>(64 * taps)), taps, {});

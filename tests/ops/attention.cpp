@@ -46,7 +46,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("a token changes no bit of another sequence and of no token before it, not even by NaN") {
         auto const p = random_attention<float>(lengths({9, 1, 14, 0, 3}), {4, 2, 4}, 2);
-        auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(3));
+        by_tokens const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(3));
         auto const before = run_gathered(p, sharding);
         REQUIRE(same_bits(run_by_heads(p, 3), before));
         for (float const change : {0.5f, std::numeric_limits<float>::quiet_NaN()})
@@ -70,7 +70,7 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("a sequence has the bits that it has alone, whatever it is packed with", T, float, double) {
         for (auto const& order : std::vector<std::vector<index_t>>{{33, 1, 50, 16}, {50, 0, 16, 33, 1}}) {
             auto const p = random_attention<T>(lengths(order), {4, 2, 8}, 8);
-            auto const all = run_gathered(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}));
+            auto const all = run_gathered(p, by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{})));
             for (index_t s = 0; s < p.batch.sequences(); ++s) {
                 index_t const first = p.batch.offset(s), last = p.batch.offset(s + 1);
                 reference::attention<T> const own{lengths({last - first}),

@@ -120,7 +120,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("a token of one sequence changes no bit of the gradients of another, not even by NaN") {
         auto const p = random_attention<double>(lengths({9, 1, 14, 0, 3}), {4, 2, 4}, 2);
-        auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(3));
+        by_tokens const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(3));
         auto const dout = random_upstream(p);
         auto const run = [&](attention<double> const& of, std::vector<double> const& upstream) {
             return std::array{gradient_gathered(of, upstream, sharding, gathered::queries),

@@ -135,8 +135,9 @@ gradients<T> convolution(golden<T> const& f, S const& sharding) {
                    dy = take(f.values.at("dy"), channels, sharding, rank);
         auto dx = poisoned<T>(sharding, rank, channels);
         std::vector<T> dweight(static_cast<std::size_t>(channels * taps)), dbias(static_cast<std::size_t>(channels));
-        causal_conv1d_backward(halo(sharding, rank, taps - 1), halo(sharding, rank, taps - 1, cpx::side::after),
-                               x.view(), cpx::rows<T const>(f.values.at("weight"), taps), std::span<T const>(bias), act,
+        causal_conv1d_backward(cpx::halo(sharding, rank, taps - 1),
+                               cpx::halo(sharding, rank, taps - 1, cpx::side::after), x.view(),
+                               cpx::rows<T const>(f.values.at("weight"), taps), std::span<T const>(bias), act,
                                dy.view(), cpx::causal_conv1d_gradients{dx, dweight, dbias}, comm);
         sum_over_ranks(std::span(dweight), comm);
         sum_over_ranks(std::span(dbias), comm);
@@ -155,8 +156,8 @@ void everywhere(cpx::thd const& batch, int unit, F&& f) {
         for (cpx::table const& layout : {cpx::table(cpx::sequential<>(ranks)), cpx::table(cpx::zigzag<>(ranks)),
                                          cpx::table(cpx::striped<>(ranks))}) {
             CAPTURE(ranks);
-            f(cpx::shard(batch, layout, cpx::aligned<cpx::dynamic>(unit)));
-            f(cpx::shard<cpx::scope::batch>(batch, layout, cpx::aligned<cpx::dynamic>(unit)));
+            f(on_ranks::by_tokens(cpx::shard(batch, layout, cpx::aligned<cpx::dynamic>(unit))));
+            f(on_ranks::by_tokens(cpx::shard<cpx::scope::batch>(batch, layout, cpx::aligned<cpx::dynamic>(unit))));
         }
 }
 
@@ -187,7 +188,7 @@ TEST_SUITE("ops") {
                        double, float) {
         golden<T> const f("gdr_odd");
         for (int const chunk : {16, 64}) {
-            auto const one = delta_rule<cpx::serial>(f, cpx::shard(f.batch, cpx::sequential<1>{}), chunk, true);
+            auto const one = delta_rule<cpx::serial>(f, on_ranks::one_rank(f.batch), chunk, true);
             everywhere(f.batch, chunk, [&](auto const& sharding) {
                 auto const got = delta_rule<cpx::serial>(f, sharding, chunk, true);
                 for (auto const& [name, gradient] : one) {
@@ -200,7 +201,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("scan hands gradients of final states back within rounding") {
         golden<double> const f("gdr_odd");
-        auto const one = delta_rule<cpx::serial>(f, cpx::shard(f.batch, cpx::sequential<1>{}), 64, true);
+        auto const one = delta_rule<cpx::serial>(f, on_ranks::one_rank(f.batch), 64, true);
         everywhere(f.batch, 1, [&](auto const& sharding) {
             auto const got = delta_rule<cpx::scan>(f, sharding, 64, true);
             for (auto const& [name, gradient] : one) {
@@ -215,7 +216,7 @@ TEST_SUITE("ops") {
         for (char const* name : {"conv_bias", "conv_silu", "conv_linear"}) {
             CAPTURE(name);
             golden<T> const f(name);
-            auto const one = convolution(f, cpx::shard(f.batch, cpx::sequential<1>{}));
+            auto const one = convolution(f, on_ranks::one_rank(f.batch));
             everywhere(f.batch, 1, [&](auto const& sharding) {
                 auto const got = convolution(f, sharding);
                 CHECK(same_bits(got.at("dx"), one.at("dx")));

@@ -66,7 +66,7 @@ conv<T> gradient(conv<T> const& p, std::vector<T> const& dy, S const& sharding, 
         auto const b = p.bias.empty() ? p.bias : local_rows(sharding, rank, sections, cpx::rows<T const>(p.bias, 1));
         std::vector<T> dw(w.size()), db(b.size()), dweight(p.weight.size()), dbias(p.bias.size());
         cpx::causal_conv1d_backward(
-            halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, cpx::side::after), x.view(),
+            cpx::halo(sharding, rank, p.taps - 1), cpx::halo(sharding, rank, p.taps - 1, cpx::side::after), x.view(),
             cpx::rows<T const>(w, p.taps), std::span<T const>(b), p.act, of_y.view(),
             cpx::causal_conv1d_gradients<T, S>{dx.view(), cpx::rows<T>(dw, p.taps), std::span<T>(db), order}, comm);
         cpx::add_local_rows(sharding, rank, sections, cpx::rows<T const>(dw, p.taps), cpx::rows<T>(dweight, p.taps));
@@ -223,18 +223,18 @@ attention<T> gradient(attention<T> const& p, std::vector<T> const& dout, Q const
         if constexpr (std::same_as<Q, K>) {
             cpx::attention_backward_keys(own, k.view(), v.view(), p.heads, p.scale, dk, dv, comm);
         } else if (what == gathered::queries) {
-            auto const plan = relayout(sharding, everywhere, rank);
+            auto const plan = cpx::relayout(sharding, everywhere, rank);
             auto const own_k = on_ranks::take(p.k, keys, sharding, rank),
                        own_v = on_ranks::take(p.v, keys, sharding, rank);
-            cpx::attention_backward_keys(views(exchange(plan, q, comm), exchange(plan, of_o, comm),
-                                               exchange(plan, lse, comm), exchange(plan, delta, comm)),
+            cpx::attention_backward_keys(views(cpx::exchange(plan, q, comm), cpx::exchange(plan, of_o, comm),
+                                               cpx::exchange(plan, lse, comm), cpx::exchange(plan, delta, comm)),
                                          own_k.view(), own_v.view(), p.heads, p.scale, dk, dv, comm);
         } else {
             auto all_dk = on_ranks::poisoned<T>(everywhere, rank, own_keys), all_dv = all_dk;
             cpx::attention_backward_keys(own, k.view(), v.view(), p.heads, p.scale, all_dk.view(), all_dv.view(), comm);
-            auto const back = relayout(sharding, everywhere, rank).transposed();
-            exchange(back, all_dk.view(), dk, comm);
-            exchange(back, all_dv.view(), dv, comm);
+            auto const back = cpx::relayout(sharding, everywhere, rank).transposed();
+            cpx::exchange(back, all_dk.view(), dk, comm);
+            cpx::exchange(back, all_dv.view(), dv, comm);
         }
         return dfused;
     });

@@ -35,15 +35,15 @@ std::vector<conv<T>> problems() {
 template <class F>
 void for_each_typed_sharding(cpx::thd const& batch, F&& f) {
     f("static zigzag", cpx::shard(batch, cpx::zigzag<3>{}));
-    f("static sequential over batch", cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{}));
-    f("miles' rule",
-      cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }}));
+    f("sequential<5> over batch", by_tokens(cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{})));
+    f("miles' rule", by_tokens(cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{},
+                                                                [](index_t n) { return n % 8 == 0; }})));
     struct backwards { // a layout is three functions
         int ranks() const { return 4; }
         int chunks() const { return 7; }
         int owner(int chunk) const { return (7 - chunk) / 2; }
     };
-    f("a layout of one's own", cpx::shard(batch, backwards{}, cpx::aligned<3>{}));
+    f("a layout of one's own", by_tokens(cpx::shard(batch, backwards{}, cpx::aligned<3>{})));
 }
 
 struct scenario {
@@ -96,7 +96,7 @@ std::vector<T> run_on(conv<T> const& p, S const& sharding, std::vector<cpx::sect
         };
         cpx::causal_conv1d_states<T> states{.final = at(final)};
         if (!initial.empty()) states.initial = at(initial);
-        cpx::causal_conv1d(halo(sharding, rank, p.taps - 1), x.view(), cpx::rows<T const>(weight, p.taps),
+        cpx::causal_conv1d(cpx::halo(sharding, rank, p.taps - 1), x.view(), cpx::rows<T const>(weight, p.taps),
                            std::span<T const>(bias), p.act, y.view(), comm, states);
         return y;
     });
@@ -202,8 +202,9 @@ TEST_SUITE("ops") {
             auto const p = random_conv<float>(lengths(s.lengths), 128, s.taps, true, cpx::activation::silu, 11);
             auto const alone = run(p, one_rank(p.batch));
             CHECK(relative_error(alone, run(p.as<double>())) <= 1e-6);
-            CHECK(same_bits(run(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<>(s.ranks))), alone));
-            CHECK(same_bits(run(p, cpx::shard(p.batch, cpx::zigzag<>(s.ranks))), alone));
+            CHECK(same_bits(run(p, by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<>(s.ranks)))),
+                            alone));
+            CHECK(same_bits(run(p, by_tokens(cpx::shard(p.batch, cpx::zigzag<>(s.ranks)))), alone));
         }
     }
 
@@ -307,7 +308,7 @@ TEST_SUITE("ops") {
                         cpx::table const layouts[] = {cpx::table(cpx::sequential<>(ranks)),
                                                       cpx::table(cpx::zigzag<>(ranks)),
                                                       cpx::table(cpx::striped<>(ranks))};
-                        auto const sharding = cpx::shard<cpx::scope::batch>(batch.batch, layouts[layout]);
+                        by_tokens const sharding = cpx::shard<cpx::scope::batch>(batch.batch, layouts[layout]);
                         check(sharding, sections);
                         known = newest_rows(batch, known); // handed to all ranks
                         states = split_states(known, batch, sharding, sections, [](int, index_t) { return true; });
@@ -326,7 +327,7 @@ TEST_SUITE("ops") {
         cpx::sharded<float, S> const x({values, 3}, sharding, 0), y({written, 3}, sharding, 0),
             foreign({values, 3}, cpx::shard(other, cpx::zigzag<>(1)), 0);
         cpx::sharded<float, S> const narrow = x.columns(0, 2), low(x.data().sub(0, 10), sharding, 0);
-        auto const plan = halo(sharding, 0, 3);
+        auto const plan = cpx::halo(sharding, 0, 3);
         auto const call = [](auto const& p, auto const& from, auto const& taps, std::span<float const> b,
                              auto const& to) {
             return [=] {
@@ -337,11 +338,11 @@ TEST_SUITE("ops") {
         };
         std::string const conv = "causal_conv1d: ", taps = "shape of weight: expected ";
         support::rejects({"causal_conv1d.cpp", conv + taps + "(3, 3), the plan bringing 2 rows, got (3, 4)"},
-                         call(halo(sharding, 0, 2), x, w, {}, y));
+                         call(cpx::halo(sharding, 0, 2), x, w, {}, y));
         support::rejects({conv + taps + "(3, 4), the plan bringing 3 rows, got (4, 3)"},
                          call(plan, x, cpx::rows<float const>(weight, 3), {}, y));
         support::rejects({conv + "rows that the plan brings: expected those before a segment, got those after"},
-                         call(halo(sharding, 0, 3, cpx::side::after), x, w, {}, y));
+                         call(cpx::halo(sharding, 0, 3, cpx::side::after), x, w, {}, y));
         support::rejects({"causal_conv1d: sharding of x: expected the plan's"}, call(plan, foreign, w, {}, y));
         support::rejects({"causal_conv1d: sharding of y: expected the plan's"}, call(plan, x, w, {}, foreign));
         support::rejects({"size of bias: expected 3, got 2"}, call(plan, x, w, std::span(bias).first(2), y));
@@ -392,7 +393,7 @@ TEST_SUITE("ops") {
         auto const p = random_conv<double>(lengths({6, 5}), 3, 4, true, cpx::activation::silu, 4);
         using S = cpx::sharding<cpx::zigzag<>>;
         S const sharding = cpx::shard(p.batch, cpx::zigzag<>(1)), other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
-        auto const before = halo(sharding, 0, 3), after = halo(sharding, 0, 3, cpx::side::after);
+        auto const before = cpx::halo(sharding, 0, 3), after = cpx::halo(sharding, 0, 3, cpx::side::after);
         std::vector<double> values = p.x, written(values.size()), sums(12), biases(3);
         cpx::rows<double const> const w(p.weight, 4);
         cpx::sharded<double, S> const x({values, 3}, sharding, 0), dx({written, 3}, sharding, 0);
@@ -425,14 +426,14 @@ TEST_SUITE("ops") {
                 CHECK(std::ranges::all_of(*touched, [](double v) { return v == 0; }));
         };
         rejects("sharding of x: expected that of the plans", [&](arguments& a) { a.x = foreign; });
-        rejects("sharding of x: expected that of the plans", [&](arguments& a) { a.before = halo(other, 0, 3); });
+        rejects("sharding of x: expected that of the plans", [&](arguments& a) { a.before = cpx::halo(other, 0, 3); });
         rejects("sharding of dy: expected that of x", [&](arguments& a) { a.dy = foreign; });
         rejects("sharding of dx: expected that of x", [&](arguments& a) { a.to.dx = foreign_dx; });
         std::string const shorter = "shape of weight: expected (3, 3), the plan bringing 2 rows, got (3, 4)";
-        rejects(shorter, [&](arguments& a) { a.before = halo(sharding, 0, 2); });
+        rejects(shorter, [&](arguments& a) { a.before = cpx::halo(sharding, 0, 2); });
         rejects("rows that the plan brings: expected those before a segment, got those after",
                 [&](arguments& a) { std::swap(a.before, a.after); });
-        rejects(shorter, [&](arguments& a) { a.after = halo(sharding, 0, 2, cpx::side::after); });
+        rejects(shorter, [&](arguments& a) { a.after = cpx::halo(sharding, 0, 2, cpx::side::after); });
         rejects("size of bias: expected 3, got 2", [&](arguments& a) { a.bias = a.bias.first(2); });
         rejects("shape of x: expected (11, 3), got (10, 3)", [&](arguments& a) { a.x = low; });
         rejects("shape of dy: expected (11, 3), got (10, 3)", [&](arguments& a) { a.dy = low; });

@@ -23,7 +23,7 @@ config_type const pointwise{4, {1, 1, 2, 2}, 1, 1, 1e-5};
 /// The states of one layer on every rank, one cache a rank.
 template <class T>
 using caches = std::vector<cpx::gated_delta_net_cache<T>>;
-using spread = cpx::sharding<cpx::table, cpx::scope::batch>;
+using spread = by_tokens;
 using by_heads = cpx::head_sharded<>;
 
 std::size_t at(index_t i) { return static_cast<std::size_t>(i); }
@@ -406,7 +406,7 @@ TEST_SUITE("ops") {
                 check(first, second, then_one, states);
 
                 int const ranks = cp_ranks[turn++ % std::size(cp_ranks)];
-                auto const before = cpx::shard(head.batch, cpx::zigzag<>(ranks));
+                by_tokens const before = cpx::shard(head.batch, cpx::zigzag<>(ranks));
                 for_each_sharding(tail.batch, ranks, {1}, [&](std::string const& name, auto const& after) {
                     CAPTURE(name);
                     auto from = zeros<T>(config, before);
@@ -477,7 +477,7 @@ TEST_SUITE("ops") {
                 auto const table = on_owners(cpx::thd::uniform(n, 1), ranks, owners);
                 for_each_sharding(batch, ranks, {1, 4}, [&](std::string const& name, auto const& sharding) {
                     CAPTURE(name);
-                    auto const ends = sequence_ends(sharding);
+                    auto const ends = cpx::sequence_ends(sharding);
                     CHECK(ends.batch() == cpx::thd::uniform(n, 1));
                     CHECK(ends.ranks() == ranks);
                     index_t sent = 0, moved = 0;
@@ -547,7 +547,7 @@ TEST_SUITE("ops") {
         lists const whole{12, 9, 1, 7}, prompt{7, 5, 0, 4};
         auto const p = random_layer<double>(lengths(whole), grouped, true, 4);
         index_t const hidden = grouped.hidden, wide = state_width(grouped);
-        auto const zigzag = cpx::shard<cpx::scope::batch>(lengths(prompt), cpx::zigzag<3>{});
+        by_tokens const zigzag = cpx::shard<cpx::scope::batch>(lengths(prompt), cpx::zigzag<3>{});
         for (auto const first : prefills)
             for (auto const then : decodings) {
                 CAPTURE(static_cast<int>(first));

@@ -93,8 +93,8 @@ void on_three_ranks(cpx::thd const& batch, F&& f) {
     cpx::aligned<cpx::dynamic> const any(1);
     for (auto const& layout :
          {cpx::table(cpx::zigzag<>(3)), cpx::table(cpx::sequential<>(3)), cpx::table(cpx::striped<>(3))}) {
-        call("over sequence", cpx::shard(batch, layout, any));
-        call("over batch", cpx::shard<cpx::scope::batch>(batch, layout, any));
+        call("over sequence", by_tokens(cpx::shard(batch, layout, any)));
+        call("over batch", by_tokens(cpx::shard<cpx::scope::batch>(batch, layout, any)));
     }
 }
 
@@ -126,9 +126,9 @@ void check_transposed(From const& from, To const& to, index_t width) {
         auto const at_to = [&](auto& values) {
             return cpx::sharded(cpx::rows(values.data(), to.rows(rank), columns(to, rank)), to, rank);
         };
-        auto const plan = relayout(from, to, rank);
-        exchange(plan, at_from(x), at_to(y), comm);
-        exchange(plan.transposed(), at_to(u), at_from(dx), comm);
+        auto const plan = cpx::relayout(from, to, rank);
+        cpx::exchange(plan, at_from(x), at_to(y), comm);
+        cpx::exchange(plan.transposed(), at_to(u), at_from(dx), comm);
         std::lock_guard const lock(guard);
         moved += dot(u, y);
         pulled += dot(dx, x);
@@ -274,8 +274,8 @@ TEST_SUITE("ops") {
     TEST_CASE("the transposed plan is the gradient of an exchange, replicas included") {
         for (auto const& packing : packings) {
             auto const batch = lengths(packing);
-            auto const zigzag = cpx::shard(batch, cpx::zigzag<>(3));
-            auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(3));
+            by_tokens const zigzag = cpx::shard(batch, cpx::zigzag<>(3));
+            by_tokens const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(3));
             cpx::replicated<> const everywhere(3, batch);
             check_transposed(zigzag, sequential, 5);
             check_transposed(sequential, zigzag, 1);

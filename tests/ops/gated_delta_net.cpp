@@ -69,8 +69,9 @@ TEST_SUITE("ops") {
         auto const one = run<cpx::serial>(p, one_rank(p.batch));
         CHECK(same_bits(run<cpx::serial>(p, cpx::shard(p.batch, cpx::zigzag<4>{}, cpx::aligned<16>{})), one));
         CHECK(same_bits(
-            run<cpx::serial>(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<3>{}, cpx::aligned<>{})), one));
-        CHECK(same_bits(run_by_heads(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<5>{})), one));
+            run<cpx::serial>(p, by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<3>{}, cpx::aligned<>{}))),
+            one));
+        CHECK(same_bits(run_by_heads(p, by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<5>{}))), one));
     }
 
     TEST_CASE("the layer of twinkle's tiny Qwen3.5 is right when a rank begins inside a sequence") {
@@ -78,7 +79,7 @@ TEST_SUITE("ops") {
         cpx::gated_delta_net_config const tiny{64, {2, 4, 16, 16}, 4, 64, 1e-6};
         auto const p = random_layer<float>(lengths({3, 5}), tiny, true, 1);
         auto const expected = run(p.as<double>());
-        auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<2>{});
+        by_tokens const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<2>{});
         CHECK(relative_error(run<cpx::scan>(p, sharding), expected) <= 1e-5);
         CHECK(relative_error(run<cpx::serial>(p, sharding), expected) <= 1e-5);
         CHECK(relative_error(run_by_heads(p, sharding), expected) <= 1e-5);
@@ -114,7 +115,7 @@ TEST_SUITE("ops") {
         for (auto const& order :
              std::vector<std::vector<index_t>>{{33, 1, 70, 16}, {70, 16, 33, 1}, {16, 0, 1, 70, 33}}) {
             auto const p = random_layer<T>(lengths(order), grouped, true, 8);
-            auto const cut = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{});
+            by_tokens const cut = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{});
             for (auto const& all :
                  {run<cpx::scan>(p, one_rank(p.batch)), run<cpx::serial>(p, cut), run_by_heads(p, cut)})
                 for (index_t s = 0; s < p.batch.sequences(); ++s) {

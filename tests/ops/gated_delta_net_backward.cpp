@@ -98,7 +98,8 @@ TEST_SUITE("ops") {
                         CHECK(same_bits(gradient<cpx::serial>(p, dy, sharding, sum_order::by_rank).x, one.x));
                     });
                 }
-                check_bits(gradient_by_heads(p, dy, cpx::shard(p.batch, cpx::zigzag<4>{}), sum_order::by_row), one);
+                check_bits(
+                    gradient_by_heads(p, dy, by_tokens(cpx::shard(p.batch, cpx::zigzag<4>{})), sum_order::by_row), one);
                 ++turn;
             }
         auto const p = random_layer<T>(lengths({200, 70, 1}), grouped, true, 5);
@@ -108,9 +109,10 @@ TEST_SUITE("ops") {
             check_bits(gradient<cpx::serial>(p, dy, sharding, sum_order::by_row), one);
         };
         check(cpx::shard(p.batch, cpx::zigzag<4>{}, cpx::aligned<16>{}));
-        check(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<3>{}, cpx::aligned<>{}));
+        check(by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<3>{}, cpx::aligned<>{})));
         for (int const ranks : {2, 4, 5, 8})
-            check_bits(gradient_by_heads(p, dy, cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<>(ranks)),
+            check_bits(gradient_by_heads(p, dy,
+                                         by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::sequential<>(ranks))),
                                          sum_order::by_row),
                        one);
     }

@@ -131,10 +131,11 @@ TEST_SUITE("ops") {
             check_close(run<cpx::serial>(p, sharding), expected, p.batch);
         };
         check(cpx::shard(p.batch, cpx::zigzag<3>{}));
-        check(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<4, 2>{}, cpx::aligned<16>{}));
-        check(cpx::shard(p.batch, backwards{}));
-        check(cpx::shard(p.batch, // miles' rule
-                         cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }}));
+        check(by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<4, 2>{}, cpx::aligned<16>{})));
+        check(by_tokens(cpx::shard(p.batch, backwards{})));
+        check(by_tokens(
+            cpx::shard(p.batch, // miles' rule
+                       cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }})));
     }
 
     TEST_CASE_TEMPLATE("serial with cuts at multiples of the chunk gives the bits of one rank", T, float, double) {
@@ -239,7 +240,8 @@ TEST_SUITE("ops") {
                 }
             };
             check(run<cpx::serial>(p, one_rank(p.batch)));
-            check(run<cpx::serial>(p, cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{})));
+            check(run<cpx::serial>(
+                p, by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{}))));
             check(run<cpx::scan>(p, cpx::head_sharded<3>(p.batch, p.sections())));
         }
     }
@@ -248,7 +250,7 @@ TEST_SUITE("ops") {
         for (int const ranks : {1, 2, 3, 6, 8, 33, 64}) {
             CAPTURE(ranks);
             auto const p = random_delta<double>(lengths({130, 3}), {1, 2, 3, 5}, {.chunk = 4}, 1e-2, false, 11);
-            auto const sharding = cpx::shard(p.batch, cpx::sequential<>{ranks});
+            by_tokens const sharding = cpx::shard(p.batch, cpx::sequential<>{ranks});
             index_t numbers = 0, bytes = 0;
             for (index_t const length : {130, 3})
                 for (index_t level = 1; level < std::min<index_t>(ranks, length); ++level) {
@@ -262,9 +264,9 @@ TEST_SUITE("ops") {
                 auto o = poisoned<double>(sharding, comm.rank(), 10);
                 auto const c = x.view();
                 cpx::gated_delta_rule(cpx::carry<cpx::scan>(sharding, comm.rank()),
-                                      cpx::delta_rule_tensors<double, cpx::sharding<cpx::sequential<>>>{
-                                          c.columns(0, 3), c.columns(3, 3), c.columns(6, 10), c.columns(16, 2),
-                                          c.columns(18, 2), o.view()},
+                                      cpx::delta_rule_tensors<double, by_tokens>{c.columns(0, 3), c.columns(3, 3),
+                                                                                 c.columns(6, 10), c.columns(16, 2),
+                                                                                 c.columns(18, 2), o.view()},
                                       p.heads, p.options, counter);
                 std::lock_guard const lock(guard);
                 bytes += counter.sent("carry, scan").bytes;

@@ -17,7 +17,7 @@ namespace {
 
 using namespace support;
 using cpx::index_t, cpx::media_kind, cpx::mrope_rule;
-using on_ranks::by_tokens, on_ranks::for_each_sharding;
+using on_ranks::for_each_sharding;
 
 /// Returns what of the ranks' positions is not that of the whole batch, or "". Adds what ranks sent to `sent`.
 template <class S>

@@ -4,6 +4,7 @@
 
 #include <cpx/cpx.hpp>
 
+#include <ops/kernels.hpp>
 #include <support/erased.hpp>
 #include <support/packings.hpp>
 #include <support/random.hpp>
@@ -149,13 +150,14 @@ std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sect
     return whole;
 }
 
-/// Any layout over either scope, cut at multiples of any number of tokens, behind one type: operators see of it what
-/// `cpx::any_sharding` promises, and its cut. So each is compiled once; tests/peers run them on the shardings themselves.
+/// Any layout over either scope with any cut behind one type, so that an operator is compiled for it once: of the
+/// sharding it sees what `cpx::any_sharding` promises, and the unit of its cut. Each operator runs on some types, too.
 class by_tokens : public support::any_tokens {
 public:
-    template <cpx::scope Scope>
-    explicit by_tokens(cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>> const& sharding)
-        : support::any_tokens(sharding), cut_(sharding.cut()) {}
+    template <class P, cpx::scope Scope, class Cut>
+    by_tokens(cpx::sharding<P, Scope, Cut> const& sharding) : support::any_tokens(sharding), cut_(1) {
+        if constexpr (requires { sharding.cut().unit(); }) cut_ = cpx::aligned<cpx::dynamic>(sharding.cut().unit());
+    }
 
     cpx::aligned<cpx::dynamic> cut() const { return cut_; }
 

@@ -71,7 +71,7 @@ std::vector<T> run(conv<T> const& p, S const& sharding, std::vector<cpx::section
         auto y = on_ranks::poisoned<T>(sharding, rank, x.width());
         auto const weight = local_rows(sharding, rank, sections, cpx::rows<T const>(p.weight, p.taps));
         auto const bias = p.bias.empty() ? p.bias : local_rows(sharding, rank, sections, cpx::rows<T const>(p.bias, 1));
-        cpx::causal_conv1d(halo(sharding, rank, p.taps - 1), x.view(), cpx::rows<T const>(weight, p.taps),
+        cpx::causal_conv1d(cpx::halo(sharding, rank, p.taps - 1), x.view(), cpx::rows<T const>(weight, p.taps),
                            std::span<T const>(bias), p.act, y.view(), comm);
         return y;
     });

@@ -70,9 +70,9 @@ void for_each(cpx::thd const& batch, F&& f) {
         f("replicated on " + std::to_string(ranks) + " ranks", cpx::replicated<>(ranks, batch));
     }
     f("static zigzag", cpx::shard(batch, cpx::zigzag<3>{}));
-    f("static sequential over batch", cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{}));
-    f("miles' rule",
-      cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](index_t n) { return n % 8 == 0; }}));
+    f("sequential<5> over batch", by_tokens(cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{})));
+    f("miles' rule", by_tokens(cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{},
+                                                                [](index_t n) { return n % 8 == 0; }})));
 }
 
 /// What stands in a whole row of `width` on every rank, heads or not.

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What computes longest in tests, compiled once for all of them and optimised, by kernels.cpp.
+#pragma once
+
+#include <cpx/ops/local/delta_rule_backward.hpp>
+#include <cpx/ops/local/linear.hpp>
+
+namespace cpx::detail {
+
+extern template class padded<float>;
+extern template std::array<float, linear_rows * linear_outputs>
+    products<float>(std::array<float const*, linear_rows>, std::array<float const*, linear_outputs>, index_t);
+extern template void add_products<float>(rows<float const>, rows<float const>, rows<float>);
+extern template void combine<float>(float const*, index_t, padded<float> const&, float, float*);
+extern template void accumulate<float>(float const*, index_t, index_t, padded<float> const&, float*);
+extern template padded<float> scaled_rows<float>(rows<float const>, bool, float);
+extern template delta_chunk<float> prepare_chunk<float>(rows<float const>, rows<float const>, rows<float const>,
+                                                        rows<float const>, bool);
+extern template delta_reverse<float> reverse_chunk<float>(rows<float const>, rows<float const>, rows<float const>,
+                                                          rows<float const>, rows<float const>,
+                                                          delta_rule_options const&, padded<float> const&);
+extern template delta_chunk_gradients<float> differentiate_chunk<float>(delta_reverse<float> const&,
+                                                                        padded<float> const&, rows<float const>,
+                                                                        rows<float const>, padded<float> const&,
+                                                                        padded<float> const&);
+extern template class padded<double>;
+extern template std::array<double, linear_rows * linear_outputs>
+    products<double>(std::array<double const*, linear_rows>, std::array<double const*, linear_outputs>, index_t);
+extern template void add_products<double>(rows<double const>, rows<double const>, rows<double>);
+extern template void combine<double>(double const*, index_t, padded<double> const&, double, double*);
+extern template void accumulate<double>(double const*, index_t, index_t, padded<double> const&, double*);
+extern template padded<double> scaled_rows<double>(rows<double const>, bool, double);
+extern template delta_chunk<double> prepare_chunk<double>(rows<double const>, rows<double const>, rows<double const>,
+                                                          rows<double const>, bool);
+extern template delta_reverse<double> reverse_chunk<double>(rows<double const>, rows<double const>, rows<double const>,
+                                                            rows<double const>, rows<double const>,
+                                                            delta_rule_options const&, padded<double> const&);
+extern template delta_chunk_gradients<double> differentiate_chunk<double>(delta_reverse<double> const&,
+                                                                          padded<double> const&, rows<double const>,
+                                                                          rows<double const>, padded<double> const&,
+                                                                          padded<double> const&);
+
+} // namespace cpx::detail
