@@ -51,8 +51,8 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
             return sharded(tensor.view(), sharding, rank, cuda::memory(stream));
         };
         meet();
-        cuda::conv_exchange<T, S> by(halo(sharding, rank, p.taps - 1), halo(sharding, rank, p.taps - 1, side::after),
-                                     width, comm, width + gap);
+        cuda::conv_exchange<T, S> by(cpx::halo(sharding, rank, p.taps - 1),
+                                     cpx::halo(sharding, rank, p.taps - 1, side::after), width, comm, width + gap);
         meet();
         auto const formed = [&]<class R>(R const& result) {
             if constexpr (requires { result.stride(); })
@@ -81,7 +81,7 @@ template <class T, class W>
 results alone(problem<T, W> const& p, form const& wanted = {}) {
     results r = empty_results(p);
     auto const sharding = on_ranks::one_rank(p.batch);
-    cuda::conv_plan const plan(halo(sharding, 0, p.taps - 1), halo(sharding, 0, p.taps - 1, side::after));
+    cuda::conv_plan const plan(cpx::halo(sharding, 0, p.taps - 1), cpx::halo(sharding, 0, p.taps - 1, side::after));
     cuda::stream const stream;
     index_t const width = p.channels;
     device_rows<T> const x(p.x, width, {}), dx(plan.rows(), width, {});
@@ -109,7 +109,8 @@ results on_host(problem<T, W> const& p, S const& sharding) {
     cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
         int const rank = comm.rank();
         index_t const width = p.channels, count = sharding.rows(rank);
-        auto const before = halo(sharding, rank, p.taps - 1), after = halo(sharding, rank, p.taps - 1, side::after);
+        auto const before = cpx::halo(sharding, rank, p.taps - 1),
+                   after = cpx::halo(sharding, rank, p.taps - 1, side::after);
         auto const x = take(x_all, width, sharding, rank), dy = take(dy_all, width, sharding, rank);
         std::vector<double> y(x.size(), NAN), dx(x.size(), NAN);
         rows<double const> const weight(weights, p.taps);
@@ -140,7 +141,7 @@ results rotate(group& gpus, problem<T, W> const& p, S const& sharding) {
         int const rank = comm.rank();
         cuda::stream const stream;
         cuda::rotary_pairs const pairs(cpx::rotary_frequencies<double>(rotary_options));
-        cuda::segment_table const positions(segments(sharding, rank));
+        cuda::segment_table const positions(cpx::segments(sharding, rank));
         device_rows<T> const x(take(p.x, p.channels, sharding, rank), p.channels, {}),
             y(sharding.rows(rank), p.channels, {}), dy(take(p.dy, p.channels, sharding, rank), p.channels, {});
         auto const of = [&](rows<T> tensor) { return sharded(tensor, sharding, rank, cuda::memory(stream)); };
@@ -276,7 +277,7 @@ TEST_SUITE("cuda") {
         using convolver = cuda::conv_exchange<float, S>;
         gpus.run([&](cpx::nccl& comm, auto const& meet) {
             int const rank = comm.rank(), neighbour = 1 - rank;
-            auto const before = halo(sharding, rank, 3), after = halo(sharding, rank, 3, side::after);
+            auto const before = cpx::halo(sharding, rank, 3), after = cpx::halo(sharding, rank, 3, side::after);
             index_t const count = sharding.rows(rank);
             cuda::stream const stream, another_stream;
             cuda::memory const device(stream);
@@ -290,7 +291,7 @@ TEST_SUITE("cuda") {
             using support::rejects;
             meet();
             rejects({"nccl_operators.cu", "cuda::conv_exchange: rank of the plan"},
-                    [&] { convolver(halo(sharding, neighbour, 3), 5, comm); });
+                    [&] { convolver(cpx::halo(sharding, neighbour, 3), 5, comm); });
             rejects({"nccl_operators.cu", "ranks disagree on source width"},
                     [&] { convolver(before, 5 + rank, comm); });
             meet();

@@ -91,8 +91,9 @@ struct identity {
 
     /// Returns a 64-bit hash of everything: the plan's fingerprint. Settings are in it as the hashes of them.
     std::uint64_t fingerprint() const {
-        std::uint64_t hash = detail::mix_all(0, operation);
-        hash = detail::mix_all(detail::mix_all(detail::mix_all(hash, source), target), element);
+        std::uint64_t hash = 0;
+        for (char const* const text : {operation.data(), source.data(), target.data(), element.data()})
+            hash = detail::mix_all(hash, std::string_view(text));
         return detail::mix_all(hash, numbers);
     }
 
