@@ -1371,6 +1371,28 @@ inline constexpr bool ascends<balanced> = true;
 template <int Unit>
 inline constexpr bool ascends<aligned<Unit>> = true;
 
+/// Says what `balanced::begin` says, for one number of chunks C and runs of many lengths n, with a division a run.
+///
+/// n c / C is (n / C) c + r c / C with r = n mod C; r c < C^2, so that a reciprocal of 48 bits gives it where C < 2^16.
+class balanced_begins {
+public:
+    constexpr explicit balanced_begins(int chunks) : chunks_(chunks) {
+        if (chunks < 1 << 16) reciprocal_ = (std::uint64_t{1} << 48) / static_cast<std::uint64_t>(chunks) + 1;
+    }
+
+    /// Returns what says where chunk c of a run of `n` begins.
+    constexpr auto of(index_t n) const {
+        return [*this, n, whole = n / chunks_, rest = n % chunks_](int c) {
+            if (reciprocal_ == 0) return n * c / chunks_;
+            return whole * c + static_cast<index_t>(static_cast<std::uint64_t>(rest * c) * reciprocal_ >> 48);
+        };
+    }
+
+private:
+    index_t chunks_;
+    std::uint64_t reciprocal_ = 0;
+};
+
 } // namespace detail
 
 } // namespace cpx
@@ -1683,18 +1705,23 @@ public:
 
     template <class F>
     void for_each_piece(int rank, F&& f) const {
-        std::vector<int> owned; // found once for all runs, unless their layouts differ
-        for (index_t i = 0; i < runs(); ++i) {
-            range const rows = run(i);
-            auto const l = layout_at(policy_, rows.size());
-            int const chunks = l.chunks();
-            if (!layout<P> || i == 0) {
-                owned.clear();
-                for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
-            }
+        std::vector<int> owned;
+        auto const cut_run = [&](range rows, int chunks, auto const& begins) {
             for (int const c : owned) {
-                range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+                range const piece{begin(rows, c, chunks, begins), begin(rows, c + 1, chunks, begins)};
                 if (!piece.empty()) f(piece);
+            }
+        };
+        auto const own = [&](auto const& l) { for_each_chunk(l, rank, [&](int c) { owned.push_back(c); }); };
+        if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
+            own(policy_);
+            detail::balanced_begins const begins(policy_.chunks());
+            for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
+        } else {
+            for (index_t i = 0; i < runs(); ++i) {
+                auto const l = layout_at(policy_, run(i).size());
+                if (!layout<P> || i == 0) owned.clear(), own(l);
+                cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
             }
         }
     }
@@ -1780,9 +1807,15 @@ private:
         }
     }
 
-    index_t begin(range rows, int c, int chunks) const {
+    /// Returns what says where the cut begins a chunk of a run.
+    auto begins_of(range rows, int chunks) const {
+        return [this, rows, chunks](int c) { return cut_.begin(c, chunks, rows.size()); };
+    }
+    index_t begin(range rows, int c, int chunks) const { return begin(rows, c, chunks, begins_of(rows, chunks)); }
+    template <class Begins>
+    index_t begin(range rows, int c, int chunks, Begins const& begins) const {
         if (c == chunks) return rows.last;
-        index_t const at = cut_.begin(c, chunks, rows.size());
+        index_t const at = begins(c);
         if constexpr (Scope == scope::sequence) {
             return rows.first + cut_.snap(at, rows.size());
         } else {

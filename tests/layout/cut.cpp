@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <initializer_list>
 #include <type_traits>
 
 namespace {
@@ -55,6 +56,20 @@ void check_ascent(Cut const& cut, bool even) {
 }
 
 TEST_SUITE("layout") {
+    TEST_CASE("chunks of many runs begin where those of one do") {
+        for (int const chunks : {1, 2, 3, 7, 64, 1000, 8192, 65535, 65536, 100000}) {
+            cpx::detail::balanced_begins const begins(chunks);
+            for (index_t const n : {index_t{0}, index_t{1}, index_t{chunks} - 1, index_t{chunks}, index_t{chunks} + 1,
+                                    index_t{8 * chunks} - 1, index_t{12345678}, (index_t{1} << 44) - 1}) {
+                auto const at = begins.of(n);
+                index_t wrong = -1;
+                for (int c = 0; c <= chunks; ++c)
+                    if (at(c) != balanced{}.begin(c, chunks, n)) wrong = c;
+                CHECK_MESSAGE(wrong == -1, chunks << " chunks of " << n);
+            }
+        }
+    }
+
     TEST_CASE("cuts ascend") {
         check_ascent(balanced{}, true);
         check_ascent(aligned<1>{}, true);

@@ -160,18 +160,23 @@ public:
 
     template <class F>
     void for_each_piece(int rank, F&& f) const {
-        std::vector<int> owned; // found once for all runs, unless their layouts differ
-        for (index_t i = 0; i < runs(); ++i) {
-            range const rows = run(i);
-            auto const l = layout_at(policy_, rows.size());
-            int const chunks = l.chunks();
-            if (!layout<P> || i == 0) {
-                owned.clear();
-                for_each_chunk(l, rank, [&](int c) { owned.push_back(c); });
-            }
+        std::vector<int> owned;
+        auto const cut_run = [&](range rows, int chunks, auto const& begins) {
             for (int const c : owned) {
-                range const piece{begin(rows, c, chunks), begin(rows, c + 1, chunks)};
+                range const piece{begin(rows, c, chunks, begins), begin(rows, c + 1, chunks, begins)};
                 if (!piece.empty()) f(piece);
+            }
+        };
+        auto const own = [&](auto const& l) { for_each_chunk(l, rank, [&](int c) { owned.push_back(c); }); };
+        if constexpr (layout<P> && detail::ascends<Cut>) { // chunks and reciprocal are found once for all runs
+            own(policy_);
+            detail::balanced_begins const begins(policy_.chunks());
+            for (index_t i = 0; i < runs(); ++i) cut_run(run(i), policy_.chunks(), begins.of(run(i).size()));
+        } else {
+            for (index_t i = 0; i < runs(); ++i) {
+                auto const l = layout_at(policy_, run(i).size());
+                if (!layout<P> || i == 0) owned.clear(), own(l);
+                cut_run(run(i), l.chunks(), begins_of(run(i), l.chunks()));
             }
         }
     }
@@ -257,9 +262,15 @@ private:
         }
     }
 
-    index_t begin(range rows, int c, int chunks) const {
+    /// Returns what says where the cut begins a chunk of a run.
+    auto begins_of(range rows, int chunks) const {
+        return [this, rows, chunks](int c) { return cut_.begin(c, chunks, rows.size()); };
+    }
+    index_t begin(range rows, int c, int chunks) const { return begin(rows, c, chunks, begins_of(rows, chunks)); }
+    template <class Begins>
+    index_t begin(range rows, int c, int chunks, Begins const& begins) const {
         if (c == chunks) return rows.last;
-        index_t const at = cut_.begin(c, chunks, rows.size());
+        index_t const at = begins(c);
         if constexpr (Scope == scope::sequence) {
             return rows.first + cut_.snap(at, rows.size());
         } else {
