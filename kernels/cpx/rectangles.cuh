@@ -84,4 +84,21 @@ __global__ void add_rectangles(rectangle const* list, int count, __grid_constant
     }
 }
 
+/// Makes the words of all ranks this rank's own, before those of ranks that send arrive.
+template <class = void>
+__global__ void fill_words(std::int64_t const* own, std::int64_t* words, int ranks) {
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x)) words[r] = *own;
+}
+
+/// Notes, in memory that the host reads, the ranks whose words are others.
+template <class = void>
+__global__ void compare_words(std::int64_t const* own, std::int64_t const* words, int ranks, std::uint32_t* others) {
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x))
+        if (words[r] != *own) others[r] = 1;
+}
+
 } // namespace cpx::kernels

@@ -18,10 +18,10 @@
 /// The ranks of this process, one a GPU.
 class group {
 public:
-    explicit group(int ranks) {
+    explicit group(int ranks, std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
         std::vector<int> devices;
         for (int d = 0; d < ranks; ++d) devices.push_back(d);
-        comms_ = cpx::nccl::all(devices, std::chrono::seconds(60));
+        comms_ = cpx::nccl::all(devices, deadline);
     }
     int ranks() const { return static_cast<int>(comms_.size()); }
 

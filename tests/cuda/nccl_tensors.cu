@@ -126,6 +126,35 @@ void check_program(group& gpus, From const& from, To const& to, index_t taps) {
     CHECK(on_host == on_gpus);
 }
 
+/// Keeps a stream busy until the host says so, or for five seconds; then says that it has given up.
+__global__ void hold(unsigned volatile* go, unsigned volatile* gave_up) {
+    long long const begin = clock64();
+    while (*go == 0)
+        if (clock64() - begin > 9'000'000'000) {
+            *gave_up = 1;
+            return;
+        }
+}
+
+/// Two numbers that host and device see.
+struct signals {
+    unsigned* numbers = nullptr;
+    signals() {
+        cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&numbers), 8, cudaHostAllocMapped), "cudaHostAlloc");
+        numbers[0] = numbers[1] = 0;
+    }
+    signals(signals const&) = delete;
+    signals& operator=(signals const&) = delete;
+    ~signals() { static_cast<void>(cudaFreeHost(numbers)); }
+};
+
+/// The two kinds of sharding that movements below go between.
+struct kinds {
+    int ranks;
+    auto from(cpx::thd const& batch) const { return cpx::shard(batch, cpx::zigzag<>(ranks)); }
+    auto to(cpx::thd const& batch) const { return cpx::shard(batch, cpx::sequential<>(ranks)); }
+};
+
 } // namespace
 
 TEST_SUITE("cuda") {
@@ -193,6 +222,106 @@ TEST_SUITE("cuda") {
                 cpx::causal_conv1d(cpx::halo(from, 0, 3), x, y.data().sub(0, 4), {}, cpx::activation::none, y, comm);
             });
             comm.wait();
+        });
+    }
+
+    TEST_CASE("a movement made once moves every batch that comes, without a wait or an allocation") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            int const rank = joined.rank();
+            kinds const of{joined.ranks()};
+            cuda::stream const stream;
+            cuda::communicator comm(joined, stream);
+            signals signal;
+            cpx::capacity const most{700, 12};
+            auto const first = lengths({5});
+            meet();
+            auto there = cpx::make_movement<float>(of.from(first), of.to(first), 6, most, comm);
+            meet();
+            auto back = cpx::make_movement<float>(of.to(first), of.from(first), 6, most, comm);
+            meet();
+            support::splitmix random(17); // the same on every rank
+            for (int round = 0; round < 40; ++round) {
+                std::vector<index_t> list;
+                for (index_t k = random.between(0, 12); k > 0; --k) list.push_back(random.between(0, 100));
+                auto const batch = lengths(list);
+                auto x = cpx::make_tensor<float>(of.from(batch), comm, 6),
+                     z = cpx::make_tensor<float>(of.from(batch), comm, 6);
+                auto y = cpx::make_tensor<float>(of.to(batch), comm, 6);
+                x.write(numbers(of.from(batch), rank, 6));
+                signal.numbers[0] = 0;
+                hold<<<1, 1, 0, stream>>>(signal.numbers, signal.numbers + 1);
+                there(x, y); // only enqueued: the device is busy until the host says so
+                back(y, z);
+                signal.numbers[0] = 1;
+                comm.wait();
+                cpx::require(signal.numbers[1] == 0, "test", "calls", "no wait for the device", "a wait");
+                cpx::require(y.read() == numbers(of.to(batch), rank, 6), "test", "rows there", "those of the batch",
+                             support::text(batch));
+                cpx::require(z.read() == x.read(), "test", "rows back", "those that went", support::text(batch));
+                meet();
+            }
+            auto const large = lengths({3000});
+            auto const x = cpx::make_tensor<float>(of.from(large), comm, 6);
+            auto y = cpx::make_tensor<float>(of.to(large), comm, 6);
+            rejects({"nccl_tensors.cu", "cuda::exchange: bytes that leave or come: expected at most"},
+                    [&] { there(x, y); });
+            meet();
+        });
+    }
+
+    TEST_CASE("ranks whose batches differ are named at the next wait, and the next batch moves") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            int const rank = joined.rank();
+            kinds const of{joined.ranks()};
+            cuda::stream const stream;
+            cuda::communicator comm(joined, stream);
+            auto const one = lengths({8, 16}), other = lengths({16, 8}); // as many rows go from rank to rank
+            meet();
+            auto move = cpx::make_movement<float>(of.from(one), of.to(one), 4, {24, 2}, comm);
+            meet();
+            auto const run = [&](cpx::thd const& batch) {
+                auto x = cpx::make_tensor<float>(of.from(batch), comm, 4);
+                auto y = cpx::make_tensor<float>(of.to(batch), comm, 4);
+                x.write(numbers(of.from(batch), rank, 4));
+                move(x, y);
+                comm.wait();
+                return y.read();
+            };
+            rejects({"nccl_tensors.cu", "plan by which rows move: expected that of this rank, got another on ranks " +
+                                            std::to_string(1 - rank)},
+                    [&] { run(rank == 0 ? one : other); });
+            meet();
+            auto const batch = lengths({3, 20});
+            cpx::require(run(batch) == numbers(of.to(batch), rank, 4), "test", "rows after an error", "the batch's",
+                         "others");
+            meet();
+        });
+    }
+
+    TEST_CASE("ranks whose batches differ in what is sent are named once the deadline has passed") {
+        if (!has_gpus(2)) return;
+        group gpus(2, std::chrono::seconds(3));
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            int const rank = joined.rank();
+            kinds const of{joined.ranks()};
+            cuda::stream const stream;
+            cuda::communicator comm(joined, stream);
+            auto const one = lengths({8, 16}), other = lengths({400, 90});
+            meet();
+            auto move = cpx::make_movement<float>(of.from(one), of.to(one), 4, {600, 2}, comm);
+            meet();
+            auto const batch = rank == 0 ? one : other;
+            auto const x = cpx::make_tensor<float>(of.from(batch), comm, 4);
+            auto y = cpx::make_tensor<float>(of.to(batch), comm, 4);
+            rejects({"nccl"}, [&] {
+                move(x, y);
+                comm.wait();
+            });
+            meet();
         });
     }
 }

@@ -3,6 +3,7 @@
 #include <cpx/core/memory.hpp>
 
 #include <cpx/layout/zigzag.hpp>
+#include <cpx/transport/movement.hpp>
 #include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>
 
@@ -53,6 +54,26 @@ public:
         cpx::exchange(p, from, to, comm_, here);
     }
     int plans = 0;
+
+    /// What a movement prepares: one plan at a time, of at most some runs.
+    template <class T>
+    struct prepared {
+        far_ranks& comm;
+        cpx::plan now;
+        index_t most;
+        void set(cpx::plan const& p, cpx::caller here) {
+            for (auto const& m : p.sends)
+                cpx::require(std::ssize(m.rows) <= most, "far_ranks", "runs", most, m.rows.size(), here);
+            now = p;
+        }
+        void operator()(cpx::rows<T const> const& from, cpx::rows<T> const& to, cpx::caller here) {
+            comm.exchange(now, from, to, here);
+        }
+    };
+    template <class T>
+    prepared<T> prepare(cpx::plan const& p, index_t, index_t runs, cpx::capacity const&, cpx::caller) {
+        return {*this, p, runs};
+    }
 
 private:
     cpx::threads& comm_;
@@ -109,6 +130,39 @@ TEST_SUITE("transport") {
                     CHECK(here[2][i] == static_cast<float>(ranks * (static_cast<int>(i) + 1)));
             });
         }
+    }
+
+    TEST_CASE("a movement made once moves every batch that comes, there and back, on ranks of any memory") {
+        auto const check = [](auto& comm) {
+            int const rank = comm.rank(), ranks = comm.ranks();
+            auto const from = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(ranks)); };
+            auto const to = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::sequential<>(ranks)); };
+            cpx::capacity const most{40, 4};
+            auto there = cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, most, comm);
+            auto back = cpx::make_movement<float>(to(lengths({5})), from(lengths({5})), 2, most, comm);
+            for (auto const& batch : {lengths({5}), lengths({17, 0, 3}), lengths({}), lengths({1, 1, 1, 30})})
+                for (int again = 0; again < 2; ++again) {
+                    auto x = cpx::make_tensor<float>(from(batch), comm, 2),
+                         z = cpx::make_tensor<float>(from(batch), comm, 2);
+                    std::vector<float> values(x.elements().size());
+                    for (std::size_t i = 0; i < values.size(); ++i)
+                        values[i] = static_cast<float>(rank * 1000 + static_cast<int>(i));
+                    x.write(values);
+                    auto y = cpx::make_tensor<float>(to(batch), comm, 2);
+                    there(x, y);
+                    CHECK(y.read() == cpx::exchange(x, to(batch), comm).read());
+                    back(y, z);
+                    CHECK(z.read() == values);
+                }
+            auto const x = cpx::make_tensor<float>(from(lengths({9})), comm, 2);
+            auto y = cpx::make_tensor<float>(to(lengths({4, 5})), comm, 2);
+            rejects({"memory.cpp", "relayout"}, [&] { there(x, y); });
+        };
+        cpx::threads::run(3, [&](cpx::threads& comm) {
+            check(comm);
+            far_ranks far(comm);
+            check(far);
+        });
     }
 
     TEST_CASE("a tensor of another stream, or of too few elements, is refused where it is used") {

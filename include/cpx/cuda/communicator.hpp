@@ -4,7 +4,7 @@
 
 #include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/memory.hpp>
-#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/movement.hpp>
 
 #include <deque>
 #include <memory>
@@ -39,6 +39,38 @@ public:
             std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, stride(from), stride(to), range{}, here);
         (*made)(from, to, stream(), here);
         keep(std::move(made), here);
+    }
+
+    /// A plan and those that come later, ready to run in the stream; `cpx::movement` has one.
+    template <class T>
+    class prepared {
+    public:
+        prepared(plan const& p, index_t width, exchange_room const& room, communicator& comm, caller here)
+            : exchange_(std::make_unique<cuda::exchange<T>>(p, width, comm.comm_, room, here)), in_(comm.stream()) {}
+        void set(plan const& p, caller here) { exchange_->set(p, in_, here); }
+        void operator()(rows<T const> const& from, rows<T> const& to, caller here) {
+            (*exchange_)(from, to, in_, here);
+        }
+
+    private:
+        std::unique_ptr<cuda::exchange<T>> exchange_;
+        cudaStream_t in_;
+    };
+
+    /// Prepares plans of at most `runs` runs of rows. Collective.
+    template <class T>
+    prepared<T> prepare(plan const& p, index_t width, index_t runs, capacity const& most, caller here) {
+        char const* const where = "cuda::communicator";
+        index_t const elements = std::max({p.source_width, p.target_width, width});
+        index_t const row = cpx::detail::product(where, "bytes", {elements, static_cast<index_t>(sizeof(T))}, here);
+        index_t columns = 1;
+        for (auto const* messages : {&p.sends, &p.receives})
+            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+        // a rectangle holds a run, or as many rows as fit 32 KiB
+        index_t const pieces =
+            row < detail::rectangle_bytes ? 2 * most.rows * row / detail::rectangle_bytes : columns * most.rows;
+        exchange_room const room{2 * (columns * runs + pieces + ranks()), most.rows * row + 256 * ranks()};
+        return {p, width, room, *this, here};
     }
 
     /// Keeps what the stream needs until it has come here. Frees what it no longer needs.

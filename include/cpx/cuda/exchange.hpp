@@ -2,17 +2,16 @@
 // Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
 #pragma once
 
-#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/message_tables.hpp>
 #include <cpx/cuda/nvtx.hpp>
-#include <cpx/layout/sharded.hpp>
-#include <cpx/plan/relayout.hpp>
+#include <cpx/cuda/upload_ring.hpp>
+#include <cpx/plan/plan.hpp>
 #include <cpx/transport/agree.hpp>
 #include <cpx/transport/nccl.hpp>
 
-#include <cpx/rectangles.cuh>
-
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -27,59 +26,23 @@ inline void agree(nccl& comm, identity const& mine, thd const& batch, caller her
         [&](void const* my_part, void* all, std::size_t bytes) { comm.gather(my_part, all, bytes, here); }, here);
 }
 
-/// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
-struct rectangle_end {
-    std::vector<run> rows, columns; ///< columns in bytes
-    index_t pitch = 0;
-    int buffer = 0;
-    index_t base = 0; ///< bytes from the buffer's beginning
-};
-
-/// Lists the rectangles that take `from` to `to`, which name equally many rows and columns, cut to `most` bytes.
-inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<kernels::rectangle>& list,
-                            index_t most = index_t{1} << 15) {
-    auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
-        std::size_t i = 0, j = 0;
-        for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
-            index_t const count = std::min(a[i].count - used_a, b[j].count - used_b);
-            if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
-            used_a += count, used_b += count;
-            if (used_a == a[i].count) ++i, used_a = 0;
-            if (used_b == b[j].count) ++j, used_b = 0;
-        }
-    };
-    zip(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
-        zip(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
-            index_t const wide = std::min(bytes, index_t{1} << 30), step = std::max<index_t>(1, most / wide);
-            for (index_t column = 0; column < bytes; column += wide)
-                for (index_t row = 0; row < rows; row += step) {
-                    index_t const count = std::min(step, rows - row), width = std::min(wide, bytes - column);
-                    kernels::rectangle r{};
-                    r.source = from.base + (from_row + row) * from.pitch + from_byte + column;
-                    r.target = to.base + (to_row + row) * to.pitch + to_byte + column;
-                    r.source_pitch = from.pitch;
-                    r.target_pitch = to.pitch;
-                    r.rows = static_cast<std::int32_t>(count);
-                    r.bytes = static_cast<std::int32_t>(width);
-                    r.source_buffer = static_cast<std::int16_t>(from.buffer);
-                    r.target_buffer = static_cast<std::int16_t>(to.buffer);
-                    r.vector = static_cast<std::int16_t>(
-                        vector_bytes({r.source, r.target, r.source_pitch, r.target_pitch, r.bytes}));
-                    list.push_back(r);
-                }
-        });
-    });
-}
-
 } // namespace detail
+
+/// What an exchange keeps for plans that it is given later.
+struct exchange_room {
+    index_t rectangles =
+        0;             ///< that rows are copied by: one for each run of rows and columns, of at most 32 KiB or a row
+    index_t bytes = 0; ///< of the rows that leave, and of those that come
+};
 
 /// A plan made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
 ///
 /// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
 /// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
 /// or received into, its place. A plan that sums adds in rank order.
-/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks. Can
-/// be captured; before this object is destroyed the graph has ended, and it is not launched again.
+/// Made by all ranks of the communicator, on its device; calls are collective and in the same order on all ranks, in
+/// one stream or ordered by events. Can be captured; before this object is destroyed the graph has ended, and it is not
+/// launched again.
 template <class T>
 class exchange {
 public:
@@ -90,24 +53,65 @@ public:
     /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
     exchange(plan const& p, index_t width, nccl& comm, index_t from_stride = 0, index_t to_stride = 0,
              range others = {}, caller here = caller::here())
-        : plan_(p), comm_(comm), others_(others), source_width_(p.source_width ? p.source_width : width),
-          target_width_(p.target_width ? p.target_width : width),
-          from_stride_(from_stride ? from_stride : source_width_), to_stride_(to_stride ? to_stride : target_width_),
-          zeros_first_(p.kind == flow::sums || !p.covers_target()) {
-        require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "cuda::exchange", "rank of the plan",
-                std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
-                std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
-        require(width >= 0 && from_stride_ >= source_width_ && to_stride_ >= target_width_, "cuda::exchange", "strides",
-                "at least the widths", std::min(from_stride_, to_stride_), here);
-        require(current_device() == comm.device(), "cuda::exchange", "current device", comm.device(), current_device(),
-                here);
-        require(others.empty() || !zeros_first_, "cuda::exchange", "plan of which some rows move in another way",
-                "one that fills the target and does not add", "another", here);
-        require(addable || p.kind != flow::sums, "cuda::exchange", "elements of a plan that sums", "a type with +",
-                std::string(cpx::detail::type_name<T>()), here);
-        if (!p.local) detail::agree(comm, p.id.for_elements<T>(width), p.batch, here);
-        make_tables();
-        connect(here);
+        : exchange(p, width, comm, {from_stride, to_stride}, others, here) {
+        auto t = detail::tables_of(p, shape_, others);
+        list_ = buffer<kernels::rectangle>(std::ssize(t.list), here);
+        list_.write(t.list, here);
+        staged_out_ = buffer<char>(t.packed, here);
+        staged_in_ = buffer<char>(t.unpacked, here);
+        take(p, std::move(t));
+        connect(tables_.sends, tables_.receives, here);
+    }
+
+    /// Also for plans that come later, see `set`, of the same widths. Connects all ranks.
+    exchange(plan const& p, index_t width, nccl& comm, exchange_room room, caller here = caller::here())
+        : exchange(p, width, comm, strides{}, range{}, here) {
+        auto const t = detail::tables_of(p, shape_, {});
+        room.rectangles = std::max(room.rectangles, std::ssize(t.list));
+        list_ = buffer<kernels::rectangle>(room.rectangles + 1, here);
+        staged_out_ = buffer<char>(std::max(room.bytes, t.packed), here);
+        staged_in_ = buffer<char>(std::max(room.bytes, t.unpacked), here);
+        words_ = buffer<std::int64_t>(comm.ranks(), here);
+        ring_.emplace(list_.size() * static_cast<index_t>(sizeof(kernels::rectangle)), here);
+        std::vector<detail::wire> all;
+        for (int peer = 0; peer < comm.ranks(); ++peer)
+            if (peer != comm.rank()) all.push_back({peer, 0, 0, 1});
+        connect(all, all, here);
+        cuda::stream const stream;
+        set(p, stream, here);
+        comm.wait(stream, here);
+    }
+
+    /// Replaces the plan from the next call on, in the order of the stream: uploads its tables, and neither allocates
+    /// device memory nor waits for the device or for another rank. All ranks do so between the same calls.
+    ///
+    /// Whether they have the same plan is compared by what the next call sends; ranks that have not are told at the
+    /// next wait of the communicator. Where plans differ in what is sent, that is when the deadline has passed, and the
+    /// communicator has been aborted. Throws `cpx::error` if this exchange was made without room, or the plan has other
+    /// widths or wants more room.
+    void set(plan const& p, cudaStream_t stream, caller here = caller::here()) {
+        char const* const where = "cuda::exchange";
+        require(ring_.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
+        require_plan(p, here);
+        bool const same = (p.source_width ? p.source_width : width_) == shape_.source_width &&
+                          (p.target_width ? p.target_width : width_) == shape_.target_width &&
+                          (p.kind == flow::sums) == sums_;
+        require(same, where, "widths and kind of the plan", "those of the first", "others", here);
+        auto t = detail::tables_of(p, shape_, {});
+        require(std::ssize(t.list) < list_.size(), where, "rectangles of the plan",
+                "at most " + std::to_string(list_.size() - 1), t.list.size(), here);
+        require(t.packed <= staged_out_.size() && t.unpacked <= staged_in_.size(), where, "bytes that leave or come",
+                "at most " + std::to_string(std::min(staged_out_.size(), staged_in_.size())),
+                std::max(t.packed, t.unpacked), here);
+        auto const fingerprint = p.id.template for_elements<T>(width_).fingerprint();
+        kernels::rectangle first{}; // tells this plan from others
+        first.source = static_cast<std::int64_t>(fingerprint);
+        std::span<std::byte const> const parts[] = {std::as_bytes(std::span(&first, 1)),
+                                                    std::as_bytes(std::span(t.list))};
+        ring_->upload(parts, list_.data(), stream, here);
+        comm_.runs(fingerprint);
+        take(p, std::move(t));
+        compares_ = !p.local;
     }
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap.
@@ -118,8 +122,8 @@ public:
     void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, caller here = caller::here()) {
         require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
                 current_device(), here);
-        check_buffer("source", from, plan_.source_rows, source_width_, from_stride_, here);
-        check_buffer("target", to, plan_.target_rows, target_width_, to_stride_, here);
+        check_buffer("source", from, source_rows_, shape_.source_width, shape_.source_stride, here);
+        check_buffer("target", to, target_rows_, shape_.target_width, shape_.target_stride, here);
         detail::require_apart("cuda::exchange", {{"target", to}}, {{"source", from}}, here);
         comm_.begin_call(here);
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -129,19 +133,33 @@ public:
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
                                                   staged_in_.data()}};
         if (zeros_first_ && to.count() > 0 && to.width() > 0)
-            check(cudaMemset2DAsync(to.data(), bytes(to_stride_), 0, bytes(to.width()),
+            check(cudaMemset2DAsync(to.data(), bytes(shape_.target_stride), 0, bytes(to.width()),
                                     static_cast<std::size_t>(to.count()), stream),
                   "cudaMemset2DAsync", here);
-        copy(pack_, buffers, stream, here);
-        send_and_receive([&](wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream,
-                         here);
-        copy(unpack_, buffers, stream, here);
+        std::int64_t* const word = compares_ ? &list_.data()->source : nullptr; // of a plan that was set
+        if (word)
+            launch_early(kernels::fill_words<>, 1, 256, 0, stream, "fill_words", here, word, words_.data(),
+                         comm_.ranks());
+        kernels::rectangle const* next = list_.data() + (ring_ ? 1 : 0);
+        copy(next, tables_.pack, buffers, stream, here);
+        next += tables_.pack;
+        send_and_receive(
+            tables_.sends, tables_.receives,
+            [&](detail::wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, word, stream,
+            here);
+        copy(next, tables_.unpack, buffers, stream, here);
+        next += tables_.unpack;
         if constexpr (addable)
-            for (table const& t : add_)
-                if (t.count > 0) {
-                    launch_early(kernels::add_rectangles<T>, grid(t.count), 256, 0, stream, "add_rectangles", here,
-                                 t.list.data(), t.count, buffers);
-                }
+            for (int const count : tables_.add) {
+                if (count > 0)
+                    launch_early(kernels::add_rectangles<T>, grid(count), 256, 0, stream, "add_rectangles", here, next,
+                                 count, buffers);
+                next += count;
+            }
+        if (word)
+            launch_early(kernels::compare_words<>, 1, 256, 0, stream, "compare_words", here, word, words_.data(),
+                         comm_.ranks(), comm_.others(here));
+        compares_ = false;
         if (capturing == cudaStreamCaptureStatusNone) done_.record(stream, here);
     }
 
@@ -157,16 +175,44 @@ public:
 
 private:
     static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
-    struct wire {
-        int peer, buffer;
-        index_t offset, bytes;
-    };
-    struct table {
-        buffer<kernels::rectangle> list;
-        int count = 0;
+    struct strides {
+        index_t source = 0, target = 0;
     };
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
     static unsigned grid(int count) { return static_cast<unsigned>(std::min(count, 1056)); }
+
+    exchange(plan const& p, index_t width, nccl& comm, strides between, range others, caller here)
+        : comm_(comm), width_(width), sums_(p.kind == flow::sums),
+          shape_{p.source_width ? p.source_width : width, p.target_width ? p.target_width : width, between.source,
+                 between.target, static_cast<index_t>(sizeof(T))} {
+        if (shape_.source_stride == 0) shape_.source_stride = shape_.source_width;
+        if (shape_.target_stride == 0) shape_.target_stride = shape_.target_width;
+        require_plan(p, here);
+        bool const apart = shape_.source_stride >= shape_.source_width && shape_.target_stride >= shape_.target_width;
+        require(width >= 0 && apart, "cuda::exchange", "strides", "at least the widths",
+                std::min(shape_.source_stride, shape_.target_stride), here);
+        require(current_device() == comm.device(), "cuda::exchange", "current device", comm.device(), current_device(),
+                here);
+        require(others.empty() || (p.covers_target() && !sums_), "cuda::exchange",
+                "plan of which some rows move in another way", "one that fills the target and does not add", "another",
+                here);
+        require(addable || !sums_, "cuda::exchange", "elements of a plan that sums", "a type with +",
+                std::string(cpx::detail::type_name<T>()), here);
+        if (!p.local) detail::agree(comm, p.id.for_elements<T>(width), p.batch, here);
+    }
+
+    void require_plan(plan const& p, caller here) const {
+        require(p.ranks() == comm_.ranks() && p.rank == comm_.rank(), "cuda::exchange", "rank of the plan",
+                std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
+                std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    }
+    void take(plan const& p, detail::message_tables t) {
+        source_rows_ = p.source_rows;
+        target_rows_ = p.target_rows;
+        zeros_first_ = sums_ || !p.covers_target();
+        tables_ = std::move(t);
+        tables_.list.clear(); // it is on the device
+    }
 
     void check_buffer(char const* which, auto const& b, index_t count, index_t width, index_t stride,
                       caller here) const {
@@ -179,122 +225,59 @@ private:
         require(b.count() * b.width() == 0 || detail::address(b.data()) % 16 == 0, where.c_str(),
                 "alignment of the buffer", "16 bytes", detail::address(b.data()) % 16, here);
     }
-    /// Gives all messages to the stream; `place`: returns where one is and its bytes.
+    /// Gives all messages to the stream; `place`: returns where one is and its bytes. With each goes `word`, if there
+    /// is one.
     template <class Place>
-    void send_and_receive(Place&& place, cudaStream_t stream, caller here) {
-        if (sends_.empty() && receives_.empty()) return;
-        auto const give = [&](auto operation, std::vector<wire> const& messages) {
-            for (wire const& w : messages) {
-                auto const [data, bytes] = place(w);
-                static_cast<void>(operation(data, static_cast<std::size_t>(bytes), ncclInt8, w.peer, comm_.get(),
-                                            stream)); // the group's end reports what fails
+    void send_and_receive(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives,
+                          Place&& place, std::int64_t* word, cudaStream_t stream, caller here) {
+        if (sends.empty() && receives.empty()) return;
+        auto const give = [&](auto operation, void* data, index_t size, int peer) { // the group's end reports failures
+            static_cast<void>(operation(data, static_cast<std::size_t>(size), ncclInt8, peer, comm_.get(), stream));
+        };
+        auto const each = [&](auto operation, std::vector<detail::wire> const& messages, auto&& word_of) {
+            for (detail::wire const& w : messages) {
+                if (word) give(operation, word_of(w.peer), sizeof *word, w.peer);
+                auto const [data, size] = place(w);
+                give(operation, data, size, w.peer);
             }
         };
         comm_.call(
             "ncclSend and ncclRecv",
             [&] {
                 static_cast<void>(ncclGroupStart());
-                give(ncclSend, sends_);
-                give(ncclRecv, receives_);
+                each(ncclSend, sends, [&](int) { return word; });
+                each(ncclRecv, receives, [&](int peer) { return words_.data() + peer; });
                 return ncclGroupEnd();
             },
             here);
     }
     /// Sends a byte for every message: NCCL connects two ranks when they first meet, which waits for both on the host.
-    void connect(caller here) {
+    void connect(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives, caller here) {
         comm_.begin_call(here);
         cuda::stream const stream;
-        buffer<char> const bytes(std::ssize(sends_) + std::ssize(receives_), here);
-        char* next = bytes.data();
-        send_and_receive([&](wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
+        buffer<char> const room(std::ssize(sends) + std::ssize(receives), here);
+        char* next = room.data();
+        send_and_receive(
+            sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, nullptr, stream, here);
         comm_.wait(stream, here);
     }
-    void copy(table const& t, kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) const {
-        if (t.count == 0) return;
-        launch_early(kernels::copy_rectangles<>, grid(t.count), 512, 0, stream, "copy_rectangles", here, t.list.data(),
-                     t.count, buffers);
-    }
-    static table upload(std::vector<kernels::rectangle> const& list) {
-        return {buffer<kernels::rectangle>(std::span(list)), static_cast<int>(list.size())};
+    static void copy(kernels::rectangle const* list, int count, kernels::rectangle_buffers const& buffers,
+                     cudaStream_t stream, caller here) {
+        if (count == 0) return;
+        launch_early(kernels::copy_rectangles<>, grid(count), 512, 0, stream, "copy_rectangles", here, list, count,
+                     buffers);
     }
 
-    /// Returns a message's end in one of the caller's buffers.
-    detail::rectangle_end place(message const& m, bool out) const {
-        index_t const element = static_cast<index_t>(sizeof(T)), width = out ? source_width_ : target_width_;
-        detail::rectangle_end end{m.rows, m.columns, (out ? from_stride_ : to_stride_) * element, out ? 0 : 1, 0};
-        if (end.columns.empty()) end.columns.push_back({0, width});
-        for (run& c : end.columns) c = {c.first * element, c.count * element};
-        return end;
-    }
-    /// Returns the same bytes side by side from `base` on in a staging buffer.
-    static detail::rectangle_end packed(detail::rectangle_end const& end, int buffer, index_t base) {
-        index_t const width = total(end.columns);
-        return {{{0, total(end.rows)}}, {{0, width}}, width, buffer, base};
-    }
-
-    bool elsewhere(int peer) const { return peer >= others_.first && peer < others_.last; }
-
-    void make_tables() {
-        std::vector<kernels::rectangle> pack, unpack;
-        index_t out = 0, in = 0;
-        auto const walk = [&](std::vector<message> const& messages, bool outgoing, auto&& staged) {
-            for (message const& m : messages) {
-                if (m.peer == plan_.rank || elsewhere(m.peer)) continue;
-                auto const end = place(m, outgoing);
-                index_t const size = total(end.rows) * total(end.columns);
-                if (size == 0) continue;
-                bool const dense = end.rows.size() == 1 && total(end.columns) == end.pitch;
-                if (dense && (outgoing || plan_.kind != flow::sums))
-                    (outgoing ? sends_ : receives_)
-                        .push_back({m.peer, end.buffer, end.rows[0].first * end.pitch, size});
-                else
-                    staged(m, end, size);
-            }
-        };
-        auto const padded = [](index_t size) { return (size + 255) / 256 * 256; };
-        walk(plan_.sends, true, [&](message const& m, detail::rectangle_end const& end, index_t size) {
-            detail::list_rectangles(end, packed(end, 2, out), pack);
-            sends_.push_back({m.peer, 2, out, size});
-            out += padded(size);
-        });
-        std::vector<std::pair<int, std::vector<kernels::rectangle>>> sums;
-        walk(plan_.receives, false, [&](message const& m, detail::rectangle_end const& end, index_t size) {
-            if (plan_.kind == flow::sums)
-                detail::list_rectangles(packed(end, 3, in), end,
-                                        sums.emplace_back(m.peer, std::vector<kernels::rectangle>()).second);
-            else
-                detail::list_rectangles(packed(end, 3, in), end, unpack);
-            receives_.push_back({m.peer, 3, in, size});
-            in += padded(size);
-        });
-        auto const own = [&](std::vector<message> const& list) {
-            return std::ranges::find(list, plan_.rank, &message::peer);
-        };
-        if (auto const kept = own(plan_.sends); kept != plan_.sends.end() && !elsewhere(plan_.rank)) {
-            auto const from = place(*kept, true), to = place(*own(plan_.receives), false);
-            auto& list = plan_.kind == flow::sums
-                             ? sums.emplace_back(plan_.rank, std::vector<kernels::rectangle>()).second
-                             : pack;
-            detail::list_rectangles(from, to, list);
-        }
-        std::ranges::sort(sums, {}, [](auto const& s) { return s.first; });
-        pack_ = upload(pack);
-        unpack_ = upload(unpack);
-        for (auto const& s : sums) add_.push_back(upload(s.second));
-        staged_out_ = buffer<char>(out);
-        staged_in_ = buffer<char>(in);
-    }
-
-    plan plan_;
     nccl& comm_;
     event done_; ///< the end of the last call
-    range others_;
-    index_t source_width_, target_width_, from_stride_, to_stride_;
-    bool zeros_first_;
-    std::vector<wire> sends_, receives_;
-    table pack_, unpack_;
-    std::vector<table> add_;
+    index_t width_, source_rows_ = 0, target_rows_ = 0;
+    bool sums_, zeros_first_ = false, compares_ = false;
+    detail::row_shapes shape_;
+    detail::message_tables tables_;
+    buffer<kernels::rectangle> list_; ///< of an exchange with room, behind the plan's fingerprint
     buffer<char> staged_out_, staged_in_;
+    buffer<std::int64_t> words_; ///< the fingerprints of other ranks
+    std::optional<upload_ring> ring_;
 };
 
 } // namespace cpx::cuda

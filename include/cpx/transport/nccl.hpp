@@ -5,6 +5,7 @@
 #include <cpx/transport/deadline.hpp>
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/nccl_environment.hpp>
+#include <cpx/transport/nccl_found.hpp>
 #include <cpx/transport/nccl_watchdog.hpp>
 #include <cpx/transport/roll_call.hpp>
 
@@ -170,6 +171,16 @@ public:
         present_->begin_call();
     }
 
+    /// Says by which plan this rank moves rows from now on: where ranks wait for each other, it tells who has another.
+    void runs(std::uint64_t fingerprint) { present_->runs(fingerprint); }
+    /// Returns a number for every rank, for kernels to write: not 0 if it moves rows by another plan, as the next wait
+    /// reports.
+    std::uint32_t* others(caller here = caller::here()) {
+        auto* const numbers = others_.numbers(ranks_);
+        require(numbers != nullptr, "nccl", "cudaHostAlloc", "success", "a failure", here);
+        return numbers;
+    }
+
     /// Runs `f()`, a call of NCCL's that may wait for other ranks, and returns its result. Throws `cpx::error` if the
     /// deadline passes; then the communicator has been aborted.
     template <class F>
@@ -257,9 +268,11 @@ public:
     /// The same because the deadline has passed; names the ranks that were not there, and `where` they were looked for.
     [[noreturn]] void fail_late(char const* what, std::chrono::milliseconds deadline, caller here,
                                 char const* where = "") {
-        auto const names = present_->missing();
+        auto const names = present_->missing(), others = present_->others();
         fail(what, "an end within " + std::to_string(deadline.count()) + " ms",
-             names.empty() ? "no end, with all ranks of this host present" : "nothing from ranks" + names + where,
+             !names.empty()   ? "nothing from ranks" + names + where
+             : others.empty() ? "no end, with all ranks of this host present"
+                              : "no end, and other plans on ranks" + others,
              here);
     }
 
@@ -288,7 +301,7 @@ private:
         for (std::int64_t round = 0;; ++round) {
             cudaError_t const state = query();
             if (round % 64 == 0 || state == cudaSuccess) poll(here);
-            if (state == cudaSuccess) return;
+            if (state == cudaSuccess) return report_others(here);
             if (state == cudaErrorStreamCaptureUnsupported) { // nothing is broken by that
                 static_cast<void>(cudaGetLastError());
                 throw error("nccl", "stream", "one that does not capture", "a capture", here);
@@ -297,6 +310,13 @@ private:
             if (clock::now() > end) fail_late("stream", deadline, here);
             if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
+    }
+    /// Throws if ranks have been found that move rows by another plan; the communicator is whole.
+    void report_others(caller here) {
+        std::string names;
+        for (int const r : others_.take()) names += ' ' + std::to_string(number(r));
+        if (!names.empty())
+            throw error("nccl", "plan by which rows move", "that of this rank", "another on ranks" + names, here);
     }
     static std::string missed(std::string const& names) { return names.empty() ? "" : ", nothing from ranks" + names; }
     /// Returns the numbers from 0 to `ranks` - 1.
@@ -372,6 +392,7 @@ private:
     std::shared_ptr<roll_call> present_;
     std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this one was split from
     std::string broken_;
+    detail::found_ranks others_; ///< that move rows by another plan
     std::shared_ptr<joining> joining_;
     std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined
 };

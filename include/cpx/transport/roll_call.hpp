@@ -46,6 +46,7 @@ public:
         for (int r = 0; r < ranks(); ++r)
             before_.push_back(alive(r) ? person{} : person{entries_[r].process.load(), entries_[r].began.load()});
         mine().calls.store(0);
+        mine().plan.store(0);
         mine().fate.store(fate::well);
         mine().began.store(look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
@@ -69,6 +70,12 @@ public:
     /// Returns whether all ranks are on this host, once everyone has come.
     bool all_on_this_host() const { return std::ranges::find(here_, false) == here_.end(); }
     void begin_call() { mine().calls.fetch_add(1); }
+    /// Says by which plan this rank moves rows from now on.
+    void runs(std::uint64_t fingerprint) { mine().plan.store(fingerprint); }
+    /// Returns " 1 3", the ranks of this host that move rows by other plans.
+    std::string others() const {
+        return list([&](int r) { return entries_[r].plan.load() != mine().plan.load(); });
+    }
 
     /// Returns whether `rank` is alive on this host, once everyone has come.
     bool alive(int rank) const {
@@ -111,7 +118,7 @@ private:
     enum class fate : std::int64_t { well, gave_up, failed };
     struct entry {
         std::atomic<std::int64_t> process;
-        std::atomic<std::uint64_t> began, calls;
+        std::atomic<std::uint64_t> began, calls, plan;
         std::atomic<roll_call::fate> fate;
     };
     static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free);

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a plan's messages are to a device: rectangles to copy and add, and bytes to send and receive.
+#pragma once
+
+#include <cpx/cuda/arguments.hpp>
+#include <cpx/plan/plan.hpp>
+
+#include <cpx/rectangles.cuh>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace cpx::cuda::detail {
+
+/// What is sent to a peer or received from it: bytes of one of a launch's buffers.
+struct wire {
+    int peer, buffer;
+    index_t offset, bytes;
+};
+
+/// Rows and columns of one end of a message, as places in a buffer of `pitch` bytes a row.
+struct rectangle_end {
+    std::vector<run> rows, columns; ///< columns in bytes
+    index_t pitch = 0;
+    int buffer = 0;
+    index_t base = 0; ///< bytes from the buffer's beginning
+};
+
+/// Bytes of a rectangle at most, or one row: so much a block copies at a time.
+inline constexpr index_t rectangle_bytes = index_t{1} << 15;
+
+/// Lists the rectangles that take `from` to `to`, which name equally many rows and columns, cut to `most` bytes.
+inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<kernels::rectangle>& list,
+                            index_t most = rectangle_bytes) {
+    auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
+        std::size_t i = 0, j = 0;
+        for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
+            index_t const count = std::min(a[i].count - used_a, b[j].count - used_b);
+            if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
+            used_a += count, used_b += count;
+            if (used_a == a[i].count) ++i, used_a = 0;
+            if (used_b == b[j].count) ++j, used_b = 0;
+        }
+    };
+    zip(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
+        zip(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
+            index_t const wide = std::min(bytes, index_t{1} << 30), step = std::max<index_t>(1, most / wide);
+            for (index_t column = 0; column < bytes; column += wide)
+                for (index_t row = 0; row < rows; row += step) {
+                    index_t const count = std::min(step, rows - row), width = std::min(wide, bytes - column);
+                    kernels::rectangle r{};
+                    r.source = from.base + (from_row + row) * from.pitch + from_byte + column;
+                    r.target = to.base + (to_row + row) * to.pitch + to_byte + column;
+                    r.source_pitch = from.pitch;
+                    r.target_pitch = to.pitch;
+                    r.rows = static_cast<std::int32_t>(count);
+                    r.bytes = static_cast<std::int32_t>(width);
+                    r.source_buffer = static_cast<std::int16_t>(from.buffer);
+                    r.target_buffer = static_cast<std::int16_t>(to.buffer);
+                    r.vector = static_cast<std::int16_t>(
+                        vector_bytes({r.source, r.target, r.source_pitch, r.target_pitch, r.bytes}));
+                    list.push_back(r);
+                }
+        });
+    });
+}
+
+/// A rank's side of a plan. Buffers: 0 the source, 1 the target, 2 what is packed, 3 what is to be unpacked.
+struct message_tables {
+    std::vector<kernels::rectangle> list; ///< those to pack, those to unpack, then those to add
+    int pack = 0, unpack = 0;             ///< how many of each
+    std::vector<int> add;                 ///< the same, one launch after the other, in the order of ranks
+    std::vector<wire> sends, receives;
+    index_t packed = 0, unpacked = 0; ///< bytes of buffers 2 and 3
+};
+
+/// Rows of the source and of the target: elements of a row, elements from row to row, bytes of an element.
+struct row_shapes {
+    index_t source_width, target_width, source_stride, target_stride, element;
+};
+
+/// Returns the tables of a plan, without the rows from and to `others`. A message that is one run of whole rows is sent
+/// from, or received into, its place.
+inline message_tables tables_of(plan const& p, row_shapes const& shape, range others) {
+    message_tables t;
+    std::vector<kernels::rectangle> unpack;
+    auto const end_of = [&](message const& m, bool out) { // of a message, in one of the caller's buffers
+        rectangle_end end{m.rows, m.columns, (out ? shape.source_stride : shape.target_stride) * shape.element,
+                          out ? 0 : 1, 0};
+        if (end.columns.empty()) end.columns.push_back({0, out ? shape.source_width : shape.target_width});
+        for (run& c : end.columns) c = {c.first * shape.element, c.count * shape.element};
+        return end;
+    };
+    auto const packed = [](rectangle_end const& end, int buffer, index_t base) { // the same bytes side by side
+        index_t const width = total(end.columns);
+        return rectangle_end{{{0, total(end.rows)}}, {{0, width}}, width, buffer, base};
+    };
+    auto const elsewhere = [&](int peer) { return peer >= others.first && peer < others.last; };
+    auto const walk = [&](std::vector<message> const& messages, bool outgoing, auto&& staged) {
+        for (message const& m : messages) {
+            if (m.peer == p.rank || elsewhere(m.peer)) continue;
+            auto const end = end_of(m, outgoing);
+            index_t const size = total(end.rows) * total(end.columns);
+            if (size == 0) continue;
+            bool const dense = end.rows.size() == 1 && total(end.columns) == end.pitch;
+            if (dense && (outgoing || p.kind != flow::sums))
+                (outgoing ? t.sends : t.receives).push_back({m.peer, end.buffer, end.rows[0].first * end.pitch, size});
+            else
+                staged(m, end, size);
+        }
+    };
+    auto const padded = [](index_t size) { return (size + 255) / 256 * 256; };
+    walk(p.sends, true, [&](message const& m, rectangle_end const& end, index_t size) {
+        list_rectangles(end, packed(end, 2, t.packed), t.list);
+        t.sends.push_back({m.peer, 2, t.packed, size});
+        t.packed += padded(size);
+    });
+    std::vector<std::pair<int, std::vector<kernels::rectangle>>> sums;
+    walk(p.receives, false, [&](message const& m, rectangle_end const& end, index_t size) {
+        auto& to = p.kind == flow::sums ? sums.emplace_back(m.peer, std::vector<kernels::rectangle>()).second : unpack;
+        list_rectangles(packed(end, 3, t.unpacked), end, to);
+        t.receives.push_back({m.peer, 3, t.unpacked, size});
+        t.unpacked += padded(size);
+    });
+    auto const own = [&](std::vector<message> const& list) { return std::ranges::find(list, p.rank, &message::peer); };
+    if (auto const kept = own(p.sends); kept != p.sends.end() && !elsewhere(p.rank)) {
+        auto& to = p.kind == flow::sums ? sums.emplace_back(p.rank, std::vector<kernels::rectangle>()).second : t.list;
+        list_rectangles(end_of(*kept, true), end_of(*own(p.receives), false), to);
+    }
+    std::ranges::sort(sums, {}, [](auto const& s) { return s.first; });
+    t.pack = static_cast<int>(t.list.size());
+    t.unpack = static_cast<int>(unpack.size());
+    t.list.insert(t.list.end(), unpack.begin(), unpack.end());
+    for (auto const& s : sums) {
+        t.add.push_back(static_cast<int>(s.second.size()));
+        t.list.insert(t.list.end(), s.second.begin(), s.second.end());
+    }
+    return t;
+}
+
+} // namespace cpx::cuda::detail
