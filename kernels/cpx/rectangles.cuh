@@ -2,6 +2,7 @@
 // Copies and adds rectangles of rows and columns, many in one launch.
 #pragma once
 
+#include <cpx/core/index.hpp>
 #include <cpx/previous_kernel.cuh>
 
 #include <cstdint>
@@ -9,12 +10,23 @@
 namespace cpx::kernels {
 
 /// Some rows of `bytes` bytes each, from one of a launch's buffers to another; `vector` is the largest power of two up
-/// to 16 that divides both places, both pitches and `bytes`.
+/// to 16 that divides both places, both pitches and `bytes`. A block takes a slice of it at a time.
 struct rectangle {
     std::int64_t source, target;             ///< bytes from the buffers' beginnings
     std::int64_t source_pitch, target_pitch; ///< bytes from row to row
     std::int32_t rows, bytes;
     std::int16_t source_buffer, target_buffer, vector, unused;
+    std::int32_t first; ///< slices of the launch before this one's
+
+    /// Returns the rows of a slice: 32 KiB, or one.
+    CPX_HOST_DEVICE std::int32_t slice() const { return bytes < (1 << 15) ? (1 << 15) / (bytes > 0 ? bytes : 1) : 1; }
+    CPX_HOST_DEVICE std::int32_t slices() const { return (rows + slice() - 1) / slice(); }
+};
+
+/// The rectangles of one launch.
+struct rectangle_list {
+    rectangle const* list;
+    std::int32_t count, slices;
 };
 
 /// The buffers of a launch: where rows come from, where they go to, and what goes through the wire.
@@ -42,15 +54,39 @@ __device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* s
     }
 }
 
+/// Calls `f(rectangle)` with the slices that are this block's.
+template <class F>
+__device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f) {
+    constexpr int most = 2048;
+    __shared__ std::int32_t firsts[most]; // of the rectangles, to search in
+    bool const near = all.count <= most;
+    for (int i = static_cast<int>(threadIdx.x); near && i < all.count; i += static_cast<int>(blockDim.x))
+        firsts[i] = all.list[i].first;
+    __syncthreads();
+    for (int s = static_cast<int>(blockIdx.x); s < all.slices; s += static_cast<int>(gridDim.x)) {
+        int low = 0, high = all.count;
+        while (low + 1 < high) {
+            int const middle = (low + high) / 2;
+            ((near ? firsts[middle] : all.list[middle].first) <= s ? low : high) = middle;
+        }
+        rectangle r = all.list[low];
+        std::int32_t const rows = r.slice(), row = (s - r.first) * rows;
+        r.source += row * r.source_pitch;
+        r.target += row * r.target_pitch;
+        r.rows = min(rows, r.rows - row);
+        f(r);
+    }
+}
+
 } // namespace detail
 
-/// Copies all rectangles; none of them has more than 2^31 bytes. Any grid, any block.
+/// Copies all rectangles. Any grid, any block.
 template <class = void>
-__global__ void copy_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
+__global__ void copy_rectangles(__grid_constant__ rectangle_list const all,
+                                __grid_constant__ rectangle_buffers const buffers) {
     wait_for_previous_kernel();
     let_next_kernel_come();
-    for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
-        rectangle const r = list[i];
+    detail::for_each_slice(all, [&](rectangle const& r) {
         char const* const source = buffers.base[r.source_buffer] + r.source;
         char* const target = buffers.base[r.target_buffer] + r.target;
         switch (r.vector) {
@@ -60,16 +96,16 @@ __global__ void copy_rectangles(rectangle const* list, int count, __grid_constan
         case 2: detail::copy_rectangle<std::uint16_t>(r, source, target); break;
         default: detail::copy_rectangle<std::uint8_t>(r, source, target);
         }
-    }
+    });
 }
 
 /// Adds all rectangles of elements T to their targets. No two of a launch may share a target.
 template <class T>
-__global__ void add_rectangles(rectangle const* list, int count, __grid_constant__ rectangle_buffers const buffers) {
+__global__ void add_rectangles(__grid_constant__ rectangle_list const all,
+                               __grid_constant__ rectangle_buffers const buffers) {
     wait_for_previous_kernel();
     let_next_kernel_come();
-    for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
-        rectangle const r = list[i];
+    detail::for_each_slice(all, [&](rectangle const& r) {
         std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);
         std::uint32_t const total = per_row * static_cast<std::uint32_t>(r.rows);
         for (std::uint32_t u = threadIdx.x; u < total; u += blockDim.x) {
@@ -81,7 +117,7 @@ __global__ void add_rectangles(rectangle const* list, int count, __grid_constant
                 u % per_row;
             *target = static_cast<T>(*target + *source);
         }
-    }
+    });
 }
 
 /// Makes the words of all ranks this rank's own, before those of ranks that send arrive.

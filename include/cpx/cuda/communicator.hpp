@@ -66,10 +66,7 @@ public:
         index_t columns = 1;
         for (auto const* messages : {&p.sends, &p.receives})
             for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
-        // a rectangle holds a run, or as many rows as fit 32 KiB
-        index_t const pieces =
-            row < detail::rectangle_bytes ? 2 * most.rows * row / detail::rectangle_bytes : columns * most.rows;
-        exchange_room const room{2 * (columns * runs + pieces + ranks()), most.rows * row + 256 * ranks()};
+        exchange_room const room{2 * columns * (runs + ranks()), most.rows * row + 256 * ranks()};
         return {p, width, room, *this, here};
     }
 

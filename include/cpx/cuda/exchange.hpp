@@ -142,19 +142,19 @@ public:
                          comm_.ranks());
         kernels::rectangle const* next = list_.data() + (ring_ ? 1 : 0);
         copy(next, tables_.pack, buffers, stream, here);
-        next += tables_.pack;
+        next += tables_.pack.rectangles;
         send_and_receive(
             tables_.sends, tables_.receives,
             [&](detail::wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, word, stream,
             here);
         copy(next, tables_.unpack, buffers, stream, here);
-        next += tables_.unpack;
+        next += tables_.unpack.rectangles;
         if constexpr (addable)
-            for (int const count : tables_.add) {
-                if (count > 0)
-                    launch_early(kernels::add_rectangles<T>, grid(count), 256, 0, stream, "add_rectangles", here, next,
-                                 count, buffers);
-                next += count;
+            for (detail::launch_size const size : tables_.add) {
+                if (size.slices > 0)
+                    launch_early(kernels::add_rectangles<T>, grid(size), 256, 0, stream, "add_rectangles", here,
+                                 list_of(next, size), buffers);
+                next += size.rectangles;
             }
         if (word)
             launch_early(kernels::compare_words<>, 1, 256, 0, stream, "compare_words", here, word, words_.data(),
@@ -179,7 +179,7 @@ private:
         index_t source = 0, target = 0;
     };
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
-    static unsigned grid(int count) { return static_cast<unsigned>(std::min(count, 1056)); }
+    static unsigned grid(detail::launch_size size) { return static_cast<unsigned>(std::min(size.slices, 1056)); }
 
     exchange(plan const& p, index_t width, nccl& comm, strides between, range others, caller here)
         : comm_(comm), width_(width), sums_(p.kind == flow::sums),
@@ -261,11 +261,14 @@ private:
             sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, nullptr, stream, here);
         comm_.wait(stream, here);
     }
-    static void copy(kernels::rectangle const* list, int count, kernels::rectangle_buffers const& buffers,
-                     cudaStream_t stream, caller here) {
-        if (count == 0) return;
-        launch_early(kernels::copy_rectangles<>, grid(count), 512, 0, stream, "copy_rectangles", here, list, count,
-                     buffers);
+    static kernels::rectangle_list list_of(kernels::rectangle const* list, detail::launch_size size) {
+        return {list, size.rectangles, size.slices};
+    }
+    static void copy(kernels::rectangle const* list, detail::launch_size size,
+                     kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) {
+        if (size.slices == 0) return;
+        launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
+                     list_of(list, size), buffers);
     }
 
     nccl& comm_;

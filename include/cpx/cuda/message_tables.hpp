@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -28,16 +29,13 @@ struct rectangle_end {
     index_t base = 0; ///< bytes from the buffer's beginning
 };
 
-/// Bytes of a rectangle at most, or one row: so much a block copies at a time.
-inline constexpr index_t rectangle_bytes = index_t{1} << 15;
-
-/// Lists the rectangles that take `from` to `to`, which name equally many rows and columns, cut to `most` bytes.
-inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<kernels::rectangle>& list,
-                            index_t most = rectangle_bytes) {
+/// Lists the rectangles that take `from` to `to`, which name equally many rows and columns.
+inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, std::vector<kernels::rectangle>& list) {
+    constexpr index_t most = index_t{1} << 30; // rows, and bytes of them, as a kernel counts them
     auto const zip = [](std::vector<run> const& a, std::vector<run> const& b, auto&& each) {
         std::size_t i = 0, j = 0;
         for (index_t used_a = 0, used_b = 0; i < a.size() && j < b.size();) {
-            index_t const count = std::min(a[i].count - used_a, b[j].count - used_b);
+            index_t const count = std::min({a[i].count - used_a, b[j].count - used_b, most});
             if (count > 0) each(a[i].first + used_a, b[j].first + used_b, count);
             used_a += count, used_b += count;
             if (used_a == a[i].count) ++i, used_a = 0;
@@ -46,32 +44,32 @@ inline void list_rectangles(rectangle_end const& from, rectangle_end const& to, 
     };
     zip(from.rows, to.rows, [&](index_t from_row, index_t to_row, index_t rows) {
         zip(from.columns, to.columns, [&](index_t from_byte, index_t to_byte, index_t bytes) {
-            index_t const wide = std::min(bytes, index_t{1} << 30), step = std::max<index_t>(1, most / wide);
-            for (index_t column = 0; column < bytes; column += wide)
-                for (index_t row = 0; row < rows; row += step) {
-                    index_t const count = std::min(step, rows - row), width = std::min(wide, bytes - column);
-                    kernels::rectangle r{};
-                    r.source = from.base + (from_row + row) * from.pitch + from_byte + column;
-                    r.target = to.base + (to_row + row) * to.pitch + to_byte + column;
-                    r.source_pitch = from.pitch;
-                    r.target_pitch = to.pitch;
-                    r.rows = static_cast<std::int32_t>(count);
-                    r.bytes = static_cast<std::int32_t>(width);
-                    r.source_buffer = static_cast<std::int16_t>(from.buffer);
-                    r.target_buffer = static_cast<std::int16_t>(to.buffer);
-                    r.vector = static_cast<std::int16_t>(
-                        vector_bytes({r.source, r.target, r.source_pitch, r.target_pitch, r.bytes}));
-                    list.push_back(r);
-                }
+            kernels::rectangle r{};
+            r.source = from.base + from_row * from.pitch + from_byte;
+            r.target = to.base + to_row * to.pitch + to_byte;
+            r.source_pitch = from.pitch;
+            r.target_pitch = to.pitch;
+            r.rows = static_cast<std::int32_t>(rows);
+            r.bytes = static_cast<std::int32_t>(bytes);
+            r.source_buffer = static_cast<std::int16_t>(from.buffer);
+            r.target_buffer = static_cast<std::int16_t>(to.buffer);
+            r.vector =
+                static_cast<std::int16_t>(vector_bytes({r.source, r.target, r.source_pitch, r.target_pitch, r.bytes}));
+            list.push_back(r);
         });
     });
 }
 
+/// Rectangles of one launch, and into how many slices they are cut.
+struct launch_size {
+    int rectangles = 0, slices = 0;
+};
+
 /// A rank's side of a plan. Buffers: 0 the source, 1 the target, 2 what is packed, 3 what is to be unpacked.
 struct message_tables {
     std::vector<kernels::rectangle> list; ///< those to pack, those to unpack, then those to add
-    int pack = 0, unpack = 0;             ///< how many of each
-    std::vector<int> add;                 ///< the same, one launch after the other, in the order of ranks
+    launch_size pack, unpack;
+    std::vector<launch_size> add; ///< one launch after the other, in the order of ranks
     std::vector<wire> sends, receives;
     index_t packed = 0, unpacked = 0; ///< bytes of buffers 2 and 3
 };
@@ -130,13 +128,22 @@ inline message_tables tables_of(plan const& p, row_shapes const& shape, range ot
         list_rectangles(end_of(*kept, true), end_of(*own(p.receives), false), to);
     }
     std::ranges::sort(sums, {}, [](auto const& s) { return s.first; });
-    t.pack = static_cast<int>(t.list.size());
-    t.unpack = static_cast<int>(unpack.size());
-    t.list.insert(t.list.end(), unpack.begin(), unpack.end());
-    for (auto const& s : sums) {
-        t.add.push_back(static_cast<int>(s.second.size()));
-        t.list.insert(t.list.end(), s.second.begin(), s.second.end());
-    }
+    auto const numbered = [](std::span<kernels::rectangle> launch) {
+        launch_size size{static_cast<int>(launch.size())};
+        for (kernels::rectangle& r : launch) {
+            r.first = size.slices;
+            size.slices += r.slices();
+        }
+        return size;
+    };
+    auto const append = [&](std::vector<kernels::rectangle>& launch) {
+        launch_size const size = numbered(launch);
+        t.list.insert(t.list.end(), launch.begin(), launch.end());
+        return size;
+    };
+    t.pack = numbered(t.list);
+    t.unpack = append(unpack);
+    for (auto& s : sums) t.add.push_back(append(s.second));
     return t;
 }
 
