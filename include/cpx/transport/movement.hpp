@@ -57,9 +57,9 @@ index_t most_runs(S const& s, capacity const& most) {
 template <class T, any_sharding From, any_sharding To, any_transport Comm>
 class movement {
 public:
-    /// `from` and `to`: shardings of a first batch; `width`: elements of a row, unless a sharding has sections, the same
-    /// for all batches; `most`: see `capacity`, at least the first batch. Collective. Throws `cpx::error` as `relayout`
-    /// and `exchange` do.
+    /// `from` and `to`: shardings of a first batch; `width`: elements of a row, unless a sharding has sections, the
+    /// same for all batches; `most`: see `capacity`, at least the first batch. Collective. Throws `cpx::error` as
+    /// `relayout` and `exchange` do.
     movement(From const& from, To const& to, index_t width, capacity most, Comm& comm, caller here = caller::here())
         : plan_(relayout(from, to, comm.rank(), here)),
           prepared_(plan_, width, detail::most_runs(from, most) + detail::most_runs(to, most), most, comm, here) {
@@ -68,8 +68,8 @@ public:
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Collective.
     ///
-    /// Throws `cpx::error` before anything moves if tensors and batches do not fit each other, or not what this movement
-    /// was prepared for; later, at the next wait, if ranks have different batches.
+    /// Throws `cpx::error` before anything moves if tensors and batches do not fit each other, or not what this
+    /// movement was prepared for; later, at the next wait, if ranks have different batches.
     template <sharded_anywhere X, sharded_anywhere Y>
     void operator()(X const& from, Y&& to, caller here = caller::here()) {
         constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
