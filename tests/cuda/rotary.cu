@@ -292,11 +292,12 @@ TEST_SUITE("cuda") {
         rejects({of_host("cuda::rotary: y")}, call(here, host, table));
         rejects({"cuda::rotary: y: expected memory of the current device, got null"}, call(here, none, table));
         rejects({of_host("cuda::rotary: positions")}, call(here, here, std::span<std::int64_t const>(numbers)));
-        cpx::sharded const x(here, sharding, 0), elsewhere(here, other, 0);
+        cpx::sharded const x(here, sharding, 0, cuda::memory(nullptr)),
+            elsewhere(here, other, 0, cuda::memory(nullptr));
         rejects({"rotary.cu", "cuda::rotary: sharding of y: expected that of x, got another"},
-                [&] { cuda::rotary(x, 6, pairs, table, elsewhere, nullptr); });
+                [&] { cuda::rotary(x, 6, pairs, table, elsewhere); });
         rejects({"rotary.cu", "cuda::rotary_backward: sharding of dx: expected that of dy, got another"},
-                [&] { cuda::rotary_backward(x, 6, pairs, table, elsewhere, nullptr); });
+                [&] { cuda::rotary_backward(x, 6, pairs, table, elsewhere); });
     }
 
     TEST_CASE("rotation has the digits of Qwen3-VL's and Qwen2.5-VL's") {
