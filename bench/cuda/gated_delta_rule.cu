@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the forward of the gated delta rule on one GPU against what it has to move and to multiply.
+// Times the gated delta rule on one GPU, forward and backward, against what it has to move and to multiply.
 #include "timing.hpp"
 
 #include <cpx/cuda/gated_delta_rule.hpp>
@@ -34,9 +34,9 @@ gpu::buffer<T> random(index_t count, std::uint64_t seed, float low, float high) 
     return b;
 }
 
-/// Returns the milliseconds of a forward, by replays of a graph, and prints them.
-double forward(index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool decays, double rate,
-               gpu::stream const& stream) {
+/// Returns the milliseconds of a forward or backward, by replays of a graph, and prints them.
+double time(bool back, index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool decays,
+            double rate, gpu::stream const& stream) {
     index_t const tokens = sequences * length;
     float const most = std::sqrt(3.0f / dim);
     auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
@@ -47,33 +47,46 @@ double forward(index_t key_heads, index_t value_heads, index_t sequences, index_
     std::vector<index_t> list;
     for (index_t s = 0; s <= sequences; ++s) list.push_back(s * length);
     gpu::buffer<index_t> const offsets{std::span<index_t const>(list)};
-    gpu::buffer<element> const o(tokens * value_heads * dim);
-    gpu::buffer<float> const last(sequences * value_heads * dim * dim);
+    auto const dout = random<element>(tokens * value_heads * dim, 6, -1, 1);
+    gpu::buffer<element> const o(tokens * value_heads * dim), dq(tokens * key_heads * dim),
+        dk(tokens * key_heads * dim);
+    auto const last = random<float>(sequences * value_heads * dim * dim, 7, -1, 1);
+    gpu::buffer<float> const dg(tokens * value_heads), dbeta(tokens * value_heads);
     gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads};
-    gpu::buffer<char> const space(gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences));
+    gpu::buffer<char> const space(back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences)
+                                       : gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences));
     auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
     auto path = gpu::delta_rule_path::plain;
     auto const run = [&] {
-        path = gpu::gated_delta_rule<element>(shape,
-                                              {{q.data(), tokens, key_heads * dim},
-                                               {k.data(), tokens, key_heads * dim},
-                                               {v.data(), tokens, value_heads * dim},
-                                               {g.data(), tokens, value_heads},
-                                               {beta.data(), tokens, value_heads},
-                                               all(offsets)},
-                                              {o.data(), tokens, value_heads * dim}, all(last), all(space), stream);
+        gpu::gated_delta_rule_input<element> const in{
+            {q.data(), tokens, key_heads * dim},   {k.data(), tokens, key_heads * dim},
+            {v.data(), tokens, value_heads * dim}, {g.data(), tokens, value_heads},
+            {beta.data(), tokens, value_heads},    all(offsets)};
+        rows<element> const values(o.data(), tokens, value_heads * dim);
+        path = !back ? gpu::gated_delta_rule<element>(shape, in, values, all(last), all(space), stream)
+                     : gpu::gated_delta_rule_backward<element>(
+                           shape, in, rows<element const>(dout.data(), tokens, value_heads * dim), all(last),
+                           {{dq.data(), tokens, key_heads * dim},
+                            {dk.data(), tokens, key_heads * dim},
+                            values,
+                            {dg.data(), tokens, value_heads},
+                            {dbeta.data(), tokens, value_heads}},
+                           all(space), stream);
     };
     gpu::graph const graph(stream, run);
     double const ms = static_cast<double>(timing::median_ms(
         stream, [&] { graph.launch(stream); }, [] {}, 5, 9));
-    double const bytes = static_cast<double>(tokens) * (4.0 * dim * static_cast<double>(key_heads + value_heads) +
-                                                        8.0 * static_cast<double>(value_heads));
-    double const flop = static_cast<double>(tokens * value_heads) / 64 * 10.49e6;
-    std::printf("%2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", static_cast<std::ptrdiff_t>(sequences),
-                static_cast<std::ptrdiff_t>(length), static_cast<std::ptrdiff_t>(key_heads),
-                static_cast<std::ptrdiff_t>(value_heads), decays ? "decay" : "none",
-                path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate,
-                flop / (ms * 1e-3) * 1e-12);
+    // forward: q, k, v, o and gates; back: q, k, v, dout, gates, and the gradients of all but dout
+    double const key_rows = (back ? 8.0 : 4.0) * static_cast<double>(key_heads);
+    double const value_rows = (back ? 6.0 : 4.0) * static_cast<double>(value_heads);
+    double const bytes = static_cast<double>(tokens) *
+                         (dim * (key_rows + value_rows) + (back ? 16.0 : 8.0) * static_cast<double>(value_heads));
+    double const flop = static_cast<double>(tokens * value_heads) / 64 * (back ? 31.5e6 : 10.49e6);
+    std::printf("%-8s %2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", back ? "backward" : "forward",
+                static_cast<std::ptrdiff_t>(sequences), static_cast<std::ptrdiff_t>(length),
+                static_cast<std::ptrdiff_t>(key_heads), static_cast<std::ptrdiff_t>(value_heads),
+                decays ? "decay" : "none", path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms,
+                100 * bytes / (ms * 1e-3) / rate, flop / (ms * 1e-3) * 1e-12);
     std::fflush(stdout);
     return ms;
 }
@@ -85,23 +98,28 @@ int main(int argc, char** argv) {
     gpu::stream const stream;
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
-    std::printf("forward of the gated delta rule, bfloat16, heads of %d; of copy: inputs and outputs once\n", int(dim));
-    std::printf("%-12s %-6s %-8s %-13s %9s %9s %9s\n", "sequences", "heads", "gates", "path", "ms", "of copy",
+    std::printf("the gated delta rule, bfloat16, heads of %d; of copy: inputs and outputs once\n", int(dim));
+    std::printf("%-8s %-12s %-6s %-8s %-13s %9s %9s %9s\n", "", "sequences", "heads", "gates", "path", "ms", "of copy",
                 "TFLOP/s");
     timing::limits limits;
     struct work {
         index_t key_heads, value_heads, sequences, length;
-        double limit;
+        double forward, backward; // ms at most; 0: no limit
     };
-    for (work const& w : {work{16, 32, 1, 32768, 0.55}, work{16, 32, 4, 8192, 0.36}, work{16, 32, 1, 8192, 0.20},
-                          work{16, 32, 1, 131072, 2.3}, work{2, 8, 1, 32768, 0.24}})
-        for (bool const decays : {true, false}) {
-            double const ms = forward(w.key_heads, w.value_heads, w.sequences, w.length, decays, rate, stream);
-            limits.at_most("gated delta rule forward, " + std::to_string(w.sequences) + " x " +
-                               std::to_string(w.length) + ", " + std::to_string(w.key_heads) + "/" +
-                               std::to_string(w.value_heads) + " heads" + (decays ? "" : ", no decay") + ", us",
-                           1000 * ms, 1000 * w.limit, "us");
-        }
+    for (work const& w :
+         {work{16, 32, 1, 32768, 0.55, 1.5}, work{16, 32, 4, 8192, 0.36, 1.5}, work{16, 32, 1, 8192, 0.20, 0.45},
+          work{16, 32, 1, 131072, 2.3, 6.0}, work{2, 8, 1, 32768, 0.24, 0}})
+        for (bool const back : {false, true})
+            for (bool const decays : {true, false}) {
+                double const ms = time(back, w.key_heads, w.value_heads, w.sequences, w.length, decays, rate, stream);
+                double const limit = back ? w.backward : w.forward;
+                if (limit == 0) continue;
+                limits.at_most(std::string("gated delta rule ") + (back ? "backward, " : "forward, ") +
+                                   std::to_string(w.sequences) + " x " + std::to_string(w.length) + ", " +
+                                   std::to_string(w.key_heads) + "/" + std::to_string(w.value_heads) + " heads" +
+                                   (decays ? "" : ", no decay") + ", us",
+                               1000 * ms, 1000 * limit, "us");
+            }
     limits.print();
     return 0;
 }

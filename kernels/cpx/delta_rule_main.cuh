@@ -87,6 +87,24 @@ __device__ __forceinline__ void compute_p(char const* queries, char const* keys,
     for (int i = 0; i < 16; ++i) words[i] = two_bf16(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]);
 }
 
+/// Stores n rows of a panel, from (row, column) on, by a warp; returns when the panel has been read.
+__device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& rows,
+                                           char const* panel, int column, int row, int n) {
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    if (n == delta_chunk) {
+        if (lane == 0) {
+            cute::SM90_TMA_STORE_2D::copy(&map, panel, column, row);
+            cute::tma_store_arrive();
+            cute::tma_store_wait<0>();
+        }
+    } else {
+#pragma unroll 1
+        for (int i = lane; i < n * 8; i += 32)
+            *reinterpret_cast<uint4*>(rows.at(row + i / 8) + column + i % 8 * 8) =
+                *reinterpret_cast<uint4 const*>(panel + swizzled(i / 8, i % 8));
+    }
+}
+
 } // namespace delta
 
 /// What `delta_rule_main` writes: (tokens, value heads * 128).
@@ -166,18 +184,7 @@ static __global__ void __launch_bounds__(512, 1)
                 int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
                 char* const out = memory.values[r.at][half];
                 wait(memory.out_full[r.at][half], r.parity);
-                if (n == delta_chunk) {
-                    if (lane == 0) {
-                        cute::SM90_TMA_STORE_2D::copy(&outputs, out, channel, begin);
-                        cute::tma_store_arrive();
-                        cute::tma_store_wait<0>();
-                    }
-                } else {
-#pragma unroll 1
-                    for (int i = lane; i < n * 8; i += 32)
-                        *reinterpret_cast<uint4*>(to.rows.at(begin + i / 8) + channel + i % 8 * 8) =
-                            *reinterpret_cast<uint4 const*>(out + swizzled(i / 8, i % 8));
-                }
+                store_rows(outputs, to.rows, out, channel, begin, n);
                 arrive_warp(memory.values_empty[r.at]);
             }
         }

@@ -16,6 +16,7 @@ struct delta_walk {
     float* snapshots; ///< (parts, value heads, 2, 64 * 128): states before the parts, as they lie in registers
     int key_heads, group;
     float scale;
+    char* states = nullptr; ///< (chunks, value heads, 2, 2) panels: states before chunks, 64 x 64 of (value, key) each
 
     __device__ __forceinline__ std::int64_t state_of(int sequence, int head) const {
         return (std::int64_t{sequence} * key_heads * group + head) * 128 * 128;
@@ -30,12 +31,40 @@ namespace delta {
 
 inline constexpr int snapshot_words = 64 * 128;
 
+/// Half a state of bfloat16 on its way to device memory.
+struct traced_half {
+    char panels[2 * panel_bytes];
+    barrier full, empty;
+
+    __device__ __forceinline__ void init() { full.init(4), empty.init(1); }
+    /// Takes what a warpgroup has rounded, for the i-th time.
+    __device__ __forceinline__ void put(std::uint32_t const (&words)[32], int i) {
+        wait(empty, i & 1 ^ 1);
+        store_operand(words, panels);
+        store_operand(words + 16, panels + panel_bytes);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(full);
+    }
+    /// Sends it, by one thread.
+    __device__ __forceinline__ void send(char* to, int i) {
+        wait(full, i & 1);
+        cute::SM90_BULK_COPY_S2G::copy(panels, to, 2 * panel_bytes);
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();
+        empty.arrive();
+    }
+};
+
 struct state_memory {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][panel_bytes],
         x[2][2 * panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read_done, step_done, written, landed;
+};
+/// Of a walk that leaves all states behind.
+struct traced_state_memory : state_memory {
+    alignas(1024) traced_half trace;
 };
 
 /// A place in a ring of N buffers, and the parity of the next fill of it.
@@ -66,15 +95,17 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 
 } // namespace delta
 
-/// A block walks along half the value channels of a sequence and value head, up to its last part. A grid of sequences *
-/// value heads * 2 blocks of 384 threads: a warp that loads, a warpgroup that makes X, one that has the state.
-static __global__ void __launch_bounds__(384, 1)
-    delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
-                     delta_walk const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using namespace delta;
+namespace delta {
+
+/// Walks along half the value channels of a sequence and value head, `block` of all of them, up to its last part or,
+/// Traced, along all of it, and then writes the states before all chunks instead of those before parts. By a warp that
+/// loads, a warpgroup that makes X, one that has the state.
+template <bool Traced>
+__device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
+                                           int block) {
     extern __shared__ __align__(1024) char raw[];
-    auto& memory = *reinterpret_cast<state_memory*>(raw);
+    auto& memory = *reinterpret_cast<std::conditional_t<Traced, traced_state_memory, state_memory>*>(raw);
     constexpr int stages = state_memory::stages;
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(8);
@@ -82,15 +113,15 @@ static __global__ void __launch_bounds__(384, 1)
         memory.read_done.init(4), memory.step_done.init(4);
         memory.written.init(4);
         memory.landed.init(1);
+        if constexpr (Traced) memory.trace.init();
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_come();
-    int const heads = in.key_heads * in.group, half = static_cast<int>(blockIdx.x) % 2;
-    int const head = static_cast<int>(blockIdx.x) / 2 % heads, number = static_cast<int>(blockIdx.x) / 2 / heads;
+    int const heads = in.key_heads * in.group, half = block % 2;
+    int const head = block / 2 % heads, number = block / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
-    int const chunks = (sequence.parts - 1) * in.plan.part_chunks, group = static_cast<int>(threadIdx.x) / 128;
+    int const chunks = Traced ? sequence.chunks : (sequence.parts - 1) * in.plan.part_chunks,
+              group = static_cast<int>(threadIdx.x) / 128;
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
@@ -117,10 +148,15 @@ static __global__ void __launch_bounds__(384, 1)
                 arrive_warp(memory.full[r.at]);
             }
         } else if (threadIdx.x == 32) { // to publish a state takes long
-            for (int part = 1; part < sequence.parts; ++part) {
-                wait(memory.written, (part - 1) % 2);
-                publish(in.plan.flags + in.half_of(sequence.first_part + part, head, half));
-            }
+            if constexpr (Traced)
+                for (int c = 0; c < chunks; ++c)
+                    memory.trace.send(in.states + in.half_of(sequence.first_chunk + c, head, half) * 2 * panel_bytes,
+                                      c);
+            else
+                for (int part = 1; part < sequence.parts; ++part) {
+                    wait(memory.written, (part - 1) % 2);
+                    publish(in.plan.flags + in.half_of(sequence.first_part + part, head, half));
+                }
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<88>();
@@ -136,7 +172,7 @@ static __global__ void __launch_bounds__(384, 1)
             arrive_warp(memory.x_full[x.at]);
             arrive_warp(memory.empty[r.at]);
         }
-    } else {
+    } else if (group == 2) {
         cutlass::arch::warpgroup_reg_alloc<200>();
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
@@ -163,6 +199,7 @@ static __global__ void __launch_bounds__(384, 1)
             cute::warpgroup_commit_batch();
             token_decays e;
             load_decays(memory.gates[r.at], e);
+            if constexpr (Traced) memory.trace.put(f, c);
             wait(memory.x_full[x.at], x.parity);
             cute::warpgroup_wait<0>();
             keep(ks);
@@ -178,7 +215,7 @@ static __global__ void __launch_bounds__(384, 1)
             cute::warpgroup_wait<0>();
             keep(s);
             arrive_warp(memory.step_done);
-            if (--left == 0) {
+            if (!Traced && --left == 0) {
                 left = in.plan.part_chunks;
                 store_words(s, snapshot);
                 snapshot += in.half_of(1, 0, 0) * snapshot_words;
@@ -186,6 +223,19 @@ static __global__ void __launch_bounds__(384, 1)
             }
         }
     }
+}
+
+} // namespace delta
+#endif
+
+/// A grid of sequences * value heads * 2 blocks of 384 threads.
+static __global__ void __launch_bounds__(384, 1)
+    delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
+                     delta_walk const in) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    delta::walk_along<false>(keys, values, in, static_cast<int>(blockIdx.x));
 #endif
 }
 

@@ -95,6 +95,8 @@ __device__ __forceinline__ void fma_shared(float (&sum)[N], std::uint64_t a, std
 
 template <Major A, Major B>
 using shared_64 = gmma::MMA_64x64x16_F32BF16BF16_SS<A, B>;
+template <Major A, Major B, std::size_t N>
+using shared_by = std::conditional_t<N == 32, shared_64<A, B>, gmma::MMA_64x128x16_F32BF16BF16_SS<A, B>>;
 template <Major B, std::size_t N>
 using registers_by = std::conditional_t<N == 32, gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, B>,
                                         gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, B>>;
@@ -118,6 +120,19 @@ __device__ __forceinline__ void multiply_down(float (&sum)[N], std::uint32_t con
         fma_registers<registers_by<Major::MN, N>>(sum, a + 4 * k, step_down(first, k),
                                                   add || k ? ScaleOut::One : ScaleOut::Zero,
                                                   std::make_index_sequence<N>());
+}
+
+/// sum (+)= a b over 16 Steps, both panels: Major::K says that the sum goes along an operand's rows, Major::MN down
+/// them. Issued, not awaited.
+template <Major A, Major B, int Steps, std::size_t N>
+__device__ __forceinline__ void multiply_panels(float (&sum)[N], void const* a, void const* b, bool add) {
+    std::uint64_t const left = A == Major::K ? along_rows(a) : down_rows(a);
+    std::uint64_t const right = B == Major::K ? along_rows(b) : down_rows(b);
+#pragma unroll
+    for (int k = 0; k < Steps; ++k)
+        fma_shared<shared_by<A, B, N>>(sum, A == Major::K ? step_along(left, k) : step_down(left, k),
+                                       B == Major::K ? step_along(right, k) : step_down(right, k),
+                                       add || k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
 }
 
 __device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
@@ -145,11 +160,18 @@ __device__ __forceinline__ int place_transposed(int i) {
     return swizzled(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2) + 2048 * i;
 }
 
-__device__ __forceinline__ void store_operand(std::uint32_t const (&a)[16], char* panel) {
+/// Writes 16 words of an operand to a panel.
+__device__ __forceinline__ void store_operand(std::uint32_t const* a, char* panel) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
                                       *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i)));
+}
+__device__ __forceinline__ void load_operand(char const* panel, std::uint32_t (&a)[16]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(panel + place_straight(i)), a[4 * i],
+                                      a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
 }
 __device__ __forceinline__ void store_transposed(std::uint32_t const (&a)[16], char* panel) {
 #pragma unroll

@@ -86,7 +86,7 @@ inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t
     return space;
 }
 
-inline delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+inline delta_space delta_plain_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
     index_t const state = shape.value_heads * shape.key_dim * shape.value_dim;
     space.states = space.take(space.chunks * state, sizeof(float));

@@ -6,9 +6,12 @@
 
 #if __has_include(<cute/arch/mma_sm90_gmma.hpp>)
 
-#include <cpx/delta_rule_main.cuh>
+#include <cpx/delta_rule_dstate.cuh>
+#include <cpx/delta_rule_grad.cuh>
 
 #include <cuda.h>
+
+#include <algorithm>
 
 namespace cpx::cuda::detail {
 
@@ -55,25 +58,43 @@ inline index_t delta_part(gated_delta_rule_shape const& shape, index_t sequences
     return 10 * sequences * shape.value_heads >= 9 * multiprocessors() ? 1 << 24 : 16;
 }
 
+/// Whether tensor cores can be used, where the copy engine can read and write all rows.
 template <class T>
-delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    bool const hopper = std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores &&
-                        shape.key_dim == 128 && shape.value_dim == 128 && tokens > 0 && has_delta_hopper();
-    if (!hopper) return delta_plan_space(shape, tokens, sequences, 1 << 24);
-    auto space = delta_plan_space(shape, tokens, sequences, delta_part(shape, sequences));
+bool has_delta_hopper(gated_delta_rule_shape const& shape, index_t tokens) {
+    return std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores && shape.key_dim == 128 &&
+           shape.value_dim == 128 && tokens > 0 && has_delta_hopper();
+}
+
+inline void take_delta_prepared(gated_delta_rule_shape const& shape, delta_space& space) {
     space.hopper = true;
-    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.part_chunks;
     space.inverse = space.take(space.chunks * shape.value_heads, kernels::delta::panel_bytes);
     space.gates = space.take(space.chunks * shape.value_heads, sizeof(kernels::delta_gates));
+}
+
+template <class T>
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    if (!has_delta_hopper<T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto space = delta_plan_space(shape, tokens, sequences, delta_part(shape, sequences));
+    take_delta_prepared(shape, space);
+    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.part_chunks;
     space.snapshots = space.take(space.parts * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
     return space;
 }
 
-/// Whether the copy engine can read and write these.
 template <class T>
-bool delta_in_panels(gated_delta_rule_input<T> const& in, rows<T> o) {
-    return vector_bytes({address(in.q.data()), row_bytes(in.q), address(in.k.data()), row_bytes(in.k),
-                         address(in.v.data()), row_bytes(in.v), address(o.data()), row_bytes(o)}) == 16;
+delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    if (!has_delta_hopper<T>(shape, tokens)) return delta_plain_backward_space(shape, tokens, sequences);
+    auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    take_delta_prepared(shape, space);
+    space.states = space.take(space.chunks * shape.value_heads, 4 * kernels::delta::panel_bytes);
+    space.dstates = space.take(space.chunks * shape.value_heads, 4 * kernels::delta::panel_bytes);
+    return space;
+}
+
+/// Whether the copy engine can read and write these.
+template <class... T>
+bool delta_in_panels(T const&... r) {
+    return vector_bytes({address(r.data())..., row_bytes(r)...}) == 16;
 }
 
 /// Launches a kernel that waits for the one before it by itself, with much shared memory.
@@ -87,6 +108,30 @@ void launch_hopper(void (*kernel)(P...), index_t blocks, int threads, std::size_
                  what, here, arguments...);
 }
 
+/// Launches what comes before all others: the plan, the inverses and the gates. Returns what walks are given.
+template <class T>
+kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                                          CUtensorMap const& k, delta_space const& space, char* workspace,
+                                          cudaStream_t stream, caller here) {
+    int const key_heads = static_cast<int>(shape.key_heads), group = static_cast<int>(shape.value_heads) / key_heads;
+    kernels::delta_walk const walk{
+        delta_plan_at(shape, space, workspace),
+        {workspace + space.inverse, reinterpret_cast<kernels::delta_gates*>(workspace + space.gates)},
+        in.state.data(),
+        nullptr,
+        nullptr,
+        key_heads,
+        group,
+        delta_scale_of(shape),
+        nullptr};
+    launch_delta_plan(shape, in, space, workspace, stream, here);
+    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 128, sizeof(kernels::delta::prep_memory),
+                  stream, "delta_rule_prep", here, k,
+                  kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
+                  walk.prepared);
+    return walk;
+}
+
 template <class T>
 void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, rows<T> o,
                          std::span<float> last, delta_space const& space, char* workspace, cudaStream_t stream,
@@ -94,28 +139,40 @@ void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_i
     namespace delta = kernels::delta;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                out = panels_of(o, here);
-    int const key_heads = static_cast<int>(shape.key_heads), group = static_cast<int>(shape.value_heads) / key_heads;
-    kernels::delta_prepared const prepared{workspace + space.inverse,
-                                           reinterpret_cast<kernels::delta_gates*>(workspace + space.gates)};
-    kernels::delta_walk const walk{delta_plan_at(shape, space, workspace),
-                                   prepared,
-                                   in.state.data(),
-                                   last.data(),
-                                   reinterpret_cast<float*>(workspace + space.snapshots),
-                                   key_heads,
-                                   group,
-                                   delta_scale_of(shape)};
-    launch_delta_plan(shape, in, space, workspace, stream, here);
-    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 128, sizeof(delta::prep_memory), stream,
-                  "delta_rule_prep", here, k,
-                  kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
-                  prepared);
+    auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
+    walk.last = last.data();
+    walk.snapshots = reinterpret_cast<float*>(workspace + space.snapshots);
     if (space.states_first)
         launch_hopper(kernels::delta_rule_state, space.sequences * shape.value_heads * 2, 384,
                       sizeof(delta::state_memory), stream, "delta_rule_state", here, k, v, walk);
     launch_hopper(kernels::delta_rule_main, space.parts * shape.value_heads, 512, sizeof(delta::main_memory), stream,
                   "delta_rule_main", here, q, k, v, out, walk,
                   kernels::delta_output{delta_view(o), space.states_first});
+}
+
+template <class T>
+void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                                  rows<T const> dout, std::span<float const> dlast,
+                                  gated_delta_rule_gradients<T> const& to, delta_space const& space, char* workspace,
+                                  cudaStream_t stream, caller here) {
+    namespace delta = kernels::delta;
+    auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
+               d = panels_of(dout, here), dv = panels_of(to.dv, here);
+    auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
+    walk.states = workspace + space.states;
+    auto back = walk;
+    back.states = workspace + space.dstates;
+    back.initial = dlast.data();
+    back.last = to.dstate.data();
+    launch_hopper(kernels::delta_rule_walks, space.sequences * shape.value_heads * 4, 512,
+                  std::max(sizeof(delta::traced_state_memory), sizeof(delta::dstate_memory)), stream,
+                  "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
+    index_t const tasks = space.chunks * shape.key_heads;
+    launch_hopper(kernels::delta_rule_grad, std::min<index_t>(tasks, multiprocessors()), 512,
+                  sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
+                  kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
+                                           delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
+                                           walk.group, walk.scale});
 }
 
 } // namespace cpx::cuda::detail
@@ -129,11 +186,17 @@ delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tok
     return delta_plan_space(shape, tokens, sequences, 1 << 24);
 }
 template <class T>
-bool delta_in_panels(gated_delta_rule_input<T> const&, rows<T>) {
+delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    return delta_plain_backward_space(shape, tokens, sequences);
+}
+template <class... T>
+bool delta_in_panels(T const&...) {
     return false;
 }
 template <class... A>
 void launch_delta_hopper(A const&...) {}
+template <class... A>
+void launch_delta_hopper_backward(A const&...) {}
 
 } // namespace cpx::cuda::detail
 

@@ -17,7 +17,7 @@ index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t 
 /// The same of a backward.
 template <delta_rule_element T>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return detail::delta_backward_space(shape, tokens, sequences).bytes;
+    return detail::delta_backward_space<T>(shape, tokens, sequences).bytes;
 }
 
 /// Computes, for every value head of every sequence,
@@ -48,7 +48,7 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
     if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule">();
     if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && detail::delta_in_panels(in, o)) {
+        if (space.hopper && detail::delta_in_panels(in.q, in.k, in.v, o)) {
             detail::launch_delta_hopper(shape, in, o, last, space, workspace.data(), stream, here);
             return delta_rule_path::tensor_cores;
         }
@@ -59,13 +59,15 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
 
 /// Computes the gradients of `gated_delta_rule`, given those of o and of the last states, `dlast`, or none.
 ///
-/// Nothing is divided by a decay or by beta: g may be minus infinity, beta 0. By the plain path.
+/// Nothing is divided by a decay or by beta: g may be minus infinity, beta 0. Nothing is wanted of the forward but its
+/// inputs. Returns the path it took, as `gated_delta_rule` does; where that could be tensor cores but rows do not begin
+/// at multiples of 16 bytes, the path has to be set to `plain`.
 template <delta_rule_element T>
-void gated_delta_rule_backward(gated_delta_rule_shape const& shape,
-                               std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T const> dout,
-                               std::span<float const> dlast,
-                               std::type_identity_t<gated_delta_rule_gradients<T>> const& to, std::span<char> workspace,
-                               cudaStream_t stream, caller here = caller::here()) {
+delta_rule_path
+gated_delta_rule_backward(gated_delta_rule_shape const& shape,
+                          std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T const> dout,
+                          std::span<float const> dlast, std::type_identity_t<gated_delta_rule_gradients<T>> const& to,
+                          std::span<char> workspace, cudaStream_t stream, caller here = caller::here()) {
     char const* const where = "cuda::gated_delta_rule_backward";
     detail::require_delta_input(where, shape, in, here);
     index_t const tokens = in.k.count(), keys = shape.key_heads * shape.key_dim;
@@ -78,7 +80,7 @@ void gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     detail::require_rows(where, "dg", to.dg, tokens, shape.value_heads, here);
     detail::require_rows(where, "dbeta", to.dbeta, tokens, shape.value_heads, here);
     detail::require_states(where, "dstate", shape, in, to.dstate, here);
-    auto const space = detail::delta_backward_space(shape, tokens, std::ssize(in.offsets) - 1);
+    auto const space = detail::delta_backward_space<T>(shape, tokens, std::ssize(in.offsets) - 1);
     detail::require_workspace(where, space.bytes, workspace, here);
     detail::require_delta_apart(where, in,
                                 {{"dq", to.dq},
@@ -89,9 +91,17 @@ void gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                                  {"dstate", to.dstate},
                                  {"workspace", workspace}},
                                 {{"dout", dout}, {"dlast", dlast}}, here);
-    if (in.offsets.size() == 1) return;
+    if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule_backward">();
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper) {
+            require(detail::delta_in_panels(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv), where, "rows",
+                    "at multiples of 16 bytes, or shape.path = plain", "others", here);
+            detail::launch_delta_hopper_backward(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
     detail::launch_delta_plain_backward(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
+    return delta_rule_path::plain;
 }
 
 } // namespace cpx::cuda

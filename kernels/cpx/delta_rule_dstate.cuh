@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule's chain of gradients (sm_90a): back along sequences, with the gradient of the state.
+//
+//     dY = P^T dO + X dS',    dS = e_n dS' + Q^T (s e.dO) - K^T (e.dY),    dV = dY
+#pragma once
+
+#include <cpx/delta_rule_main.cuh>
+
+namespace cpx::kernels {
+
+namespace delta {
+
+struct dstate_memory {
+    static constexpr int stages = 3;
+    char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes], inverse[stages][panel_bytes];
+    char dout[stages][panel_bytes]; ///< and then gradients of values: a warp writes where it alone has read
+    char p[2][panel_bytes], x[2][2 * panel_bytes];
+    traced_half trace;
+    delta_gates gates[stages];
+    barrier full[stages], empty[stages], dout_empty[stages], dvalues_full[stages], aux_full[2], aux_empty[2], landed;
+};
+
+} // namespace delta
+
+/// What a walk back writes besides gradients of states after chunks, `delta_walk::states`.
+struct delta_dvalues {
+    delta_rows<__nv_bfloat16> rows; ///< dV: (tokens, value heads * 128)
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+namespace delta {
+
+/// Walks back along half the value channels of a sequence and value head, `block` of all of them; `initial` and `last`
+/// of the walk are the gradients of the states after the sequences and before them. By a warp that loads, two that
+/// store, warpgroups that make P and X, one that has the gradient.
+__device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
+                                          CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
+                                          int block) {
+    extern __shared__ __align__(1024) char raw[];
+    auto& memory = *reinterpret_cast<dstate_memory*>(raw);
+    constexpr int stages = dstate_memory::stages;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            memory.full[i].init(1), memory.empty[i].init(12);
+            memory.dout_empty[i].init(1), memory.dvalues_full[i].init(4);
+        }
+        for (int i = 0; i < 2; ++i) memory.aux_full[i].init(8), memory.aux_empty[i].init(4);
+        memory.landed.init(1);
+        memory.trace.init();
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+    int const heads = in.key_heads * in.group, half = block % 2;
+    int const head = block / 2 % heads, number = block / 2 / heads;
+    delta_sequence const sequence = in.plan.sequences[number];
+    int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128, channel = 128 * head + 64 * half;
+    if (group == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+        ring<stages> r;
+        if (warp == 0) {
+            for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next()) {
+                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                bool const whole = n == delta_chunk;
+                barrier& full = whole ? memory.full[r.at] : memory.landed;
+                wait(memory.empty[r.at], r.parity ^ 1);
+                wait(memory.dout_empty[r.at], r.parity ^ 1);
+                if (lane == 0) {
+                    full.arrive_and_expect_tx(6 * panel_bytes + sizeof(delta_gates));
+                    load_panels<2>(queries, full, memory.queries[r.at], 128 * (head / in.group), row);
+                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
+                                  memory.inverse[r.at], memory.gates[r.at]);
+                    load_panels<1>(dout, full, memory.dout[r.at], channel, row);
+                }
+                __syncwarp();
+                if (whole) continue;
+                wait(memory.landed, landings++ % 2);
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    clear_rows(memory.queries[r.at] + p * panel_bytes, n);
+                    clear_rows(memory.keys[r.at] + p * panel_bytes, n);
+                }
+                clear_rows(memory.dout[r.at], n);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.full[r.at]);
+            }
+        } else if (warp == 1) {
+            if (lane == 0)
+                for (int c = chunks - 1; c >= 0; --c)
+                    memory.trace.send(in.states + in.half_of(sequence.first_chunk + c, head, half) * 2 * panel_bytes,
+                                      chunks - 1 - c);
+        } else if (warp == 2) {
+            for (int c = chunks - 1; c >= 0; --c, r.next()) {
+                int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
+                wait(memory.dvalues_full[r.at], r.parity);
+                store_rows(dvalues, to.rows, memory.dout[r.at], channel, begin, n);
+                arrive_warp(memory.dout_empty[r.at]);
+            }
+        }
+    } else if (group == 1) {
+        cutlass::arch::warpgroup_reg_dealloc<104>();
+        ring<stages> r;
+        ring<2> b;
+        for (int i = 0; i < chunks; ++i, r.next(), b.next()) {
+            wait(memory.full[r.at], r.parity);
+            std::uint32_t words[16];
+            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[r.at], memory.gates[r.at], in.scale,
+                      words);
+            wait(memory.aux_empty[b.at], b.parity ^ 1);
+            store_operand(words, memory.p[b.at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.aux_full[b.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+    } else if (group == 3) {
+        cutlass::arch::warpgroup_reg_dealloc<88>();
+        ring<stages> r;
+        ring<2> b;
+        for (int i = 0; i < chunks; ++i, r.next(), b.next()) {
+            wait(memory.full[r.at], r.parity);
+            wait(memory.aux_empty[b.at], b.parity ^ 1);
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at], [](int) {});
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.aux_full[b.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<232>();
+        half_state s;
+        load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+        ring<stages> r;
+        std::uint32_t d[16];
+        float fading = 0;
+        auto const await_chunk = [&] {
+            wait(memory.full[r.at], r.parity);
+            load_transposed(memory.dout[r.at], d);
+            fading = memory.gates[r.at].decay[delta_chunk - 1];
+        };
+        if (chunks > 0) await_chunk();
+        for (int i = 0; i < chunks; ++i) {
+            int const at = r.at, side = i & 1;
+            std::uint32_t f[32], reading[16], erasing[16];
+            round_to_operand(s, f);
+            scale(s, fading); // while products are under way, the compiler would await them
+            token_decays e;
+            load_decays(memory.gates[at], e);
+#pragma unroll
+            for (int j = 0; j < 16; ++j)
+                reading[j] = two_bf16(in.scale * e[j / 2].x * low_half(d[j]), in.scale * e[j / 2].y * high_half(d[j]));
+            wait(memory.aux_full[side], i >> 1 & 1);
+            float dy[32];
+            keep(dy);
+            keep(s);
+            cute::warpgroup_arrive();
+            multiply_along<8>(dy, f, memory.x[side], false);
+            multiply_down(dy, d, memory.p[side], true);
+            cute::warpgroup_commit_batch();
+            multiply_down(s, reading, memory.queries[at], true);
+            cute::warpgroup_commit_batch();
+            memory.trace.put(f, i);
+            cute::warpgroup_wait<1>();
+            keep(dy);
+#pragma unroll
+            for (int j = 0; j < 16; ++j) erasing[j] = two_bf16(-e[j / 2].x * dy[2 * j], -e[j / 2].y * dy[2 * j + 1]);
+            cute::warpgroup_arrive();
+            multiply_down(s, erasing, memory.keys[at], true);
+            cute::warpgroup_commit_batch();
+            arrive_warp(memory.aux_empty[side]);
+            std::uint32_t dv[16];
+            round_to_operand(dy, dv);
+            store_transposed(dv, memory.dout[at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.dvalues_full[at]);
+            r.next();
+            if (i + 1 < chunks) await_chunk();
+            cute::warpgroup_wait<0>();
+            keep(s);
+            arrive_warp(memory.empty[at]);
+        }
+        if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+    }
+}
+
+} // namespace delta
+#endif
+
+/// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 4 blocks of
+/// 512 threads.
+static __global__ void __launch_bounds__(512, 1)
+    delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
+                     __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
+                     __grid_constant__ CUtensorMap const dvalues, delta_walk const along, delta_walk const back,
+                     delta_dvalues const to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    wait_for_previous_kernel();
+    int const half = static_cast<int>(gridDim.x) / 2, block = static_cast<int>(blockIdx.x);
+    if (block < half)
+        delta::walk_back(queries, keys, dout, dvalues, back, to, block); // which takes longer
+    else
+        delta::walk_along<true>(keys, values, along, block - half);
+#endif
+}
+
+} // namespace cpx::kernels

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the gated delta rule's gradients of queries, keys and gates (sm_90a) are made of.
+//
+//     U = K S,  Y = V - e.U,  R = Y dS'^T,  dX = 2^(G of the last - G).R,  A' = A diag(b),  B = lower(Q K^T)
+//     E = s lower(dO Y^T . decay),   H = E.(B A),   dB = lower(E A'^T),   N = K dX^T + B^T E
+//     Z = -diag(b) strictly lower(A^T N A'^T)
+//     dQ = s e.(dO S^T) + dB K,      dK = A' dX - e.(dY S^T) + dB^T Q + (Z + Z^T) K
+//     db_j = column sums of A.(K dX^T) =: t_j, and of H, and row sums of Z.(K K^T) / b
+//     dg_t = sum_{i>=t} [q_i . (s e.dO S^T)_i - k_i . (e.dY S^T)_i] + sum_{j<t} b_j t_j + sum_{i>=t>j} b_j H_ij
+//            + e_n <S, dS'>
+//
+// Nothing is divided by b, and every term of dg has its token's decay: sums of decayed products, never a difference.
+#pragma once
+
+#include <cpx/delta_rule_main.cuh>
+
+namespace cpx::kernels {
+
+/// What `delta_rule_grad` reads besides its tensor maps, and writes.
+struct delta_gradients {
+    delta_plan plan;
+    delta_prepared prepared;
+    char const *states, *dstates;     ///< of the walks: before chunks, and gradients after them
+    delta_rows<__nv_bfloat16> dq, dk; ///< (tokens, key heads * 128)
+    delta_rows<float> dg, dbeta;      ///< (tokens, value heads)
+    int key_heads, group;
+    float scale;
+};
+
+namespace delta {
+
+struct grad_memory {
+    char queries[2 * panel_bytes], keys[2 * panel_bytes];
+    char values[2 * panel_bytes]; ///< and then Y: a warp writes where it alone has read
+    char dout[2 * panel_bytes], dy[2 * panel_bytes];
+    char state[4 * panel_bytes], dstate[4 * panel_bytes]; ///< by halves of the value channels
+    char inverse[2][panel_bytes], weighted[panel_bytes];  ///< A, A'
+    char scores[panel_bytes];                             ///< B
+    char e[panel_bytes];                                  ///< E, and then N A'^T
+    char dscores[panel_bytes], z[panel_bytes];            ///< dB, Z
+    char dx[2 * panel_bytes];
+    delta_gates gates[2];
+    float reading[2][delta_chunk];                                         ///< sums along rows, of dg: of queries, keys
+    float products[delta_chunk];                                           ///< and of db
+    float t[4][delta_chunk], down[4][delta_chunk], across[4][delta_chunk]; ///< of 16 rows each: t, H's columns, dg's
+    float inner[2];                                                        ///< <S, dS'>, of a half each
+    barrier tokens_full, tokens_empty;                                     ///< Q, K: of a key head
+    barrier values_full, values_empty;                                     ///< V, dO, dY
+    barrier state_full, state_empty, dstate_full, dstate_empty;
+    barrier prepared_full[2], prepared_empty[2];
+    barrier y_full, dx_full, dscores_full, z_full;
+    barrier dx_empty, z_empty; ///< A', dX and dB have been read, or Z
+    barrier sums_full, sums_empty, landed;
+};
+
+/// Of 2 Count sums, which lanes 2 Count apart have, each of the two adds up half.
+template <int Count>
+__device__ __forceinline__ void halve_sums(float (&x)[16]) {
+    bool const upper = threadIdx.x % 32 & 2 * Count;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        float const other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + Count], 2 * Count);
+        x[i] = (upper ? x[i + Count] : x[i]) + other;
+    }
+}
+/// Adds sums of columns over a warp's rows. x[2b + k] is a lane's of column 8b + lane % 4 * 2 + k; lane l keeps those
+/// of columns 2l and 2l + 1.
+__device__ __forceinline__ float2 add_columns(float (&x)[16]) {
+    halve_sums<8>(x);
+    halve_sums<4>(x);
+    halve_sums<2>(x);
+    return {x[0], x[1]};
+}
+/// Adds over the four lanes that have a row.
+__device__ __forceinline__ float add_row(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/// sum (64 tokens by 64) = a b^T of the 128 value channels; b has them down its rows, in halves.
+__device__ __forceinline__ void multiply_halves(float (&sum)[32], char const* a, char const* b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        multiply_panels<Major::K, Major::MN, 4>(sum, a + half * panel_bytes, b + half * 2 * panel_bytes, half);
+}
+
+/// Asks for tensors of a chunk, 64 columns a panel; rows beyond the chunk's n are zeroed.
+template <class F>
+__device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int& landings, int n, int bytes, F&& load) {
+    bool const whole = n == delta_chunk;
+    if (threadIdx.x % 32 == 0) {
+        barrier& b = whole ? full : landed;
+        b.arrive_and_expect_tx(static_cast<std::uint32_t>(bytes));
+        load(b);
+    }
+    __syncwarp();
+    if (!whole) wait(landed, landings++ % 2);
+}
+
+/// Adds f (S x_i) to the rows of sum for the 64 tokens x_i of a chunk, and returns what f (S x_i) . other_i adds up to.
+__device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], char const* x, char const* state,
+                                           char const* other, float const (&f)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float product[32];
+        keep(product);
+        cute::warpgroup_arrive();
+        multiply_halves(product, x, state + half * panel_bytes);
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<0>();
+        keep(product);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            std::uint32_t words[4];
+            load_left(other + half * panel_bytes + place_straight(k), words);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int const at = 8 * k + 2 * i;
+                float const low = f[i % 2] * product[at], high = f[i % 2] * product[at + 1];
+                along[i % 2] = fmaf(high, high_half(words[i]), fmaf(low, low_half(words[i]), along[i % 2]));
+                sum[32 * half + at] += low;
+                sum[32 * half + at + 1] += high;
+            }
+        }
+    }
+}
+
+/// Rounds 64 rows of 128 and stores the first n of them, by a warpgroup.
+__device__ __forceinline__ void store_gradient(float const (&sum)[64], __nv_bfloat16* to, std::int64_t stride, int n) {
+    int thread = static_cast<int>(threadIdx.x) % 128;
+    asm volatile("" : "+r"(thread)); // or places would be kept in registers from before the chunk on
+    int const lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { // of 4 columns of 8 each of the four lanes of a row gets one
+        int const down = i % 2, first = i / 2 * 4;
+        std::uint32_t word[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            word[c] = two_bf16(sum[4 * (first + c) + 2 * down], sum[4 * (first + c) + 2 * down + 1]);
+#pragma unroll
+        for (int apart = 1; apart < 4; apart *= 2)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if ((c & apart) == 0) {
+                    bool const upper = lane & apart;
+                    std::uint32_t const other = __shfl_xor_sync(~0u, upper ? word[c] : word[c + apart], apart);
+                    word[c] = upper ? other : word[c];
+                    word[c + apart] = upper ? word[c + apart] : other;
+                }
+        if (row + 8 * down < n)
+            *reinterpret_cast<uint4*>(to + (row + 8 * down) * stride + 8 * (first + lane % 4)) =
+                make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
+
+struct chunk_rows {
+    int begin, n;
+};
+
+/// What a thread of `delta_rule_grad` knows, and what it does, by its role.
+struct grad_block {
+    delta_gradients const& in;
+    grad_memory* memory;
+    int const heads = in.key_heads * in.group;
+    int const group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    int const row = 16 * warp + lane / 4; ///< of a warpgroup's accumulators that the thread has, as row + 8
+    int turn = 0, task_turn = 0;          ///< of heads and of tasks, that the block has done
+
+    /// A chunk and a key head each; to keep their number in a register would spill it.
+    __device__ __forceinline__ int tasks() const { return __ldg(in.plan.totals) * in.key_heads; }
+    __device__ __forceinline__ chunk_rows rows_of(int task) const {
+        int const chunk = task / in.key_heads;
+        delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
+        int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
+        return {begin, sequence.chunk_end(chunk - sequence.first_chunk) - begin};
+    }
+    /// Calls, of the block's tasks, `begin_task(task)`, `body(chunk, head, A, gates)` for each head, `end_task(task)`.
+    template <class B, class F, class E>
+    __device__ __forceinline__ void each(B&& begin_task, F&& body, E&& end_task) {
+        for (int task = static_cast<int>(blockIdx.x); task < tasks();
+             task += static_cast<int>(gridDim.x), ++task_turn) {
+            begin_task(task);
+            for (int h = 0; h < in.group; ++h, ++turn) {
+                asm volatile("" : "+l"(memory)); // or places in it would be kept in registers
+                body(task / in.key_heads, task % in.key_heads * in.group + h, memory->inverse[turn & 1],
+                     memory->gates[turn & 1]);
+            }
+            end_task(task);
+        }
+    }
+    static __device__ __forceinline__ void nothing(int) {}
+    /// Writes sums of rows, of which four lanes have parts.
+    __device__ __forceinline__ void put_sums(float const (&along)[2], float* to) const {
+        wait(memory->sums_empty, turn & 1 ^ 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float const sum = add_row(along[i]);
+            if (lane % 4 == 0) to[row + 8 * i] = sum;
+        }
+    }
+
+    // A warp each, and two for the second:
+    __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
+                         CUtensorMap const& dout, CUtensorMap const& dvalues);
+    __device__ void multiply_states();
+    __device__ void write_gates(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
+                                CUtensorMap const& dout, CUtensorMap const& dvalues);
+    // A warpgroup each:
+    __device__ void write_queries();
+    __device__ void write_keys();
+    __device__ void multiply_tokens();
+};
+
+} // namespace delta
+
+} // namespace cpx::kernels

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule's gradients: what warps of their own do (sm_90a).
+#pragma once
+
+#include <cpx/delta_rule_grad_block.cuh>
+
+namespace cpx::kernels::delta {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+/// Loads all.
+__device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                 CUtensorMap const& values, CUtensorMap const& dout,
+                                                 CUtensorMap const& dvalues) {
+    int landings = 0;
+    chunk_rows rows{};
+    each([&](int task) { rows = rows_of(task); },
+         [&](int chunk, int head, char* inverse, delta_gates& gates) {
+             std::int64_t const place = std::int64_t{chunk} * heads + head;
+             int const parity = turn & 1 ^ 1;
+             barrier& prepared_full = memory->prepared_full[turn & 1];
+             wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
+             if (lane == 0) {
+                 prepared_full.arrive_and_expect_tx(panel_bytes + sizeof(delta_gates));
+                 load_prepared(in.prepared, place, prepared_full, inverse, gates);
+             }
+             auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
+                 wait(empty, parity);
+                 if (lane == 0) {
+                     full.arrive_and_expect_tx(4 * panel_bytes);
+                     cute::SM90_BULK_COPY_G2S::copy(from + place * 4 * panel_bytes,
+                                                    reinterpret_cast<std::uint64_t*>(&full), to, 4 * panel_bytes);
+                 }
+                 __syncwarp();
+             };
+             load_state(memory->dstate_empty, memory->dstate_full, memory->dstate, in.dstates);
+             load_state(memory->state_empty, memory->state_full, memory->state, in.states);
+             wait(memory->values_empty, parity);
+             load_tokens(memory->values_full, memory->landed, landings, rows.n, 6 * panel_bytes, [&](barrier& b) {
+                 load_panels<2>(values, b, memory->values, 128 * head, rows.begin);
+                 load_panels<2>(dout, b, memory->dout, 128 * head, rows.begin);
+                 load_panels<2>(dvalues, b, memory->dy, 128 * head, rows.begin);
+             });
+             if (rows.n < delta_chunk) {
+#pragma unroll 1
+                 for (int p = 0; p < 6; ++p) clear_rows(memory->values + p * panel_bytes, rows.n); // and dO, dY
+                 cutlass::arch::fence_view_async_shared();
+                 arrive_warp(memory->values_full);
+             }
+             if (turn % in.group != 0) return;
+             wait(memory->tokens_empty, task_turn & 1 ^ 1); // last: the others may come while a task ends
+             int const column = 128 * (head / in.group);
+             load_tokens(memory->tokens_full, memory->landed, landings, rows.n, 4 * panel_bytes, [&](barrier& b) {
+                 load_panels<2>(keys, b, memory->keys, column, rows.begin);
+                 load_panels<2>(queries, b, memory->queries, column, rows.begin);
+             });
+             if (rows.n == delta_chunk) return;
+#pragma unroll 1
+             for (int p = 0; p < 4; ++p) clear_rows(memory->queries + p * panel_bytes, rows.n); // and of the keys
+             cutlass::arch::fence_view_async_shared();
+             arrive_warp(memory->tokens_full);
+         },
+         nothing);
+}
+
+/// Half of <S, dS'>.
+__device__ __forceinline__ void grad_block::multiply_states() {
+    each(
+        nothing,
+        [&](int, int, char*, delta_gates&) {
+            wait(memory->state_full, turn & 1);
+            wait(memory->dstate_full, turn & 1);
+            float sums[4] = {}; // one sum would be awaited
+#pragma unroll 2
+            for (int i = (warp - 1) * 1024 + lane; i < warp * 1024; i += 32) {
+                uint4 const a = reinterpret_cast<uint4 const*>(memory->state)[i];
+                uint4 const b = reinterpret_cast<uint4 const*>(memory->dstate)[i];
+                auto const add = [](float& sum, std::uint32_t x, std::uint32_t y) {
+                    sum = fmaf(high_half(x), high_half(y), fmaf(low_half(x), low_half(y), sum));
+                };
+                add(sums[0], a.x, b.x), add(sums[1], a.y, b.y), add(sums[2], a.z, b.z), add(sums[3], a.w, b.w);
+            }
+            float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            arrive_warp(memory->state_empty);
+            arrive_warp(memory->dstate_empty);
+#pragma unroll
+            for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+            wait(memory->sums_empty, turn & 1 ^ 1);
+            if (lane == 0) memory->inner[warp - 1] = sum;
+            arrive_warp(memory->sums_full);
+        },
+        nothing);
+}
+
+/// Gradients of the gates, of two tokens a lane; asks for the next turn's tensors.
+__device__ __forceinline__ void grad_block::write_gates(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                        CUtensorMap const& values, CUtensorMap const& dout,
+                                                        CUtensorMap const& dvalues) {
+    chunk_rows rows{};
+    auto const ask_for_next = [&](int chunk, int head) { // to L2, so that memory is busy while tiles are in use
+        using cute::SM90_TMA_LOAD_2D, cute::SM90_BULK_COPY_G2S;
+        bool const same_task = (head + 1) % in.group != 0;
+        int const task = chunk * in.key_heads + head / in.group + (same_task ? 0 : static_cast<int>(gridDim.x));
+        if (task >= tasks()) return;
+        int const key_head = task % in.key_heads, next = same_task ? head + 1 : key_head * in.group;
+        std::int64_t const place = std::int64_t{task / in.key_heads} * heads + next;
+        SM90_BULK_COPY_G2S::PREFETCH::copy(in.dstates + place * 4 * panel_bytes, 4 * panel_bytes);
+        SM90_BULK_COPY_G2S::PREFETCH::copy(in.states + place * 4 * panel_bytes, 4 * panel_bytes);
+        SM90_BULK_COPY_G2S::PREFETCH::copy(in.prepared.inverse + place * panel_bytes, panel_bytes);
+        int const begin = same_task ? rows.begin : rows_of(task).begin;
+#pragma unroll 1
+        for (int p = 0; p < 2; ++p) {
+            SM90_TMA_LOAD_2D::PREFETCH::copy(&values, 128 * next + 64 * p, begin);
+            SM90_TMA_LOAD_2D::PREFETCH::copy(&dout, 128 * next + 64 * p, begin);
+            SM90_TMA_LOAD_2D::PREFETCH::copy(&dvalues, 128 * next + 64 * p, begin);
+            if (same_task) continue;
+            SM90_TMA_LOAD_2D::PREFETCH::copy(&keys, 128 * key_head + 64 * p, begin);
+            SM90_TMA_LOAD_2D::PREFETCH::copy(&queries, 128 * key_head + 64 * p, begin);
+        }
+    };
+    each([&](int task) { rows = rows_of(task); },
+         [&](int chunk, int head, char*, delta_gates& gates) {
+             if (lane == 0) ask_for_next(chunk, head);
+             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+             float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
+             float const fading = gates.decay[delta_chunk - 1];
+             arrive_warp(memory->prepared_empty[turn & 1]);
+             wait(memory->sums_full, turn & 1);
+             auto const two = [&](float const* x) { return reinterpret_cast<float2 const*>(x)[lane]; };
+             auto const four = [&](float const(&x)[4][delta_chunk]) {
+                 float2 sum = two(x[0]);
+                 for (int i = 1; i < 4; ++i) sum.x += two(x[i]).x, sum.y += two(x[i]).y;
+                 return sum;
+             };
+             float2 const t = four(memory->t), down = four(memory->down);
+             float2 reading = two(memory->reading[0]);
+             reading.x += two(memory->reading[1]).x, reading.y += two(memory->reading[1]).y;
+             float2 const along = two(memory->products), across = four(memory->across);
+             float const whole = fading * (memory->inner[0] + memory->inner[1]);
+             arrive_warp(memory->sums_empty);
+             float after = reading.x + reading.y, before = b.x * t.x + b.y * t.y;
+             float const own = b.x * t.x;
+#pragma unroll
+             for (int apart = 1; apart < 32; apart *= 2) {
+                 float const next = __shfl_down_sync(~0u, after, apart);
+                 float const last = __shfl_up_sync(~0u, before, apart);
+                 if (lane + apart < 32) after += next;
+                 if (lane >= apart) before += last;
+             }
+             before = __shfl_up_sync(~0u, before, 1);
+             if (lane == 0) before = 0;
+             float const later = __shfl_down_sync(~0u, after, 1);
+             float const from_second = reading.y + (lane < 31 ? later : 0.0f);
+             float const dg[2] = {after + before + across.x + whole, from_second + (before + own) + across.y + whole};
+             float const dbeta[2] = {t.x + down.x + along.x, t.y + down.y + along.y};
+#pragma unroll
+             for (int i = 0; i < 2; ++i)
+                 if (2 * lane + i < rows.n) {
+                     in.dg.at(rows.begin + 2 * lane + i)[head] = dg[i];
+                     in.dbeta.at(rows.begin + 2 * lane + i)[head] = dbeta[i];
+                 }
+         },
+         nothing);
+}
+
+#endif
+
+} // namespace cpx::kernels::delta
