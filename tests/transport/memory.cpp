@@ -157,6 +157,9 @@ TEST_SUITE("transport") {
             auto const x = cpx::make_tensor<float>(from(lengths({9})), comm, 2);
             auto y = cpx::make_tensor<float>(to(lengths({4, 5})), comm, 2);
             rejects({"memory.cpp", "relayout"}, [&] { there(x, y); });
+            rejects({"memory.cpp", "movement: runs: expected not negative"}, [&] {
+                cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, {40, -7}, comm);
+            });
         };
         cpx::threads::run(3, [&](cpx::threads& comm) {
             check(comm);

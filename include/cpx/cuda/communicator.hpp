@@ -62,11 +62,12 @@ public:
     prepared<T> prepare(plan const& p, index_t width, index_t runs, capacity const& most, caller here) {
         char const* const where = "cuda::communicator";
         index_t const elements = std::max({p.source_width, p.target_width, width});
-        index_t const row = cpx::detail::product(where, "bytes", {elements, static_cast<index_t>(sizeof(T))}, here);
+        index_t const element = static_cast<index_t>(sizeof(T));
+        index_t const bytes = cpx::detail::product(where, "bytes", {most.rows, elements, element}, here);
         index_t columns = 1;
         for (auto const* messages : {&p.sends, &p.receives})
             for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
-        exchange_room const room{2 * columns * (runs + ranks()), most.rows * row + 256 * ranks()};
+        exchange_room const room{2 * columns * (runs + ranks()), bytes + 256 * ranks()};
         return {p, width, room, *this, here};
     }
 

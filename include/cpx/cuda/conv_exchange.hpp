@@ -79,7 +79,7 @@ private:
         if (before.local) return before.sharding;
         identity id = before.id.template for_elements<T>(channels);
         identity::set(id.operation, operation);
-        detail::agree(comm, id, before.batch, here);
+        detail::agree(comm, id, before, here);
         return before.sharding;
     }
 

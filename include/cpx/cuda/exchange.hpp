@@ -20,19 +20,19 @@ namespace cpx::cuda {
 namespace detail {
 
 /// Lets all ranks compare what they are about to run, every time: NCCL's messages do not tell of which plan they are.
-inline void agree(nccl& comm, identity const& mine, thd const& batch, caller here) {
+inline void agree(nccl& comm, identity const& mine, plan const& p, caller here) {
     cpx::detail::compare(
-        "cuda::exchange", mine, batch, comm.ranks(),
-        [&](void const* my_part, void* all, std::size_t bytes) { comm.gather(my_part, all, bytes, here); }, here);
+        "cuda::exchange", mine, p.batch, comm.ranks(),
+        [&](void const* my_part, void* all, std::size_t bytes) { comm.gather(my_part, all, bytes, here); }, here,
+        p.source_settings, p.target_settings);
 }
 
 } // namespace detail
 
 /// What an exchange keeps for plans that it is given later.
 struct exchange_room {
-    index_t rectangles =
-        0;             ///< that rows are copied by: one for each run of rows and columns, of at most 32 KiB or a row
-    index_t bytes = 0; ///< of the rows that leave, and of those that come
+    index_t rectangles = 0; ///< that rows are copied by: one for each run of rows and columns
+    index_t bytes = 0;      ///< of the rows that leave, and of those that come
 };
 
 /// A plan made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
@@ -79,7 +79,7 @@ public:
         connect(all, all, here);
         cuda::stream const stream;
         set(p, stream, here);
-        comm.wait(stream, here);
+        settle(stream, here);
     }
 
     /// Replaces the plan from the next call on, in the order of the stream: uploads its tables, and neither allocates
@@ -198,7 +198,7 @@ private:
                 here);
         require(addable || !sums_, "cuda::exchange", "elements of a plan that sums", "a type with +",
                 std::string(cpx::detail::type_name<T>()), here);
-        if (!p.local) detail::agree(comm, p.id.for_elements<T>(width), p.batch, here);
+        if (!p.local) detail::agree(comm, p.id.for_elements<T>(width), p, here);
     }
 
     void require_plan(plan const& p, caller here) const {
@@ -259,7 +259,13 @@ private:
         char* next = room.data();
         send_and_receive(
             sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, nullptr, stream, here);
-        comm_.wait(stream, here);
+        settle(stream, here);
+    }
+    /// Waits for a stream of this object's own. What has been found of other ranks is left for the caller's wait.
+    void settle(cudaStream_t stream, caller here) {
+        event end;
+        end.record(stream, here);
+        comm_.wait(end, here);
     }
     static kernels::rectangle_list list_of(kernels::rectangle const* list, detail::launch_size size) {
         return {list, size.rectangles, size.slices};

@@ -167,7 +167,7 @@ public:
         if constexpr (by_kernel) {
             if (memory.any_kernel()) kernel_.emplace(plan, width, here);
             if (memory.one_kernel()) {
-                detail::agree(comm, plan.id.template for_elements<T>(width), plan.batch, here);
+                detail::agree(comm, plan.id.template for_elements<T>(width), plan, here);
                 return;
             }
         }

@@ -4,7 +4,6 @@
 
 #include <cpx/transport/exchange.hpp>
 
-#include <optional>
 #include <utility>
 
 namespace cpx {
@@ -16,10 +15,10 @@ struct capacity {
 
 namespace detail {
 
-/// What ranks prepare to run plans later. On the host that is nothing.
+/// What ranks prepare to run a plan, and others later. On the host that is nothing.
 template <class T, class Comm>
 struct prepared_exchange {
-    prepared_exchange(plan const&, index_t, index_t, capacity, Comm& to, caller) : comm(to) {}
+    prepared_exchange(plan const& p, index_t, index_t, capacity, Comm& to, caller) : comm(to), now(p) {}
     void set(plan const& p, caller) { now = p; }
     void operator()(rows<T const> from, rows<T> to, caller here) { exchange_rows(now, from, to, comm, here); }
 
@@ -34,17 +33,15 @@ struct prepared_exchange<T, Comm> {
     void set(plan const& p, caller here) { move.set(p, here); }
     void operator()(rows<T const> from, rows<T> to, caller here) { move(from, to, here); }
 
-    decltype(std::declval<Comm&>().template prepare<T>(std::declval<plan const&>(), index_t{}, index_t{}, capacity{},
-                                                       caller::here())) move;
+    typename Comm::template prepared<T> move;
 };
 
 /// Returns the most runs of rows into which a batch of so many sequences and rows of a rank is cut.
 template <any_sharding S>
-index_t most_runs(S const& s, capacity const& most) {
-    if constexpr (S::every_row) return most.sequences;
-    if constexpr (requires { s.policy().chunks(); })
-        return std::min(most.rows, (most.sequences + 1) * s.policy().chunks());
-    return most.rows;
+index_t most_runs(S const& s, capacity const& most, caller here) {
+    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence
+    if constexpr (requires { s.policy().chunks(); }) pieces = s.policy().chunks();
+    return std::min(most.rows, product("movement", "runs", {most.sequences + 1, pieces}, here));
 }
 
 } // namespace detail
@@ -62,9 +59,8 @@ public:
     /// `relayout` and `exchange` do.
     movement(From const& from, To const& to, index_t width, capacity most, Comm& comm, caller here = caller::here())
         : plan_(relayout(from, to, comm.rank(), here)),
-          prepared_(plan_, width, detail::most_runs(from, most) + detail::most_runs(to, most), most, comm, here) {
-        prepared_.set(plan_, here);
-    }
+          prepared_(plan_, width, detail::most_runs(from, most, here) + detail::most_runs(to, most, here), most, comm,
+                    here) {}
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Collective.
     ///

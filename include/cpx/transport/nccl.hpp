@@ -204,14 +204,19 @@ public:
             [] { return cudaDeviceSynchronize() == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError; }, here);
     }
 
-    /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline.
+    /// Waits until `stream` has done all it was given, watching for errors of NCCL and the deadline. Throws, too, if
+    /// ranks have been found that move rows by another plan; then the communicator is whole.
     void wait(cudaStream_t stream, caller here = caller::here()) { wait(stream, deadline_, here); }
     /// The same with a deadline of its own; returns sooner if `over()`.
     void wait(cudaStream_t stream, std::chrono::milliseconds deadline, caller here = caller::here(),
               std::function<bool()> const& over = {}) {
         wait_until([&] { return over && over() ? cudaSuccess : cudaStreamQuery(stream); }, deadline, here);
+        std::string names;
+        for (int const r : others_.take()) names += ' ' + std::to_string(number(r));
+        if (!names.empty())
+            throw error("nccl", "plan by which rows move", "that of this rank", "another on ranks" + names, here);
     }
-    /// Waits until `event` has been reached, or at once if it was never recorded; otherwise as above.
+    /// Waits until `event` has been reached, or at once if it was never recorded; leaves what was found to the above.
     void wait(cudaEvent_t event, caller here = caller::here()) {
         wait_until([=] { return cudaEventQuery(event); }, deadline_, here);
     }
@@ -239,9 +244,10 @@ public:
         call(
             "ncclAllGather", [&] { return ncclAllGather(memory + total, memory, bytes, ncclInt8, get(), stream); },
             here);
-        wait(stream, here);
+        auto const over = [&] { return cudaStreamQuery(stream); };
+        wait_until(over, deadline_, here);
         cuda(cudaMemcpyAsync(all, memory, total, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
-        wait(stream, here);
+        wait_until(over, deadline_, here);
     }
 
     /// Aborts the communicator and throws.
@@ -301,7 +307,7 @@ private:
         for (std::int64_t round = 0;; ++round) {
             cudaError_t const state = query();
             if (round % 64 == 0 || state == cudaSuccess) poll(here);
-            if (state == cudaSuccess) return report_others(here);
+            if (state == cudaSuccess) return;
             if (state == cudaErrorStreamCaptureUnsupported) { // nothing is broken by that
                 static_cast<void>(cudaGetLastError());
                 throw error("nccl", "stream", "one that does not capture", "a capture", here);
@@ -310,13 +316,6 @@ private:
             if (clock::now() > end) fail_late("stream", deadline, here);
             if (round > 1000) std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
-    }
-    /// Throws if ranks have been found that move rows by another plan; the communicator is whole.
-    void report_others(caller here) {
-        std::string names;
-        for (int const r : others_.take()) names += ' ' + std::to_string(number(r));
-        if (!names.empty())
-            throw error("nccl", "plan by which rows move", "that of this rank", "another on ranks" + names, here);
     }
     static std::string missed(std::string const& names) { return names.empty() ? "" : ", nothing from ranks" + names; }
     /// Returns the numbers from 0 to `ranks` - 1.
