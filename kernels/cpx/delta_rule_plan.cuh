@@ -55,10 +55,10 @@ __device__ __forceinline__ int delta_sequence_of(delta_plan const& plan, int chu
     return low;
 }
 
-/// Writes the plan of segments at `offsets`; `first`: the tokens of their sequences that they begin with, null for 0.
-/// One block.
-static __global__ void __launch_bounds__(1024)
-    delta_rule_plan(std::int64_t const* offsets, std::int64_t const* first, delta_plan plan) {
+/// Writes the plan of segments at `offsets`; `first`: the tokens of their sequences that they begin with, null for 0;
+/// `counts`: their rows, null: up to the next segment. One block.
+static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t const* offsets, std::int64_t const* first,
+                                                               std::int64_t const* counts, delta_plan plan) {
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const thread = static_cast<int>(threadIdx.x);
@@ -69,7 +69,7 @@ static __global__ void __launch_bounds__(1024)
             delta_sequence sequence{};
             if (s < plan.count) {
                 sequence.begin = static_cast<int>(offsets[s]);
-                sequence.end = static_cast<int>(offsets[s + 1]);
+                sequence.end = static_cast<int>(counts ? offsets[s] + counts[s] : offsets[s + 1]);
                 sequence.origin = sequence.begin - (first ? static_cast<int>(first[s] % delta_chunk) : 0);
                 if (sequence.end > sequence.begin)
                     sequence.chunks = (sequence.end - sequence.origin + delta_chunk - 1) / delta_chunk;

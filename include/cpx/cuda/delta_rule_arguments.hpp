@@ -40,9 +40,11 @@ template <class T>
 struct gated_delta_rule_input {
     rows<T const> q, k, v;
     rows<float const> g, beta;
-    std::span<index_t const> offsets;  ///< (sequences + 1): where sequences begin, and all tokens
+    std::span<index_t const> offsets;  ///< (sequences + 1): where sequences begin, and all tokens; see `counts`
     std::span<float const> state = {}; ///< (sequences, value heads, Dk, Dv) before the sequences; empty: zeros
     std::span<index_t const> first{};  ///< (sequences): the token of its sequence that a first row is; empty: zeros
+    std::span<index_t const>
+        counts{}; ///< (sequences): their rows; empty: up to the next one. Rows of none are left alone
 };
 
 /// The gradients of a gated delta rule, shaped as what they are gradients of; all written.
@@ -153,6 +155,9 @@ void require_delta_input(char const* where, gated_delta_rule_shape const& shape,
     require(in.first.empty() || in.first.size() + 1 == in.offsets.size(), where, "size of first", in.offsets.size() - 1,
             in.first.size(), here);
     require_memory(where, "first", in.first, here);
+    require(in.counts.empty() || in.counts.size() + 1 == in.offsets.size(), where, "size of counts",
+            in.offsets.size() - 1, in.counts.size(), here);
+    require_memory(where, "counts", in.counts, here);
     require_states(where, "state", shape, in, in.state, here);
 }
 
@@ -164,7 +169,7 @@ void require_delta_apart(char const* where, gated_delta_rule_input<T> const& in,
     require_apart(where, all,
                   std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
                              operand("beta", in.beta), operand("offsets", in.offsets), operand("state", in.state),
-                             operand("first", in.first)},
+                             operand("first", in.first), operand("counts", in.counts)},
                   here);
     require_apart(where, all, std::span(more.begin(), more.size()), here);
 }

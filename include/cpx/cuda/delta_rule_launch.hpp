@@ -12,7 +12,8 @@ namespace cpx::cuda::detail {
 template <class T>
 void launch_delta_plan(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                        delta_space const& space, char* workspace, cudaStream_t stream, caller here) {
-    kernels::delta_rule_plan<<<1, 1024, 0, stream>>>(in.offsets.data(), in.first.empty() ? nullptr : in.first.data(),
+    auto const list = [](std::span<index_t const> numbers) { return numbers.empty() ? nullptr : numbers.data(); };
+    kernels::delta_rule_plan<<<1, 1024, 0, stream>>>(in.offsets.data(), list(in.first), list(in.counts),
                                                      delta_plan_at(shape, space, workspace));
     check(cudaGetLastError(), "delta_rule_plan", here);
 }

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// States and maps of a recurrence in device memory: copied, joined, transposed in stream order, without an upload.
+#pragma once
+
+#include <cpx/cuda/runtime.hpp>
+
+#include <cpx/carried_states.cuh>
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+namespace cpx::cuda {
+
+namespace detail {
+
+/// Calls `launch(part, items)` for as many of a list as a launch takes, until there are no more.
+template <class List, class T, class F>
+void in_launches(std::span<T const> list, F&& launch) {
+    constexpr auto most = static_cast<std::size_t>(List::most);
+    for (std::size_t first = 0; first < list.size(); first += most) {
+        List part{};
+        std::size_t const count = std::min(most, list.size() - first);
+        std::copy_n(list.begin() + static_cast<std::ptrdiff_t>(first), count, part.items);
+        launch(part, static_cast<unsigned>(count));
+    }
+}
+inline unsigned tiles_of(index_t rows, index_t columns) {
+    return static_cast<unsigned>((rows + 31) / 32 * ((columns + 31) / 32));
+}
+
+} // namespace detail
+
+/// Copies every `from` of a list to its `to`, or zeros where it is null. They do not overlap.
+inline void copy_states(std::span<kernels::state_copy const> list, cudaStream_t stream, caller here = caller::here()) {
+    using items = kernels::launch_list<kernels::state_copy, 128>;
+    detail::in_launches<items>(list, [&](items const& part, unsigned count) {
+        kernels::copy_states<<<dim3(64, count), 256, 0, stream>>>(part);
+        check(cudaGetLastError(), "copy_states", here);
+    });
+}
+
+/// Adds `map x` to every `sum` of a list, for `heads` heads of (rows, columns), in float32, products in ascending order;
+/// maps are (rows, rows) or, where `map_columns` is 1, (map_rows, 1): factors of rows, or of all. No two sums overlap.
+inline void join_states(index_t heads, index_t rows, index_t columns, index_t map_rows, index_t map_columns,
+                        std::span<kernels::state_join const> list, cudaStream_t stream, caller here = caller::here()) {
+    if (heads * rows * columns == 0) return;
+    using items = kernels::launch_list<kernels::state_join, 128>;
+    int const r = static_cast<int>(rows), c = static_cast<int>(columns);
+    bool const matrix = map_columns == rows && map_rows == rows;
+    detail::in_launches<items>(list, [&](items const& part, unsigned count) {
+        if (matrix)
+            kernels::join_states<<<dim3(detail::tiles_of(rows, columns), static_cast<unsigned>(heads), count),
+                                   dim3(32, 8), 0, stream>>>(part, r, c);
+        else
+            kernels::scale_states<<<dim3(64, count), 256, 0, stream>>>(part, heads * rows, r, c, map_rows == 1);
+        check(cudaGetLastError(), "join_states", here);
+    });
+}
+
+/// Transposes every `from` of a list, (heads, n, n), into its `to`.
+inline void transpose_maps(index_t heads, index_t n, std::span<kernels::state_copy const> list, cudaStream_t stream,
+                           caller here = caller::here()) {
+    if (heads * n == 0) return;
+    using items = kernels::launch_list<kernels::state_copy, 128>;
+    detail::in_launches<items>(list, [&](items const& part, unsigned count) {
+        dim3 const grid(detail::tiles_of(n, n), static_cast<unsigned>(heads), count);
+        kernels::transpose_maps<<<grid, dim3(32, 8), 0, stream>>>(part, static_cast<int>(n));
+        check(cudaGetLastError(), "transpose_maps", here);
+    });
+}
+
+/// Writes numbers that the host has, in stream order: with launches, so that nobody waits and it can be captured.
+inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
+                          caller here = caller::here()) {
+    using items = kernels::launch_list<std::int64_t, 384>;
+    detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
+        kernels::write_numbers<<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
+        check(cudaGetLastError(), "write_numbers", here);
+        to += count;
+    });
+}
+
+} // namespace cpx::cuda

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// States and maps of segments: copied, joined and transposed, as many at once as a launch can name.
+#pragma once
+
+#include <cstdint>
+
+namespace cpx::kernels {
+
+/// A list that goes to a kernel with its launch: nothing is uploaded.
+template <class T, int N>
+struct launch_list {
+    static constexpr int most = N;
+    T items[N];
+};
+
+struct state_copy {
+    float const* from; ///< null: zeros
+    float* to;
+    std::int64_t count;
+};
+
+/// A copy for each row of the grid.
+static __global__ void __launch_bounds__(256) copy_states(launch_list<state_copy, 128> const list) {
+    state_copy const c = list.items[blockIdx.y];
+    std::int64_t const step = std::int64_t{gridDim.x} * 256;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < c.count; i += step)
+        c.to[i] = c.from ? c.from[i] : 0.0f;
+}
+
+/// `sum += map x`.
+struct state_join {
+    float const *map, *x;
+    float* sum;
+};
+
+/// Adds M X for the heads of a list: M (rows, rows), X and the sum (rows, columns), products in ascending order. A grid
+/// of (tiles of 32 by 32, heads, joins) blocks of (32, 8) threads.
+static __global__ void __launch_bounds__(256)
+    join_states(launch_list<state_join, 128> const list, int rows, int columns) {
+    __shared__ float map[32][33], x[32][33];
+    state_join const j = list.items[blockIdx.z];
+    int const across = (columns + 31) / 32, lane = static_cast<int>(threadIdx.x);
+    int const row0 = static_cast<int>(blockIdx.x) / across * 32,
+              column = static_cast<int>(blockIdx.x) % across * 32 + lane;
+    float const* const m = j.map + std::int64_t{blockIdx.y} * rows * rows;
+    float const* const from = j.x + std::int64_t{blockIdx.y} * rows * columns;
+    float* const to = j.sum + std::int64_t{blockIdx.y} * rows * columns;
+    float sum[4] = {};
+    for (int inner0 = 0; inner0 < rows; inner0 += 32) {
+        for (int i = static_cast<int>(threadIdx.y); i < 32; i += 8) {
+            bool const row = row0 + i < rows, inner = inner0 + lane < rows;
+            map[i][lane] = row && inner ? m[std::int64_t{row0 + i} * rows + inner0 + lane] : 0.0f;
+            bool const there = inner0 + i < rows && column < columns;
+            x[i][lane] = there ? from[std::int64_t{inner0 + i} * columns + column] : 0.0f;
+        }
+        __syncthreads();
+        int const n = min(32, rows - inner0);
+        for (int k = 0; k < n; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = fmaf(map[threadIdx.y + 8 * i][k], x[k][lane], sum[i]);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int const row = row0 + static_cast<int>(threadIdx.y) + 8 * i;
+        if (row < rows && column < columns) to[std::int64_t{row} * columns + column] += sum[i];
+    }
+}
+
+/// The same of maps that are `map_rows` numbers, one a row of X, or one for all. A row of the grid for each join, of
+/// `count` rows over all heads.
+static __global__ void __launch_bounds__(256)
+    scale_states(launch_list<state_join, 128> const list, std::int64_t count, int rows, int columns, bool one) {
+    state_join const j = list.items[blockIdx.y];
+    std::int64_t const step = std::int64_t{gridDim.x} * 256;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count * columns; i += step) {
+        std::int64_t const row = i / columns;
+        j.sum[i] = fmaf(j.map[one ? row / rows : row], j.x[i], j.sum[i]);
+    }
+}
+
+/// Transposes matrices of `n` rows and columns. A grid of (tiles of 32 by 32, heads, copies) blocks of (32, 8) threads.
+static __global__ void __launch_bounds__(256) transpose_maps(launch_list<state_copy, 128> const list, int n) {
+    __shared__ float tile[32][33];
+    state_copy const c = list.items[blockIdx.z];
+    int const across = (n + 31) / 32, lane = static_cast<int>(threadIdx.x);
+    int const row0 = static_cast<int>(blockIdx.x) / across * 32, column0 = static_cast<int>(blockIdx.x) % across * 32;
+    std::int64_t const head = std::int64_t{blockIdx.y} * n * n;
+    for (int i = static_cast<int>(threadIdx.y); i < 32; i += 8)
+        if (row0 + i < n && column0 + lane < n)
+            tile[i][lane] = c.from[head + std::int64_t{row0 + i} * n + column0 + lane];
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.y); i < 32; i += 8)
+        if (column0 + i < n && row0 + lane < n)
+            c.to[head + std::int64_t{column0 + i} * n + row0 + lane] = tile[lane][i];
+}
+
+/// Writes a list of numbers. One block.
+static __global__ void __launch_bounds__(256)
+    write_numbers(launch_list<std::int64_t, 384> const list, std::int64_t* to, int count) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += 256) to[i] = list.items[i];
+}
+
+} // namespace cpx::kernels
