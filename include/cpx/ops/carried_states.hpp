@@ -19,11 +19,15 @@ struct visit {
     std::size_t segment = 0;
     T* state = nullptr; ///< null: the segment is a whole sequence, and nobody else wants to know its state
     T* map = nullptr;
+    // The pass says these, which may be null.
+    T const* before = nullptr; ///< the state that reaches the segment, null: zeros; may be `state`
+    T* start = nullptr;        ///< where a forward keeps that for its backward
+    T* taken = nullptr;        ///< takes, too, the state that leaves it
 };
 
 template <class T>
 struct copied {
-    T const* from;
+    T const* from; ///< null: zeros
     T* to;
     index_t count;
 };
@@ -35,10 +39,18 @@ struct joined {
     T* sum;
 };
 
-/// The host's memory. A device's has these functions, too, which only enqueue their work.
-struct host_memory {
+/// States in the host's memory, between the ranks of a transport. Those on devices have these functions, too, which
+/// only enqueue their work.
+template <class Comm>
+struct states_on_host {
     template <class T>
     using buffer = std::vector<T>;
+
+    Comm& comm;
+
+    /// Called before anything is read or written: ranks on devices get ready for the exchanges of a plan.
+    template <class Plan>
+    void prepare(Plan const&, state_shape const&, caller) const {}
 
     template <class T>
     std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here) const {
@@ -46,7 +58,24 @@ struct host_memory {
     }
     template <class T>
     void copy(std::vector<copied<T>> const& list) const {
-        for (copied<T> const& c : list) std::copy_n(c.from, c.count, c.to);
+        for (copied<T> const& c : list)
+            if (c.from)
+                std::copy_n(c.from, c.count, c.to);
+            else
+                std::fill_n(c.to, c.count, T{});
+    }
+    /// Copies maps transposed.
+    template <class T>
+    void transpose(state_shape const& shape, std::vector<copied<T>> const& list) const {
+        index_t const map_rows = shape.map_rows(), map_columns = shape.map_columns();
+        bool const matrix = shape.map == map_kind::matrix; // others are their own transposes
+        for (copied<T> const& c : list)
+            for (index_t h = 0; h < shape.heads; ++h) {
+                rows<T const> const from(c.from + h * map_rows * map_columns, map_rows, map_columns);
+                rows<T> const to(c.to + h * map_rows * map_columns, map_rows, map_columns);
+                for (index_t i = 0; i < map_rows; ++i)
+                    for (index_t j = 0; j < map_columns; ++j) to(i, j) = matrix ? from(j, i) : from(i, j);
+            }
     }
     /// x and sum are (count, width) a head: states or maps.
     template <class T>
@@ -65,8 +94,8 @@ struct host_memory {
                             sum(row, c) += map(shape.map == map_kind::vector ? row : 0, 0) * x(row, c);
             }
     }
-    template <class T, class Comm>
-    void exchange(plan const& p, rows<T const> from, rows<T> to, Comm& comm, caller here) const {
+    template <class T>
+    void exchange(plan const& p, rows<T const> from, rows<T> to, caller here) const {
         cpx::exchange(p, from, to, comm, here);
     }
 };
@@ -113,10 +142,10 @@ struct scan_work {
 /// Returns the states that reach the segments of one rank that are not the first on their way.
 ///
 /// `maps` and `ends` hold what each segment does to the state, of the first on the way the state that leaves it.
-template <class T, any_sharding S, class Memory, class Comm>
+template <class T, any_sharding S, class Memory>
 per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& plan, side from,
                                   state_shape const& shape, T const* maps, per_segment<T, Memory>& ends, Memory& memory,
-                                  Comm& comm, caller here) {
+                                  caller here) {
     index_t const width = shape.state_width(), map_width = shape.map_width();
     index_t const row = plan.row_width(width, map_width);
     // What the segments before each do to the state together, of ever more of them until the first is among them.
@@ -168,7 +197,7 @@ per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& 
         }
         giving.run(memory, shape);
         memory.exchange(step, rows<T const>(given.data(), step.source_rows, row),
-                        rows<T>(got.data(), step.target_rows, row), comm, here);
+                        rows<T>(got.data(), step.target_rows, row), here);
         getting.run(memory, shape);
         std::swap(reaching_maps, longer); // who gets no map now wants none later
     }
@@ -181,9 +210,9 @@ per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& 
 /// of segments that are the first on the way it sets the state itself. `fold(visits)` gives the steps of segments: the
 /// maps M and, in states that are zero on entry, E. `shape()`: of the states that the rank holds.
 /// `maps` takes the M of segments that lie between two others, in rows `carry_link::map_row`; only with `scan`.
-template <class T, any_sharding S, class Pass, class Memory, class Comm>
+template <class T, any_sharding S, class Pass, class Memory>
 void carry_states(char const* where, carry_plan<serial, S> const& plan, side from, Pass& pass,
-                  typename Memory::template buffer<T>&, Memory& memory, Comm& comm, caller here) {
+                  typename Memory::template buffer<T>&, Memory& memory, caller here) {
     index_t const width = pass.shape().state_width();
     typename Memory::template buffer<T> states;
     for (index_t k = 0; k <= plan.steps; ++k) {
@@ -200,14 +229,14 @@ void carry_states(char const* where, carry_plan<serial, S> const& plan, side fro
         cpx::plan const step = plan.step(from == side::before ? level : level - 1, from);
         auto next = memory.template zeros<T>(where, {step.target_rows, width}, here);
         memory.exchange(step, rows<T const>(states.data(), step.source_rows, width),
-                        rows<T>(next.data(), step.target_rows, width), comm, here);
+                        rows<T>(next.data(), step.target_rows, width), here);
         states = std::move(next);
     }
 }
 
-template <class T, any_sharding S, class Pass, class Memory, class Comm>
+template <class T, any_sharding S, class Pass, class Memory>
 void carry_states(char const* where, carry_plan<scan, S> const& plan, side from, Pass& pass,
-                  typename Memory::template buffer<T>& maps, Memory& memory, Comm& comm, caller here) {
+                  typename Memory::template buffer<T>& maps, Memory& memory, caller here) {
     state_shape const shape = pass.shape();
     maps = memory.template zeros<T>(where, {inner_segments(plan.links), shape.map_width()}, here);
     per_segment<T, Memory> ends(plan.links, shape.state_width(), where, memory, here,
@@ -223,7 +252,7 @@ void carry_states(char const* where, carry_plan<scan, S> const& plan, side from,
     }
     pass.over(known);
     pass.fold(folded);
-    auto reaching = join_steps(where, plan, from, shape, maps.data(), ends, memory, comm, here);
+    auto reaching = join_steps(where, plan, from, shape, maps.data(), ends, memory, here);
     for (std::size_t i = 0; i < plan.links.size(); ++i)
         if (plan.links[i].beside(from) > 0) reached.push_back({i, reaching[i]});
     pass.over(reached);

@@ -101,8 +101,7 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
     constexpr bool fits = std::same_as<X, S>;
     static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                         "carry(q.sharding(), ...)");
-    if constexpr (fits)
-        detail::run_recurrence(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
+    if constexpr (fits) detail::recur_on_host(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
 }
 template <class Plan, class T, any_sharding S, class Comm>
 void gated_delta_rule(Plan const&, delta_rule_tensors<T, S> const&, delta_rule_heads const&, delta_rule_options const&,

@@ -30,7 +30,7 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
                         "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
     static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
     if constexpr (fits && same)
-        detail::run_recurrence_backward(
+        detail::recur_backward_on_host(
             plan, detail::gated_delta{heads, options}, detail::listed(t),
             recurrence_gradients<T, S, 5>{to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial},
             comm, here);

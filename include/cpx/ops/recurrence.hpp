@@ -7,6 +7,8 @@
 
 #include <concepts>
 #include <string>
+#include <tuple>
+#include <utility>
 
 namespace cpx {
 
@@ -25,19 +27,32 @@ void check_model(char const* where, R const& r, caller here) {
     product(where, "heads x keys x keys", {all.heads, all.keys, all.keys}, here);
 }
 
+/// Calls `f(i, tensor)` for the inputs, or their gradients, of a recurrence: an array, or a tuple.
+template <class X, class F>
+void each_input(X const& x, F&& f) {
+    if constexpr (requires { x[0]; })
+        for (std::size_t i = 0; i < x.size(); ++i) f(i, x[i]);
+    else
+        [&]<std::size_t... I>(std::index_sequence<I...>) {
+            (f(I, std::get<I>(x)), ...);
+        }(std::make_index_sequence<std::tuple_size_v<X>>());
+}
+
 /// Throws unless inputs, or their gradients, and an output, or its gradient, fit the plan and the recurrence.
-template <class R, class A, class O, any_sharding S>
-void check_tensors(char const* where, carry_chains<S> const& plan, R const& r,
-                   std::array<sharded<A, S>, recurrence_inputs<R>> const& x, sharded<O, S> const& o,
+template <class R, class X, class O, any_sharding S>
+void check_tensors(char const* where, carry_chains<S> const& plan, R const& r, X const& x, O const& o,
                    std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
     state_shape const all = r.states();
     auto const inputs = r.inputs();
-    for (auto const& input : x) require_place(where, "an input", input, plan.sharding, plan.rank, "the plan's", here);
+    each_input(x, [&](std::size_t, auto const& input) {
+        require_place(where, "an input", input, plan.sharding, plan.rank, "the plan's", here);
+    });
     require_place(where, output, o, plan.sharding, plan.rank, "the plan's", here);
     index_t const rows_held = plan.segments.empty() ? 0 : plan.segments.back().row + plan.segments.back().count;
     auto const held = [&](index_t heads) { return plan.sharding.heads(plan.rank, heads).size(); };
-    for (std::size_t i = 0; i < x.size(); ++i)
-        require_shape(where, names[i].c_str(), x[i].data(), rows_held, held(inputs[i].heads) * inputs[i].width, here);
+    each_input(x, [&](std::size_t i, auto const& input) {
+        require_shape(where, names[i].c_str(), input.data(), rows_held, held(inputs[i].heads) * inputs[i].width, here);
+    });
     require_shape(where, output, o.data(), rows_held, held(all.heads) * all.values, here);
 }
 
@@ -48,38 +63,43 @@ std::array<std::string, recurrence_inputs<R>> input_names(R const& r, char const
     return names;
 }
 
-template <class A, any_sharding S, std::size_t N>
-std::vector<operand> operands(std::array<sharded<A, S>, N> const& x, std::array<std::string, N> const& names) {
+template <class X, std::size_t N>
+std::vector<operand> operands(X const& x, std::array<std::string, N> const& names) {
     std::vector<operand> list;
-    for (std::size_t i = 0; i < N; ++i) list.push_back({names[i].c_str(), x[i].data()});
+    each_input(x, [&](std::size_t i, auto const& input) { list.push_back({names[i].c_str(), input.data()}); });
     return list;
 }
 
-template <carry_kind How, class R, class T, any_sharding S, class Comm>
-void run_recurrence(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, recurrence_inputs<R>> const& t,
-                    Comm& comm, caller here) {
+/// Runs a recurrence whose segments `Local` runs, in `memory`.
+template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Memory>
+void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Memory& memory, caller here) {
+    using T = typename Tensors::state;
     char const* const where = r.name;
     check_model(where, r, here);
     auto const names = input_names(r, "");
     check_tensors(where, plan, r, t.x, t.o, names, "o", here);
-    index_t const sequences = plan.sharding.batch().sequences(), width = held_states(plan, r).state_width();
+    state_shape const shape = held_states(plan, r);
+    index_t const sequences = plan.sharding.batch().sequences(), width = shape.state_width();
     if (t.initial.data()) require_shape(where, "initial", t.initial, sequences, width, here);
     if (t.final.data()) require_shape(where, "final", t.final, sequences, width, here);
     operand const o("o", t.o.data()), initial("initial", t.initial), final("final", t.final);
     require_apart(where, std::array{o, final}, operands(t.x, names), here);
     require_apart(where, {o}, {initial}, here);
     require_apart(where, {final}, {initial}, here, in_place::yes);
-    recurrence_forward<R, T, S> pass(where, plan, r, t, here);
-    host_memory memory;
-    std::vector<T> maps;
-    carry_states<T>(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, memory, comm, here);
+    Local local(where, plan, r, t, memory, here);
+    memory.prepare(plan, shape, here);
+    if (t.saved) t.saved->starts = memory.template zeros<T>(where, {std::ssize(plan.segments), width}, here);
+    recurrence_pass<T, S, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
+                                              t.saved ? t.saved->starts.data() : nullptr, nullptr, local, memory);
+    typename Memory::template buffer<T> maps;
+    carry_states<T>(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, memory, here);
     pass.without_tokens();
 }
 
-template <carry_kind How, class R, class T, any_sharding S, class Comm>
-void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r,
-                             recurrence_tensors<T, S, recurrence_inputs<R>> const& t,
-                             recurrence_gradients<T, S, recurrence_inputs<R>> const& to, Comm& comm, caller here) {
+template <class Local, carry_kind How, any_sharding S, class R, class Tensors, class Gradients, class Memory>
+void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors const& t, Gradients const& to,
+                             Memory& memory, caller here) {
+    using T = typename Tensors::state;
     std::string const name = std::string(r.name) + "_backward";
     char const* const where = name.c_str();
     check_model(where, r, here);
@@ -101,12 +121,28 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r,
     require_apart(where, gradients, operands(t.x, names), here);
     require_apart(where, gradients, std::array{dout}, here);
     require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
-    recurrence_backward<R, T, S> pass(where, plan, r, t, to, here);
-    host_memory memory;
-    std::vector<T> maps;
-    carry_states<T>(where, plan, side::after, pass, maps, memory, comm, here);
-    pass.sum_terms(comm, here);
+    Local local(where, plan, r, t, to, memory, here);
+    memory.prepare(plan, shape, here);
+    recurrence_pass<T, S, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
+                                              t.saved->maps.data(), local, memory);
+    typename Memory::template buffer<T> maps;
+    carry_states<T>(where, plan, side::after, pass, maps, memory, here);
+    local.finish(here);
     pass.without_tokens();
+}
+
+/// The same of tensors in the host's memory.
+template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
+void recur_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t, Comm& comm,
+                   caller here) {
+    states_on_host<Comm> memory{comm};
+    run_recurrence<host_forward<R, T, S, Comm>>(plan, r, t, memory, here);
+}
+template <carry_kind How, any_sharding S, class R, class T, std::size_t N, class Comm>
+void recur_backward_on_host(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
+                            recurrence_gradients<T, S, N> const& to, Comm& comm, caller here) {
+    states_on_host<Comm> memory{comm};
+    run_recurrence_backward<host_backward<R, T, S, Comm>>(plan, r, t, to, memory, here);
 }
 
 template <class R, class T, std::size_t N>
@@ -132,7 +168,7 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
                         "carry(x.sharding(), ...)");
     static_assert(models, "cpx: recur of what is no model of cpx::recurrence, or has another number of inputs; "
                           "ops/local/recurrence.hpp says what a model has");
-    if constexpr (fits && models) detail::run_recurrence(plan, r, t, comm, here);
+    if constexpr (fits && models) detail::recur_on_host(plan, r, t, comm, here);
 }
 
 /// Computes the gradients of `recur`.
@@ -155,7 +191,7 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
     static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
     static_assert(models, "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
                           "inputs; ops/local/recurrence.hpp says what a model has");
-    if constexpr (fits && same && models) detail::run_recurrence_backward(plan, r, t, to, comm, here);
+    if constexpr (fits && same && models) detail::recur_backward_on_host(plan, r, t, to, comm, here);
 }
 
 } // namespace cpx

@@ -10,9 +10,9 @@ namespace cpx {
 
 /// What the backward of a recurrence needs of its forward: the state before every segment of the rank and, with `scan`,
 /// the maps M of the segments that lie between two others (rows `carry_link::map_row`).
-template <class T>
+template <class T, any_memory M = host_memory>
 struct recurrence_saved {
-    std::vector<T> starts, maps;
+    typename M::template block<typename M::template sum<T>> starts, maps;
 };
 
 /// The tensors of a recurrence with N inputs on one rank, all of one sharding; widths are those of the heads that the
@@ -24,6 +24,7 @@ struct recurrence_saved {
 /// backward needs.
 template <class T, any_sharding S, std::size_t N>
 struct recurrence_tensors {
+    using state = T;
     sharded_fields<T const, S, N> x;
     sharded_field<T, S> o;
     rows<T const> initial = {};
@@ -60,35 +61,84 @@ state_shape held_states(carry_chains<S> const& plan, R const& r) {
     return shape;
 }
 
-/// One rank's way through the segments of a recurrence, from either side, and the columns and states of its heads.
-template <class R, class T, any_sharding S>
+/// One rank's way through its segments, from either side: says where the state that reaches each comes from and where
+/// the one that leaves it goes. `Local` runs segments, or folds them.
+template <class T, any_sharding S, class Local, class Memory>
 class recurrence_pass {
 public:
-    /// `given`: the states that sequences begin with; `taken` gets those that leave them.
-    recurrence_pass(char const* where, carry_chains<S> const& plan, R const& r, side from, rows<T const> given,
-                    rows<T> taken, caller here)
-        : plan_(plan), r_(r), inputs_(r.inputs()), heads_(plan.sharding.heads(plan.rank, r.states().heads)),
-          from_(from), given_(given), taken_(taken), alone_(zeros<T>(where, {shape().state_width()}, here)) {}
+    /// `given`: the states that sequences begin with; `taken` gets those that leave them. `starts`: where those before
+    /// segments are kept, or null; `maps`: of a backward, the M that its forward has kept.
+    recurrence_pass(carry_chains<S> const& plan, state_shape const& shape, side from, rows<T const> given,
+                    rows<T> taken, T* starts, T const* maps, Local& local, Memory& memory)
+        : plan_(plan), shape_(shape), from_(from), given_(given), taken_(taken), starts_(starts), maps_(maps),
+          local_(local), memory_(memory) {}
 
-    state_shape shape() const { return held_states(plan_, r_); }
+    state_shape const& shape() const { return shape_; }
+
+    void over(std::vector<visit<T>> visits) const {
+        for (visit<T>& v : visits) {
+            index_t const sequence = plan_.segments[v.segment].sequence;
+            carry_link const& l = plan_.links[v.segment];
+            v.before = l.beside(from_) == 0 ? given(sequence) : v.state;
+            v.start = starts_ ? starts_ + static_cast<index_t>(v.segment) * shape_.state_width() : nullptr;
+            v.taken = l.beside(opposite(from_)) == 0 && taken_.data() ? taken_.row(sequence) : nullptr;
+        }
+        local_.over(visits);
+    }
+    /// Gives the steps of segments. A backward's are what the outputs of segments alone make the gradient of their start
+    /// states, and the transpose of their M.
+    void fold(std::vector<visit<T>> const& visits) const {
+        local_.fold(visits);
+        if (from_ == side::before) return;
+        index_t const width = shape_.map_width();
+        std::vector<copied<T>> list;
+        for (visit<T> const& v : visits) list.push_back({maps_ + plan_.links[v.segment].map_row * width, v.map, width});
+        memory_.transpose(shape_, list);
+    }
     /// Hands on the states of sequences that have no segment.
     void without_tokens() const {
+        std::vector<copied<T>> list;
         for (index_t s = 0; taken_.data() && s < taken_.count(); ++s)
-            if (plan_.sharding.batch().length(s) == 0 && (S::every_row || plan_.rank == 0)) begin(s, taken_.row(s));
+            if (plan_.sharding.batch().length(s) == 0 && (S::every_row || plan_.rank == 0))
+                list.push_back({given(s), taken_.row(s), taken_.width()});
+        memory_.copy(list);
     }
 
+private:
+    T const* given(index_t sequence) const { return given_.data() ? given_.row(sequence) : nullptr; }
+
+    carry_chains<S> const& plan_;
+    state_shape shape_;
+    side from_;
+    rows<T const> given_;
+    rows<T> taken_;
+    T* starts_;
+    T const* maps_;
+    Local& local_;
+    Memory& memory_;
+};
+
+/// Runs segments on the host, head by head, one after the other.
+template <class R, class T, any_sharding S>
+class host_heads {
+public:
+    host_heads(char const* where, carry_chains<S> const& plan, R const& r, caller here)
+        : plan_(plan), r_(r), inputs_(r.inputs()), heads_(plan.sharding.heads(plan.rank, r.states().heads)),
+          alone_(zeros<T>(where, {held_states(plan, r).state_width()}, here)) {}
+
 protected:
-    /// Calls `f(segment, number, state)` for every visit, and lets states in and out at the ends of sequences.
+    /// Calls `f(visit, segment, state)` for every visit, the state being the one before it and then after it.
     template <class F>
     void each(std::vector<visit<T>> const& visits, F&& f) {
+        index_t const width = std::ssize(alone_);
         for (visit<T> const& v : visits) {
-            segment const& s = plan_.segments[v.segment];
-            carry_link const& l = plan_.links[v.segment];
             T* const state = v.state ? v.state : alone_.data();
-            if (l.beside(from_) == 0) begin(s.sequence, state);
-            f(s, v.segment, state);
-            if (l.beside(opposite(from_)) == 0 && taken_.data())
-                std::copy_n(state, taken_.width(), taken_.row(s.sequence));
+            if (v.before)
+                std::copy_n(v.before, width, state);
+            else
+                std::fill_n(state, width, T{});
+            f(v, plan_.segments[v.segment], state);
+            if (v.taken) std::copy_n(state, width, v.taken);
         }
     }
     /// Returns the columns of input `i` that state head `head` reads.
@@ -128,32 +178,19 @@ protected:
     range heads_;
 
 private:
-    void begin(index_t sequence, T* state) const {
-        if (given_.data())
-            std::copy_n(given_.row(sequence), given_.width(), state);
-        else
-            std::fill_n(state, shape().state_width(), T{});
-    }
-
-    side from_;
-    rows<T const> given_;
-    rows<T> taken_;
-    std::vector<T> alone_;
+    std::vector<T> alone_; // the state of a segment whose state nobody else wants to know
 };
 
-template <class R, class T, any_sharding S>
-class recurrence_forward : public recurrence_pass<R, T, S> {
+template <class R, class T, any_sharding S, class Comm>
+class host_forward : host_heads<R, T, S> {
 public:
-    recurrence_forward(char const* where, carry_chains<S> const& plan, R const& r,
-                       recurrence_tensors<T, S, recurrence_inputs<R>> const& t, caller here)
-        : recurrence_pass<R, T, S>(where, plan, r, side::before, t.initial, t.final, here), t_(t) {
-        if (t.saved) t.saved->starts = zeros<T>(where, {std::ssize(plan.segments), this->shape().state_width()}, here);
-    }
+    host_forward(char const* where, carry_chains<S> const& plan, R const& r,
+                 recurrence_tensors<T, S, recurrence_inputs<R>> const& t, states_on_host<Comm>&, caller here)
+        : host_heads<R, T, S>(where, plan, r, here), t_(t) {}
 
     void over(std::vector<visit<T>> const& visits) {
-        this->each(visits, [&](segment const& s, std::size_t i, T* state) {
-            index_t const width = this->shape().state_width();
-            if (t_.saved) std::copy_n(state, width, t_.saved->starts.data() + static_cast<index_t>(i) * width);
+        this->each(visits, [&](visit<T> const& v, segment const& s, T* state) {
+            if (v.start) std::copy_n(state, held_states(this->plan_, this->r_).state_width(), v.start);
             for (index_t h = 0; h < this->heads_.size(); ++h)
                 this->r_.forward(this->inputs(t_.x, s, h), s.token, this->state(state, h), this->output(t_.o, s, h));
         });
@@ -172,14 +209,14 @@ private:
 
 /// Goes over each segment from its end to its start. Gradients of inputs that several state heads read are `terms`, one
 /// a state head, until they are summed.
-template <class R, class T, any_sharding S>
-class recurrence_backward : public recurrence_pass<R, T, S> {
+template <class R, class T, any_sharding S, class Comm>
+class host_backward : host_heads<R, T, S> {
 public:
     static constexpr std::size_t N = recurrence_inputs<R>;
 
-    recurrence_backward(char const* where, carry_chains<S> const& plan, R const& r,
-                        recurrence_tensors<T, S, N> const& t, recurrence_gradients<T, S, N> const& to, caller here)
-        : recurrence_pass<R, T, S>(where, plan, r, side::after, to.dfinal, to.dinitial, here), t_(t), to_(to) {
+    host_backward(char const* where, carry_chains<S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
+                  recurrence_gradients<T, S, N> const& to, states_on_host<Comm>& memory, caller here)
+        : host_heads<R, T, S>(where, plan, r, here), t_(t), to_(to), comm_(memory.comm) {
         for (std::size_t i = 0; i < N; ++i) {
             if (!shared(i)) continue;
             auto const [name, heads, width] = this->inputs_[i];
@@ -195,35 +232,25 @@ public:
     }
 
     void over(std::vector<visit<T>> const& visits) {
-        this->each(visits, [&](segment const& s, std::size_t i, T* dstate) {
-            T const* const start = t_.saved->starts.data() + static_cast<index_t>(i) * this->shape().state_width();
+        this->each(visits, [&](visit<T> const& v, segment const& s, T* dstate) {
             for (index_t h = 0; h < this->heads_.size(); ++h)
-                this->r_.backward(this->inputs(t_.x, s, h), s.token, this->state(start, h),
+                this->r_.backward(this->inputs(t_.x, s, h), s.token, this->template state<T const>(v.start, h),
                                   this->output(to_.dout, s, h), this->state(dstate, h), gradients(s, h));
         });
     }
-    /// Gives what the outputs of segments alone make the gradient of their start states, and the transpose of their M.
     void fold(std::vector<visit<T>> const& visits) const {
         for (visit<T> const& v : visits) {
             segment const& s = this->plan_.segments[v.segment];
-            T const* const saved =
-                t_.saved->maps.data() + this->plan_.links[v.segment].map_row * this->shape().map_width();
-            for (index_t h = 0; h < this->heads_.size(); ++h) {
+            for (index_t h = 0; h < this->heads_.size(); ++h)
                 this->r_.backward_fold(this->inputs(t_.x, s, h), s.token, this->output(to_.dout, s, h),
                                        this->state(v.state, h));
-                rows<T const> const from = this->map(saved, h);
-                rows<T> const map = this->map(v.map, h);
-                bool const matrix = this->shape().map == map_kind::matrix; // others are their own transposes
-                for (index_t i = 0; i < map.count(); ++i)
-                    for (index_t j = 0; j < map.width(); ++j) map(i, j) = matrix ? from(j, i) : from(i, j);
-            }
         }
     }
-    template <class Comm>
-    void sum_terms(Comm& comm, caller here) const {
+    /// Sums the terms. Collective.
+    void finish(caller here) const {
         for (group const& g : groups_)
             sum_readers<T>(this->plan_.sharding, this->plan_.rank, g.heads, this->r_.states().heads, g.width, terms(g),
-                           std::span<rows<T> const>(g.members), comm, here);
+                           std::span<rows<T> const>(g.members), comm_, here);
     }
 
 private:
@@ -253,6 +280,7 @@ private:
 
     recurrence_tensors<T, S, N> const& t_;
     recurrence_gradients<T, S, N> const& to_;
+    Comm& comm_;
     std::vector<group> groups_;
     std::array<std::pair<std::size_t, index_t>, N> place_ = {};
 };
