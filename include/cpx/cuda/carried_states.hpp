@@ -40,8 +40,8 @@ inline void copy_states(std::span<kernels::state_copy const> list, cudaStream_t 
     });
 }
 
-/// Adds `map x` to every `sum` of a list, for `heads` heads of (rows, columns), in float32, products in ascending order;
-/// maps are (rows, rows) or, where `map_columns` is 1, (map_rows, 1): factors of rows, or of all. No two sums overlap.
+/// Adds `map x` to every `sum` of a list, for `heads` heads of (rows, columns), products in ascending order, in float.
+/// Maps are (rows, rows) or, where `map_columns` is 1, (map_rows, 1): factors of rows, or of all. No two sums overlap.
 inline void join_states(index_t heads, index_t rows, index_t columns, index_t map_rows, index_t map_columns,
                         std::span<kernels::state_join const> list, cudaStream_t stream, caller here = caller::here()) {
     if (heads * rows * columns == 0) return;

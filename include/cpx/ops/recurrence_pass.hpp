@@ -85,7 +85,7 @@ public:
         }
         local_.over(visits);
     }
-    /// Gives the steps of segments. A backward's are what the outputs of segments alone make the gradient of their start
+    /// Gives the steps of segments. Those of a backward: what their outputs alone make the gradient of their start
     /// states, and the transpose of their M.
     void fold(std::vector<visit<T>> const& visits) const {
         local_.fold(visits);
