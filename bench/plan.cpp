@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long one rank takes to make its plan: 4096 sequences over 64 ranks, 256 over 8 to 4096.
+// How long one rank takes to make its plan: 4096 sequences over 64 ranks, 256 over 8 to 4096, 64 over 4.
 #include <cpx/cpx.hpp>
 
 #include <benchmark/benchmark.h>
@@ -112,6 +112,16 @@ int add_all() {
     add_neighbours("sequential over batch", cpx::shard<cpx::scope::batch>(batch, sequential));
     add_carries("zigzag aligned", cpx::shard(batch, zigzag, aligned), no_limit);
     add_carries("zigzag of 0 to 64 tokens", cpx::shard(unequal(64), zigzag), no_limit);
+
+    auto const add_small = [&](std::string const& name, auto zigzag_4, auto sequential_4) { // ranks in the type, or not
+        cpx::thd const packing = unequal(1024, 64);
+        auto const a = cpx::shard(packing, zigzag_4), b = cpx::shard(packing, sequential_4);
+        add_relayout("zigzag to sequential/64 sequences over 4, " + name, a, b, 0.01);
+        add_relayout("sequential to zigzag/64 sequences over 4, " + name, b, a, 0.01);
+        add_carries("zigzag/64 sequences over 4, " + name, a, limit_ms);
+    };
+    add_small("static", cpx::zigzag<4>{}, cpx::sequential<4>{});
+    add_small("dynamic", cpx::zigzag<>(4), cpx::sequential<>(4));
 
     for (int const w : {8, 64, 512, 4096}) { // 256 sequences, 8600 rows a rank
         cpx::thd const wide = unequal(2 * 8600 * w / 256, 256);

@@ -2829,12 +2829,26 @@ void for_each_setting(S const& s, F&& f) {
     }
 }
 
-/// Hashes the numbers above.
+/// Whether the numbers above follow from the type alone.
+template <class S>
+inline constexpr bool settled = false;
+template <static_layout L, scope Scope, cut Cut>
+inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
+
+/// Hashes the numbers above; those of a type once.
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
-    std::uint64_t hash = 0;
-    for_each_setting(s, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
-    return hash;
+    auto const find = [](S const& of) {
+        std::uint64_t hash = 0;
+        for_each_setting(of, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
+        return hash;
+    };
+    if constexpr (settled<S>) {
+        static std::uint64_t const hash = find(s);
+        return hash;
+    } else {
+        return find(s);
+    }
 }
 
 /// Tells in at most 79 characters what `hash`, the one above, sums up: all of it, or the first of it and the hash.
@@ -4025,6 +4039,98 @@ void place_rows(media const& m, media_places const& places, std::vector<segment>
 
 } // namespace cpx
 
+// cpx/plan/route.hpp
+// Which cells of a run move between two layouts: what plans between them scale by the length of each sequence.
+
+namespace cpx {
+
+/// Cells `first` to `last` of a run, which rank `from` holds and rank `to` is to hold.
+struct route {
+    int from = 0, to = 0;
+    int first = 0, last = 0;
+    friend constexpr bool operator==(route, route) = default;
+};
+
+/// Returns into how many equal cells both layouts cut a run: the least common multiple of their chunks.
+///
+/// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
+/// floor(n (k c) / (k C)) = floor(n c / C).
+template <layout From, layout To>
+constexpr index_t cells(From const& from, To const& to) {
+    return std::lcm(index_t{from.chunks()}, index_t{to.chunks()});
+}
+
+/// Calls `f(route)` for what chunk `chunk` of `from` has in common with each chunk of `to`, in token order.
+/// Requires less than 2^31 cells.
+template <layout From, layout To, class F>
+constexpr void for_each_route(From const& from, To const& to, int chunk, F&& f) {
+    int const all = static_cast<int>(cells(from, to)), own = all / from.chunks(), other = all / to.chunks();
+    for (int first = chunk * own, end = first + own; first < end;) {
+        int const target = first / other, last = (target + 1) * other < end ? (target + 1) * other : end;
+        f(route{from.owner(chunk), to.owner(target), first, last});
+        first = last;
+    }
+}
+
+namespace detail {
+
+/// Calls `f(route)` for what changes hands between layouts that are known at compile time, in token order.
+template <static_layout From, static_layout To, class F>
+consteval void for_each_moved(F&& f) {
+    for (int chunk = 0; chunk < From{}.chunks(); ++chunk)
+        for_each_route(From{}, To{}, chunk, [&](route r) {
+            if (r.from != r.to) f(r);
+        });
+}
+
+template <static_layout From, static_layout To>
+consteval std::size_t count_routes() {
+    std::size_t count = 0;
+    for_each_moved<From, To>([&](route) { ++count; });
+    return count;
+}
+
+} // namespace detail
+
+/// Returns what changes hands between two layouts, in token order, as a constant; lengths only scale it.
+///
+///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
+///
+/// Both layouts cut the same runs (one scope) with the same cut. `relayout` makes its plans of these routes, and of
+/// those that stay.
+template <class From, class To>
+consteval auto routes() {
+    constexpr bool known = static_layout<From> && static_layout<To>;
+    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
+    if constexpr (known) {
+        static_assert(From{}.ranks() == To{}.ranks(),
+                      "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
+        std::array<route, detail::count_routes<From, To>()> moved{};
+        std::size_t count = 0;
+        detail::for_each_moved<From, To>([&](route r) { moved[count++] = r; });
+        return moved;
+    } else {
+        return std::array<route, 0>{};
+    }
+}
+
+/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
+/// move.
+template <class From, class To>
+consteval int route_messages() {
+    constexpr auto moved = routes<From, To>();
+    int count = 0;
+    for (std::size_t i = 0; i < moved.size(); ++i) {
+        bool first = true;
+        for (std::size_t k = 0; k < i; ++k)
+            if (moved[k].from == moved[i].from && moved[k].to == moved[i].to) first = false;
+        count += first;
+    }
+    return count;
+}
+
+} // namespace cpx
+
 // cpx/plan/relayout.hpp
 // The plan from any sharding to any other.
 
@@ -4119,6 +4225,59 @@ struct common_messages {
     bool known = false; ///< whether each row is sure to be in one message a peer
 };
 
+/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
+inline constexpr index_t most_cells = (1 << 16) - 1;
+
+/// Shardings between which routes tell what moves: of each sequence by layouts, and by one cut, which is cpx's.
+template <class Mine, class Other>
+inline constexpr bool routed = false;
+template <layout P, layout Q, cut Cut>
+inline constexpr bool routed<sharding<P, scope::sequence, Cut>, sharding<Q, scope::sequence, Cut>> = ascends<Cut>;
+
+/// Finds the messages of `rank` by its routes: each is scaled by the length of every sequence.
+template <any_sharding Mine, any_sharding Other>
+    requires routed<Mine, Other>
+common_messages scale_routes(Mine const& mine, int rank, Other const& other) {
+    std::vector<route> routes;
+    std::vector<int> peers;
+    for_each_chunk(mine.policy(), rank, [&](int chunk) {
+        for_each_route(mine.policy(), other.policy(), chunk, [&](route const r) {
+            routes.push_back(r);
+            peers.push_back(r.to);
+        });
+    });
+    std::ranges::sort(peers);
+    peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+    thd const& batch = mine.batch();
+    std::vector<joined_rows> rows(peers.size());
+    std::vector<index_t> most(peers.size()); // runs of a message
+    for (route& r : routes) {
+        r.to = static_cast<int>(std::ranges::lower_bound(peers, r.to) - peers.begin()); // in which message it goes
+        most[static_cast<std::size_t>(r.to)] += batch.sequences();
+    }
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
+
+    auto const cut = mine.cut();
+    int const all = static_cast<int>(cells(mine.policy(), other.policy()));
+    balanced_begins const begins(all);
+    common_messages found;
+    found.known = true;
+    for (index_t s = 0; s < batch.sequences(); ++s) {
+        index_t const offset = batch.offset(s), n = batch.length(s);
+        auto const at = begins.of(n);
+        auto const begin = [&](int cell) { return offset + (cell == all ? n : cut.snap(at(cell), n)); };
+        for (route const& r : routes)
+            if (range const common{begin(r.first), begin(r.last)}; !common.empty()) {
+                rows[static_cast<std::size_t>(r.to)].add(found.rows, common);
+                found.rows += common.size();
+            }
+    }
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        if (!rows[i].runs.empty()) found.messages.push_back({peers[i], std::move(rows[i].runs), {}});
+    return found;
+}
+
 /// Finds the messages of `rank`, whose rows are `mine`, with all ranks where their rows are `other`; `columns(peer)`
 /// gives their columns, of which a rank that holds every row may know that all peers have the same.
 template <any_sharding Mine, any_sharding Other, class Columns>
@@ -4150,6 +4309,9 @@ common_messages find_common(Mine const& mine, int rank, Other const& other, bool
             return found;
         }
     }
+    if constexpr (routed<Mine, Other>)
+        if (whole_rows && mine.cut() == other.cut() && cells(mine.policy(), other.policy()) <= most_cells)
+            return scale_routes(mine, rank, other);
     message_list list(ranks);
     found.rows = list_common(mine, rank, other, list, here);
     found.messages = list.finish(whole_rows, columns);
@@ -4195,8 +4357,9 @@ bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<sectio
 ///
 /// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
 /// columns that their new holder does not have, in at most one message a peer.
-/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each; between tokens and
-/// heads, or all rows, O(runs of the rank + ranks): there the rows of messages are listed when they are first read.
+/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each; between layouts that
+/// cut each sequence with one cut, 10 ns each: `routes`, scaled by every length. Between tokens and heads, or all rows,
+/// O(runs of the rank + ranks): there the rows of messages are listed when they are first read.
 ///
 /// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
 /// give every token to exactly one rank.
@@ -4248,92 +4411,6 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
             "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;
-}
-
-} // namespace cpx
-
-// cpx/plan/route.hpp
-// Which cells of a run move between two layouts that are known at compile time.
-
-namespace cpx {
-
-/// Cell `cell` goes from rank `from` to rank `to`.
-struct route {
-    int cell = 0;
-    int from = 0;
-    int to = 0;
-    friend constexpr bool operator==(route, route) = default;
-};
-
-/// Returns into how many equal cells both layouts cut a run: the least common multiple of their chunks.
-///
-/// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
-/// floor(n (k c) / (k C)) = floor(n c / C).
-template <class From, class To>
-consteval int cells() {
-    constexpr bool known = static_layout<From> && static_layout<To>;
-    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
-    if constexpr (known) return std::lcm(From{}.chunks(), To{}.chunks());
-    return 0;
-}
-
-namespace detail {
-
-template <static_layout From, static_layout To>
-constexpr route route_of(int cell) {
-    constexpr From from;
-    constexpr To to;
-    int const n = cells<From, To>();
-    return {cell, from.owner(cell / (n / from.chunks())), to.owner(cell / (n / to.chunks()))};
-}
-
-template <static_layout From, static_layout To>
-consteval std::size_t count_routes() {
-    std::size_t count = 0;
-    for (int cell = 0; cell < cells<From, To>(); ++cell) {
-        route const r = route_of<From, To>(cell);
-        count += r.from != r.to;
-    }
-    return count;
-}
-
-} // namespace detail
-
-/// Returns the cells that change hands, in token order; lengths only scale them.
-///
-///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
-///
-/// Both layouts cut the same runs (one scope) with balanced cuts.
-template <class From, class To>
-consteval auto routes() {
-    if constexpr (constexpr int n = cells<From, To>(); n > 0) {
-        static_assert(From{}.ranks() == To{}.ranks(),
-                      "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
-        std::array<route, detail::count_routes<From, To>()> moved{};
-        std::size_t count = 0;
-        for (int cell = 0; cell < n; ++cell) {
-            route const r = detail::route_of<From, To>(cell);
-            if (r.from != r.to) moved[count++] = r;
-        }
-        return moved;
-    } else {
-        return std::array<route, 0>{};
-    }
-}
-
-/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
-/// move.
-template <class From, class To>
-consteval int route_messages() {
-    constexpr auto moved = routes<From, To>();
-    int count = 0;
-    for (std::size_t i = 0; i < moved.size(); ++i) {
-        bool first = true;
-        for (std::size_t k = 0; k < i; ++k)
-            if (moved[k].from == moved[i].from && moved[k].to == moved[i].to) first = false;
-        count += first;
-    }
-    return count;
 }
 
 } // namespace cpx

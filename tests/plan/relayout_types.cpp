@@ -75,15 +75,16 @@ TEST_SUITE("plan") {
         }
     }
 
-    TEST_CASE("rows that are listed when they are first read are those of a plan that lists them at once") {
-        auto const each = [](auto const& tokens, auto const& every_row) {
-            erased<false> const any_tokens = tokens; // of which a plan knows nothing but its rows
-            erased<true> const any_every_row = every_row;
-            for (int r = 0; r < tokens.ranks(); ++r) {
-                auto const late = cpx::relayout(tokens, every_row, r), back = cpx::relayout(every_row, tokens, r);
-                CHECK(same_moves(late, cpx::relayout(any_tokens, any_every_row, r)));
-                CHECK(same_moves(back, cpx::relayout(any_every_row, any_tokens, r)));
-                CHECK(same_moves(late.transposed().transposed(), late));
+    TEST_CASE("what a plan scales or lists late is what it finds of shardings of which it knows only the rows") {
+        auto const each = []<class A, class B>(A const& from, B const& to) {
+            erased<A::every_row> const any_from = from;
+            erased<B::every_row> const any_to = to;
+            for (int r = 0; r < from.ranks(); ++r) {
+                auto const there = cpx::relayout(from, to, r);
+                auto const back = cpx::relayout(to, from, r);
+                CHECK(same_moves(there, cpx::relayout(any_from, any_to, r)));
+                CHECK(same_moves(back, cpx::relayout(any_to, any_from, r)));
+                CHECK(same_moves(there.transposed().transposed(), there));
             }
         };
         for (auto const& list : std::vector<std::vector<index_t>>{{}, {1, 0, 2}, {40, 0, 1, 23}, {3, 100, 64}})
@@ -94,6 +95,10 @@ TEST_SUITE("plan") {
                 each(folded, cpx::head_sharded<>(w, batch, sections));
                 each(owners, cpx::head_sharded<>(w, batch, sections));
                 each(owners, cpx::replicated<>(w, batch));
+                each(folded, cpx::shard(batch, cpx::striped<>(w), cpx::aligned<cpx::dynamic>(4)));
+                each(folded, cpx::shard(batch, cpx::striped<>(w), cpx::aligned<cpx::dynamic>(5))); // another cut
+                each(owners, cpx::shard(batch, cpx::zigzag<>(w)));
+                each(cpx::shard(batch, cpx::table(w, std::vector<int>(10923, w / 2))), owners);
             }
     }
 

@@ -18,25 +18,25 @@ using cpx::zigzag;
 
 // What one exchange between zigzag and sequential takes, counted by hand from the owners 0 1 2 3 3 2 1 0 and 0 0 1 1
 // 2 2 3 3.
-static_assert(cpx::cells<zigzag<4>, sequential<4>>() == 8);
+static_assert(cpx::cells(zigzag<4>{}, sequential<4>{}) == 8);
 static_assert(cpx::routes<zigzag<4>, sequential<4>>().size() == 6);
-static_assert(cpx::routes<zigzag<4>, sequential<4>>()[0] == route{1, 1, 0});
-static_assert(cpx::routes<zigzag<4>, sequential<4>>()[1] == route{2, 2, 1});
-static_assert(cpx::routes<zigzag<4>, sequential<4>>()[2] == route{3, 3, 1});
-static_assert(cpx::routes<zigzag<4>, sequential<4>>()[3] == route{4, 3, 2});
-static_assert(cpx::routes<zigzag<4>, sequential<4>>()[4] == route{6, 1, 3});
-static_assert(cpx::routes<zigzag<4>, sequential<4>>()[5] == route{7, 0, 3});
+static_assert(cpx::routes<zigzag<4>, sequential<4>>()[0] == route{1, 0, 1, 2});
+static_assert(cpx::routes<zigzag<4>, sequential<4>>()[1] == route{2, 1, 2, 3});
+static_assert(cpx::routes<zigzag<4>, sequential<4>>()[2] == route{3, 1, 3, 4});
+static_assert(cpx::routes<zigzag<4>, sequential<4>>()[3] == route{3, 2, 4, 5});
+static_assert(cpx::routes<zigzag<4>, sequential<4>>()[4] == route{1, 3, 6, 7});
+static_assert(cpx::routes<zigzag<4>, sequential<4>>()[5] == route{0, 3, 7, 8});
 static_assert(cpx::route_messages<zigzag<4>, sequential<4>>() == 6);
-static_assert(cpx::routes<zigzag<2>, sequential<2>>()[0] == route{1, 1, 0});
-static_assert(cpx::routes<zigzag<2>, sequential<2>>()[1] == route{3, 0, 1});
+static_assert(cpx::routes<zigzag<2>, sequential<2>>()[0] == route{1, 0, 1, 2});
+static_assert(cpx::routes<zigzag<2>, sequential<2>>()[1] == route{0, 1, 3, 4});
 static_assert(cpx::route_messages<zigzag<3>, sequential<3>>() == 4); // rank 2 sends both of its halves to rank 1
 
 // Layouts over one rank, and a layout and itself, exchange nothing.
 static_assert(cpx::routes<zigzag<1>, sequential<1>>().empty());
 static_assert(cpx::routes<zigzag<5>, zigzag<5>>().empty());
 static_assert(cpx::route_messages<striped<7>, striped<7>>() == 0);
-static_assert(cpx::cells<striped<3, 4>, zigzag<3>>() == 12);
-static_assert(cpx::cells<striped<2, 3>, zigzag<2>>() == 12);
+static_assert(cpx::cells(striped<3, 4>{}, zigzag<3>{}) == 12);
+static_assert(cpx::cells(striped<2, 3>{}, zigzag<2>{}) == 12);
 
 /// Half-chunks that change hands between zigzag and sequential: 2W - 1, less 1 where the half of some rank stays in
 /// place.
@@ -53,7 +53,7 @@ template <int W>
 constexpr bool halves_go_where_they_must() {
     constexpr auto moved = cpx::routes<zigzag<W>, sequential<W>>();
     for (route const& r : moved)
-        if (r.to != (r.cell < W ? r.from / 2 : W - 1 - r.from / 2)) return false;
+        if (r.to != (r.first < W ? r.from / 2 : W - 1 - r.from / 2)) return false;
     return true;
 }
 static_assert(halves_go_where_they_must<2>() && halves_go_where_they_must<3>() && halves_go_where_they_must<4>() &&
@@ -82,7 +82,7 @@ constexpr bool reversed() {
     constexpr auto back = cpx::routes<B, A>();
     if (there.size() != back.size()) return false;
     for (std::size_t i = 0; i < there.size(); ++i)
-        if (back[i] != route{there[i].cell, there[i].to, there[i].from}) return false;
+        if (back[i] != route{there[i].to, there[i].from, there[i].first, there[i].last}) return false;
     return true;
 }
 static_assert(reversed<zigzag<4>, sequential<4>>() && reversed<striped<3>, zigzag<3>>());
@@ -92,13 +92,13 @@ static_assert(reversed<striped<4, 3>, striped<4, 2>>() && reversed<sequential<6>
 template <class A, class B>
 void check_scaled(cpx::thd const& batch) {
     constexpr auto moved = cpx::routes<A, B>();
-    constexpr int cells = cpx::cells<A, B>();
+    constexpr index_t cells = cpx::cells(A{}, B{});
     int const ranks = A{}.ranks();
     std::vector<index_t> rows(static_cast<std::size_t>(ranks * ranks));
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (route const& r : moved)
             rows[static_cast<std::size_t>(r.from * ranks + r.to)] +=
-                batch.length(s) * (r.cell + 1) / cells - batch.length(s) * r.cell / cells;
+                batch.length(s) * r.last / cells - batch.length(s) * r.first / cells;
     auto const a = cpx::shard(batch, A{});
     auto const b = cpx::shard(batch, B{});
     auto planned = cpx::traffic(a, b);

@@ -213,12 +213,26 @@ void for_each_setting(S const& s, F&& f) {
     }
 }
 
-/// Hashes the numbers above.
+/// Whether the numbers above follow from the type alone.
+template <class S>
+inline constexpr bool settled = false;
+template <static_layout L, scope Scope, cut Cut>
+inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
+
+/// Hashes the numbers above; those of a type once.
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
-    std::uint64_t hash = 0;
-    for_each_setting(s, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
-    return hash;
+    auto const find = [](S const& of) {
+        std::uint64_t hash = 0;
+        for_each_setting(of, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
+        return hash;
+    };
+    if constexpr (settled<S>) {
+        static std::uint64_t const hash = find(s);
+        return hash;
+    } else {
+        return find(s);
+    }
 }
 
 /// Tells in at most 79 characters what `hash`, the one above, sums up: all of it, or the first of it and the hash.

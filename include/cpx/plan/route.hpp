@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which cells of a run move between two layouts that are known at compile time.
+// Which cells of a run move between two layouts: what plans between them scale by the length of each sequence.
 #pragma once
 
-#include <cpx/layout/concept.hpp>
+#include <cpx/layout/algorithm.hpp>
 
 #include <array>
 #include <cstddef>
@@ -10,11 +10,10 @@
 
 namespace cpx {
 
-/// Cell `cell` goes from rank `from` to rank `to`.
+/// Cells `first` to `last` of a run, which rank `from` holds and rank `to` is to hold.
 struct route {
-    int cell = 0;
-    int from = 0;
-    int to = 0;
+    int from = 0, to = 0;
+    int first = 0, last = 0;
     friend constexpr bool operator==(route, route) = default;
 };
 
@@ -22,52 +21,59 @@ struct route {
 ///
 /// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
 /// floor(n (k c) / (k C)) = floor(n c / C).
-template <class From, class To>
-consteval int cells() {
-    constexpr bool known = static_layout<From> && static_layout<To>;
-    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
-    if constexpr (known) return std::lcm(From{}.chunks(), To{}.chunks());
-    return 0;
+template <layout From, layout To>
+constexpr index_t cells(From const& from, To const& to) {
+    return std::lcm(index_t{from.chunks()}, index_t{to.chunks()});
+}
+
+/// Calls `f(route)` for what chunk `chunk` of `from` has in common with each chunk of `to`, in token order.
+/// Requires less than 2^31 cells.
+template <layout From, layout To, class F>
+constexpr void for_each_route(From const& from, To const& to, int chunk, F&& f) {
+    int const all = static_cast<int>(cells(from, to)), own = all / from.chunks(), other = all / to.chunks();
+    for (int first = chunk * own, end = first + own; first < end;) {
+        int const target = first / other, last = (target + 1) * other < end ? (target + 1) * other : end;
+        f(route{from.owner(chunk), to.owner(target), first, last});
+        first = last;
+    }
 }
 
 namespace detail {
 
-template <static_layout From, static_layout To>
-constexpr route route_of(int cell) {
-    constexpr From from;
-    constexpr To to;
-    int const n = cells<From, To>();
-    return {cell, from.owner(cell / (n / from.chunks())), to.owner(cell / (n / to.chunks()))};
+/// Calls `f(route)` for what changes hands between layouts that are known at compile time, in token order.
+template <static_layout From, static_layout To, class F>
+consteval void for_each_moved(F&& f) {
+    for (int chunk = 0; chunk < From{}.chunks(); ++chunk)
+        for_each_route(From{}, To{}, chunk, [&](route r) {
+            if (r.from != r.to) f(r);
+        });
 }
 
 template <static_layout From, static_layout To>
 consteval std::size_t count_routes() {
     std::size_t count = 0;
-    for (int cell = 0; cell < cells<From, To>(); ++cell) {
-        route const r = route_of<From, To>(cell);
-        count += r.from != r.to;
-    }
+    for_each_moved<From, To>([&](route) { ++count; });
     return count;
 }
 
 } // namespace detail
 
-/// Returns the cells that change hands, in token order; lengths only scale them.
+/// Returns what changes hands between two layouts, in token order, as a constant; lengths only scale it.
 ///
 ///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
 ///
-/// Both layouts cut the same runs (one scope) with balanced cuts.
+/// Both layouts cut the same runs (one scope) with the same cut. `relayout` makes its plans of these routes, and of
+/// those that stay.
 template <class From, class To>
 consteval auto routes() {
-    if constexpr (constexpr int n = cells<From, To>(); n > 0) {
+    constexpr bool known = static_layout<From> && static_layout<To>;
+    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
+    if constexpr (known) {
         static_assert(From{}.ranks() == To{}.ranks(),
                       "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
         std::array<route, detail::count_routes<From, To>()> moved{};
         std::size_t count = 0;
-        for (int cell = 0; cell < n; ++cell) {
-            route const r = detail::route_of<From, To>(cell);
-            if (r.from != r.to) moved[count++] = r;
-        }
+        detail::for_each_moved<From, To>([&](route r) { moved[count++] = r; });
         return moved;
     } else {
         return std::array<route, 0>{};
