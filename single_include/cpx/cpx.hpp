@@ -1322,7 +1322,8 @@ namespace cpx {
 /// second at the sequence that is cut.
 ///
 /// A cut may also tell `fills(C, n)`: that each of the C chunks of a sequence of `n` tokens surely holds one. Plans for
-/// long sequences then follow from the layout, without a look at every chunk.
+/// long sequences then follow from the layout, without a look at every chunk. And `chunk(t, C, n)`: which chunk holds
+/// token `t` of a sequence, which is searched for else.
 template <class C>
 concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index_t n) {
     { k.begin(c, c, n) } -> std::same_as<index_t>;
@@ -1334,6 +1335,9 @@ struct balanced {
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
     CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
     constexpr bool fills(int chunks, index_t n) const { return n >= chunks; }
+    CPX_HOST_DEVICE constexpr int chunk(index_t t, int chunks, index_t n) const {
+        return static_cast<int>(((t + 1) * chunks - 1) / n);
+    }
     friend constexpr bool operator==(balanced, balanced) = default;
 };
 
@@ -1358,6 +1362,10 @@ struct aligned : private extent<Unit> {
         return nearest < n ? nearest : n;
     }
     constexpr bool fills(int chunks, index_t n) const { return n / unit() >= chunks; }
+    CPX_HOST_DEVICE constexpr int chunk(index_t t, int chunks, index_t n) const {
+        index_t const snap_beyond = (t / unit() + 1) * unit() - unit() / 2; // the first places that do
+        return balanced{}.chunk((snap_beyond < n ? snap_beyond : n) - 1, chunks, n);
+    }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 
@@ -1426,8 +1434,11 @@ CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index_t t, index_t n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
-    return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n),
-                             [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
+    if constexpr (requires { cut.chunk(t, chunks, n); })
+        return cut.chunk(t, chunks, n);
+    else
+        return last_at_or_before(t, chunks, balanced{}.chunk(t, chunks, n),
+                                 [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
 }
 
 /// Returns the tokens of chunk `c` in a run of `n`.

@@ -83,6 +83,14 @@ struct unlisted {
 };
 static_assert(cpx::listed_layout<cpx::zigzag<>> && !cpx::listed_layout<unlisted<cpx::zigzag<>>>);
 
+/// Hides what a cut tells of tokens, so that their chunk is searched for.
+template <cpx::cut Cut>
+struct searched {
+    Cut cut;
+    index_t begin(int c, int chunks, index_t n) const { return cut.begin(c, chunks, n); }
+    index_t snap(index_t t, index_t n) const { return cut.snap(t, n); }
+};
+
 /// A layout lists the chunks that `owner` gives each rank, and slots, tokens and rows are those of a walk over all.
 template <cpx::listed_layout L, class Cut = cpx::balanced>
 void check_listed(L const& l, Cut const& cut = {}) {
@@ -99,7 +107,7 @@ void check_listed(L const& l, Cut const& cut = {}) {
         for (int i = 0; i < 50; ++i) {
             index_t const t = numbers.between(0, n - 1);
             cpx::slot const place = cpx::locate(l, t, n, cut);
-            if (place != cpx::locate(walked, t, n, cut)) FAIL("slot of token " << t << " of " << n);
+            if (place != cpx::locate(walked, t, n, searched<Cut>{cut})) FAIL("slot of token " << t << " of " << n);
             if (cpx::token(l, place, n, cut) != t) FAIL("token at the slot of token " << t << " of " << n);
             if (cpx::rows_of(l, place.rank, n, cut) != cpx::rows_of(walked, place.rank, n, cut))
                 FAIL("rows of rank " << place.rank << " of " << n);
@@ -137,6 +145,7 @@ TEST_SUITE("layout") {
             check_listed(cpx::zigzag<>{w}, cpx::aligned<64>{});
             for (index_t const n : {4, 5})
                 check_listed(cpx::by_length{cpx::zigzag<>{w}, cpx::sequential<>{w}, &even}.at(n));
+            check_listed(cpx::sequential<>{w}, cpx::aligned<cpx::dynamic>{7});
         }
         check_listed(cpx::zigzag<64>{});
         check_listed(cpx::sequential<64>{});

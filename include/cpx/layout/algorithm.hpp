@@ -32,8 +32,11 @@ CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess
 template <layout_policy P, cut C = balanced>
 CPX_HOST_DEVICE constexpr int chunk_of(P const& policy, index_t t, index_t n, C const& cut = {}) {
     int const chunks = layout_at(policy, n).chunks();
-    return last_at_or_before(t, chunks, static_cast<int>(((t + 1) * chunks - 1) / n),
-                             [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
+    if constexpr (requires { cut.chunk(t, chunks, n); })
+        return cut.chunk(t, chunks, n);
+    else
+        return last_at_or_before(t, chunks, balanced{}.chunk(t, chunks, n),
+                                 [&](int c) { return cut.snap(cut.begin(c, chunks, n), n); });
 }
 
 /// Returns the tokens of chunk `c` in a run of `n`.

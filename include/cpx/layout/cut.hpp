@@ -18,7 +18,8 @@ namespace cpx {
 /// second at the sequence that is cut.
 ///
 /// A cut may also tell `fills(C, n)`: that each of the C chunks of a sequence of `n` tokens surely holds one. Plans for
-/// long sequences then follow from the layout, without a look at every chunk.
+/// long sequences then follow from the layout, without a look at every chunk. And `chunk(t, C, n)`: which chunk holds
+/// token `t` of a sequence, which is searched for else.
 template <class C>
 concept cut = std::copyable<C> && std::default_initializable<C> && requires(C const k, int c, index_t n) {
     { k.begin(c, c, n) } -> std::same_as<index_t>;
@@ -30,6 +31,9 @@ struct balanced {
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const { return n * c / chunks; }
     CPX_HOST_DEVICE constexpr index_t snap(index_t t, index_t) const { return t; }
     constexpr bool fills(int chunks, index_t n) const { return n >= chunks; }
+    CPX_HOST_DEVICE constexpr int chunk(index_t t, int chunks, index_t n) const {
+        return static_cast<int>(((t + 1) * chunks - 1) / n);
+    }
     friend constexpr bool operator==(balanced, balanced) = default;
 };
 
@@ -54,6 +58,10 @@ struct aligned : private extent<Unit> {
         return nearest < n ? nearest : n;
     }
     constexpr bool fills(int chunks, index_t n) const { return n / unit() >= chunks; }
+    CPX_HOST_DEVICE constexpr int chunk(index_t t, int chunks, index_t n) const {
+        index_t const snap_beyond = (t / unit() + 1) * unit() - unit() / 2; // the first places that do
+        return balanced{}.chunk((snap_beyond < n ? snap_beyond : n) - 1, chunks, n);
+    }
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 
