@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the operator of a golden file on any sharding and prints how far its outputs are from the file's.
 
-#include "kinds.hpp"
+#include "mrope.hpp"
 
 #include "../common/run.hpp"
 
@@ -30,8 +30,9 @@ verify::outputs<T> run(verify::job const& j, std::string const& kind, bool seria
     if (kind == "gated_delta_rule")
         return serial ? verify::gated_delta_rule<T, cpx::serial>(j) : verify::gated_delta_rule<T, cpx::scan>(j);
     if (kind == "gdn_layer") return serial ? verify::gdn_layer<T, cpx::serial>(j) : verify::gdn_layer<T, cpx::scan>(j);
-    throw cpx::error(j.file.where(), "kind in the metadata", "gated_delta_rule, causal_conv1d or gdn_layer",
-                     cpx::quote(kind));
+    if (kind == "mrope_index") return verify::mrope_index<T>(j);
+    throw cpx::error(j.file.where(), "kind in the metadata",
+                     "gated_delta_rule, causal_conv1d, gdn_layer or mrope_index", cpx::quote(kind));
 }
 
 template <class T>
@@ -61,7 +62,8 @@ int main(int argc, char** argv) {
     CLI::App app("Runs the operator of a golden file on a sharding and compares it with the file's outputs.", "verify");
     std::string file, ranks = "2", layout = "zigzag", dtype = "float64", carry = "scan", cut = "balanced", chunk = "64";
     bool json = false;
-    app.add_option("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d or gdn_layer")->required();
+    app.add_option("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d, gdn_layer or mrope_index")
+        ->required();
     app.add_option("--ranks", ranks, "ranks, as threads of this process, at most 256")->capture_default_str();
     app.add_option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded")
         ->capture_default_str();
@@ -87,7 +89,8 @@ int main(int argc, char** argv) {
         std::string const kind = golden.metadata("kind");
         bool const by_heads = j.layout.name == "head_sharded", layer = kind == "gdn_layer";
         for (char const* const option : {"--carry", "--chunk"})
-            examples::require_effect(app, option, kind != "causal_conv1d", "a file with a recurrence", kind);
+            examples::require_effect(app, option, kind == "gated_delta_rule" || layer, "a file with a recurrence",
+                                     kind);
         examples::require_effect(app, "--carry", !by_heads, "a --layout by tokens", layout);
         examples::require_effect(app, "--cut", !by_heads || layer, "a --layout by tokens", layout);
         if (dtype == "float64")

@@ -26,6 +26,8 @@ std::vector<std::string> const layer_outputs = {
     "grad.A_log",   "grad.in_proj_b.weight", "grad.in_proj_a.weight",   "grad.conv1d.weight",
     "grad.dt_bias", "grad.norm.weight",      "grad.out_proj.weight"};
 
+std::vector<std::string> const rotary_outputs = {"position_ids", "q_rot", "k_rot", "dq", "dk"};
+
 std::vector<golden_file> const files = {
     {"conv_bias", "causal_conv1d", {"y", "dx", "dweight", "dbias"}},
     {"conv_linear", "causal_conv1d", {"y", "dx", "dweight"}},
@@ -35,6 +37,8 @@ std::vector<golden_file> const files = {
     {"gdr_fast_decay", "gated_delta_rule", {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta"}},
     {"gdn_layer_small", "gdn_layer", layer_outputs},
     {"gdn_layer_odd", "gdn_layer", layer_outputs},
+    {"mrope_qwen3_vl", "mrope_index", rotary_outputs},
+    {"mrope_qwen2_5_vl", "mrope_index", rotary_outputs},
 };
 
 std::string path(char const* name) { return (golden / name).string() + ".safetensors"; }
@@ -45,10 +49,15 @@ void check_errors(golden_file const& file, std::string const& dtype, arguments c
     CHECK(report.at("kind") == file.kind);
     auto const errors = report.at("errors").get<std::map<std::string, double>>();
     for (auto const& name : file.outputs) CHECK_MESSAGE(errors.count(name) == 1, name);
-    double const wide = file.kind == std::string("causal_conv1d") ? 1e-6 : 2e-7;
+    bool const rotary = file.kind == std::string("mrope_index");
+    double const wide = file.kind == std::string("causal_conv1d") ? 1e-6 : rotary ? 2e-6 : 2e-7;
     for (auto const& [name, error] : errors) {
         CAPTURE(name);
-        CHECK(error <= (dtype == "float64" ? wide : 5e-6));
+        if (name == "position_ids") {
+            CHECK(error == 0);
+            continue;
+        }
+        CHECK(error <= (dtype == "float64" || rotary ? wide : 5e-6));
         CHECK(error > 0); // the file is another program's
     }
 }
@@ -65,13 +74,56 @@ TEST_SUITE("examples") {
             for (char const* ranks : {"1", "2", "3", "4", "5", "8"})
                 for (auto const& layout : layouts) {
                     ++turn;
-                    bool const recurrence = file.kind != std::string("causal_conv1d"), by_heads = layout == heads;
+                    bool const recurrence = file.kind[0] == 'g', by_heads = layout == heads;
                     arguments options{"--ranks", ranks, "--layout", layout};
                     if (recurrence && !by_heads) options = options + arguments{"--carry", turn % 2 ? "scan" : "serial"};
                     if (recurrence && turn % 3 == 0) options = options + arguments{"--chunk", "16"};
                     if (!by_heads && turn % 3 == 0) options = options + arguments{"--cut", "aligned:16"};
                     check_errors(file, turn % 5 < 3 ? "float64" : "float32", options);
                 }
+    }
+
+    TEST_CASE("positions of Qwen2.5-VL go on as those of transformers 5 do, which whole seconds tell from others") {
+        folder const home;
+        fs::path const file = home / "seconds.safetensors"; // a video of 3 frames, of 4 rows each, and text behind it
+        archive a(path("mrope_qwen2_5_vl"));
+        auto const set = [&](char const* name, json const& shape, std::vector<std::int64_t> const& values) {
+            a.tensors[name] = {"I64", shape, {reinterpret_cast<char const*>(values.data()), 8 * values.size()}};
+        };
+        std::vector<std::int64_t> ids(16, 7), positions;
+        std::fill_n(ids.begin() + 2, 12, 151656);
+        for (std::vector<std::int64_t> const& media :
+             std::vector<std::vector<std::int64_t>>{{2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6},
+                                                    {2, 2, 3, 3, 2, 2, 3, 3, 2, 2, 3, 3},
+                                                    {2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3}}) {
+            positions.insert(positions.end(), {0, 1});
+            positions.insert(positions.end(), media.begin(), media.end());
+            positions.insert(positions.end(), {4, 5}); // 7 and 8 in the versions before
+        }
+        set("cu_seqlens", {2}, {0, 16});
+        set("input_ids", {16}, ids);
+        set("image_grid_thw", {0, 3}, {});
+        set("video_grid_thw", {1, 3}, {3, 4, 4});
+        set("position_ids", {3, 16}, positions);
+        for (char const* name : {"q", "q_rot", "k", "k_rot", "dq", "dq_rot", "dk", "dk_rot"}) {
+            auto& t = a.tensors.at(name);
+            std::size_t const heads = t.shape[1];
+            t = {"F32", {16, heads, 128}, std::string(16 * heads * 128 * sizeof(float), '\0')};
+        }
+        a.metadata["tokens_per_second"] = "2";
+        a.metadata["second_per_grid_t"] = "1.0";
+        a.save(file);
+        auto const position_error = [&] {
+            return run_json({file.string(), "--ranks", "3"}).at("errors").at("position_ids").get<double>();
+        };
+        CHECK(position_error() == 0);
+        a.metadata["model"] = "qwen2_vl";
+        a.save(file);
+        CHECK(position_error() > 0.1);
+        set("video_grid_thw", {1, 3}, {3, 4, 5});
+        a.save(file);
+        check_refusal({file.string()},
+                      {"seconds.safetensors: width of video 0: expected a multiple of the merge size 2"});
     }
 
     TEST_CASE("the report as text has the figures, too") {
@@ -110,6 +162,7 @@ TEST_SUITE("examples") {
         for (auto const& [file, options, option] : std::vector<std::tuple<char const*, arguments, std::string>>{
                  {"conv_silu", {"--carry", "scan"}, "--carry"},
                  {"conv_silu", {"--chunk", "64"}, "--chunk"},
+                 {"mrope_qwen3_vl", {"--carry", "scan"}, "--carry"},
                  {"conv_silu", by_heads + arguments{"--cut", "balanced"}, "--cut"},
                  {"gdr_small", by_heads + arguments{"--cut", "aligned:16"}, "--cut"},
                  {"gdr_small", by_heads + arguments{"--carry", "serial"}, "--carry"},
@@ -224,6 +277,17 @@ TEST_SUITE("examples") {
             refuse("gdn_layer_small", drop(tensor), {tensor});
             refuse("gdn_layer_small", shorter(tensor), {"expected", "got"});
         }
+        for (char const* tensor : {"q", "dk_rot", "k_rot", "input_ids", "video_grid_thw", "position_ids"})
+            refuse("mrope_qwen3_vl", drop(tensor), {tensor});
+        refuse("mrope_qwen3_vl", shorter("q"), {"expected [206, 2, 128], got [205, 2, 128]"});
+        refuse("mrope_qwen3_vl", shorter("image_grid_thw"), {"image placeholders in the batch: expected", "got"});
+        for (char const* key : {"model", "layout", "rope", "image_token_id", "spatial_merge_size"}) {
+            refuse("mrope_qwen3_vl", [&](archive& a) { a.metadata.erase(key); }, {key});
+            refuse("mrope_qwen3_vl", [&](archive& a) { a.metadata[key] = "?"; }, {key, "expected", "got"});
+        }
+        refuse("mrope_qwen2_5_vl",
+               [](archive& a) { a.metadata["rope"] = R"({"rope_theta": 1e6, "mrope_section": [16, 24, 23]})"; },
+               {"sum of the sections: expected half the rotary size, 64, got 63"});
         refuse("gdn_layer_small", [](archive& a) { a.metadata.erase("config"); }, {"config"});
         refuse("gdn_layer_small", [](archive& a) { a.metadata["config"] = "{"; }, {"config"});
         refuse("gdn_layer_small", [](archive& a) { a.metadata["config"] = "{}"; }, {"hidden_size"});
