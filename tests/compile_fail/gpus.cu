@@ -1,6 +1,7 @@
 // Exchanges and operators between GPUs: what is refused on the host is refused there, and each memory by the other's.
 #include <cpx/cpx.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
+#include <cpx/ops/cuda/gated_delta_rule.hpp>
 
 using zigzag = cpx::sharding<cpx::zigzag<4>>;
 using sequential = cpx::sharding<cpx::sequential<4>>;
@@ -56,3 +57,24 @@ void prepared(cpx::cuda::conv_exchange<float, zigzag>& by, view<given, device> x
               cpx::rows<float const> w) {
     cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, y);
 }
+
+#ifndef CPX_GOOD // its kernels take long to compile
+// expect: gated_delta_rule of tensors that are not sharded as the plan
+void carries(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_rule_tensors<float, sequential, device> const& t,
+             cpx::cuda::communicator& comm) {
+    cpx::gated_delta_rule(p, t, {}, {}, comm);
+}
+
+// expect: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan
+void carries_back(cpx::carry_plan<cpx::scan, zigzag> const& p, cpx::delta_rule_tensors<float, zigzag, device> const& t,
+                  cpx::delta_rule_gradient_tensors<float, sequential, device> const& to,
+                  cpx::cuda::communicator& comm) {
+    cpx::gated_delta_rule_backward(p, t, to, {}, {}, comm);
+}
+
+// expect: gated_delta_rule wants a carry_plan first and a cpx::transport last
+void carries_on_host(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_rule_tensors<float, zigzag> const& t,
+                     cpx::cuda::communicator& comm) {
+    cpx::gated_delta_rule(p, t, {}, {}, comm);
+}
+#endif

@@ -135,6 +135,11 @@ public:
                   "cudaMemsetAsync", here);
         return made;
     }
+    /// Returns elements that are not initialised.
+    template <class T>
+    block<T> room(index_t count) const {
+        return block<T>(count, *from_, stream_);
+    }
     template <class T>
     void write(T* to, std::span<T const> from, caller here = caller::here()) const {
         copy(to, from.data(), from.size_bytes(), cudaMemcpyHostToDevice, here);

@@ -12,20 +12,22 @@ namespace cpx {
 
 using delta_rule_heads = recurrence_heads;
 
-template <class T>
-using delta_rule_saved = recurrence_saved<T>;
+template <class T, any_memory M = host_memory>
+using delta_rule_saved = recurrence_saved<T, M>;
 
 /// The tensors of a gated delta rule on one rank, as in `recurrence_tensors`.
 ///
 /// q, k: (rows, key heads * key_dim), v, o: (rows, value heads * value_dim), g: log decay, beta: (rows, value heads).
-/// States: (sequences, value heads * key_dim * value_dim).
-template <class T, any_sharding S>
+/// States: (sequences, value heads * key_dim * value_dim). Gates and states are what memory M has for sums.
+template <class T, any_sharding S, any_memory M = host_memory>
 struct delta_rule_tensors {
-    sharded_field<T const, S> q, k, v, g, beta;
-    sharded_field<T, S> o;
-    rows<T const> initial = {};
-    rows<T> final = {};
-    delta_rule_saved<T>* saved = nullptr;
+    using sum = typename M::template sum<T>;
+    sharded_field<T const, S, M> q, k, v;
+    sharded_field<sum const, S, M> g, beta;
+    sharded_field<T, S, M> o;
+    rows<sum const> initial = {};
+    rows<sum> final = {};
+    delta_rule_saved<T, M>* saved = nullptr;
 };
 
 namespace detail {

@@ -7,12 +7,14 @@
 namespace cpx {
 
 /// What goes into and comes out of the backward of a gated delta rule, as in `recurrence_gradients`.
-template <class T, any_sharding S>
+template <class T, any_sharding S, any_memory M = host_memory>
 struct delta_rule_gradient_tensors {
-    sharded_field<T const, S> dout;
-    sharded_field<T, S> dq, dk, dv, dg, dbeta;
-    rows<T const> dfinal = {};
-    rows<T> dinitial = {};
+    using sum = typename M::template sum<T>;
+    sharded_field<T const, S, M> dout;
+    sharded_field<T, S, M> dq, dk, dv;
+    sharded_field<sum, S, M> dg, dbeta;
+    rows<sum const> dfinal = {};
+    rows<sum> dinitial = {};
 };
 
 /// Computes the gradients of `gated_delta_rule`.

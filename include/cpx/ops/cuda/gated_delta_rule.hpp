@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule of tensors on devices, on any sharding, called as that of tensors on the host.
+#pragma once
+
+#include <cpx/cuda/delta_rule_fold.hpp>
+#include <cpx/cuda/gated_delta_rule.hpp>
+#include <cpx/cuda/normalised_heads.hpp>
+#include <cpx/ops/cuda/recurrence.hpp>
+#include <cpx/ops/gated_delta_rule_backward.hpp>
+
+#include <memory>
+#include <optional>
+
+namespace cpx {
+
+namespace detail {
+
+/// The gated delta rule as a recurrence on a device, see `device_states`.
+template <class T>
+struct device_gated_delta : gated_delta {
+    using memory = cuda::state_exchange;
+
+    void check(char const* where, caller here) const {
+        gated_delta::check(where, here);
+        require(options.chunk == 64, where, "chunk", "64, of tensors on devices", options.chunk, here);
+        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1", 0, here);
+        require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
+                heads.key_dim, here);
+        require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
+                "from 1 to 65536, of tensors on devices", heads.value_dim, here);
+    }
+    template <any_sharding S>
+    void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
+        index_t const group = heads.value_heads / heads.key_heads;
+        for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
+            range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
+            bool const whole = values.first == keys.first * group && values.last == keys.last * group;
+            require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
+                    "on one rank, of tensors on devices", "on several", here);
+        }
+    }
+
+    template <class X, class O>
+    void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
+                 std::span<float> after, memory& m, caller here) const {
+        auto const in = input(s, x, before);
+        auto const shape = shape_of(in);
+        auto const space = workspace(cuda::gated_delta_rule_workspace<T>(shape, in.k.count(), count(s)), m);
+        cuda::gated_delta_rule<T>(shape, in, o.data(), after, all(space), m.stream(), here);
+    }
+    template <class X>
+    void fold(device_segments const& s, X const& x, std::span<float> maps, std::span<float> ends, memory& m,
+              caller here) const {
+        auto const in = input(s, x, {});
+        auto const shape = shape_of(in);
+        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T>(shape, in.k.count(), count(s)), m);
+        cuda::gated_delta_rule_fold<T>(shape, in, maps, ends, all(space), m.stream(), here);
+    }
+    template <class X, class D, class G>
+    void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
+                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, memory& m, caller here) const {
+        auto const in = input(s, x, before);
+        auto const& [dq, dk, dv, dg, dbeta] = dx;
+        auto shape = shape_of(in);
+        if (!cuda::detail::delta_in_panels(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()))
+            shape.path = cuda::delta_rule_path::plain;
+        auto const space = workspace(cuda::gated_delta_rule_backward_workspace<T>(shape, in.k.count(), count(s)), m);
+        cuda::gated_delta_rule_backward<T>(shape, in, dout.data(), dafter,
+                                           {dq.data(), dk.data(), dv.data(), dg.data(), dbeta.data(), dbefore},
+                                           all(space), m.stream(), here);
+    }
+    template <class X, class D>
+    void backward_fold(device_segments const& s, X const& x, D const& dout, std::span<float> dbefore, memory& m,
+                       caller here) const {
+        auto const in = input(s, x, {});
+        auto const shape = shape_of(in);
+        auto const space = workspace(cuda::gated_delta_rule_fold_workspace<T>(shape, in.k.count(), count(s)), m);
+        cuda::gated_delta_rule_backward_fold<T>(shape, in, dout.data(), dbefore, all(space), m.stream(), here);
+    }
+
+private:
+    static index_t count(device_segments const& s) { return std::ssize(s.first); }
+    static cuda::block<char> workspace(index_t bytes, memory const& m) { return m.memory().template room<char>(bytes); }
+    static std::span<char> all(cuda::block<char> const& b) {
+        return {const_cast<char*>(b.data()), static_cast<std::size_t>(b.size())};
+    }
+    template <class X>
+    static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
+        auto const& [q, k, v, g, beta] = x;
+        return {q.data(), k.data(), v.data(), g.data(), beta.data(), s.offsets, before, s.first, s.counts};
+    }
+    /// Returns the sizes of the heads that the rank holds.
+    cuda::gated_delta_rule_shape shape_of(cuda::gated_delta_rule_input<T> const& in) const {
+        return {in.k.width() / heads.key_dim, in.v.width() / heads.value_dim, heads.key_dim, heads.value_dim,
+                options.scale};
+    }
+};
+
+/// q and k of a call on a device, divided by their lengths if that is asked for.
+template <class T, any_sharding S>
+class device_keys {
+    using tensor = sharded<T const, S, cuda::memory>;
+
+public:
+    device_keys(tensor const& q, tensor const& k, index_t dim, bool normalise, cuda::state_exchange& m, caller here)
+        : q_(q), k_(k), dim_(dim), m_(m), here_(here) {
+        bool const fits = q.memory() == m.memory() && k.memory() == m.memory() && dim >= 1 &&
+                          q.data().width() % dim == 0 && k.data().width() % dim == 0;
+        if (!normalise || !fits) return; // what does not fit is refused by the operator
+        of_q_ = copy(q);
+        of_k_ = copy(k);
+    }
+    tensor q() const { return of_q_ ? view(*of_q_, q_) : q_; }
+    tensor k() const { return of_k_ ? view(*of_k_, k_) : k_; }
+    /// Makes gradients of what was normalised those of what was given.
+    void back(rows<T> dq, rows<T> dk) const {
+        if (!of_q_) return;
+        run(q_.data(), dq, true);
+        run(k_.data(), dk, true);
+    }
+
+private:
+    cuda::block<T> copy(tensor const& x) const {
+        rows<T const> const from = x.data();
+        auto made = m_.memory().template room<T>(from.count() * from.width());
+        run(from, {made.data(), from.count(), from.width()}, false);
+        return made;
+    }
+    static tensor view(cuda::block<T> const& b, tensor const& x) {
+        return {rows<T const>(b.data(), x.data().count(), x.data().width()), x.sharding(), x.rank(), x.memory()};
+    }
+    void run(rows<T const> x, rows<T> y, bool back) const {
+        cuda::normalise_heads(x, dim_, y, back, m_.stream(), here_);
+    }
+
+    tensor q_, k_;
+    index_t dim_;
+    cuda::state_exchange& m_;
+    caller here_;
+    std::optional<cuda::block<T>> of_q_, of_k_;
+};
+
+template <class T, any_sharding S>
+auto device_inputs(delta_rule_tensors<T, S, cuda::memory> const& t, device_keys<T, S> const& keys) {
+    return std::tuple(keys.q(), keys.k(), t.v.view(), t.g.view(), t.beta.view());
+}
+
+/// Calls `f(state_exchange)` with one for this call, which the communicator keeps until the stream has come here.
+template <class F>
+void with_state_exchange(cuda::communicator& comm, caller here, F&& f) {
+    auto by = std::make_unique<cuda::state_exchange>(comm);
+    f(*by);
+    comm.keep(std::move(by), here);
+}
+
+} // namespace detail
+
+/// Computes the gated delta rule of tensors on devices in the communicator's stream, as that of tensors on the host.
+///
+/// `by`: a `cuda::state_exchange`, made once; or a communicator, which prepares itself for this one call. q, k, v and o
+/// may be float, bfloat16 or half; gates, states and sums are float, the chunk is 64. Steps of `scan` are float, too.
+/// On `head_sharded` a rank holds whole groups of value heads, or some that read one key head and have no backward.
+///
+/// Throws `cpx::error` as the operator on the host does, and for memory of another device or stream.
+template <carry_kind How, any_sharding S, class T, any_sharding X>
+void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
+                      delta_rule_heads const& heads, delta_rule_options const& options, cuda::state_exchange& by,
+                      caller here = caller::here()) {
+    constexpr bool fits = std::same_as<X, S>, element = cuda::delta_rule_element<T>;
+    static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
+                        "carry(q.sharding(), ...)");
+    static_assert(element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
+                           "__nv_bfloat16 or __half");
+    if constexpr (fits && element) {
+        detail::device_keys<T, S> const keys(t.q, t.k, heads.key_dim, options.qk_l2norm, by, here);
+        detail::device_tensors const of{detail::device_inputs(t, keys), t.o.view(), t.initial, t.final, t.saved};
+        detail::device_gated_delta<T> const r{{heads, options}};
+        using local = detail::device_forward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>>;
+        detail::run_recurrence<local>(plan, r, of, by, here);
+    }
+}
+template <carry_kind How, any_sharding S, class T, any_sharding X>
+void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
+                      delta_rule_heads const& heads, delta_rule_options const& options, cuda::communicator& comm,
+                      caller here = caller::here()) {
+    detail::with_state_exchange(comm, here,
+                                [&](cuda::state_exchange& by) { gated_delta_rule(plan, t, heads, options, by, here); });
+}
+
+/// Computes the gradients of `gated_delta_rule` of tensors on devices, in the communicator's stream.
+///
+/// Arguments, costs and errors as in the forward and for tensors on the host.
+template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G>
+void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
+                               delta_rule_gradient_tensors<D, G, cuda::memory> const& to, delta_rule_heads const& heads,
+                               delta_rule_options const& options, cuda::state_exchange& by,
+                               caller here = caller::here()) {
+    constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
+    constexpr bool element = cuda::delta_rule_element<T>;
+    static_assert(fits, "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
+                        "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
+    static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
+    static_assert(element, "cpx: gated_delta_rule_backward of elements that it does not have on devices; use float, "
+                           "__nv_bfloat16 or __half");
+    if constexpr (fits && same && element) {
+        detail::device_keys<T, S> const keys(t.q, t.k, heads.key_dim, options.qk_l2norm, by, here);
+        detail::device_tensors const of{detail::device_inputs(t, keys), t.o.view(), t.initial, t.final, t.saved};
+        detail::device_gradients const gradients{
+            to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
+            to.dfinal, to.dinitial};
+        detail::device_gated_delta<T> const r{{heads, options}};
+        using local = detail::device_backward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>,
+                                              std::remove_const_t<decltype(gradients)>>;
+        detail::run_recurrence_backward<local>(plan, r, of, gradients, by, here);
+        keys.back(to.dq.data(), to.dk.data());
+    }
+}
+template <carry_kind How, any_sharding S, class T, any_sharding X, class D, any_sharding G>
+void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
+                               delta_rule_gradient_tensors<D, G, cuda::memory> const& to, delta_rule_heads const& heads,
+                               delta_rule_options const& options, cuda::communicator& comm,
+                               caller here = caller::here()) {
+    detail::with_state_exchange(comm, here, [&](cuda::state_exchange& by) {
+        gated_delta_rule_backward(plan, t, to, heads, options, by, here);
+    });
+}
+
+} // namespace cpx

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Segments of a recurrence on a device: as many as a pass visits at once, all heads together.
+#pragma once
+
+#include <cpx/cuda/arguments.hpp>
+#include <cpx/ops/cuda/state_exchange.hpp>
+#include <cpx/ops/recurrence.hpp>
+
+#include <algorithm>
+#include <span>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+namespace cpx {
+
+namespace detail {
+
+/// What a recurrence on a device is given and makes: x, dx: tuples of tensors in the order of `inputs()`.
+template <class X, class O, class Saved>
+struct device_tensors {
+    using state = float;
+    X x;
+    O o;
+    rows<float const> initial;
+    rows<float> final;
+    Saved* saved;
+};
+template <class D, class X>
+struct device_gradients {
+    D dout;
+    X dx;
+    rows<float const> dfinal;
+    rows<float> dinitial;
+};
+
+/// Segments as kernels see them, (segments) each but for `offsets`, which ends with all rows.
+struct device_segments {
+    std::span<index_t const> offsets, first, counts;
+};
+
+/// Runs segments on a device. A recurrence there is a model of `recurrence` whose functions are about all heads and as
+/// many segments as they are given, with states, side by side in the order of the segments, that may be empty spans:
+/// zeros, or nothing that is wanted.
+///
+/// - `forward(segments, x, before, o, after, memory, here)`
+/// - `fold(segments, x, maps, ends, memory, here)`
+/// - `backward(segments, x, before, dout, dafter, dx, dbefore, memory, here)`
+/// - `backward_fold(segments, x, dout, dbefore, memory, here)`
+/// - `check_heads(where, sharding, backward, here)` throws if it cannot run the heads of a rank.
+class device_states {
+protected:
+    template <any_sharding S, class R>
+    device_states(char const* where, carry_chains<S> const& plan, R const& r, bool backward,
+                  cuda::state_exchange& memory, caller here)
+        : segments_(plan.segments), width_(held_states(plan, r).state_width()),
+          rows_(segments_.empty() ? 0 : segments_.back().row + segments_.back().count), memory_(memory), here_(here) {
+        r.check_heads(where, plan.sharding, backward, here);
+    }
+    /// Throws unless all of these tensors are memory of the communicator, and states of its device.
+    template <class X, std::size_t N>
+    void require_there(char const* where, X const& tensors, std::array<std::string, N> const& names) const {
+        each_input(tensors, [&](std::size_t i, auto const& x) {
+            require(x.memory() == memory_.memory(), where, ("memory of " + names[i]).c_str(),
+                    "the communicator's, in its stream", "another", here_);
+            cuda::detail::require_memory(where, names[i].c_str(), x.data(), here_);
+        });
+    }
+    template <class A>
+    void require_states(char const* where, char const* name, rows<A> states) const {
+        if (states.data()) cuda::detail::require_memory(where, name, states, here_);
+    }
+
+    /// Calls `f(segments, before, after)` with the visits' states beside each other, brought there and back.
+    template <class F>
+    void each(std::vector<visit<float>> const& visits, bool keep, F&& f) const {
+        if (visits.empty()) return;
+        auto const before = side_by_side(std::ranges::any_of(visits, [](auto const& v) { return v.before; }), visits);
+        auto const after =
+            side_by_side(std::ranges::any_of(visits, [](auto const& v) { return v.state || v.taken; }), visits);
+        std::vector<copied<float>> gathered, given;
+        for (std::size_t i = 0; i < visits.size(); ++i) {
+            visit<float> const& v = visits[i];
+            index_t const place = static_cast<index_t>(i) * width_;
+            if (before.size() > 0) gathered.push_back({v.before, place_in(before, place), width_});
+            if (keep && v.start) gathered.push_back({v.before, v.start, width_});
+            for (float* const to : {v.state, v.taken})
+                if (to) given.push_back({place_in(after, place), to, width_});
+        }
+        memory_.copy(gathered);
+        with_segments(visits, [&](device_segments const& s) { f(s, all(before), all(after)); });
+        memory_.copy(given);
+    }
+    template <class F>
+    void with_segments(std::vector<visit<float>> const& visits, F&& f) const {
+        std::vector<index_t> numbers;
+        for (auto const member : {&segment::row, &segment::token, &segment::count}) {
+            for (visit<float> const& v : visits) numbers.push_back(segments_[v.segment].*member);
+            if (member == &segment::row) numbers.push_back(rows_);
+        }
+        auto const list = memory_.numbers(numbers, here_);
+        std::span<index_t const> const there = all(list);
+        std::size_t const n = visits.size();
+        f(device_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n)});
+    }
+    cuda::block<float> side_by_side(bool wanted, std::vector<visit<float>> const& visits) const {
+        return wanted ? memory_.memory().room<float>(std::ssize(visits) * width_) : cuda::block<float>();
+    }
+    /// Calls `f(segments, ends, maps)` for folded segments, and brings what it has written to the visits' states.
+    template <class F>
+    void each_folded(std::vector<visit<float>> const& visits, index_t map_width, F&& f) const {
+        if (visits.empty()) return;
+        auto const ends = side_by_side(true, visits);
+        auto const maps = memory_.memory().room<float>(std::ssize(visits) * map_width);
+        with_segments(visits, [&](device_segments const& s) { f(s, all(ends), all(maps)); });
+        std::vector<copied<float>> given;
+        for (std::size_t i = 0; i < visits.size(); ++i) {
+            auto const n = static_cast<index_t>(i);
+            given.push_back({place_in(ends, n * width_), visits[i].state, width_});
+            if (map_width > 0) given.push_back({place_in(maps, n * map_width), visits[i].map, map_width});
+        }
+        memory_.copy(given);
+    }
+    template <class T>
+    static std::span<T> all(cuda::block<T> const& b) {
+        return {const_cast<T*>(b.data()), static_cast<std::size_t>(b.size())};
+    }
+    static float* place_in(cuda::block<float> const& b, index_t place) { return all(b).data() + place; }
+
+    std::vector<segment> const& segments_;
+    index_t width_, rows_;
+    cuda::state_exchange& memory_;
+    caller here_;
+};
+
+template <class R, class Tensors>
+class device_forward : device_states {
+public:
+    template <any_sharding S>
+    device_forward(char const* where, carry_chains<S> const& plan, R const& r, Tensors const& t,
+                   cuda::state_exchange& memory, caller here)
+        : device_states(where, plan, r, false, memory, here), r_(r), t_(t),
+          map_width_(held_states(plan, r).map_width()) {
+        this->require_there(where, t.x, input_names(r, ""));
+        this->require_there(where, std::tuple(t.o), std::array<std::string, 1>{"o"});
+        this->require_states(where, "initial", t.initial);
+        this->require_states(where, "final", t.final);
+    }
+    void over(std::vector<visit<float>> const& visits) const {
+        this->each(visits, true, [&](device_segments const& s, std::span<float const> before, std::span<float> after) {
+            r_.forward(s, t_.x, before, t_.o, after, memory_, here_);
+        });
+    }
+    void fold(std::vector<visit<float>> const& visits) const {
+        this->each_folded(visits, map_width_,
+                          [&](device_segments const& s, std::span<float> ends, std::span<float> maps) {
+                              r_.fold(s, t_.x, maps, ends, memory_, here_);
+                          });
+    }
+
+private:
+    R const& r_;
+    Tensors const& t_;
+    index_t map_width_;
+};
+
+template <class R, class Tensors, class Gradients>
+class device_backward : device_states {
+public:
+    template <any_sharding S>
+    device_backward(char const* where, carry_chains<S> const& plan, R const& r, Tensors const& t, Gradients const& to,
+                    cuda::state_exchange& memory, caller here)
+        : device_states(where, plan, r, true, memory, here), r_(r), t_(t), to_(to) {
+        this->require_there(where, t.x, input_names(r, ""));
+        this->require_there(where, to.dx, input_names(r, "d"));
+        this->require_there(where, std::tuple(to.dout), std::array<std::string, 1>{"dout"});
+        this->require_states(where, "dfinal", to.dfinal);
+        this->require_states(where, "dinitial", to.dinitial);
+    }
+    void over(std::vector<visit<float>> const& visits) const {
+        if (visits.empty()) return;
+        auto const starts = this->side_by_side(true, visits);
+        std::vector<copied<float>> gathered;
+        for (std::size_t i = 0; i < visits.size(); ++i)
+            gathered.push_back({visits[i].start, place_in(starts, static_cast<index_t>(i) * width_), width_});
+        memory_.copy(gathered);
+        this->each(visits, false, [&](device_segments const& s, std::span<float const> dafter, std::span<float> to) {
+            r_.backward(s, t_.x, all(starts), to_.dout, dafter, to_.dx, to, memory_, here_);
+        });
+    }
+    void fold(std::vector<visit<float>> const& visits) const {
+        this->each_folded(visits, 0, [&](device_segments const& s, std::span<float> ends, std::span<float>) {
+            r_.backward_fold(s, t_.x, to_.dout, ends, memory_, here_);
+        });
+    }
+    void finish(caller) const {} // gradients of heads that several others read are whole
+
+private:
+    R const& r_;
+    Tensors const& t_;
+    Gradients const& to_;
+};
+
+} // namespace detail
+
+} // namespace cpx

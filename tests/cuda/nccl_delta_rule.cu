@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule of tensors on devices, on any sharding: the host's results, and the bits of one GPU.
+#include <cpx/ops/cuda/gated_delta_rule.hpp>
+
+#include <cpx/layout/head_sharded.hpp>
+
+#include <doctest/doctest.h>
+
+#include "group.hpp"
+
+#include <ops/on_ranks.hpp>
+#include <support/rejects.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+using cpx::index_t, cpx::rows, cpx::section;
+using on_ranks::by_tokens;
+using support::lengths, support::rejects;
+using numbers = std::vector<double>;
+
+template <class T>
+std::vector<T> convert(numbers const& values) {
+    std::vector<T> result;
+    for (double const value : values) {
+        if constexpr (std::same_as<T, double>)
+            result.push_back(value);
+        else
+            result.push_back(static_cast<T>(static_cast<float>(value)));
+    }
+    return result;
+}
+template <class T>
+numbers widen(std::vector<T> const& values) {
+    numbers result;
+    for (T const value : values) {
+        if constexpr (std::same_as<T, double>)
+            result.push_back(value);
+        else
+            result.push_back(static_cast<double>(static_cast<float>(value)));
+    }
+    return result;
+}
+
+/// Whole tensors, which T holds exactly.
+struct problem {
+    cpx::thd batch;
+    cpx::delta_rule_heads heads;
+    cpx::delta_rule_options options;
+    numbers q, k, v, g, beta, dout, initial, dfinal;
+
+    section key() const { return {heads.key_heads, heads.key_dim}; }
+    section value() const { return {heads.value_heads, heads.value_dim}; }
+    section gate() const { return {heads.value_heads, 1}; }
+    index_t state() const { return heads.key_dim * heads.value_dim; }
+};
+
+template <class T>
+problem make(cpx::thd const& batch, cpx::delta_rule_heads const& heads, bool normalise, std::uint64_t seed) {
+    problem p{batch, heads, {.qk_l2norm = normalise}, {}, {}, {}, {}, {}, {}, {}, {}};
+    support::splitmix random(seed);
+    auto const uniform = [&](section const& s, double scale) {
+        return on_ranks::uniform<double>(random, batch.tokens() * s.heads * s.width, scale);
+    };
+    auto const keys = [&] {
+        auto x = uniform(p.key(), 1);
+        for (std::size_t first = 0; !normalise && first < x.size(); first += static_cast<std::size_t>(heads.key_dim)) {
+            double squares = 1e-12;
+            for (index_t d = 0; d < heads.key_dim; ++d) squares += x[first + d] * x[first + d];
+            for (index_t d = 0; d < heads.key_dim; ++d) x[first + d] /= std::sqrt(squares);
+        }
+        return widen(convert<T>(x));
+    };
+    p.q = keys();
+    p.k = keys();
+    p.v = widen(convert<T>(uniform(p.value(), 2)));
+    p.dout = widen(convert<T>(uniform(p.value(), 2)));
+    p.g = uniform(p.gate(), 0.05);
+    for (double& g : p.g) g = static_cast<float>(g - 0.05);
+    p.beta = uniform(p.gate(), 0.5);
+    for (double& beta : p.beta) beta = static_cast<float>(0.5 + beta);
+    index_t const states = batch.sequences() * heads.value_heads * p.state();
+    p.initial = on_ranks::uniform<double>(random, states, 0.3);
+    p.dfinal = on_ranks::uniform<double>(random, states, 1);
+    return p;
+}
+
+char const* const names[] = {"o", "dq", "dk", "dv", "dg", "dbeta", "final", "dinitial"};
+
+/// What a run leaves, whole, in the order of `names`; NaN where nobody has written.
+struct results {
+    std::vector<numbers> of;
+    std::mutex guard;
+
+    explicit results(problem const& p)
+        : of{p.v, p.q, p.k, p.v, p.g, p.beta, numbers(p.initial.size()), numbers(p.initial.size())} {
+        for (numbers& values : of) std::ranges::fill(values, NAN);
+    }
+    template <class S>
+    void put(std::size_t which, S const& sharding, int rank, section const& s, numbers const& local) {
+        std::lock_guard const lock(guard);
+        auto const held = on_ranks::columns(sharding, rank, {s});
+        auto from = local.begin();
+        sharding.for_each_piece(rank, [&](cpx::range piece) {
+            for (index_t row = piece.first; row < piece.last; ++row)
+                for (index_t const c : held) of[which][static_cast<std::size_t>(row * s.heads * s.width + c)] = *from++;
+        });
+    }
+    /// States, of which others than the writer hold NaN.
+    void put_states(std::size_t which, cpx::range heads, problem const& p, numbers const& local) {
+        std::lock_guard const lock(guard);
+        index_t const width = heads.size() * p.state(), all = p.heads.value_heads * p.state();
+        for (std::size_t i = 0; i < local.size(); ++i) {
+            auto const at = static_cast<index_t>(i);
+            index_t const place = at / width * all + heads.first * p.state() + at % width;
+            if (!std::isnan(local[i])) of[which][static_cast<std::size_t>(place)] = local[i];
+        }
+    }
+};
+
+/// One rank's forward and backward on tensors of T. `meet()`: see `group::run`; `by`: the transport, or what is made
+/// from it once.
+template <cpx::carry_kind How, class T, class S, class Comm, class By, class Meet>
+void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const& meet, results& r) {
+    using M = cpx::rank_memory_of<Comm>;
+    using sum = typename M::template sum<T>;
+    int const rank = comm.rank();
+    M const memory = cpx::rank_memory(comm);
+    auto const tensor = [&]<class E>(E, numbers const* whole, section const& s) {
+        auto const width = std::ssize(on_ranks::columns(sharding, rank, {s}));
+        auto made = cpx::make_tensor<E>(sharding, comm, width);
+        if (whole) {
+            auto const local = on_ranks::take(*whole, {s}, sharding, rank);
+            made.write(convert<E>(numbers(local.elements().begin(), local.elements().end())));
+        } else {
+            made.write(convert<E>(numbers(made.elements().size(), NAN)));
+        }
+        return made;
+    };
+    cpx::range const heads = sharding.heads(rank, p.heads.value_heads);
+    index_t const width = heads.size() * p.state(), sequences = p.batch.sequences();
+    auto const states = [&](numbers const* whole) {
+        auto made = memory.template zeros<sum>("test", {sequences, width});
+        numbers local(static_cast<std::size_t>(sequences * width), NAN);
+        for (index_t s = 0; whole && s < sequences; ++s)
+            std::copy_n(whole->begin() + (s * p.heads.value_heads + heads.first) * p.state(), width,
+                        local.begin() + s * width);
+        memory.write(made.data(), std::span<sum const>(convert<sum>(local)));
+        return made;
+    };
+    auto const view = [&](auto& block) { return rows(block.data(), sequences, width); };
+    auto q = tensor(T(), &p.q, p.key()), k = tensor(T(), &p.k, p.key()), v = tensor(T(), &p.v, p.value()),
+         dout = tensor(T(), &p.dout, p.value());
+    auto g = tensor(sum(), &p.g, p.gate()), beta = tensor(sum(), &p.beta, p.gate());
+    auto o = tensor(T(), nullptr, p.value()), dq = tensor(T(), nullptr, p.key()), dk = tensor(T(), nullptr, p.key()),
+         dv = tensor(T(), nullptr, p.value());
+    auto dg = tensor(sum(), nullptr, p.gate()), dbeta = tensor(sum(), nullptr, p.gate());
+    auto initial = states(&p.initial), dfinal = states(&p.dfinal), last = states(nullptr), first = states(nullptr);
+    meet();
+
+    cpx::delta_rule_saved<T, M> saved;
+    auto const plan = cpx::carry<How>(sharding, rank);
+    cpx::delta_rule_tensors<T, S, M> const t{q, k, v, g, beta, o, view(initial), view(last), &saved};
+    cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
+    meet();
+    cpx::gated_delta_rule_backward(
+        plan, t, cpx::delta_rule_gradient_tensors<T, S, M>{dout, dq, dk, dv, dg, dbeta, view(dfinal), view(first)},
+        p.heads, p.options, by);
+    r.put(0, sharding, rank, p.value(), widen(o.read()));
+    r.put(1, sharding, rank, p.key(), widen(dq.read()));
+    r.put(2, sharding, rank, p.key(), widen(dk.read()));
+    r.put(3, sharding, rank, p.value(), widen(dv.read()));
+    r.put(4, sharding, rank, p.gate(), widen(dg.read()));
+    r.put(5, sharding, rank, p.gate(), widen(dbeta.read()));
+    auto const count = static_cast<std::size_t>(sequences * width);
+    r.put_states(6, heads, p, widen(memory.read(std::span<sum const>(last.data(), count))));
+    r.put_states(7, heads, p, widen(memory.read(std::span<sum const>(first.data(), count))));
+    meet();
+}
+
+std::vector<numbers> on_host(problem const& p) {
+    results r(p);
+    cpx::threads::run(1, [&](cpx::threads& comm) {
+        program<cpx::serial, double>(
+            p, on_ranks::one_rank(p.batch), comm, comm, [] {}, r);
+    });
+    return r.of;
+}
+
+/// `prepared`: with a `state_exchange`, else with the communicator.
+template <cpx::carry_kind How, class T, class S>
+std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared) {
+    results r(p);
+    gpus.run([&](cpx::nccl& joined, auto const& meet) {
+        cpx::cuda::stream const stream;
+        {
+            cpx::cuda::communicator comm(joined, stream);
+            cpx::cuda::state_exchange by(comm);
+            auto const all_meet = [&] {
+                comm.wait();
+                meet();
+            };
+            if (prepared)
+                program<How, T>(p, sharding, comm, by, all_meet, r);
+            else
+                program<How, T>(p, sharding, comm, comm, all_meet, r);
+        }
+        meet();
+    });
+    return r.of;
+}
+
+void check_close(std::vector<numbers> const& got, std::vector<numbers> const& expected, double most,
+                 double gates_most) {
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        double const error = on_ranks::relative_error(got[i], expected[i]);
+        bool const gate = std::string(names[i]) == "dg" || std::string(names[i]) == "dbeta";
+        CHECK_MESSAGE(error <= (gate ? gates_most : most), names[i] << ": " << error);
+    }
+}
+void check_same(std::vector<numbers> const& got, std::vector<numbers> const& expected) {
+    for (std::size_t i = 0; i < got.size(); ++i)
+        CHECK_MESSAGE(on_ranks::same_bits(got[i], expected[i]), names[i] << " has other bits than one GPU's");
+}
+
+/// Runs a problem on every sharding by tokens of one and two GPUs, with both carries.
+template <class T>
+void check_problem(problem const& p, double most, double gates_most) {
+    auto const expected = on_host(p);
+    group one(1), gpus(2);
+    auto const alone = on_gpus<cpx::serial, T>(one, p, on_ranks::one_rank(p.batch), false);
+    check_close(alone, expected, most, gates_most);
+    int count = 0;
+    on_ranks::for_each_sharding(p.batch, 2, {1, 64}, [&](std::string const& name, by_tokens const& sharding) {
+        CAPTURE(name);
+        bool const prepared = ++count % 3 == 0;
+        auto const serial = on_gpus<cpx::serial, T>(gpus, p, sharding, prepared);
+        if (cpx::is_exact<cpx::serial>(sharding, 64)) check_same(serial, alone);
+        check_close(serial, expected, most, gates_most);
+        check_close(on_gpus<cpx::scan, T>(gpus, p, sharding, prepared), expected, 2 * most, 2 * gates_most);
+    });
+    cpx::head_sharded<> const by_heads(2, p.batch, {p.key(), p.key(), p.value(), p.gate(), p.gate()});
+    check_same(on_gpus<cpx::serial, T>(gpus, p, by_heads, false), alone);
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE("the gated delta rule between GPUs is the host's on every sharding, by serial with the bits of one") {
+        if (!has_gpus(2)) return;
+        check_problem<float>(make<float>(lengths({70, 0, 1, 130, 64, 3, 211}), {2, 4, 40, 24}, true, 5), 1e-5, 1e-5);
+        check_problem<__nv_bfloat16>(
+            make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), 4.7e-3, 6e-3);
+    }
+
+    TEST_CASE("once prepared, the gated delta rule and its backward only enqueue") {
+        if (!has_gpus(2)) return;
+        auto const p = make<float>(lengths({130, 64, 70}), {1, 2, 16, 8}, false, 3);
+        by_tokens const sharding(cpx::shard(p.batch, cpx::table(cpx::zigzag<>(2)), cpx::aligned<cpx::dynamic>(1)));
+        struct gate {
+            std::atomic<bool> open = false, gave_up = false;
+        };
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            int const rank = joined.rank();
+            cpx::cuda::stream const stream;
+            cpx::cuda::communicator comm(joined, stream);
+            cpx::cuda::state_exchange by(comm);
+            auto const plan = cpx::carry<cpx::serial>(sharding, rank);
+            auto const tensor = [&](index_t width) { return cpx::make_tensor<float>(sharding, comm, width); };
+            auto q = tensor(16), k = tensor(16), v = tensor(16), g = tensor(2), beta = tensor(2), o = tensor(16);
+            auto dq = tensor(16), dk = tensor(16), dv = tensor(16), dg = tensor(2), dbeta = tensor(2);
+            using M = cpx::cuda::memory;
+            cpx::delta_rule_saved<float, M> saved;
+            auto const run = [&] {
+                cpx::delta_rule_tensors<float, by_tokens, M> const t{q, k, v, g, beta, o, {}, {}, &saved};
+                cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
+                cpx::gated_delta_rule_backward(
+                    plan, t, cpx::delta_rule_gradient_tensors<float, by_tokens, M>{v, dq, dk, dv, dg, dbeta}, p.heads,
+                    p.options, by);
+            };
+            meet();
+            run();
+            comm.wait();
+            meet();
+            gate held;
+            cpx::cuda::check(cudaLaunchHostFunc(
+                                 stream,
+                                 [](void* of) {
+                                     auto& until = *static_cast<gate*>(of);
+                                     auto const last = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+                                     while (!until.open && !until.gave_up) {
+                                         until.gave_up = std::chrono::steady_clock::now() > last;
+                                         std::this_thread::sleep_for(std::chrono::microseconds(50));
+                                     }
+                                 },
+                                 &held),
+                             "cudaLaunchHostFunc");
+            run(); // only enqueued: the stream goes on when the host says so
+            held.open = true;
+            comm.wait();
+            cpx::require(!held.gave_up, "test", "a call", "no wait for the device", "a wait");
+            meet();
+        });
+    }
+
+    TEST_CASE("what does not fit a gated delta rule on devices is one clear error, and nothing is written") {
+        if (!has_gpus(2)) return;
+        auto const batch = lengths({130, 64, 70});
+        by_tokens const sharding(cpx::shard(batch, cpx::table(cpx::zigzag<>(2)), cpx::aligned<cpx::dynamic>(1))),
+            other(cpx::shard(lengths({134, 60, 70}), cpx::table(cpx::zigzag<>(2)), cpx::aligned<cpx::dynamic>(1)));
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            int const rank = joined.rank();
+            cpx::cuda::stream const stream, another;
+            cpx::cuda::communicator comm(joined, stream);
+            using M = cpx::cuda::memory;
+            using tensors = cpx::delta_rule_tensors<float, by_tokens, M>;
+            auto const tensor = [&](by_tokens const& of, index_t width, cudaStream_t in) {
+                return cpx::make_tensor<float>(of, rank, width, M(in));
+            };
+            auto q = tensor(sharding, 16, stream), k = tensor(sharding, 16, stream), v = tensor(sharding, 16, stream),
+                 g = tensor(sharding, 2, stream), beta = tensor(sharding, 2, stream), o = tensor(sharding, 16, stream);
+            auto narrow = tensor(sharding, 15, stream), elsewhere = tensor(other, 16, stream),
+                 later = tensor(sharding, 16, another);
+            o.write(std::vector<float>(o.elements().size(), 7));
+            auto states = comm.memory().zeros<float>("test", {4, 256});
+            std::vector<float> on_the_host(3 * 256);
+            meet();
+            auto const plan = cpx::carry<cpx::scan>(sharding, rank);
+            auto const refused = [&](std::string const& text, tensors const& t,
+                                     cpx::delta_rule_options const& options = {}) {
+                rejects({"nccl_delta_rule.cu", "gated_delta_rule: " + text}, [&] {
+                    cpx::gated_delta_rule(plan, t, {1, 2, 16, 8}, options, comm);
+                });
+            };
+            refused("shape of k", {q, narrow, v, g, beta, o});
+            refused("sharding of an input: expected the plan's, got another", {q, elsewhere, v, g, beta, o});
+            refused("memory of v: expected the communicator's", {q, k, later, g, beta, o});
+            refused("overlap of o and v", {q, k, v, g, beta, v});
+            refused("shape of initial: expected (3, 256)", {q, k, v, g, beta, o, rows(states.data(), 4, 256)});
+            refused("shape of final: expected (3, 256)", {q, k, v, g, beta, o, {}, rows(states.data(), 3, 128)});
+            refused("final: expected memory of the current device",
+                    {q, k, v, g, beta, o, {}, rows(on_the_host.data(), 3, 256)});
+            refused("chunk: expected 64", {q, k, v, g, beta, o}, {.chunk = 32});
+            cpx::delta_rule_saved<float, M> saved;
+            tensors const t{q, k, v, g, beta, o, {}, {}, &saved};
+            rejects({"gated_delta_rule_backward: saved states: expected those of the forward"}, [&] {
+                cpx::delta_rule_gradient_tensors<float, by_tokens, M> const apart{v, o, o, o, g, beta};
+                cpx::gated_delta_rule_backward(plan, t, apart, {1, 2, 16, 8}, {}, comm);
+            });
+            cpx::require(o.read() == std::vector<float>(o.elements().size(), 7), "test", "o after errors",
+                         "what it was", "another");
+            comm.wait();
+            meet();
+        });
+    }
+}
