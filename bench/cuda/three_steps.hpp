@@ -165,8 +165,8 @@ private:
 
     void permute_columns(T const* from, T* to, cudaStream_t stream) const {
         if (t_.rows == 0) return;
-        cpx::cuda::detail::with_bytes<sizeof(T)>(t_.vector_bytes, [&](auto size) {
-            using vector = cpx::cuda::detail::bytes_at_once<size>;
+        cpx::kernels::with_bytes<sizeof(T)>(t_.vector_bytes, [&](auto size) {
+            using vector = cpx::kernels::bytes_at_once<size>;
             columns<vector> const a{reinterpret_cast<vector const*>(from), reinterpret_cast<vector*>(to),
                                     places_.data(), static_cast<std::uint32_t>(t_.rows),
                                     static_cast<std::uint32_t>(t_.places.size())};

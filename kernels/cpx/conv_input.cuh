@@ -2,6 +2,7 @@
 // What all kernels of the causal depthwise convolution read, and how.
 #pragma once
 
+#include <cpx/core/search.hpp>
 #include <cpx/pack.cuh>
 
 #include <cuda_pipeline_primitives.h>
@@ -49,12 +50,7 @@ namespace conv {
 /// Returns the segment of a row: the last that does not begin after it.
 template <class T>
 __device__ __forceinline__ int segment_of(conv_input<T> const& in, std::int64_t row) {
-    int low = 0, high = in.segments;
-    while (high - low > 1) {
-        int const middle = low + (high - low) / 2;
-        (in.first[middle] <= row ? low : high) = middle;
-    }
-    return low;
+    return last_at_or_before(row, in.segments, [&](int s) { return in.first[s]; });
 }
 
 /// Returns where row `i` of the own rows followed by those of the halo begins, or null for -1.

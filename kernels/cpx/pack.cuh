@@ -2,8 +2,7 @@
 // Some neighbouring elements loaded or stored at once, as floats in registers.
 #pragma once
 
-#include <cpx/array.cuh>
-#include <cpx/cuda/nvcc.hpp>
+#include <cpx/neighbours.cuh>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -14,12 +13,9 @@
 
 namespace cpx::kernels {
 
-/// `V` neighbouring elements as they are in memory, 16 bytes or one element: two a word if T has 16 bits.
+/// `V` neighbouring elements as they are in memory: two a word if T has 16 bits.
 template <class T, int V>
-struct pack {
-    static_assert(V == 1 || V * sizeof(T) == 16);
-    std::uint32_t word[V == 1 ? 1 : 4];
-};
+using pack = bytes_at_once<static_cast<int>(sizeof(T)) * V>;
 
 /// Loads what no one writes during the launch.
 template <class T, int V>
@@ -41,14 +37,15 @@ __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162floa
 template <class T, int V>
 __device__ __forceinline__ void widen(pack<T, V> const& from, array<float, V>& to) {
 #pragma unroll
-    for (int v = 0; v < V; ++v)
-        if constexpr (sizeof(T) == 4) {
-            to[v] = __uint_as_float(from.word[v]);
-        } else if constexpr (std::is_same_v<T, __half>) {
-            to[v] = __half2float(__ushort_as_half(static_cast<unsigned short>(from.word[v / 2] >> (v % 2 * 16))));
-        } else { // the upper half of a float
-            to[v] = __uint_as_float(v % 2 ? from.word[v / 2] & 0xffff0000u : from.word[v / 2] << 16);
-        }
+    for (int v = 0; v < V; ++v) {
+        std::uint32_t const word = from.element[sizeof(T) == 4 ? v : v / 2];
+        if constexpr (sizeof(T) == 4)
+            to[v] = __uint_as_float(word);
+        else if constexpr (std::is_same_v<T, __half>)
+            to[v] = __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (v % 2 * 16))));
+        else // the upper half of a float
+            to[v] = __uint_as_float(v % 2 ? word & 0xffff0000u : word << 16);
+    }
 }
 
 /// Rounds to T; two of 16 bits by one instruction, which takes less than one of each.
@@ -59,25 +56,23 @@ __device__ __forceinline__ pack<T, V> narrow(array<float, V> const& from) {
 #pragma unroll
     for (int word = 0; word < 4; ++word)
         if constexpr (sizeof(T) == 4) {
-            to.word[word] = __float_as_uint(from[word]);
+            to.element[word] = __float_as_uint(from[word]);
         } else if constexpr (std::is_same_v<T, __half>) {
             __half2 const two = __floats2half2_rn(from[2 * word], from[2 * word + 1]);
-            memcpy(&to.word[word], &two, 4);
+            memcpy(&to.element[word], &two, 4);
         } else {
             __nv_bfloat162 const two = __floats2bfloat162_rn(from[2 * word], from[2 * word + 1]);
-            memcpy(&to.word[word], &two, 4);
+            memcpy(&to.element[word], &two, 4);
         }
     return to;
 }
 
 template <class T, int V>
 __device__ __forceinline__ void store(array<float, V> const& from, T* to) {
-    if constexpr (V == 1) {
+    if constexpr (V == 1)
         *to = static_cast<T>(from[0]);
-    } else {
-        auto const [word] = narrow<T, V>(from);
-        *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-    }
+    else
+        *reinterpret_cast<pack<T, V>*>(to) = narrow<T, V>(from);
 }
 
 /// Relative error: 3e-7; for a T of 16 bits, some 1e-7 (1 + |z|) by two approximate instructions. These may take what

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/index.hpp>
+#include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
 
 #include <cstdint>
@@ -89,13 +90,7 @@ __global__ void copy_rectangles(__grid_constant__ rectangle_list const all,
     detail::for_each_slice(all, [&](rectangle const& r) {
         char const* const source = buffers.base[r.source_buffer] + r.source;
         char* const target = buffers.base[r.target_buffer] + r.target;
-        switch (r.vector) {
-        case 16: detail::copy_rectangle<uint4>(r, source, target); break;
-        case 8: detail::copy_rectangle<uint2>(r, source, target); break;
-        case 4: detail::copy_rectangle<std::uint32_t>(r, source, target); break;
-        case 2: detail::copy_rectangle<std::uint16_t>(r, source, target); break;
-        default: detail::copy_rectangle<std::uint8_t>(r, source, target);
-        }
+        with_bytes<1>(r.vector, [&](auto bytes) { detail::copy_rectangle<bytes_at_once<bytes>>(r, source, target); });
     });
 }
 

@@ -7,6 +7,7 @@
 #include <cpx/layout/sharding.hpp>
 
 #include <cpx/meeting.cuh>
+#include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
 
 #include <cstddef>
@@ -65,17 +66,14 @@ struct sequences {
     std::int32_t const* offsets;
     int count;
 
-    __device__ std::int32_t rows() const { return offsets[count]; }
+    __device__ std::int32_t tokens() const { return offsets[count]; }
+    __device__ std::int32_t offset(int s) const { return offsets[s]; }
+    __device__ std::int32_t length(int s) const { return offsets[s + 1] - offsets[s]; }
     /// Returns the sequence that holds row `row`; never an empty one.
-    __device__ int holding(std::int32_t row) const { return last_not_above(offsets, count, row); }
-    /// Returns the last s < count with `ascending[s] <= value`.
-    __device__ static int last_not_above(std::int32_t const* ascending, int count, std::int32_t value) {
-        int low = 0, high = count;
-        while (low + 1 < high) {
-            int const middle = (low + high) / 2;
-            (ascending[middle] <= value ? low : high) = middle;
-        }
-        return low;
+    __device__ int sequence(std::int32_t row) const { return last_not_above(offsets, row); }
+    /// Returns the last sequence s with `ascending[s] <= value`.
+    __device__ int last_not_above(std::int32_t const* ascending, std::int32_t value) const {
+        return last_at_or_before(value, count, [=](int s) { return ascending[s]; });
     }
 };
 
@@ -86,11 +84,7 @@ struct batch_cut {
     sequences all;
 
     __device__ index_t begin(int c, int chunks, index_t n) const {
-        index_t const at = cut.begin(c, chunks, n);
-        if (at >= n) return n;
-        int const s = all.holding(static_cast<std::int32_t>(at));
-        index_t const first = all.offsets[s];
-        return first + cut.snap(at - first, all.offsets[s + 1] - first);
+        return snap_in_batch(cut, all, cut.begin(c, chunks, n));
     }
     __device__ index_t snap(index_t t, index_t) const { return t; }
 };
@@ -112,31 +106,29 @@ struct placement {
         if constexpr (Side::every_row) {
             return row;
         } else if constexpr (!Side::by_sequence) {
-            return static_cast<std::int32_t>(token(side.policy, slot{rank, row}, all.rows(), cut()));
+            return static_cast<std::int32_t>(token(side.policy, slot{rank, row}, all.tokens(), cut()));
         } else {
-            int const s = sequences::last_not_above(bases, all.count, row);
-            std::int32_t const first = all.offsets[s];
-            return first + static_cast<std::int32_t>(
-                               token(side.policy, slot{rank, row - bases[s]}, all.offsets[s + 1] - first, side.cut));
+            int const s = all.last_not_above(bases, row);
+            return all.offset(s) +
+                   static_cast<std::int32_t>(token(side.policy, slot{rank, row - bases[s]}, all.length(s), side.cut));
         }
     }
     /// Returns how many rows `rank` has.
     __device__ std::int32_t rows(int rank) const {
         if constexpr (Side::every_row)
-            return all.rows();
+            return all.tokens();
         else if constexpr (!Side::by_sequence)
-            return all.rows() == 0 ? 0 : static_cast<std::int32_t>(rows_of(side.policy, rank, all.rows(), cut()));
+            return all.tokens() == 0 ? 0 : static_cast<std::int32_t>(rows_of(side.policy, rank, all.tokens(), cut()));
         else
             return bases[(rank - lowest) * (all.count + 1) + all.count];
     }
     /// Returns the slot of global row `row`. For ranks that `bases` does not hold, only the rank of the slot is right.
     __device__ slot place(std::int32_t row) const {
         if constexpr (!Side::by_sequence) {
-            return locate(side.policy, row, all.rows(), cut());
+            return locate(side.policy, row, all.tokens(), cut());
         } else {
-            int const s = all.holding(row);
-            std::int32_t const first = all.offsets[s];
-            slot at = locate(side.policy, row - first, all.offsets[s + 1] - first, side.cut);
+            int const s = all.sequence(row);
+            slot at = locate(side.policy, row - all.offset(s), all.length(s), side.cut);
             if (int const table = at.rank - lowest; table >= 0 && table < tables)
                 at.row += bases[table * (all.count + 1) + s];
             return at;
@@ -150,7 +142,7 @@ struct placement {
             std::int32_t before = 0;
             for (int first = 0; first <= all.count; first += 32) {
                 int const s = first + lane;
-                std::int32_t const n = s < all.count ? all.offsets[s + 1] - all.offsets[s] : 0;
+                std::int32_t const n = s < all.count ? all.length(s) : 0;
                 std::int32_t const own = n > 0 ? static_cast<std::int32_t>(rows_of(side.policy, rank, n, side.cut)) : 0;
                 std::int32_t sum = own;
                 for (int step = 1; step < 32; step *= 2) {
@@ -185,13 +177,7 @@ __device__ inline void copy_columns(column_run const* columns, int count, char c
         if (p.units == 0) continue;
         char const* const from = source + p.source;
         char* const to = target + p.target;
-        switch (p.vector) {
-        case 16: copy_units<uint4>(from, to, p.units, lanes); break;
-        case 8: copy_units<uint2>(from, to, p.units, lanes); break;
-        case 4: copy_units<std::uint32_t>(from, to, p.units, lanes); break;
-        case 2: copy_units<std::uint16_t>(from, to, p.units, lanes); break;
-        default: copy_units<std::uint8_t>(from, to, p.units, lanes);
-        }
+        with_bytes<1>(p.vector, [&](auto bytes) { copy_units<bytes_at_once<bytes>>(from, to, p.units, lanes); });
     }
 }
 

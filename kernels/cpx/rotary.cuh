@@ -2,8 +2,13 @@
 // Rotary position embedding of the heads of several tensors that share their rows' positions.
 #pragma once
 
+#include <cpx/core/index.hpp>
+#include <cpx/core/search.hpp>
+#include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
-#include <cpx/row_gather.cuh>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstring>
 #include <type_traits>
@@ -57,22 +62,10 @@ inline constexpr int most_angles = 8 * rotary_threads;
 __device__ __forceinline__ std::uint64_t position(row_positions const& p, index_t row, int axis) {
     if (p.wide) return static_cast<std::uint64_t>(p.wide[axis * p.axis_stride + row]);
     if (p.narrow) return static_cast<std::uint64_t>(static_cast<index_t>(p.narrow[axis * p.axis_stride + row]));
-    int low = 0;
-    for (int high = p.segment_count; high - low > 1;) {
-        int const middle = (low + high) / 2;
-        (p.segments[middle].row <= row ? low : high) = middle;
-    }
-    segment_begin const s = p.segments[low];
+    segment_begin const s =
+        p.segments[last_at_or_before(row, p.segment_count, [&](int i) { return p.segments[i].row; })];
     return static_cast<std::uint64_t>(s.token + row - s.row);
 }
-
-/// N neighbouring elements as the words that are read and written, two elements a word if T has 16 bits.
-template <class T, int N>
-struct words {
-    static constexpr int bytes = N * static_cast<int>(sizeof(T));
-    using type =
-        std::conditional_t<bytes == 2, neighbours<std::uint16_t, 1>, neighbours<std::uint32_t, (bytes + 3) / 4>>;
-};
 
 /// Reads what is touched once. WholeLine: other threads want the rest of its line of 128 bytes, so the memory is asked
 /// for the line at once; asking for half of it at a time costs 3 % of the kernel on an H200.
@@ -182,7 +175,7 @@ template <class T, int N, bool WholeLines>
 __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid_constant__ rotary_call const a) {
     wait_for_previous_kernel();
     let_next_kernel_come();
-    using vector = typename words<T, N>::type;
+    using vector = bytes_at_once<N* static_cast<int>(sizeof(T))>; // two elements a word if T has 16 bits
     __shared__ alignas(16) float cosines[most_angles], sines[most_angles];
     int const across = static_cast<int>(blockDim.x), groups = across / a.lanes;
     int const group = static_cast<int>(threadIdx.x) / a.lanes, lane = static_cast<int>(threadIdx.x) - group * a.lanes;
@@ -282,8 +275,8 @@ __global__ void __launch_bounds__(32 * line_warps, line_resident) rotary_lines(_
     wait_for_previous_kernel();
     let_next_kernel_come();
     constexpr int N = 16 / static_cast<int>(sizeof(T)), pairs = 4 * N, at_once = line_heads / 4;
-    using vector = typename words<T, N>::type;
-    __shared__ alignas(16) float angles[line_warps][2][pairs]; // cosines, sines
+    using vector = bytes_at_once<N* static_cast<int>(sizeof(T))>; // two elements a word if T has 16 bits
+    __shared__ alignas(16) float angles[line_warps][2][pairs];    // cosines, sines
     auto& of_warp = angles[threadIdx.z * blockDim.y + threadIdx.y];
     index_t const row = static_cast<index_t>(blockIdx.x) * blockDim.z + threadIdx.z;
     int const lane = static_cast<int>(threadIdx.x % 8), first_pair = lane % 4 * N;

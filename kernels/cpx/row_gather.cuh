@@ -2,8 +2,8 @@
 // Moves rows by a list of rows, as bytes, and adds rows in a fixed order.
 #pragma once
 
-#include <cpx/array.cuh>
 #include <cpx/core/index.hpp>
+#include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
 
 #include <cuda_bf16.h>
@@ -12,12 +12,6 @@
 #include <cstdint>
 
 namespace cpx::kernels {
-
-/// `N` neighbouring elements, read and written at once; N * sizeof(T) is 1, 2, 4, 8 or 16.
-template <class T, int N>
-struct alignas(sizeof(T) * N) neighbours {
-    array<T, N> element;
-};
 
 /// Rows that go from one buffer to another; `list` holds their rows in the buffer that is not read or written in order.
 template <class I>

@@ -343,6 +343,50 @@ std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
 
 } // namespace cpx::detail
 
+// cpx/core/search.hpp
+// Finds, among places that ascend, the last that is not beyond another.
+
+namespace cpx {
+
+namespace detail {
+
+/// Returns the largest i in [low, high) with `begins(i) <= at`, or `low`.
+CPX_CALLS_BACK
+template <class Int, class At, class Begins>
+CPX_HOST_DEVICE constexpr Int last_between(At at, Int low, Int high, Begins const& begins) {
+    while (low + 1 < high) {
+        Int const middle = low + (high - low) / 2;
+        (begins(middle) <= at ? low : high) = middle;
+    }
+    return low;
+}
+
+} // namespace detail
+
+/// Returns the largest i in [0, count) with `begins(i) <= at`, for `begins` ascending from at most `at`.
+CPX_CALLS_BACK
+template <class Int, class At, class Begins>
+CPX_HOST_DEVICE constexpr Int last_at_or_before(At at, Int count, Begins const& begins) {
+    return detail::last_between(at, Int{0}, count, begins);
+}
+
+/// The same; `guess` is where to look first. Cost: O(log d) if the guess is d off.
+CPX_CALLS_BACK
+template <class Int, class At, class Begins>
+CPX_HOST_DEVICE constexpr Int last_at_or_before(At at, Int count, Int guess, Begins const& begins) {
+    Int low = guess, high = guess, step = 1;
+    if (begins(guess) <= at) {
+        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
+        high = low + step < count ? low + step : count;
+    } else {
+        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
+        low = step < high ? high - step : 0;
+    }
+    return detail::last_between(at, low, high, begins);
+}
+
+} // namespace cpx
+
 // cpx/core/index.hpp
 // The number type of cpx, where a token lives, and half-open ranges of rows, tokens, columns or heads.
 
@@ -543,8 +587,7 @@ public:
 
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
     index_t sequence(index_t row) const {
-        auto const& offsets = data_->offsets;
-        return static_cast<index_t>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+        return last_at_or_before(row, sequences(), [this](index_t s) { return offset(s); });
     }
 
     friend bool operator==(thd const& a, thd const& b) {
@@ -791,8 +834,7 @@ rows(std::vector<T> const&, index_t) -> rows<T const>;
 // cpx/core/overlap.hpp
 // Whether two operands share memory, and the check of operators that would then write over what they are to read.
 
-namespace cpx {
-namespace detail {
+namespace cpx::detail {
 
 /// Where an operand lies, in bytes, and the name that errors give it.
 struct operand {
@@ -818,8 +860,10 @@ struct operand {
     }
 };
 
-/// Returns whether some byte belongs to both. Where the ranges of addresses meet and the strides differ, the answer is
-/// yes.
+/// Returns whether some byte belongs to both: then one of them must not be written while the other is read.
+///
+/// Disjoint columns of the same rows do not overlap, nor do disjoint rows. Where the two have different strides and
+/// their ranges of addresses meet, they count as overlapping.
 inline bool overlap(operand const& a, operand const& b) {
     if (a.first > b.first) return overlap(b, a);
     if (a.empty() || b.empty() || !a.holds(b.first)) return false;
@@ -856,18 +900,7 @@ inline void require_apart(char const* where, std::initializer_list<operand> writ
                   allowed);
 }
 
-} // namespace detail
-
-/// Returns whether some element belongs to both: then one of them must not be written while the other is read.
-///
-/// Disjoint columns of the same rows do not overlap, nor do disjoint rows. Where the two have different strides and
-/// their ranges of addresses meet, they count as overlapping.
-template <class A, class B>
-bool overlaps(rows<A> a, rows<B> b) {
-    return detail::overlap({"", a}, {"", b});
-}
-
-} // namespace cpx
+} // namespace cpx::detail
 
 // cpx/core/packing.hpp
 // Packed batches from what data loaders hold: position ids, padding masks, valid and padded cu_seqlens.
@@ -1369,6 +1402,16 @@ struct aligned : private extent<Unit> {
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 
+/// Returns where place `at` of a whole batch is cut: there where `cut` would cut the sequence that holds it. `batch`
+/// tells its offsets as `thd` does, or as what stands for one on a device.
+CPX_CALLS_BACK
+template <cut C, class Batch>
+CPX_HOST_DEVICE constexpr index_t snap_in_batch(C const& cut, Batch const& batch, index_t at) {
+    if (at >= batch.tokens()) return batch.tokens();
+    auto const s = batch.sequence(at);
+    return batch.offset(s) + cut.snap(at - batch.offset(s), batch.length(s));
+}
+
 namespace detail {
 
 /// Whether the chunks of every run are known to ascend from its first row; a user's cut is asked.
@@ -1409,26 +1452,6 @@ private:
 // What follows from a layout and a cut, for one run of n tokens: chunk, slot, token, rows.
 
 namespace cpx {
-
-/// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
-/// where to look first. Cost: O(log d) if the guess is d off.
-CPX_CALLS_BACK
-template <class Begins>
-CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess, Begins const& begins) {
-    int low = guess, high = guess, step = 1;
-    if (begins(guess) <= at) {
-        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
-        high = low + step < count ? low + step : count;
-    } else {
-        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
-        low = step < high ? high - step : 0;
-    }
-    while (low + 1 < high) {
-        int const middle = low + (high - low) / 2;
-        (begins(middle) <= at ? low : high) = middle;
-    }
-    return low;
-}
 
 /// Returns the chunk that holds token `t` of a run of `n`, `0 <= t < n`.
 template <layout_policy P, cut C = balanced>
@@ -1827,13 +1850,10 @@ private:
     index_t begin(range rows, int c, int chunks, Begins const& begins) const {
         if (c == chunks) return rows.last;
         index_t const at = begins(c);
-        if constexpr (Scope == scope::sequence) {
+        if constexpr (Scope == scope::sequence)
             return rows.first + cut_.snap(at, rows.size());
-        } else {
-            if (at >= rows.last) return rows.last;
-            index_t const s = batch_.sequence(at);
-            return batch_.offset(s) + cut_.snap(at - batch_.offset(s), batch_.length(s));
-        }
+        else
+            return snap_in_batch(cut_, batch_, at);
     }
 
     thd batch_;
@@ -3455,9 +3475,8 @@ struct placed_range {
 
 /// Returns the range that holds global row `row`, among ranges that ascend.
 inline placed_range const& find(std::vector<placed_range> const& ranges, index_t row) {
-    auto const after = std::upper_bound(ranges.begin(), ranges.end(), row,
-                                        [](index_t value, placed_range const& r) { return value < r.rows.first; });
-    return *(after - 1);
+    auto const first = [&](std::size_t i) { return ranges[i].rows.first; };
+    return ranges[last_at_or_before(row, ranges.size(), first)];
 }
 
 } // namespace detail

@@ -9,8 +9,7 @@
 #include <span>
 #include <string>
 
-namespace cpx {
-namespace detail {
+namespace cpx::detail {
 
 /// Where an operand lies, in bytes, and the name that errors give it.
 struct operand {
@@ -36,8 +35,10 @@ struct operand {
     }
 };
 
-/// Returns whether some byte belongs to both. Where the ranges of addresses meet and the strides differ, the answer is
-/// yes.
+/// Returns whether some byte belongs to both: then one of them must not be written while the other is read.
+///
+/// Disjoint columns of the same rows do not overlap, nor do disjoint rows. Where the two have different strides and
+/// their ranges of addresses meet, they count as overlapping.
 inline bool overlap(operand const& a, operand const& b) {
     if (a.first > b.first) return overlap(b, a);
     if (a.empty() || b.empty() || !a.holds(b.first)) return false;
@@ -74,15 +75,4 @@ inline void require_apart(char const* where, std::initializer_list<operand> writ
                   allowed);
 }
 
-} // namespace detail
-
-/// Returns whether some element belongs to both: then one of them must not be written while the other is read.
-///
-/// Disjoint columns of the same rows do not overlap, nor do disjoint rows. Where the two have different strides and
-/// their ranges of addresses meet, they count as overlapping.
-template <class A, class B>
-bool overlaps(rows<A> a, rows<B> b) {
-    return detail::overlap({"", a}, {"", b});
-}
-
-} // namespace cpx
+} // namespace cpx::detail

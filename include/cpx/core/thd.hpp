@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/hash.hpp>
+#include <cpx/core/search.hpp>
 #include <cpx/core/size.hpp>
 
 #include <algorithm>
@@ -122,8 +123,7 @@ public:
 
     /// Returns the sequence that holds global row `row`. Cost: O(log N). Requires `0 <= row < tokens()`.
     index_t sequence(index_t row) const {
-        auto const& offsets = data_->offsets;
-        return static_cast<index_t>(std::upper_bound(offsets.begin(), offsets.end(), row) - offsets.begin()) - 1;
+        return last_at_or_before(row, sequences(), [this](index_t s) { return offset(s); });
     }
 
     friend bool operator==(thd const& a, thd const& b) {

@@ -201,7 +201,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     call.others = moves ? static_cast<int>(head_dim - 2 * half) : 0;
     call.direction = direction;
 
-    with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
+    kernels::with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
         auto const shares = [](index_t count, index_t of) { return (count + of - 1) / of; };
         // Without pairs there are only channels to copy.

@@ -31,20 +31,6 @@ enum class other_rows { stay, zeros };
 
 namespace detail {
 
-/// Calls `f` with `bytes`, a power of two from `Least` to 16, as a compile-time number.
-template <int Least, int Bytes = 16, class F>
-void with_bytes(int bytes, F&& f) {
-    if constexpr (Bytes > Least)
-        if (bytes < Bytes) return with_bytes<Least, Bytes / 2>(bytes, f);
-    f(std::integral_constant<int, Bytes>());
-}
-
-/// The type that copies `Bytes` bytes at once.
-template <int Bytes>
-using bytes_at_once = kernels::neighbours<
-    std::conditional_t<Bytes == 1, std::uint8_t, std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>,
-    (Bytes + 3) / 4>;
-
 /// Blocks and threads for `count` rows of `vectors` vectors: a thread takes `each` of them, fewer where a row would not
 /// fill a warp.
 struct row_shape {
@@ -83,14 +69,15 @@ void move_rows(rows<T const> from, I const* list, index_t count, rows<T> to, cud
     index_t const width = to.width() * static_cast<index_t>(sizeof(T));
     if (count == 0 || width == 0) return;
     int const bytes = vector_bytes({address(from.data()), address(to.data()), row_bytes(from), row_bytes(to)});
-    with_bytes<1>(bytes, [&](auto size) {
+    kernels::with_bytes<1>(bytes, [&](auto size) {
         row_shape const shape(count, width / size, 4);
-        launch_early(
-            kernels::move_rows<Scatter, bytes_at_once<size>, I>, shape.grid, shape.block, 0, stream, "move_rows", here,
-            kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()), reinterpret_cast<char*>(to.data()),
-                                    list, nullptr, count, Scatter ? to.count() : from.count(), width,
-                                    from.stride() * static_cast<index_t>(sizeof(T)),
-                                    to.stride() * static_cast<index_t>(sizeof(T))});
+        launch_early(kernels::move_rows<Scatter, kernels::bytes_at_once<size>, I>, shape.grid, shape.block, 0, stream,
+                     "move_rows", here,
+                     kernels::listed_rows<I>{reinterpret_cast<char const*>(from.data()),
+                                             reinterpret_cast<char*>(to.data()), list, nullptr, count,
+                                             Scatter ? to.count() : from.count(), width,
+                                             from.stride() * static_cast<index_t>(sizeof(T)),
+                                             to.stride() * static_cast<index_t>(sizeof(T))});
     });
 }
 
@@ -144,7 +131,7 @@ void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I cons
     auto const range = named_range<"cpx scatter_add_rows">();
     int const bytes = detail::vector_bytes(
         {detail::address(from.data()), detail::address(to.data()), detail::row_bytes(from), detail::row_bytes(to)});
-    detail::with_bytes<sizeof(T)>(bytes, [&](auto size) {
+    kernels::with_bytes<sizeof(T)>(bytes, [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T));
         index_t const element = static_cast<index_t>(sizeof(T));
         detail::row_shape const shape(from.count(), from.width() / at_once, 1);

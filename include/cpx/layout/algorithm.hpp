@@ -3,30 +3,11 @@
 #pragma once
 
 #include <cpx/core/index.hpp>
+#include <cpx/core/search.hpp>
 #include <cpx/layout/concept.hpp>
 #include <cpx/layout/cut.hpp>
 
 namespace cpx {
-
-/// Returns the largest c in [0, count) with `begins(c) <= at`, for `begins` ascending from at most `at`; `guess` is
-/// where to look first. Cost: O(log d) if the guess is d off.
-CPX_CALLS_BACK
-template <class Begins>
-CPX_HOST_DEVICE constexpr int last_at_or_before(index_t at, int count, int guess, Begins const& begins) {
-    int low = guess, high = guess, step = 1;
-    if (begins(guess) <= at) {
-        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
-        high = low + step < count ? low + step : count;
-    } else {
-        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
-        low = step < high ? high - step : 0;
-    }
-    while (low + 1 < high) {
-        int const middle = low + (high - low) / 2;
-        (begins(middle) <= at ? low : high) = middle;
-    }
-    return low;
-}
 
 /// Returns the chunk that holds token `t` of a run of `n`, `0 <= t < n`.
 template <layout_policy P, cut C = balanced>

@@ -65,6 +65,16 @@ struct aligned : private extent<Unit> {
     friend constexpr bool operator==(aligned const&, aligned const&) = default;
 };
 
+/// Returns where place `at` of a whole batch is cut: there where `cut` would cut the sequence that holds it. `batch`
+/// tells its offsets as `thd` does, or as what stands for one on a device.
+CPX_CALLS_BACK
+template <cut C, class Batch>
+CPX_HOST_DEVICE constexpr index_t snap_in_batch(C const& cut, Batch const& batch, index_t at) {
+    if (at >= batch.tokens()) return batch.tokens();
+    auto const s = batch.sequence(at);
+    return batch.offset(s) + cut.snap(at - batch.offset(s), batch.length(s));
+}
+
 namespace detail {
 
 /// Whether the chunks of every run are known to ascend from its first row; a user's cut is asked.

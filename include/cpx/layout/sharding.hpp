@@ -271,13 +271,10 @@ private:
     index_t begin(range rows, int c, int chunks, Begins const& begins) const {
         if (c == chunks) return rows.last;
         index_t const at = begins(c);
-        if constexpr (Scope == scope::sequence) {
+        if constexpr (Scope == scope::sequence)
             return rows.first + cut_.snap(at, rows.size());
-        } else {
-            if (at >= rows.last) return rows.last;
-            index_t const s = batch_.sequence(at);
-            return batch_.offset(s) + cut_.snap(at - batch_.offset(s), batch_.length(s));
-        }
+        else
+            return snap_in_batch(cut_, batch_, at);
     }
 
     thd batch_;

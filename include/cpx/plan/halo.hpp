@@ -40,9 +40,8 @@ struct placed_range {
 
 /// Returns the range that holds global row `row`, among ranges that ascend.
 inline placed_range const& find(std::vector<placed_range> const& ranges, index_t row) {
-    auto const after = std::upper_bound(ranges.begin(), ranges.end(), row,
-                                        [](index_t value, placed_range const& r) { return value < r.rows.first; });
-    return *(after - 1);
+    auto const first = [&](std::size_t i) { return ranges[i].rows.first; };
+    return ranges[last_at_or_before(row, ranges.size(), first)];
 }
 
 } // namespace detail
