@@ -2,6 +2,7 @@
 // Relayouts between GPUs by one kernel and by send and receive, beside NCCL's own collectives and the three steps of
 // trainers. One process a GPU: `bench.cuda.exchange [RANKS [BLOCKS]]`; exit code 1 if a result is wrong.
 #include <cpx/cpx.hpp>
+#include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/shared_memory.hpp>
 

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a new packing costs the host: movements there and back by send and receive, while the device is busy.
+// What a new packing costs the host: a relayout there and back, a halo and a carry, while the device is busy; a
+// thousand of them in turn.
 // One process a GPU: `bench.cuda.new_packing`.
 #include <cpx/cpx.hpp>
-#include <cpx/cuda/communicator.hpp>
+#include <cpx/cuda/shared_communicator.hpp>
 
 #include "../../harness/processes.hpp"
 #include "timing.hpp"
 
 #include <chrono>
+#include <fstream>
 #include <vector>
 
 namespace {
@@ -24,62 +26,128 @@ __global__ void spin(long long nanoseconds) {
     while (now - begin < nanoseconds);
 }
 
-double median(std::vector<double> times) {
+/// Counts the vectors in which two lists differ.
+__global__ void differences(uint4 const* a, uint4 const* b, index_t count, int* found) {
+    for (index_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+        if (a[i].x != b[i].x || a[i].y != b[i].y || a[i].z != b[i].z || a[i].w != b[i].w) atomicAdd(found, 1);
+}
+
+double median(std::vector<double>& times) {
     std::ranges::sort(times);
     return times[times.size() / 2];
 }
 
-std::string run(int rank) {
-    auto const joined = cpx::nccl::from_environment(std::chrono::seconds(60));
-    int const ranks = joined->ranks();
-    cuda::stream const stream;
-    cuda::communicator comm(*joined, stream);
-    index_t const tokens = 32768, sequences = 64, width = 2048;
+/// Returns the bytes that this process and its device hold.
+double held() {
+    std::size_t unused = 0, all = 0;
+    cuda::check(cudaMemGetInfo(&unused, &all), "cudaMemGetInfo");
+    long pages = 0, resident = 0;
+    std::ifstream("/proc/self/statm") >> pages >> resident;
+    return static_cast<double>(all - unused) + static_cast<double>(resident) * 4096;
+}
+
+using element = std::uint16_t; // bf16, as far as movement is concerned
+constexpr index_t tokens = 32768, sequences = 64, width = 2048, state = 16384, rounds = 1000, busy_rounds = 240;
+
+/// Moves a thousand packings there and back, with halos and carries, and prints what new ones cost the host.
+template <class Comm>
+std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
+    int const rank = comm.rank(), ranks = comm.ranks();
     auto const packing = [&](index_t i) { // every one another, as many tokens in as many sequences
         std::vector<index_t> lengths(static_cast<std::size_t>(sequences), tokens / sequences);
-        lengths[0] += i, lengths[1] -= i;
+        auto const s = static_cast<std::size_t>(i / 500);
+        lengths[s] += i % 500, lengths[s + 1] -= i % 500;
         return cpx::thd::from_lengths(lengths);
     };
     auto const zigzag = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(ranks)); };
     auto const sequential = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::sequential<>(ranks)); };
     auto const first = packing(0);
     cpx::capacity const most{tokens / ranks + 8 * sequences, sequences};
-    using element = std::uint16_t; // bf16, as far as movement is concerned
-    auto there = cpx::make_movement<element>(zigzag(first), sequential(first), width, most, comm);
-    auto back = cpx::make_movement<element>(sequential(first), zigzag(first), width, most, comm);
+    auto move = cpx::make_movement<element>(zigzag(first), sequential(first), width, most, comm);
+    auto halos = cpx::make_movement<element>(cpx::halo(sequential(first), rank, 3), width, most, comm);
+    auto carries =
+        cpx::make_movement<element>(cpx::carry<cpx::serial>(sequential(first), rank), {state, 0}, most, comm);
+    auto x = move.make_tensor(zigzag(first)), z = move.make_tensor(zigzag(first));
+    auto y = move.make_tensor(sequential(first));
+    std::vector<element> values(static_cast<std::size_t>(most.rows * width));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<element>(i * 40503 >> 3);
+    cuda::check(cudaMemcpy(x.data().data(), values.data(), x.elements().size_bytes(), cudaMemcpyHostToDevice),
+                "cudaMemcpy");
+    cuda::buffer<element> const beside(4 * sequences * width), given(sequences * state), got(sequences * state);
+    cuda::buffer<int> wrong{std::span<int const>(std::vector<int>(1))};
 
-    std::vector<double> known, fresh;
-    std::size_t free_before = 0, free_after = 0, all = 0;
-    for (index_t round = 0; round < 240; ++round) {
-        auto const batch = packing(round % 120 * 2); // after its thd ...
-        auto x = cpx::make_tensor<element>(zigzag(batch), comm, width),
-             z = cpx::make_tensor<element>(zigzag(batch), comm, width);
-        auto y = cpx::make_tensor<element>(sequential(batch), comm, width);
-        comm.wait();
-        if (round == 40) cuda::check(cudaMemGetInfo(&free_before, &all), "cudaMemGetInfo");
-        for (auto* const times : {&fresh, &known}) {
-            spin<<<1, 1, 0, stream>>>(10'000'000); // of which the host sees nothing
+    enum { relayouts, with_halo, with_carry, calls, all, times };
+    std::vector<double> known[times], fresh[times];
+    double before = 0;
+    for (index_t round = 0; round < rounds; ++round) {
+        auto const batch = packing(round); // after its thd ...
+        auto const from = zigzag(batch);
+        auto const to = sequential(batch);
+        x.hold(from), y.hold(to), z.hold(from);
+        if (round == 40) before = held();
+        for (auto* const took : {fresh, known}) {
+            if (round < busy_rounds) spin<<<1, 1, 0, comm.stream()>>>(10'000'000); // of which the host sees nothing
             auto const begin = clock::now();
-            there(x, y);
-            back(y, z);
-            std::chrono::duration<double> const took = clock::now() - begin;
-            if (round >= 40) times->push_back(took.count() * 1e6);
+            auto last = begin;
+            auto const lap = [&](int what) {
+                auto const now = clock::now();
+                if (round >= 40 && round < busy_rounds)
+                    took[what].push_back(std::chrono::duration<double>(now - last).count() * 1e6);
+                last = now;
+            };
+            move.set(from, to);
+            lap(relayouts);
+            auto const& halo = halos.set(to);
+            lap(with_halo);
+            auto const& carry = carries.set(to);
+            lap(with_carry);
+            move(x, y);
+            move.transposed(y, z);
+            halos(y, {beside.data(), halo.target_rows, width});
+            for (index_t level = 0; level < carry.steps; ++level) {
+                carries(level, cpx::side::before, {given.data(), std::ssize(carry.level(level)), state},
+                        {got.data(), std::ssize(carry.level(level + 1)), state});
+            }
+            lap(calls);
+            last = begin;
+            lap(all);
+            index_t const count = std::ssize(x.elements()) * static_cast<index_t>(sizeof(element)) / 16;
+            differences<<<64, 256, 0, comm.stream()>>>(reinterpret_cast<uint4 const*>(x.elements().data()),
+                                                       reinterpret_cast<uint4 const*>(z.elements().data()), count,
+                                                       wrong.data());
             comm.wait();
         }
     }
-    cuda::check(cudaMemGetInfo(&free_after, &all), "cudaMemGetInfo");
-    double const seen = median(known), made = median(fresh);
+    double const grown = held() - before;
+    if (wrong.read()[0]) return "rows that went there and back are others";
+    if (grown > 1e7) return "memory has grown by " + std::to_string(grown) + " bytes";
     if (rank == 0) {
-        std::printf("%s, %d ranks, %ld tokens in %ld sequences x %ld bf16, zigzag to sequential and back, by send and "
-                    "receive, the device busy for 10 ms; host time of both calls, medians of %zu\n"
-                    "  packing seen before %8.1f us\n  packing that is new %8.1f us, %.1f us more\n",
-                    timing::device_name().c_str(), ranks, long(tokens), long(sequences), long(width), known.size(),
-                    seen, made, made - seen);
-        timing::limits limits;
-        limits.at_most("a new packing, two relayouts", made - seen, 60, "us");
-        limits.print();
+        auto const more = [&](int what) { return median(fresh[what]) - median(known[what]); };
+        std::printf("%-28s known %6.1f us, new %6.1f us: %5.1f more, of which relayouts %.1f, halo %.1f, carry %.1f, "
+                    "calls %.1f\n",
+                    how, median(known[all]), median(fresh[all]), more(all), more(relayouts), more(with_halo),
+                    more(with_carry), more(calls));
+        limits.at_most(std::string("a new packing, ") + how, more(all), 60, "us");
     }
-    return free_after >= free_before ? "" : "device memory has grown";
+    return "";
+}
+
+std::string run(int rank) {
+    auto const joined = cpx::nccl::from_environment(std::chrono::seconds(60));
+    cuda::stream const stream;
+    timing::limits limits;
+    if (rank == 0)
+        std::printf("%s, %d ranks, %ld tokens in %ld sequences x %ld bf16: zigzag to sequential and back, halo of 3 "
+                    "rows, carry of %ld states, the device busy for 10 ms; host time of all, medians of %ld\n",
+                    timing::device_name().c_str(), joined->ranks(), long(tokens), long(sequences), long(width),
+                    long(sequences), long(busy_rounds - 40));
+    cuda::communicator sends(*joined, stream);
+    auto problem = run_on(sends, "by send and receive", limits);
+    cuda::shared_memory memory(*joined, index_t{400} << 20);
+    cuda::shared_communicator shares(memory, stream);
+    if (problem.empty()) problem = run_on(shares, "relayouts through the window", limits);
+    if (rank == 0) limits.print();
+    return problem;
 }
 
 } // namespace

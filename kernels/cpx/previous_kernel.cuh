@@ -6,8 +6,8 @@
 
 namespace cpx::kernels {
 
-/// Waits until the kernels before this one in the stream have ended and what they wrote is seen. The first statement of
-/// a kernel that `cuda::launch_early` launches.
+/// Waits until the kernels before this one in the stream have ended and what they wrote is seen. A kernel that
+/// `cuda::launch_early` launches says so before it touches what other kernels write.
 ///
 /// From sm_90 on (programmatic dependent launch, CUDA C++ Programming Guide); older code begins when those have ended.
 __device__ __forceinline__ void wait_for_previous_kernel() {

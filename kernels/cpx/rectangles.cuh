@@ -30,6 +30,14 @@ struct rectangle_list {
     std::int32_t count, slices;
 };
 
+/// What ranks compare, where messages bring it: a word of every rank, which are to be this rank's own.
+struct word_check {
+    std::uint64_t const* own; ///< null: nothing is compared
+    std::uint64_t const* words;
+    std::int32_t ranks;
+    std::uint32_t* others; ///< set to 1 for ranks with another word, in memory that the host reads
+};
+
 /// The buffers of a launch: where rows come from, where they go to, and what goes through the wire.
 struct rectangle_buffers {
     char* base[4];
@@ -55,22 +63,31 @@ __device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* s
     }
 }
 
-/// Calls `f(rectangle)` with the slices that are this block's.
+/// Calls `f(rectangle)` with the slices that are this block's, once the kernel before has ended. The list, which no
+/// kernel writes, is fetched meanwhile.
 template <class F>
 __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f) {
-    constexpr int most = 2048;
-    __shared__ std::int32_t firsts[most]; // of the rectangles, to search in
-    bool const near = all.count <= most;
-    for (int i = static_cast<int>(threadIdx.x); near && i < all.count; i += static_cast<int>(blockDim.x))
-        firsts[i] = all.list[i].first;
+    static_assert(sizeof(rectangle) % sizeof(std::uint64_t) == 0);
+    constexpr int words = 1 << 11;
+    __shared__ std::uint64_t held[words]; // all of a short list, of a longer one what is searched in
+    int const list_words = all.count * static_cast<int>(sizeof(rectangle) / sizeof(std::uint64_t));
+    bool const whole = list_words <= words, firsts = !whole && all.count <= 2 * words;
+    auto* const first = reinterpret_cast<std::int32_t*>(held);
+    for (int i = static_cast<int>(threadIdx.x); whole && i < list_words; i += static_cast<int>(blockDim.x))
+        held[i] = reinterpret_cast<std::uint64_t const*>(all.list)[i];
+    for (int i = static_cast<int>(threadIdx.x); firsts && i < all.count; i += static_cast<int>(blockDim.x))
+        first[i] = all.list[i].first;
     __syncthreads();
+    auto const* const list = whole ? reinterpret_cast<rectangle const*>(held) : all.list;
+    wait_for_previous_kernel();
+    let_next_kernel_come();
     for (int s = static_cast<int>(blockIdx.x); s < all.slices; s += static_cast<int>(gridDim.x)) {
         int low = 0, high = all.count;
         while (low + 1 < high) {
             int const middle = (low + high) / 2;
-            ((near ? firsts[middle] : all.list[middle].first) <= s ? low : high) = middle;
+            ((firsts ? first[middle] : list[middle].first) <= s ? low : high) = middle;
         }
-        rectangle r = all.list[low];
+        rectangle r = list[low];
         std::int32_t const rows = r.slice(), row = (s - r.first) * rows;
         r.source += row * r.source_pitch;
         r.target += row * r.target_pitch;
@@ -81,25 +98,25 @@ __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f)
 
 } // namespace detail
 
-/// Copies all rectangles. Any grid, any block.
+/// Copies all rectangles, and compares the words that have come. Any grid, any block.
 template <class = void>
 __global__ void copy_rectangles(__grid_constant__ rectangle_list const all,
-                                __grid_constant__ rectangle_buffers const buffers) {
-    wait_for_previous_kernel();
-    let_next_kernel_come();
+                                __grid_constant__ rectangle_buffers const buffers,
+                                __grid_constant__ word_check const check) {
     detail::for_each_slice(all, [&](rectangle const& r) {
         char const* const source = buffers.base[r.source_buffer] + r.source;
         char* const target = buffers.base[r.target_buffer] + r.target;
         with_bytes<1>(r.vector, [&](auto bytes) { detail::copy_rectangle<bytes_at_once<bytes>>(r, source, target); });
     });
+    if (check.own && blockIdx.x == 0)
+        for (int r = static_cast<int>(threadIdx.x); r < check.ranks; r += static_cast<int>(blockDim.x))
+            if (check.words[r] != *check.own) check.others[r] = 1;
 }
 
 /// Adds all rectangles of elements T to their targets. No two of a launch may share a target.
 template <class T>
 __global__ void add_rectangles(__grid_constant__ rectangle_list const all,
                                __grid_constant__ rectangle_buffers const buffers) {
-    wait_for_previous_kernel();
-    let_next_kernel_come();
     detail::for_each_slice(all, [&](rectangle const& r) {
         std::uint32_t const per_row = static_cast<std::uint32_t>(r.bytes) / sizeof(T);
         std::uint32_t const total = per_row * static_cast<std::uint32_t>(r.rows);
@@ -113,23 +130,6 @@ __global__ void add_rectangles(__grid_constant__ rectangle_list const all,
             *target = static_cast<T>(*target + *source);
         }
     });
-}
-
-/// Makes the words of all ranks this rank's own, before those of ranks that send arrive.
-template <class = void>
-__global__ void fill_words(std::int64_t const* own, std::int64_t* words, int ranks) {
-    wait_for_previous_kernel();
-    let_next_kernel_come();
-    for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x)) words[r] = *own;
-}
-
-/// Notes, in memory that the host reads, the ranks whose words are others.
-template <class = void>
-__global__ void compare_words(std::int64_t const* own, std::int64_t const* words, int ranks, std::uint32_t* others) {
-    wait_for_previous_kernel();
-    let_next_kernel_come();
-    for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x))
-        if (words[r] != *own) others[r] = 1;
 }
 
 } // namespace cpx::kernels

@@ -49,7 +49,7 @@ struct relayout_rows {
     void const* offsets;
     int sequences;
     bool wide;
-    std::uint32_t digest; ///< of the only offsets that will do, 0: any
+    std::uint32_t place; ///< stands for the plan, and where in every rank's memory its target begins and ends
     int first;
     int runs, lanes;
     char const* source;
@@ -259,11 +259,13 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     bool const up = given_up(m);
     bool const ascend = detail::read_offsets(r, offsets, digest);
     if (__syncthreads_or(up)) return;
-    arrive(m, epoch + 1);
+    bool fits = __syncthreads_and(ascend);
+    std::uint32_t const word = fits ? (digest + r.place) | 1 : 0;
+    arrive(m, epoch + 1, word);
 
     for (int i = static_cast<int>(threadIdx.x); i < most_ranks * most_sections; i += static_cast<int>(blockDim.x))
         columns[i] = r.columns[i / most_sections][i % most_sections];
-    bool fits = __syncthreads_and(ascend) && (r.digest == 0 || r.digest == (digest | 1));
+    __syncthreads();
     detail::sequences const all{offsets, fits ? n : 0};
     std::int32_t *const of_source = offsets + n + 1, *const of_target = of_source + (From::by_sequence ? n + 1 : 0);
     detail::placement<From> const source{from, all, of_source, rank, 1};
@@ -277,18 +279,21 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
     std::uint32_t said = 0;
     if (!await(m, epoch + 1, said)) return;
     let_next_kernel_come(); // not before: it could take the room of kernels that other ranks wait for
-    if (int const peer = static_cast<int>(threadIdx.x); fits && peer < m.ranks)
-        fits = target.rows(r.first + peer) <= r.target_rows[peer];
+    int const peer = static_cast<int>(threadIdx.x);
+    bool same = fits;
+    if (peer < m.ranks) {
+        if (said == 0) m.found->refused[peer] = 1;
+        if (fits && said != 0 && said != word) m.found->differs[peer] = 1;
+        same = fits && said == word;
+        fits = same && target.rows(r.first + peer) <= r.target_rows[peer];
+    }
+    same = __syncthreads_and(same); // nothing moves anywhere unless all ranks mean the same
     fits = __syncthreads_and(fits && source.rows(rank) <= r.source_rows);
     if (fits) detail::store_to_peers(source, target, r, m, columns);
 
-    std::uint32_t const word = fits ? digest | 1 : 0;
-    arrive(m, epoch + 2, word);
+    arrive(m, epoch + 2, fits);
     if (!await(m, epoch + 2, said)) return;
-    if (int const peer = static_cast<int>(threadIdx.x); peer < m.ranks) {
-        if (fits ? said == 0 : peer == m.rank) m.found->refused[peer] = 1;
-        if (fits && said != 0 && said != word) m.found->differs[peer] = 1;
-    }
+    if (same && peer < m.ranks && said == 0) m.found->refused[peer] = 1;
     if (threadIdx.x == 0) m.epochs[blockIdx.x] = epoch + 2;
 }
 
@@ -298,8 +303,9 @@ __device__ void store_rows(From const& from, To const& to, relayout_rows const& 
 /// not overwritten while an earlier kernel of its rank reads it; ends when all rows of all ranks have arrived. Some
 /// threads move a row to one peer; neighbouring ones take rows that lie far apart, so that no peer is stored to by all
 /// at once. Addresses follow from the policies and from cu_seqlens in device memory: a captured graph may be replayed
-/// with other offsets in the same place. `m.found` says which ranks have other offsets than this one, or offsets with
-/// which they store nothing, because they do not ascend from 0 or their rows do not fit. If a rank does not come in
+/// with other offsets in the same place. `m.found` says which ranks have other offsets or another target than this one,
+/// or offsets that do not ascend from 0: then no rank stores anything. It says, too, which ranks store nothing because
+/// rows do not fit. If a rank does not come in
 /// time, it says so as well, this rank stores nothing from then on, and later kernels end at once, here and on the
 /// ranks that come late.
 template <class From, class To>

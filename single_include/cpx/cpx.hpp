@@ -2435,9 +2435,25 @@ public:
     tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here())
         : sharding_(sharding), rank_(rank), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
           memory_(memory), values_(memory.template zeros<T>("tensor", {count_, width}, here)) {}
+    /// With memory for `most` elements, to hold other batches later.
+    tensor(S const& sharding, int rank, index_t width, M const& memory, index_t most, caller here = caller::here())
+        : sharding_(sharding), rank_(rank), width_(width), memory_(memory),
+          values_(memory.template zeros<T>("tensor", {most}, here)) {
+        hold(sharding, here);
+    }
     tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
+
+    /// Holds rows of this sharding from now on; what they are is not said. Throws `cpx::error` if they are too many.
+    void hold(S const& sharding, caller here = caller::here()) {
+        index_t const count = detail::rows_of_rank("tensor", sharding, rank_, here);
+        auto const most = static_cast<index_t>(values_.size());
+        require(count * width_ <= most, "tensor", "elements of the sharding", "at most " + std::to_string(most),
+                count * width_, here);
+        sharding_ = sharding;
+        count_ = count;
+    }
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
@@ -2469,7 +2485,7 @@ public:
 private:
     S sharding_;
     int rank_;
-    index_t width_, count_;
+    index_t width_, count_ = 0;
     [[no_unique_address]] M memory_;
     typename M::template block<T> values_;
 };
@@ -5225,7 +5241,7 @@ X exchange(Plan const&, X const& from, Comm&, caller = caller::here()) {
 } // namespace cpx
 
 // cpx/transport/movement.hpp
-// A relayout that is prepared once, for every batch that comes.
+// Relayouts, halos and carries that are prepared once, for every batch that comes.
 
 namespace cpx {
 
@@ -5234,61 +5250,253 @@ struct capacity {
     index_t rows = 0, sequences = 0;
 };
 
+/// Elements of a state that is handed on, and of the map that goes with it where the carry is a `scan`.
+struct carry_widths {
+    index_t state = 0, map = 0;
+};
+
+/// What exchanges of any batch take at most.
+struct movement_room {
+    index_t runs = 0; ///< of rows, of all exchanges, at one end of them
+    index_t rows = 0; ///< that leave a rank, or come, in one exchange
+};
+
 namespace detail {
 
-/// What ranks prepare to run a plan, and others later. On the host that is nothing.
-template <class T, class Comm>
-struct prepared_exchange {
-    prepared_exchange(plan const& p, index_t, index_t, capacity, Comm& to, caller) : comm(to), now(p) {}
-    void set(plan const& p, caller) { now = p; }
-    void operator()(rows<T const> from, rows<T> to, caller here) { exchange_rows(now, from, to, comm, here); }
-
-    Comm& comm;
-    plan now;
-};
-/// On devices it is what their transport makes.
-template <class T, device_transport Comm>
-struct prepared_exchange<T, Comm> {
-    prepared_exchange(plan const& p, index_t width, index_t runs, capacity const& most, Comm& comm, caller here)
-        : move(comm.template prepare<T>(p, width, runs, most, here)) {}
-    void set(plan const& p, caller here) { move.set(p, here); }
-    void operator()(rows<T const> from, rows<T> to, caller here) { move(from, to, here); }
-
-    typename Comm::template prepared<T> move;
-};
-
-/// Returns the most runs of rows into which a batch of so many sequences and rows of a rank is cut.
+/// Returns into how many runs of rows, over all ranks, a sharding cuts so many sequences, at most. `rows`: of a rank.
 template <any_sharding S>
 index_t most_runs(S const& s, capacity const& most, caller here) {
     index_t pieces = S::every_row ? 1 : most.rows; // of a sequence
     if constexpr (requires { s.policy().chunks(); }) pieces = s.policy().chunks();
-    return std::min(most.rows, product("movement", "runs", {most.sequences + 1, pieces}, here));
+    return product("movement", "runs", {most.sequences + 1, pieces}, here);
 }
+
+/// Returns how many segments a rank has of so many sequences, at most: the same on all ranks.
+template <any_sharding S>
+index_t most_segments(S const& s, capacity const& most, caller here) {
+    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence, on one rank
+    if constexpr (requires { s.policy().owner(0); }) {
+        std::vector<index_t> chunks(static_cast<std::size_t>(s.ranks()));
+        for (int c = 0; c < s.policy().chunks(); ++c) ++chunks[static_cast<std::size_t>(s.policy().owner(c))];
+        pieces = *std::ranges::max_element(chunks);
+    }
+    return product("movement", "segments", {most.sequences + 1, pieces}, here);
+}
+
+/// Returns how many rows beside segments a rank sends, or gets, at most. A row may go to several ranks, where segments
+/// are shorter than `reach`.
+template <any_sharding S>
+index_t most_beside(S const& s, index_t reach, capacity const& most, caller here) {
+    return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
+}
+
+/// What a movement knows of a kind of plan: the plan of another batch, its exchanges by their numbers, what they take,
+/// and the elements of a row of theirs.
+template <class Plan>
+struct moved;
+
+template <any_sharding From, any_sharding To>
+struct moved<relayout_plan<From, To>> {
+    using plan_type = relayout_plan<From, To>;
+    using width = index_t;
+    static bool same(plan_type const& p, From const& from, To const& to) { return from == p.from && to == p.to; }
+    static plan_type next(plan_type const& p, From const& from, To const& to, caller here) {
+        return relayout(from, to, p.rank, here);
+    }
+    static std::vector<plan> exchanges(plan_type const& p, index_t) { return {p, p.plan::transposed()}; }
+    static index_t row_width(index_t width) { return width; }
+    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
+        return {2 * (runs(p.from) + runs(p.to)), most.rows};
+    }
+};
+
+template <any_sharding S>
+struct moved<halo_plan<S>> {
+    using plan_type = halo_plan<S>;
+    using width = index_t;
+    static bool same(plan_type const& p, S const& s) { return s == p.sharding; }
+    static plan_type next(plan_type const& p, S const& s, caller here) {
+        return halo(s, p.rank, p.reach, p.where, here);
+    }
+    static std::vector<plan> exchanges(plan_type const& p, index_t) { return {p, p.plan::transposed()}; }
+    static index_t row_width(index_t width) { return width; }
+    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+        index_t const rows = most_beside(p.sharding, p.reach, most, here);
+        return {4 * rows, rows};
+    }
+};
+
+template <carry_kind How, any_sharding S>
+struct moved<carry_plan<How, S>> {
+    using plan_type = carry_plan<How, S>;
+    using width = carry_widths;
+    static bool same(plan_type const& p, S const& s) { return s == p.sharding; }
+    static plan_type next(plan_type const& p, S const& s, caller here) { return carry<How>(s, p.rank, here); }
+    static std::vector<plan> exchanges(plan_type const& p, carry_widths width) {
+        std::vector<plan> list;
+        for (side const from : {side::before, side::after})
+            for (index_t k = 0; k < p.steps; ++k)
+                if constexpr (std::same_as<How, scan>)
+                    list.push_back(p.step(k, from, width.state, width.map));
+                else
+                    list.push_back(p.step(k, from));
+        return list;
+    }
+    static index_t row_width(carry_widths width) {
+        if constexpr (std::same_as<How, scan>) return plan_type::row_width(width.state, width.map);
+        return width.state;
+    }
+    static movement_room room(plan_type const& p, carry_widths width, capacity const& most, caller here) {
+        index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
+        bool const scans = std::same_as<How, scan>;
+        index_t const times = scans ? std::bit_width(static_cast<std::size_t>(most_runs(p.sharding, most, here))) : 1;
+        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
+        return {4 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+    }
+};
+
+/// What ranks prepare to run some plans, and others later. On the host that is nothing.
+template <class T, class Plan, class Comm>
+class prepared {
+public:
+    prepared(Plan const&, std::vector<plan> plans, index_t, movement_room, capacity const&, Comm& comm, caller)
+        : comm_(comm), plans_(std::move(plans)) {}
+    void set(Plan const&, std::vector<plan> plans, caller) { plans_ = std::move(plans); }
+    void operator()(index_t number, rows<T const> from, rows<T> to, caller here) {
+        exchange_rows(plans_[static_cast<std::size_t>(number)], from, to, comm_, here);
+    }
+    host_memory memory() const { return {}; }
+
+private:
+    Comm& comm_;
+    std::vector<plan> plans_;
+};
+
+template <class T, class Plan, class Comm>
+struct prepared_by {
+    using type = prepared<T, Plan, Comm>;
+};
+/// On devices it is what their transport makes.
+template <class T, class Plan, device_transport Comm>
+struct prepared_by<T, Plan, Comm> {
+    using type = typename Comm::template prepared<T, Plan>;
+};
+
+template <class Plan>
+inline constexpr bool is_relayout = requires(Plan const& p) { p.to; };
 
 } // namespace detail
 
-/// Moves tensors of elements T from one kind of sharding to another, whichever their batches are.
+/// Moves rows of elements T by plans of one kind, whichever batch they are of: a `relayout_plan`, a `halo_plan` or a
+/// `carry_plan`.
 ///
-/// Made once, by all ranks: on devices it connects them and reserves memory for `most`. A call with tensors of another
-/// batch than the call before makes the plan of that batch, on the host; it allocates no device memory, and waits for
-/// neither the device nor another rank. Belongs to one thread; the transport outlives it.
-template <class T, any_sharding From, any_sharding To, any_transport Comm>
+/// Made once, by all ranks: on devices it connects them and reserves memory for `most`. The plan of another batch is
+/// made by `set`, or by a call with tensors of that batch: on the host, without device memory, and without a wait for
+/// the device or another rank. Belongs to one thread; the transport outlives it.
+template <class T, class Plan, any_transport Comm>
 class movement {
+    using kind = detail::moved<Plan>;
+
 public:
-    /// `from` and `to`: shardings of a first batch; `width`: elements of a row, unless a sharding has sections, the
-    /// same for all batches; `most`: see `capacity`, at least the first batch. Collective. Throws `cpx::error` as
-    /// `relayout` and `exchange` do.
-    movement(From const& from, To const& to, index_t width, capacity most, Comm& comm, caller here = caller::here())
-        : plan_(relayout(from, to, comm.rank(), here)),
-          prepared_(plan_, width, detail::most_runs(from, most, here) + detail::most_runs(to, most, here), most, comm,
-                    here) {}
+    /// `first`: the plan of a first batch, at most as large as `most`; `width`: elements of a row, unless a sharding
+    /// has sections, or those of states and maps; the same for all batches. Collective. Throws `cpx::error` as
+    /// `exchange` does.
+    movement(Plan first, typename kind::width width, capacity most, Comm& comm, caller here = caller::here())
+        : plan_(std::move(first)), width_(width), most_(most),
+          prepared_(plan_, kind::exchanges(plan_, width), kind::row_width(width), kind::room(plan_, width, most, here),
+                    most, comm, here) {}
+
+    /// Makes the plan of another batch, unless the last one was of that. Every rank does so, none waits. Throws
+    /// `cpx::error` if it is not what this movement was prepared for; then the plan before is still that. If ranks have
+    /// different batches, the wait after the next call says so.
+    template <any_sharding S>
+    Plan const& set(S const& sharding, caller here = caller::here()) {
+        return remake(here, sharding);
+    }
+    template <any_sharding From, any_sharding To>
+    Plan const& set(From const& from, To const& to, caller here = caller::here()) {
+        return remake(here, from, to);
+    }
+    /// Returns the plan of the last batch.
+    Plan const& plan() const { return plan_; }
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Collective.
     ///
     /// Throws `cpx::error` before anything moves if tensors and batches do not fit each other, or not what this
     /// movement was prepared for; later, at the next wait, if ranks have different batches.
     template <sharded_anywhere X, sharded_anywhere Y>
+        requires detail::is_relayout<Plan>
     void operator()(X const& from, Y&& to, caller here = caller::here()) {
+        move<0, decltype(plan_.from), decltype(plan_.to)>(from, std::forward<Y>(to), here);
+    }
+    /// Moves rows back: the backward of the above, which adds what was copied.
+    template <sharded_anywhere X, sharded_anywhere Y>
+        requires detail::is_relayout<Plan>
+    void transposed(X const& from, Y&& to, caller here = caller::here()) {
+        move<1, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
+    }
+
+    /// Brings the rows beside this rank's segments, as many as the plan says: `set` comes first. Collective.
+    template <sharded_anywhere X>
+        requires(!detail::is_relayout<Plan>)
+    void operator()(X const& from, rows<T> halo, caller here = caller::here()) {
+        constexpr bool source = detail::sharded_as<decltype(plan_.sharding), X>;
+        static_assert(source, "cpx: movement of a tensor that is not sharded as its plan; make it from the tensor's "
+                              "kind of sharding");
+        if constexpr (source) {
+            require_place("the source", from.view(), here);
+            prepared_(0, from.view().data(), halo, here);
+        }
+    }
+    /// Carries the gradients of such rows home, where they are added: `to` is written. Collective.
+    template <sharded_anywhere Y>
+        requires(!detail::is_relayout<Plan>)
+    void transposed(rows<T const> halo, Y&& to, caller here = caller::here()) {
+        constexpr bool target = detail::sharded_as<decltype(plan_.sharding), Y> && detail::writes<Y>;
+        static_assert(target, "cpx: movement into a tensor that is not sharded as its plan, is const or ends with the "
+                              "call; make it from the tensor's kind of sharding");
+        if constexpr (target) {
+            require_place("the target", to.view(), here);
+            prepared_(1, halo, to.view().data(), here);
+        }
+    }
+    /// Runs exchange `k` of a carry, from the segments before or after. Collective.
+    void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
+        require(k >= 0 && k < plan_.steps, "movement", "exchange", "less than " + std::to_string(plan_.steps), k, here);
+        prepared_(from == side::before ? k : plan_.steps + k, given, got, here);
+    }
+
+    /// Returns a tensor for every batch that fits, of this one at first; see `tensor::hold`. It is where this movement
+    /// can write: in memory that peers reach, if that is how it moves. Collective.
+    template <any_sharding S>
+    auto make_tensor(S const& sharding, caller here = caller::here()) const {
+        auto const sections = plan_.from.sections().empty() ? plan_.to.sections() : plan_.from.sections();
+        auto const width = [&](int rank) {
+            return sections.empty() ? width_ : detail::local_width(sharding, rank, sections);
+        };
+        index_t most = 0; // the same on all ranks, so that the next one is at the same place, too
+        for (int rank = 0; rank < sharding.ranks(); ++rank) most = std::max(most, width(rank) * most_.rows);
+        return tensor<T, S, decltype(prepared_.memory())>(sharding, plan_.rank, width(plan_.rank), prepared_.memory(),
+                                                          most, here);
+    }
+
+private:
+    template <class X>
+    void require_place(char const* what, X const& x, caller here) const {
+        detail::require_place("movement", what, x, plan_.sharding, plan_.rank, "the plan's", here);
+    }
+    template <any_sharding... S>
+    Plan const& remake(caller here, S const&... shardings) {
+        if (!kind::same(plan_, shardings...)) {
+            auto next = kind::next(plan_, shardings..., here);
+            prepared_.set(next, kind::exchanges(next, width_), here);
+            plan_ = std::move(next);
+        }
+        return plan_;
+    }
+    template <int Number, any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhere Y>
+    void move(X const& from, Y&& to, caller here) {
         constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
         constexpr bool writes = detail::writes<Y, X> && std::same_as<element_of<X>, T>;
         constexpr bool there = detail::in_memory_of<Comm, X, Y>;
@@ -5303,30 +5511,33 @@ public:
         if constexpr (source && target && writes && there) {
             auto const x = from.view();
             auto const y = to.view();
-            if (!(x.sharding() == plan_.from && y.sharding() == plan_.to)) {
-                auto next = relayout(x.sharding(), y.sharding(), plan_.rank, here);
-                prepared_.set(next, here); // throws if it does not fit; then the plan before is still that
-                plan_ = std::move(next);
-            }
-            detail::require_place("movement", "the source", x, plan_.from, plan_.rank, "the plan's", here);
-            detail::require_place("movement", "the target", y, plan_.to, plan_.rank, "the plan's", here);
-            prepared_(x.data(), y.data(), here);
+            if constexpr (Number == 0)
+                set(x.sharding(), y.sharding(), here);
+            else
+                set(y.sharding(), x.sharding(), here);
+            detail::require_place("movement", "the source", x, x.sharding(), plan_.rank, "the plan's", here);
+            detail::require_place("movement", "the target", y, y.sharding(), plan_.rank, "the plan's", here);
+            prepared_(Number, x.data(), y.data(), here);
         }
     }
 
-    /// The plan of the batch that was moved last.
-    relayout_plan<From, To> const& plan() const { return plan_; }
-
-private:
-    relayout_plan<From, To> plan_;
-    detail::prepared_exchange<T, Comm> prepared_;
+    Plan plan_;
+    typename kind::width width_;
+    capacity most_;
+    typename detail::prepared_by<T, Plan, Comm>::type prepared_;
 };
 
-/// Returns a movement: `make_movement<float>(from, to, width, capacity, comm)`.
+/// Returns a movement: `make_movement<float>(plan, width, capacity, comm)`.
+template <class T, class Plan, any_transport Comm>
+movement<T, Plan, Comm> make_movement(Plan const& first, typename detail::moved<Plan>::width width, capacity most,
+                                      Comm& comm, caller here = caller::here()) {
+    return {first, width, most, comm, here};
+}
+/// The same of the relayout between two shardings: `make_movement<float>(from, to, width, capacity, comm)`.
 template <class T, any_sharding From, any_sharding To, any_transport Comm>
-movement<T, From, To, Comm> make_movement(From const& from, To const& to, index_t width, capacity most, Comm& comm,
-                                          caller here = caller::here()) {
-    return {from, to, width, most, comm, here};
+movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To const& to, index_t width, capacity most,
+                                                         Comm& comm, caller here = caller::here()) {
+    return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
 
 } // namespace cpx

@@ -78,3 +78,15 @@ void carries_on_host(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_r
     cpx::gated_delta_rule(p, t, {}, {}, comm);
 }
 #endif
+
+// expect: movement of a tensor that is not sharded as its source
+void moves(cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::cuda::communicator>& move,
+           view<given, device> x, view<sequential, device> y) {
+    move(x, y);
+}
+
+// expect: movement of a tensor that is not sharded as its plan
+void brings(cpx::movement<float, cpx::halo_plan<zigzag>, cpx::cuda::communicator>& move, view<given, device> x,
+            cpx::rows<float> halo) {
+    move(x, halo);
+}

@@ -2,7 +2,7 @@
 // One of several ranks, a process and a GPU each, and what tests of them share.
 #pragma once
 
-#include <cpx/cuda/shared_memory.hpp>
+#include <cpx/cuda/shared_communicator.hpp>
 
 #include <doctest/doctest.h>
 

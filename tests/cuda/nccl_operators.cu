@@ -51,8 +51,10 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
             return sharded(tensor.view(), sharding, rank, cuda::memory(stream));
         };
         meet();
-        cuda::conv_exchange<T, S> by(cpx::halo(sharding, rank, p.taps - 1),
-                                     cpx::halo(sharding, rank, p.taps - 1, side::after), width, comm, width + gap);
+        S const first(lengths({3, 1}), sharding.policy(), sharding.cut()); // then comes another batch
+        cuda::conv_exchange<T, S> by(cpx::halo(first, rank, p.taps - 1),
+                                     cpx::halo(first, rank, p.taps - 1, side::after), width, comm, width + gap,
+                                     {p.batch.tokens() + 4, p.batch.sequences() + 2});
         meet();
         auto const formed = [&]<class R>(R const& result) {
             if constexpr (requires { result.stride(); })

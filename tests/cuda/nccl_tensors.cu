@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensors in device memory, and programs that are the same on the host and between GPUs.
+#include <cpx/cuda/shared_communicator.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 
 #include <cpx/layout/head_sharded.hpp>
@@ -155,9 +156,100 @@ struct kinds {
     auto to(cpx::thd const& batch) const { return cpx::shard(batch, cpx::sequential<>(ranks)); }
 };
 
+std::string text(std::vector<index_t> const& list) { return support::text(lengths(list)); }
+
+/// Moves batches there and back while the device is busy; `refused`: what a batch that is too large is told.
+template <class Comm, class Meet>
+void move_many(Comm& comm, std::string const& refused, Meet const& meet) {
+    int const rank = comm.rank();
+    kinds const of{comm.ranks()};
+    signals signal;
+    cpx::capacity const most{700, 12};
+    auto const first = lengths({5});
+    meet();
+    auto move = cpx::make_movement<float>(of.from(first), of.to(first), 6, most, comm);
+    meet();
+    auto z = move.make_tensor(of.from(first));
+    auto y = move.make_tensor(of.to(first));
+    support::splitmix random(17); // the same on every rank
+    for (int round = 0; round < 40; ++round) {
+        std::vector<index_t> list;
+        for (index_t k = random.between(0, 12); k > 0; --k) list.push_back(random.between(0, 100));
+        auto const batch = lengths(list);
+        auto x = cpx::make_tensor<float>(of.from(batch), comm, 6);
+        x.write(numbers(of.from(batch), rank, 6));
+        y.hold(of.to(batch)), z.hold(of.from(batch));
+        comm.wait();
+        meet();
+        signal.numbers[0] = 0;
+        hold<<<1, 1, 0, comm.stream()>>>(signal.numbers, signal.numbers + 1);
+        move(x, y); // only enqueued: the device is busy until the host says so
+        move.transposed(y, z);
+        signal.numbers[0] = 1;
+        comm.wait();
+        cpx::require(signal.numbers[1] == 0, "test", "calls", "no wait for the device", "a wait");
+        cpx::require(y.read() == numbers(of.to(batch), rank, 6), "test", "rows there", "those of the batch",
+                     text(list));
+        cpx::require(z.read() == x.read(), "test", "rows back", "those that went", text(list));
+        meet();
+    }
+    auto const large = lengths(std::vector<index_t>(12, 500));
+    auto const x = cpx::make_tensor<float>(of.from(large), comm, 6);
+    auto to = cpx::make_tensor<float>(of.to(large), comm, 6);
+    rejects({"nccl_tensors.cu", refused}, [&] { move(x, to); });
+    rejects({"nccl_tensors.cu", "tensor: elements of the sharding: expected at most 4200"},
+            [&] { y.hold(of.to(large)); });
+    comm.wait();
+    meet();
+}
+
+/// Gives rank 0 one batch and rank 1 another: `told`, and then a batch that both have moves.
+template <class Comm, class Meet>
+void differ(Comm& comm, std::vector<std::vector<index_t>> const& lists, std::string const& told, Meet const& meet) {
+    int const rank = comm.rank();
+    kinds const of{comm.ranks()};
+    auto const one = lengths(lists[0]);
+    meet();
+    auto move = cpx::make_movement<float>(of.from(one), of.to(one), 4, {24, 3}, comm);
+    auto y = move.make_tensor(of.to(one));
+    meet();
+    auto const run = [&](cpx::thd const& batch) {
+        auto x = cpx::make_tensor<float>(of.from(batch), comm, 4);
+        y.hold(of.to(batch));
+        x.write(numbers(of.from(batch), rank, 4));
+        move(x, y);
+        comm.wait();
+        return y.read();
+    };
+    rejects({"nccl_tensors.cu", told}, [&] { run(lengths(lists[static_cast<std::size_t>(rank)])); });
+    meet();
+    auto const batch = lengths({3, 20});
+    cpx::require(run(batch) == numbers(of.to(batch), rank, 4), "test", "rows after an error", "the batch's", "others");
+    meet();
+}
+
+/// Throws unless `values` are the halo rows of tensors of `numbers`, six columns wide.
+template <class Plan>
+void check_beside(Plan const& halo, std::vector<float> const& values, std::string const& batch) {
+    for (std::size_t i = 0; i < halo.segments.size(); ++i) {
+        cpx::segment const& s = halo.segments[i];
+        index_t row = halo.batch.offset(s.sequence) + s.token; // the rows before it end there
+        for (std::size_t k = halo.begin[i + 1]; k-- > halo.begin[i];)
+            for (index_t n = halo.runs[k].count; n-- > 0;) {
+                --row;
+                if (!halo.runs[k].halo) continue;
+                index_t const at = row * 6, is = (halo.runs[k].first + n) * 6;
+                cpx::require(values[static_cast<std::size_t>(is)] == static_cast<float>(at * at % 37 % 7 - 3), "test",
+                             "halo row", "that before the segment", batch);
+            }
+    }
+}
+
 } // namespace
 
 TEST_SUITE("cuda") {
+    namespace cuda = cpx::cuda; // not ::cuda, of the toolkit
+
     TEST_CASE(
         "a tensor on a device begins with zeros, takes and gives what the host writes, and is freed in its stream") {
         if (!has_gpus(1)) return;
@@ -225,7 +317,26 @@ TEST_SUITE("cuda") {
         });
     }
 
-    TEST_CASE("a movement made once moves every batch that comes, without a wait or an allocation") {
+    TEST_CASE("movements made once move every batch that comes, without a wait, by send and receive or through memory "
+              "that peers write") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            {
+                cuda::stream const stream;
+                cuda::communicator comm(joined, stream);
+                move_many(comm, "bytes that leave or come: expected at most", meet);
+            }
+            meet();
+            cuda::shared_memory memory(joined, 1 << 20);
+            meet();
+            cuda::stream const stream;
+            cuda::shared_communicator comm(memory, stream);
+            move_many(comm, "rows and sequences of the batch: expected at most 700, 12", meet);
+        });
+    }
+
+    TEST_CASE("halos and carries are prepared once, too") {
         if (!has_gpus(2)) return;
         group gpus(2);
         gpus.run([&](cpx::nccl& joined, auto const& meet) {
@@ -233,41 +344,57 @@ TEST_SUITE("cuda") {
             kinds const of{joined.ranks()};
             cuda::stream const stream;
             cuda::communicator comm(joined, stream);
-            signals signal;
             cpx::capacity const most{700, 12};
-            auto const first = lengths({5});
+            auto const first = of.from(lengths({5}));
             meet();
-            auto there = cpx::make_movement<float>(of.from(first), of.to(first), 6, most, comm);
+            auto halos = cpx::make_movement<float>(cpx::halo(first, rank, 3), 6, most, comm);
             meet();
-            auto back = cpx::make_movement<float>(of.to(first), of.from(first), 6, most, comm);
+            auto carries = cpx::make_movement<float>(cpx::carry<cpx::serial>(first, rank), {6, 0}, most, comm);
             meet();
-            support::splitmix random(17); // the same on every rank
-            for (int round = 0; round < 40; ++round) {
+            support::splitmix random(19); // the same on every rank
+            for (int round = 0; round < 20; ++round) {
                 std::vector<index_t> list;
                 for (index_t k = random.between(0, 12); k > 0; --k) list.push_back(random.between(0, 100));
-                auto const batch = lengths(list);
-                auto x = cpx::make_tensor<float>(of.from(batch), comm, 6),
-                     z = cpx::make_tensor<float>(of.from(batch), comm, 6);
-                auto y = cpx::make_tensor<float>(of.to(batch), comm, 6);
-                x.write(numbers(of.from(batch), rank, 6));
-                signal.numbers[0] = 0;
-                hold<<<1, 1, 0, stream>>>(signal.numbers, signal.numbers + 1);
-                there(x, y); // only enqueued: the device is busy until the host says so
-                back(y, z);
-                signal.numbers[0] = 1;
+                auto const sharding = of.from(lengths(list));
+                auto x = cpx::make_tensor<float>(sharding, comm, 6), dx = cpx::make_tensor<float>(sharding, comm, 6);
+                x.write(numbers(sharding, rank, 6));
+                auto const& halo = halos.set(sharding);
+                cuda::buffer<float> beside(halo.target_rows * 6), states(std::ssize(halo.segments) * 6),
+                    got(std::ssize(halo.segments) * 6);
+                meet();
+                halos(x, cpx::rows<float>(beside.data(), halo.target_rows, 6));
+                halos.transposed(cpx::rows<float const>(beside.data(), halo.target_rows, 6), dx);
                 comm.wait();
-                cpx::require(signal.numbers[1] == 0, "test", "calls", "no wait for the device", "a wait");
-                cpx::require(y.read() == numbers(of.to(batch), rank, 6), "test", "rows there", "those of the batch",
-                             support::text(batch));
-                cpx::require(z.read() == x.read(), "test", "rows back", "those that went", support::text(batch));
+                meet();
+                check_beside(halo, beside.read(), text(list));
+
+                auto const& carry = carries.set(sharding);
+                for (index_t level = 0; level < carry.steps; ++level) {
+                    auto const step = carry.step(level, cpx::side::before);
+                    std::vector<float> given; // each segment's first row, by its number in the batch
+                    for (index_t const i : carry.level(level))
+                        for (index_t c = 0; c < 6; ++c)
+                            given.push_back(static_cast<float>(
+                                carry.segments[static_cast<std::size_t>(i)].sequence * 1000 + level));
+                    given.resize(static_cast<std::size_t>(states.size()));
+                    states.write(given);
+                    meet();
+                    carries(level, cpx::side::before, cpx::rows<float const>(states.data(), step.source_rows, 6),
+                            cpx::rows<float>(got.data(), step.target_rows, 6));
+                    comm.wait();
+                    meet();
+                    auto const found = got.read();
+                    index_t row = 0;
+                    for (index_t const i : carry.level(level + 1)) {
+                        auto const sequence = carry.segments[static_cast<std::size_t>(i)].sequence;
+                        cpx::require(found[static_cast<std::size_t>(row * 6)] ==
+                                         static_cast<float>(sequence * 1000 + level),
+                                     "test", "state of the segment before", "its sequence's", text(list));
+                        ++row;
+                    }
+                }
                 meet();
             }
-            auto const large = lengths(std::vector<index_t>(12, 500));
-            auto const x = cpx::make_tensor<float>(of.from(large), comm, 6);
-            auto y = cpx::make_tensor<float>(of.to(large), comm, 6);
-            rejects({"nccl_tensors.cu", "cuda::exchange: bytes that leave or come: expected at most"},
-                    [&] { there(x, y); });
-            meet();
         });
     }
 
@@ -275,30 +402,57 @@ TEST_SUITE("cuda") {
         if (!has_gpus(2)) return;
         group gpus(2);
         gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            std::string const other = std::to_string(1 - joined.rank());
+            {
+                cuda::stream const stream;
+                cuda::communicator comm(joined, stream);
+                differ(comm, {{8, 16}, {16, 8}}, // as many rows go from rank to rank
+                       "plan by which rows move: expected that of this rank, got another on ranks " + other, meet);
+            }
+            meet();
+            cuda::shared_memory memory(joined, 1 << 20);
+            meet();
+            cuda::stream const stream;
+            cuda::shared_communicator comm(memory, stream);
+            differ(comm, {{8, 16}, {3, 7, 9}},
+                   "cu_seqlens or target of a relayout: expected those of this rank, got others on ranks " + other,
+                   meet);
+        });
+    }
+
+    TEST_CASE("a captured movement moves, when it is replayed, the batch that was set last") {
+        if (!has_gpus(2)) return;
+        group gpus(2);
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
             int const rank = joined.rank();
             kinds const of{joined.ranks()};
+            cuda::shared_memory memory(joined, 1 << 20);
+            meet();
             cuda::stream const stream;
-            cuda::communicator comm(joined, stream);
-            auto const one = lengths({8, 16}), other = lengths({16, 8}); // as many rows go from rank to rank
+            cuda::shared_communicator comm(memory, stream);
+            auto const first = lengths({8, 16});
             meet();
-            auto move = cpx::make_movement<float>(of.from(one), of.to(one), 4, {24, 2}, comm);
+            auto move = cpx::make_movement<float>(of.from(first), of.to(first), 4, {60, 3}, comm);
+            auto x = move.make_tensor(of.from(first)), z = move.make_tensor(of.from(first));
+            auto y = move.make_tensor(of.to(first));
+            comm.wait();
             meet();
-            auto const run = [&](cpx::thd const& batch) {
-                auto x = cpx::make_tensor<float>(of.from(batch), comm, 4);
-                auto y = cpx::make_tensor<float>(of.to(batch), comm, 4);
-                x.write(numbers(of.from(batch), rank, 4));
+            cuda::graph const moves(stream, [&] {
                 move(x, y);
+                move.transposed(y, z);
+            });
+            for (auto const& list : {std::vector<index_t>{8, 16}, {50}, {1, 30, 29}, {}}) {
+                auto const batch = lengths(list);
+                x.hold(of.from(batch)), y.hold(of.to(batch)), z.hold(of.from(batch));
+                x.write(numbers(of.from(batch), rank, 4));
+                move.set(of.from(batch), of.to(batch));
+                moves.launch(stream);
                 comm.wait();
-                return y.read();
-            };
-            rejects({"nccl_tensors.cu", "plan by which rows move: expected that of this rank, got another on ranks " +
-                                            std::to_string(1 - rank)},
-                    [&] { run(rank == 0 ? one : other); });
-            meet();
-            auto const batch = lengths({3, 20});
-            cpx::require(run(batch) == numbers(of.to(batch), rank, 4), "test", "rows after an error", "the batch's",
-                         "others");
-            meet();
+                meet();
+                cpx::require(y.read() == numbers(of.to(batch), rank, 4) && z.read() == x.read(), "test", "replay",
+                             "rows of the batch", text(list));
+                meet();
+            }
         });
     }
 

@@ -284,10 +284,10 @@ TEST_SUITE("cuda") {
         };
         offsets const right{0, 30, 41};
         CHECK(faults({right, right, right}, 16, false) == "");
-        CHECK(faults({right, {0, 31, 41}, right}, 16, false) == "differs 0 1 2");
-        CHECK(faults({right, {0, 42, 41}, right}, 16, false) == "refused 1");
-        CHECK(faults({right, {1, 30, 41}, right}, 16, false) == "refused 1");
-        CHECK(faults({right, {0, 30, std::int64_t{1} << 40}, right}, 16, false) == "refused 1");
+        CHECK(faults({right, {0, 31, 41}, right}, 16, true) == "differs 0 1 2");
+        CHECK(faults({right, {0, 42, 41}, right}, 16, true) == "refused 1");
+        CHECK(faults({right, {1, 30, 41}, right}, 16, true) == "refused 1");
+        CHECK(faults({right, {0, 30, std::int64_t{1} << 40}, right}, 16, true) == "refused 1");
         CHECK(faults({right, right, right}, 12, false) == "refused 2");
         offsets const large{0, 300, 410};
         CHECK(faults({large, large, large}, 16, true) == "refused 0 1 2");

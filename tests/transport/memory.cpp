@@ -55,25 +55,28 @@ public:
     }
     int plans = 0;
 
-    /// What a movement prepares: one plan at a time, of at most some runs.
-    template <class T>
+    /// What a movement prepares: some plans at a time, of at most some runs.
+    template <class T, class Plan>
     struct prepared {
         far_ranks& comm;
-        cpx::plan now;
+        std::vector<cpx::plan> now;
         index_t most;
-        void set(cpx::plan const& p, cpx::caller here) {
-            for (auto const& m : p.sends)
-                cpx::require(std::ssize(m.rows) <= most, "far_ranks", "runs", most, m.rows.size(), here);
-            now = p;
+        prepared(Plan const&, std::vector<cpx::plan> const& plans, index_t, cpx::movement_room room,
+                 cpx::capacity const&, far_ranks& to, cpx::caller)
+            : comm(to), now(plans), most(room.runs) {}
+        void set(Plan const&, std::vector<cpx::plan> const& plans, cpx::caller here) {
+            index_t runs = 0;
+            for (auto const& p : plans)
+                for (auto const* messages : {&p.sends, &p.receives})
+                    for (auto const& m : *messages) runs += std::ssize(m.rows);
+            cpx::require(runs <= most, "far_ranks", "runs", most, runs, here);
+            now = plans;
         }
-        void operator()(cpx::rows<T const> const& from, cpx::rows<T> const& to, cpx::caller here) {
-            comm.exchange(now, from, to, here);
+        void operator()(index_t number, cpx::rows<T const> const& from, cpx::rows<T> const& to, cpx::caller here) {
+            comm.exchange(now[static_cast<std::size_t>(number)], from, to, here);
         }
+        far_memory memory() const { return comm.memory(); }
     };
-    template <class T>
-    prepared<T> prepare(cpx::plan const& p, index_t, index_t runs, cpx::capacity const&, cpx::caller) {
-        return {*this, p, runs};
-    }
 
 private:
     cpx::threads& comm_;
@@ -138,25 +141,54 @@ TEST_SUITE("transport") {
             auto const from = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::zigzag<>(ranks)); };
             auto const to = [&](cpx::thd const& batch) { return cpx::shard(batch, cpx::sequential<>(ranks)); };
             cpx::capacity const most{40, 4};
-            auto there = cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, most, comm);
-            auto back = cpx::make_movement<float>(to(lengths({5})), from(lengths({5})), 2, most, comm);
+            auto move = cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, most, comm);
+            auto halos = cpx::make_movement<float>(cpx::halo(from(lengths({5})), rank, 3), 2, most, comm);
+            auto series = cpx::make_movement<float>(cpx::carry<cpx::serial>(from(lengths({5})), rank), {4}, most, comm);
+            auto scans = cpx::make_movement<float>(cpx::carry<cpx::scan>(from(lengths({5})), rank), {4, 6}, most, comm);
+            auto y = move.make_tensor(to(lengths({5})));
+            auto z = move.make_tensor(from(lengths({5})));
             for (auto const& batch : {lengths({5}), lengths({17, 0, 3}), lengths({}), lengths({1, 1, 1, 30})})
                 for (int again = 0; again < 2; ++again) {
-                    auto x = cpx::make_tensor<float>(from(batch), comm, 2),
-                         z = cpx::make_tensor<float>(from(batch), comm, 2);
+                    auto x = cpx::make_tensor<float>(from(batch), comm, 2);
                     std::vector<float> values(x.elements().size());
                     for (std::size_t i = 0; i < values.size(); ++i)
                         values[i] = static_cast<float>(rank * 1000 + static_cast<int>(i));
                     x.write(values);
-                    auto y = cpx::make_tensor<float>(to(batch), comm, 2);
-                    there(x, y);
+                    y.hold(to(batch)), z.hold(from(batch));
+                    move(x, y);
                     CHECK(y.read() == cpx::exchange(x, to(batch), comm).read());
-                    back(y, z);
+                    move.transposed(y, z);
                     CHECK(z.read() == values);
+                    auto const& halo = halos.set(from(batch));
+                    std::vector<float> given(static_cast<std::size_t>(halo.target_rows * 2)), expected(given);
+                    halos(x, cpx::rows<float>(given, 2));
+                    cpx::exchange(halo, x.data(), cpx::rows<float>(expected, 2), comm);
+                    CHECK(given == expected);
+                    halos.transposed(cpx::rows<float const>(expected, 2), z);
+                    cpx::exchange(halo.transposed(), cpx::rows<float const>(expected, 2), x.data(), comm);
+                    CHECK(z.read() == x.read());
+                    auto const hand_on = [&](auto& carries, index_t width, auto&& step) {
+                        carries.set(from(batch));
+                        for (auto const side : {cpx::side::before, cpx::side::after})
+                            for (index_t k = 0; k < carries.plan().steps; ++k) {
+                                auto const p = step(k, side);
+                                std::vector<float> states(static_cast<std::size_t>(p.source_rows * width),
+                                                          static_cast<float>(rank + 1)),
+                                    got(static_cast<std::size_t>(p.target_rows * width)), others(got);
+                                carries(k, side, cpx::rows<float const>(states, width), cpx::rows<float>(got, width));
+                                cpx::exchange(p, cpx::rows<float const>(states, width), cpx::rows<float>(others, width),
+                                              comm);
+                                CHECK(got == others);
+                            }
+                    };
+                    hand_on(series, 4, [&](index_t k, cpx::side s) { return series.plan().step(k, s); });
+                    hand_on(scans, 2, [&](index_t k, cpx::side s) { return scans.plan().step(k, s, 4, 6); });
                 }
+            rejects({"memory.cpp", "tensor: elements of the sharding: expected at most 80, got"},
+                    [&] { y.hold(to(lengths({200}))); });
             auto const x = cpx::make_tensor<float>(from(lengths({9})), comm, 2);
-            auto y = cpx::make_tensor<float>(to(lengths({4, 5})), comm, 2);
-            rejects({"memory.cpp", "relayout"}, [&] { there(x, y); });
+            y.hold(to(lengths({4, 5})));
+            rejects({"memory.cpp", "relayout"}, [&] { move(x, y); });
             rejects({"memory.cpp", "movement: runs: expected not negative"}, [&] {
                 cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, {40, -7}, comm);
             });

@@ -30,34 +30,35 @@ struct conv_grid {
     dim3 threads;
     int strip = 0;
     index_t strip_blocks = 0, blocks = 0;
+    index_t most_strip_blocks = 0; ///< of as many rows, or fewer
 };
 
 /// Returns a grid of whole waves of `per_multiprocessor` blocks on every multiprocessor. Strips have about `wanted`
 /// rows or, where rows are few, as many as fill one wave. Without channels the grid is that of one channel: nothing is
 /// launched then, but the size of the workspace may be asked for.
-inline conv_grid cut_convolution(conv_plan const& plan, index_t channels, int vector, index_t per_multiprocessor,
-                                 index_t wanted) {
-    index_t const in_a_row = std::max<index_t>(1, (channels + vector - 1) / vector), rows = plan.rows();
+inline conv_grid cut_convolution(conv_plan const& plan, index_t rows, index_t channels, int vector,
+                                 index_t per_multiprocessor, index_t wanted) {
+    index_t const in_a_row = std::max<index_t>(1, (channels + vector - 1) / vector);
     index_t const warps = std::min<index_t>(4, (in_a_row + 31) / 32);
     index_t const lanes = 32 * (warps == 3 ? 4 : warps), tiles = (in_a_row + lanes - 1) / lanes;
     index_t const together = 128 / lanes; // strips of a block
     index_t const resident = per_multiprocessor * plan.multiprocessors(), per_wave = resident * together * wanted;
     index_t const waves = std::max<index_t>(1, (rows * tiles + per_wave / 2) / per_wave);
-    index_t const strips = std::max<index_t>(1, resident * waves / tiles) * together;
+    index_t const most = std::max<index_t>(1, resident * waves / tiles), strips = most * together;
     index_t const strip = std::max<index_t>(16, ((rows + strips - 1) / strips + 3) / 4 * 4);
     index_t const blocks = (rows + strip * together - 1) / (strip * together);
     return {dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(together)), static_cast<int>(strip), blocks,
-            blocks * tiles};
+            blocks * tiles, most};
 }
 
 // Fastest on an H200 without spills, for 32768 rows and 8192 channels. A strip is slow at its beginning and end, where
 // nothing hides its loads. In the backward that costs more: it has one wave of long strips.
 inline conv_grid cut_forward(conv_plan const& plan, index_t channels, int vector) {
-    return cut_convolution(plan, channels, vector, kernels::conv_resident, vector == 4 ? 256 : 128);
+    return cut_convolution(plan, plan.rows(), channels, vector, kernels::conv_resident, vector == 4 ? 256 : 128);
 }
 
-inline conv_grid cut_backward(conv_plan const& plan, index_t channels, int vector, bool parts) {
-    return cut_convolution(plan, channels, vector, kernels::conv_backward_resident(vector, parts),
+inline conv_grid cut_backward(conv_plan const& plan, index_t rows, index_t channels, int vector, bool parts) {
+    return cut_convolution(plan, rows, channels, vector, kernels::conv_backward_resident(vector, parts),
                            vector > 1 ? 1024 : 512);
 }
 
@@ -263,7 +264,8 @@ inline index_t causal_conv1d_workspace(conv_plan const& plan, index_t channels) 
     index_t blocks = 0;
     for (int const vector : {1, 4, 8})
         for (bool const parts : {false, true})
-            blocks = std::max(blocks, detail::cut_backward(plan, channels, vector, parts).strip_blocks);
+            blocks = std::max(blocks,
+                              detail::cut_backward(plan, plan.most_rows(), channels, vector, parts).most_strip_blocks);
     return blocks * (plan.taps() + 1) * channels;
 }
 
@@ -328,7 +330,8 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
                                            sums ? to.workspace.data() : nullptr};
     with_activation(act, [&](auto silu) {
         auto const launch = [&](auto* kernel, int vector) {
-            auto const grid = cut_backward(plan, channels, vector, vector > 1 && !std::same_as<Dy, rows<T const>>);
+            auto const grid =
+                cut_backward(plan, plan.rows(), channels, vector, vector > 1 && !std::same_as<Dy, rows<T const>>);
             given.strip = grid.strip;
             launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
             if (!sums) return;

@@ -9,18 +9,24 @@
 #include <deque>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace cpx::cuda {
+
+template <class T, class Plan>
+class prepared_plans;
 
 /// One rank of an NCCL communicator, whose tensors are in device memory and whose work is in one stream: a
 /// `device_transport`, which `cpx::exchange` and operators take as they take the host's transports.
 ///
-/// Belongs to the communicator's device and to one thread; the communicator, the stream and the resource outlive it.
+/// Belongs to the communicator's device and to one thread; the communicator, the stream and the memory outlive it.
 /// Calls with a plan prepare it first: ranks compare what they are about to run, tables are uploaded. What is called
-/// again and again prepares once, see `cuda::exchange`.
+/// again and again prepares once, see `cpx::movement`.
 class communicator {
 public:
     using memory_type = cuda::memory;
+    template <class T, class Plan>
+    using prepared = prepared_plans<T, Plan>;
 
     explicit communicator(nccl& comm, cudaStream_t in, memory_resource& from = default_resource())
         : comm_(comm), memory_(in, from) {}
@@ -37,38 +43,8 @@ public:
         auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
         auto made =
             std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, stride(from), stride(to), range{}, here);
-        (*made)(from, to, stream(), here);
+        (*made)(from, to, stream(), 0, here);
         keep(std::move(made), here);
-    }
-
-    /// A plan and those that come later, ready to run in the stream; `cpx::movement` has one.
-    template <class T>
-    class prepared {
-    public:
-        prepared(plan const& p, index_t width, exchange_room const& room, communicator& comm, caller here)
-            : exchange_(std::make_unique<cuda::exchange<T>>(p, width, comm.comm_, room, here)), in_(comm.stream()) {}
-        void set(plan const& p, caller here) { exchange_->set(p, in_, here); }
-        void operator()(rows<T const> const& from, rows<T> const& to, caller here) {
-            (*exchange_)(from, to, in_, here);
-        }
-
-    private:
-        std::unique_ptr<cuda::exchange<T>> exchange_;
-        cudaStream_t in_;
-    };
-
-    /// Prepares plans of at most `runs` runs of rows. Collective.
-    template <class T>
-    prepared<T> prepare(plan const& p, index_t width, index_t runs, capacity const& most, caller here) {
-        char const* const where = "cuda::communicator";
-        index_t const elements = std::max({p.source_width, p.target_width, width});
-        index_t const element = static_cast<index_t>(sizeof(T));
-        index_t const bytes = cpx::detail::product(where, "bytes", {most.rows, elements, element}, here);
-        index_t columns = 1;
-        for (auto const* messages : {&p.sends, &p.receives})
-            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
-        exchange_room const room{2 * columns * (runs + ranks()), bytes + 256 * ranks()};
-        return {p, width, room, *this, here};
     }
 
     /// Keeps what the stream needs until it has come here. Frees what it no longer needs.
@@ -82,13 +58,53 @@ public:
     }
 
     /// Waits until the stream has done all it was given. Throws `cpx::error` that names the ranks that did not come
-    /// within the communicator's deadline, or another error of NCCL's or the device's.
+    /// within the communicator's deadline, that moved rows of another batch, or another error of NCCL's or the
+    /// device's.
     void wait(caller here = caller::here()) const { comm_.wait(stream(), here); }
 
 private:
     nccl& comm_;
     cuda::memory memory_;
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
+};
+
+namespace detail {
+
+/// Makes ready to send and receive by plans, and by those of other batches.
+template <class T>
+std::unique_ptr<exchange<T>> ready_to_send(std::vector<plan> const& plans, index_t width, movement_room room,
+                                           communicator const& comm, range others, caller here) {
+    char const* const where = "cuda::communicator";
+    index_t columns = 1, elements = width;
+    for (plan const& p : plans) {
+        elements = std::max({elements, p.source_width, p.target_width});
+        for (auto const* messages : {&p.sends, &p.receives})
+            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+    }
+    index_t const bytes =
+        cpx::detail::product(where, "bytes", {room.rows, elements, static_cast<index_t>(sizeof(T))}, here);
+    exchange_room const most{2 * columns * (room.runs + 2 * comm.ranks()), bytes + 256 * comm.ranks()};
+    return std::make_unique<exchange<T>>(plans, width, comm.nccl_communicator(), most, 0, others, here);
+}
+
+} // namespace detail
+
+/// What a `cpx::movement` prepares on devices: to send and receive rows.
+template <class T, class Plan>
+class prepared_plans {
+public:
+    prepared_plans(Plan const&, std::vector<plan> const& plans, index_t width, movement_room room, capacity const&,
+                   communicator& comm, caller here)
+        : memory_(comm.memory()), sent_(detail::ready_to_send<T>(plans, width, room, comm, {}, here)) {}
+    void set(Plan const&, std::vector<plan> const& plans, caller here) { sent_->set(plans, memory_.stream(), here); }
+    void operator()(index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
+        (*sent_)(from, to, memory_.stream(), number, here);
+    }
+    cuda::memory memory() const { return memory_; }
+
+private:
+    cuda::memory memory_;
+    std::unique_ptr<exchange<T>> sent_;
 };
 
 } // namespace cpx::cuda

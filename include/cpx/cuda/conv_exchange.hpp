@@ -6,13 +6,14 @@
 #include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/layout/sharded.hpp>
+#include <cpx/transport/movement.hpp>
 
 #include <optional>
 
 namespace cpx::cuda {
 
 /// What convolutions of elements T on sharding S need of one rank: plans, exchanges and device memory. Made once a
-/// batch, used by every layer.
+/// batch, used by every layer; or once for every batch that comes.
 ///
 /// Belongs to the device of the communicator. Calls are collective, in the same order on all ranks, and in one stream
 /// or ordered by events, for they share its memory. No call leaves anything in it for another one: layers may come in
@@ -21,28 +22,34 @@ template <conv_element T, any_sharding S>
 class conv_exchange {
 public:
     /// For the forward. `before`: `halo(sharding, rank, taps - 1)`; `channels`: those of this rank; `x_stride`:
-    /// elements from row to row of x, 0 for dense.
+    /// elements from row to row of x, 0 for dense; `most`: the largest batch that a call may have later; none: all are
+    /// this one.
     ///
     /// Collective, unless every rank holds every row: first of all the ranks compare what they are about to run. Ranks
     /// that are threads of one process meet before and after, so that none allocates while another waits for it.
     /// Throws `cpx::error` if plan and communicator do not fit, if the ranks' plans differ, and what `conv_plan`
     /// throws.
-    conv_exchange(halo_plan<S> const& before, index_t channels, nccl& comm, index_t x_stride = 0,
+    conv_exchange(halo_plan<S> const& before, index_t channels, nccl& comm, index_t x_stride = 0, capacity most = {},
                   caller here = caller::here())
-        : sharding_(compared(before, channels, comm, "halo", here)), rank_(before.rank), plan_(before, here),
-          channels_(channels), halo_(plan_.halo_rows() * channels, here) {
-        make(halo_exchange_, before, comm, x_stride, here);
-    }
-
+        : conv_exchange(before, static_cast<halo_plan<S> const*>(nullptr), channels, comm, x_stride, most, here) {}
     /// Also for the backward. `after`: `halo(sharding, rank, taps - 1, side::after)`.
     conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index_t channels, nccl& comm,
-                  index_t x_stride = 0, caller here = caller::here())
-        : sharding_(compared(before, channels, comm, "halo before and after", here)), rank_(before.rank),
-          plan_(before, after, here), channels_(channels), halo_(plan_.halo_rows() * channels, here),
-          edge_(plan_.edge_rows() * channels, here), dz_halo_(plan_.dz_halo_rows() * channels, here),
-          workspace_(causal_conv1d_workspace(plan_, channels), here) {
-        make(halo_exchange_, before, comm, x_stride, here);
-        make(edge_exchange_, plan_.edge_exchange(), comm, 0, here);
+                  index_t x_stride = 0, capacity most = {}, caller here = caller::here())
+        : conv_exchange(before, &after, channels, comm, x_stride, most, here) {}
+
+    /// Makes the plans of another batch, in the order of the stream, unless this was made for one: no device memory is
+    /// allocated, and nothing waits. Calls do so themselves. Throws `cpx::error` if there is no room for it; if ranks
+    /// have different batches, the wait after the next call says so.
+    void set(S const& sharding, cudaStream_t in, caller here = caller::here()) {
+        if (!later_ || sharding == sharding_) return;
+        auto const before = cpx::halo(sharding, rank_, plan_.taps() - 1, side::before, here);
+        std::optional<halo_plan<S>> after;
+        if (plan_.has_backward()) after.emplace(cpx::halo(sharding, rank_, plan_.taps() - 1, side::after, here));
+        plan_.set(before, after ? &*after : nullptr, in, here);
+        cpx::plan const& moved = before;
+        if (halo_exchange_) halo_exchange_->set({&moved, 1}, in, here);
+        if (edge_exchange_) edge_exchange_->set({&plan_.edge_exchange(), 1}, in, here);
+        sharding_ = sharding;
     }
 
     S const& sharding() const { return sharding_; }
@@ -58,14 +65,30 @@ public:
 
     /// Fills `halo()` from everybody's x. Collective.
     void exchange_halo(rows<T const> x, cudaStream_t in, caller here = caller::here()) {
-        if (halo_exchange_) (*halo_exchange_)(x, halo(), in, here);
+        if (halo_exchange_) (*halo_exchange_)(x, halo(), in, 0, here);
     }
     /// Fills `dz_halo()` from everybody's `edge()`. Collective.
     void exchange_edge(cudaStream_t in, caller here = caller::here()) {
-        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), in, here);
+        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), in, 0, here);
     }
 
 private:
+    conv_exchange(halo_plan<S> const& before, halo_plan<S> const* after, index_t channels, nccl& comm, index_t x_stride,
+                  capacity most, caller here)
+        : sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", here)),
+          rank_(before.rank), later_(most.rows > 0),
+          beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, most, here) : 0),
+          plan_(before, after, {most.rows, later_ ? cpx::detail::most_segments(before.sharding, most, here) : 0}, here),
+          channels_(channels) {
+        halo_ = buffer<T>(std::max(plan_.halo_rows(), beside_) * channels, here);
+        make(halo_exchange_, before, comm, x_stride, here);
+        if (!after) return;
+        edge_ = buffer<float>(std::max(plan_.edge_rows(), beside_) * channels, here);
+        dz_halo_ = buffer<float>(std::max(plan_.dz_halo_rows(), beside_) * channels, here);
+        workspace_ = buffer<float>(causal_conv1d_workspace(plan_, channels), here);
+        make(edge_exchange_, plan_.edge_exchange(), comm, 0, here);
+    }
+
     /// Lets the ranks compare their plans, once for all exchanges: the plan of rows after follows from that of rows
     /// before. Returns the sharding.
     static S const& compared(halo_plan<S> const& before, index_t channels, nccl& comm, char const* operation,
@@ -82,16 +105,23 @@ private:
         detail::agree(comm, id, before, here);
         return before.sharding;
     }
-
     template <class U>
     void make(std::optional<exchange<U>>& to, cpx::plan moved, nccl& comm, index_t stride, caller here) {
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
-        to.emplace(moved, channels_, comm, stride, index_t{0}, range{}, here);
+        if (!later_) {
+            to.emplace(moved, channels_, comm, stride, index_t{0}, range{}, here);
+            return;
+        }
+        index_t const bytes = beside_ * channels_ * static_cast<index_t>(sizeof(U));
+        exchange_room const room{4 * beside_ + 2 * comm.ranks(), bytes + 256 * comm.ranks()};
+        to.emplace(std::span<cpx::plan const>(&moved, 1), channels_, comm, room, stride, range{}, here);
     }
 
     S sharding_;
     int rank_;
+    bool later_;     ///< whether other batches may come
+    index_t beside_; ///< rows of them that are sent, or come, at most
     conv_plan plan_;
     index_t channels_;
     buffer<T> halo_;
@@ -180,6 +210,7 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
     if constexpr (fits && writes) {
         sharded<T const, S, memory> const from = x.view();
         sharded<T, S, memory> const to = y.view();
+        by.set(from.sharding(), from.memory().stream(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d", "y", by, to, here);
         detail::require_stream("cuda::causal_conv1d", "y", to, from, here);
@@ -196,6 +227,7 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
                         "elements; make that with halo(x.sharding(), ...)");
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
+        by.set(from.sharding(), from.memory().stream(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::convolve(by, from.data(), weight, bias, act, y, from.memory().stream(), here);
     }
@@ -220,6 +252,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     static_assert(same, "cpx: cuda::causal_conv1d_backward wants x and dy of the conv_exchange's elements");
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
+        by.set(from.sharding(), from.memory().stream(), here);
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
         detail::require_stream("cuda::causal_conv1d_backward", "dy", of_y, from, here);
@@ -240,6 +273,7 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                   "other elements; make that with halo(x.sharding(), ...)");
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
+        by.set(from.sharding(), from.memory().stream(), here);
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
         detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, from.memory().stream(), here);
     }

@@ -2,16 +2,26 @@
 // The halo plans of a causal convolution, in the form that its kernels read.
 #pragma once
 
-#include <cpx/cuda/runtime.hpp>
+#include <cpx/cuda/upload_ring.hpp>
 #include <cpx/plan/halo.hpp>
 
 #include <cpx/causal_conv1d.cuh>
 
 #include <algorithm>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
 
 namespace cpx::cuda {
 
-/// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer.
+/// The most rows and segments of a rank.
+struct conv_room {
+    index_t rows = 0, segments = 0;
+};
+
+/// Where one rank's segments begin, and which rows stand beside them: made once a batch, used by every layer, or once
+/// for all batches.
 ///
 /// Belongs to the device on which it is made: operators refuse it on another. The backward does not store dz. A row of
 /// it that another segment needs, on this rank or elsewhere, is an edge row: `causal_conv1d_backward_edge` computes
@@ -23,76 +33,109 @@ public:
     /// Throws `cpx::error` on other plans, more than 8 taps, and errors of the device. Cost: one upload of a number for
     /// each segment and row beside it.
     template <any_sharding S>
-    explicit conv_plan(halo_plan<S> const& before, caller here = caller::here()) {
-        set_before(before, here);
-    }
+    explicit conv_plan(halo_plan<S> const& before, caller here = caller::here())
+        : conv_plan(before, static_cast<halo_plan<S> const*>(nullptr), conv_room(), here) {}
 
     /// Also for the backward. `after` is `halo(sharding, rank, taps - 1, side::after)`.
     template <any_sharding S>
-    conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here()) {
-        auto const beside = set_before(before, here);
-        require(after.sharding == before.sharding && after.rank == before.rank, "cuda::conv_plan", "plan of rows after",
-                "the sharding and the rank of that of rows before", "another", here);
-        require(after.where == side::after && after.reach == before.reach, "cuda::conv_plan",
-                "rows after a segment in the plan", before.reach, after.where == side::after ? after.reach : 0, here);
-        set_after(after, before.segments, beside, here);
+    conv_plan(halo_plan<S> const& before, halo_plan<S> const& after, caller here = caller::here())
+        : conv_plan(before, &after, conv_room(), here) {}
+
+    /// Also for plans that come later, if there is room for any; without `after`, for the forward alone.
+    template <any_sharding S>
+    conv_plan(halo_plan<S> const& before, halo_plan<S> const* after, conv_room most, caller here = caller::here())
+        : device_(current_device()), reach_(before.reach), has_backward_(after != nullptr),
+          most_(std::max(most.rows, before.source_rows)) {
+        check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
+              "cudaDeviceGetAttribute", here);
+        std::vector<index_t> tables;
+        now_ = make(before, after, tables, here);
+        // a row after a segment of another one is an edge row, of as many places as there are taps
+        index_t const a_segment = 1 + reach_ + (after ? reach_ + reach_ * taps() : 0);
+        tables_ = buffer<index_t>(std::max(std::ssize(tables), most.segments * a_segment + 1), here);
+        check(cudaMemcpy(tables_.data(), tables.data(), tables.size() * sizeof tables[0], cudaMemcpyHostToDevice),
+              "cudaMemcpy", here);
+        if (most.segments > 0) ring_.emplace(tables_.size() * static_cast<index_t>(sizeof(index_t)), here);
     }
 
-    index_t rows() const { return rows_; }
+    /// Replaces the plans, in the order of the stream: allocates no device memory, and does not wait. Throws
+    /// `cpx::error` if there is no room for them.
+    template <any_sharding S>
+    void set(halo_plan<S> const& before, halo_plan<S> const* after, cudaStream_t in, caller here = caller::here()) {
+        char const* const where = "cuda::conv_plan";
+        require(ring_ && before.reach == reach_ && (after != nullptr) == has_backward_, where, "plan to set",
+                "one of the taps and sides of the first, and room for others", "another", here);
+        std::vector<index_t> tables;
+        auto next = make(before, after, tables, here);
+        require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
+                "at most " + std::to_string(most_) + ", " + std::to_string(tables_.size()),
+                std::to_string(next.rows) + ", " + std::to_string(tables.size()), here);
+        std::span<std::byte const> const parts[] = {std::as_bytes(std::span(tables))};
+        ring_->upload(parts, tables_.data(), in, here);
+        now_ = std::move(next);
+    }
+
+    index_t rows() const { return now_.rows; }
+    /// Returns the most rows that there is room for.
+    index_t most_rows() const { return most_; }
     /// Returns the rows that an exchange with the plan of rows before brings.
-    index_t halo_rows() const { return halo_rows_; }
+    index_t halo_rows() const { return now_.halo_rows; }
     index_t taps() const { return reach_ + 1; }
 
     bool has_backward() const { return has_backward_; }
     /// Returns the plan that brings edge rows, its source, to the ranks whose segments they follow, its target.
-    plan const& edge_exchange() const { return edge_exchange_; }
-    index_t edge_rows() const { return edge_exchange_.source_rows; }
-    index_t dz_halo_rows() const { return edge_exchange_.target_rows; }
+    plan const& edge_exchange() const { return now_.edge_exchange; }
+    index_t edge_rows() const { return now_.edge_exchange.source_rows; }
+    index_t dz_halo_rows() const { return now_.edge_exchange.target_rows; }
 
-    index_t segments() const { return first_.size() - 1; }
+    index_t segments() const { return now_.segments; }
     int device() const { return device_; }
     int multiprocessors() const { return multiprocessors_; }
     /// Returns, in device memory, the tables of the kernels (see kernels/cpx/causal_conv1d.cuh).
-    index_t const* first() const { return first_.data(); }
-    index_t const* before() const { return before_.data(); }
-    index_t const* after() const { return after_.data(); }
-    index_t const* edge_places() const { return edge_places_.data(); }
+    index_t const* first() const { return tables_.data(); }
+    index_t const* before() const { return first() + now_.segments + 1; }
+    index_t const* after() const { return before() + now_.segments * reach_; }
+    index_t const* edge_places() const { return after() + now_.segments * reach_; }
 
 private:
-    static buffer<index_t> upload(std::vector<index_t> const& values, caller here) {
-        return buffer<index_t>(std::span(values), here);
-    }
+    struct batch {
+        index_t rows = 0, halo_rows = 0, segments = 0;
+        plan edge_exchange;
+    };
 
-    /// Returns the table of rows before: (segments, reach). Rows of the halo are numbered after the rank's own; -1:
-    /// none.
+    /// Adds to `tables` where segments begin, then (segments, reach) rows before. Rows of the halo are numbered after
+    /// the rank's own; -1: none. Then what `add_after` adds.
     template <any_sharding S>
-    std::vector<index_t> set_before(halo_plan<S> const& p, caller here) {
+    batch make(halo_plan<S> const& p, halo_plan<S> const* after, std::vector<index_t>& tables, caller here) const {
         require(p.where == side::before, "cuda::conv_plan", "side of the halo", "before", "after", here);
         require(p.reach < kernels::conv_max_taps, "cuda::conv_plan", "taps",
                 "at most " + std::to_string(kernels::conv_max_taps), p.reach + 1, here);
         require(std::ssize(p.segments) < index_t{1} << 31, "cuda::conv_plan", "segments", "less than 2^31",
                 p.segments.size(), here);
-        rows_ = p.source_rows;
-        halo_rows_ = p.target_rows;
-        reach_ = p.reach;
-        device_ = current_device();
-        check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
-              "cudaDeviceGetAttribute", here);
-        std::vector<index_t> table(p.segments.size() * static_cast<std::size_t>(reach_), -1);
+        batch made{p.source_rows, p.target_rows, std::ssize(p.segments), {}};
+        tables = offsets(p.segments);
+        std::vector<index_t> beside(p.segments.size() * static_cast<std::size_t>(reach_), -1);
         for (std::size_t i = 0; i < p.segments.size(); ++i) {
-            auto to = table.begin() + static_cast<index_t>(i + 1) * reach_;
+            auto to = beside.begin() + static_cast<index_t>(i + 1) * reach_;
             for (std::size_t k = p.begin[i + 1]; k-- > p.begin[i];)
                 for (index_t row = p.runs[k].count; row-- > 0;)
-                    *--to = p.runs[k].first + row + (p.runs[k].halo ? rows_ : 0);
+                    *--to = p.runs[k].first + row + (p.runs[k].halo ? made.rows : 0);
         }
-        first_ = upload(offsets(p.segments), here);
-        before_ = upload(table, here);
-        return table;
+        tables.insert(tables.end(), beside.begin(), beside.end());
+        if (!after) return made;
+        require(after->sharding == p.sharding && after->rank == p.rank, "cuda::conv_plan", "plan of rows after",
+                "the sharding and the rank of that of rows before", "another", here);
+        require(after->where == side::after && after->reach == p.reach, "cuda::conv_plan",
+                "rows after a segment in the plan", p.reach, after->where == side::after ? after->reach : 0, here);
+        made.edge_exchange = add_after(*after, p.segments, beside, tables);
+        return made;
     }
 
+    /// Adds to `tables` (segments, reach) rows after, and what edge rows are computed from. Returns the plan that moves
+    /// these.
     template <any_sharding S>
-    void set_after(halo_plan<S> const& p, std::vector<segment> const& segments, std::vector<index_t> const& before,
-                   caller here) {
+    plan add_after(halo_plan<S> const& p, std::vector<segment> const& segments, std::vector<index_t> const& before,
+                   std::vector<index_t>& tables) const {
         // Own rows, ascending. A row that another segment of this rank needs is among those that are sent, because the
         // rank that holds the rows between needs it, too.
         std::vector<index_t> edge;
@@ -103,38 +146,38 @@ private:
         edge.erase(std::ranges::unique(edge).begin(), edge.end());
         auto const place = [&](index_t row) -> index_t { return std::ranges::lower_bound(edge, row) - edge.begin(); };
 
-        has_backward_ = true;
-        edge_exchange_ = p;
-        edge_exchange_.source_rows = std::ssize(edge);
-        for (message& m : edge_exchange_.sends)
+        plan moved = p;
+        moved.source_rows = std::ssize(edge);
+        for (message& m : moved.sends)
             for (run& r : m.rows) r.first = place(r.first); // its rows follow one another among the edge rows, too
 
-        std::vector<index_t> table(segments.size() * static_cast<std::size_t>(reach_), -1);
+        std::vector<index_t> beside(segments.size() * static_cast<std::size_t>(reach_), -1);
         for (std::size_t i = 0; i < segments.size(); ++i) {
-            auto to = table.begin() + static_cast<index_t>(i) * reach_;
+            auto to = beside.begin() + static_cast<index_t>(i) * reach_;
             for (std::size_t k = p.begin[i]; k < p.begin[i + 1]; ++k)
                 for (index_t row = p.runs[k].first; row < p.runs[k].first + p.runs[k].count; ++row)
                     *to++ = p.runs[k].halo ? std::ssize(edge) + row : place(row);
         }
+        tables.insert(tables.end(), beside.begin(), beside.end());
 
-        std::vector<index_t> places; // (edge rows, taps): what each is computed from
-        index_t s = 0;
+        index_t s = 0; // (edge rows, taps): what each is computed from
         for (index_t const row : edge) {
             while (segments[static_cast<std::size_t>(s)].row + segments[static_cast<std::size_t>(s)].count <= row) ++s;
             for (index_t from = row - reach_; from <= row; ++from) {
                 index_t const token = from - segments[static_cast<std::size_t>(s)].row;
-                places.push_back(token >= 0 ? from : before[static_cast<std::size_t>((s + 1) * reach_ + token)]);
+                tables.push_back(token >= 0 ? from : before[static_cast<std::size_t>((s + 1) * reach_ + token)]);
             }
         }
-        after_ = upload(table, here);
-        edge_places_ = upload(places, here);
+        return moved;
     }
 
-    index_t rows_ = 0, halo_rows_ = 0, reach_ = 0;
-    int device_ = 0, multiprocessors_ = 1;
-    bool has_backward_ = false;
-    plan edge_exchange_;
-    buffer<index_t> first_, before_, after_, edge_places_;
+    int device_, multiprocessors_ = 1;
+    index_t reach_;
+    bool has_backward_;
+    index_t most_;
+    batch now_;
+    buffer<index_t> tables_; ///< one behind the other
+    std::optional<upload_ring> ring_;
 };
 
 } // namespace cpx::cuda

@@ -12,8 +12,9 @@
 
 #include <algorithm>
 #include <optional>
-#include <type_traits>
+#include <span>
 #include <utility>
+#include <vector>
 
 namespace cpx::cuda {
 
@@ -31,11 +32,11 @@ inline void agree(nccl& comm, identity const& mine, plan const& p, caller here) 
 
 /// What an exchange keeps for plans that it is given later.
 struct exchange_room {
-    index_t rectangles = 0; ///< that rows are copied by: one for each run of rows and columns
-    index_t bytes = 0;      ///< of the rows that leave, and of those that come
+    index_t rectangles = 0; ///< that rows are copied by, of all plans: one for each run of rows and columns
+    index_t bytes = 0;      ///< of the rows that leave, and of those that come, by one plan
 };
 
-/// A plan made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
+/// Plans made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
 ///
 /// Each call packs what leaves, sends one message a peer and unpacks, on the caller's stream, without host
 /// synchronisation or allocation. Rows that stay are copied once. A message that is one run of whole rows is sent from,
@@ -46,120 +47,114 @@ struct exchange_room {
 template <class T>
 class exchange {
 public:
-    /// `width`: elements a row if the plan moves whole rows, else ignored; strides: elements from row to row, 0 for
-    /// dense; `others`: ranks whose rows go from and to this one in another way. Collective: ranks compare what they
-    /// are about to run.
+    /// One plan. `width`: elements a row if the plan moves whole rows, else ignored; strides: elements from row to row,
+    /// 0 for dense; `others`: ranks whose rows go from and to this one in another way. Collective: ranks compare what
+    /// they are about to run.
     ///
     /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
     exchange(plan const& p, index_t width, nccl& comm, index_t from_stride = 0, index_t to_stride = 0,
              range others = {}, caller here = caller::here())
-        : exchange(p, width, comm, {from_stride, to_stride}, others, here) {
-        auto t = detail::tables_of(p, shape_, others);
-        list_ = buffer<kernels::rectangle>(std::ssize(t.list), here);
-        list_.write(t.list, here);
-        staged_out_ = buffer<char>(t.packed, here);
-        staged_in_ = buffer<char>(t.unpacked, here);
-        take(p, std::move(t));
-        connect(tables_.sends, tables_.receives, here);
+        : exchange(width, comm, from_stride, to_stride, others, here) {
+        auto made = reserve({&p, 1}, {}, here);
+        if (!made.list.empty())
+            check(cudaMemcpy(list(), made.list.data(), made.list.size() * sizeof made.list[0], cudaMemcpyHostToDevice),
+                  "cudaMemcpy", here);
+        connect(made.plans[0].tables.sends, made.plans[0].tables.receives, here);
+        take(std::move(made.plans), true);
     }
 
     /// Also for plans that come later, see `set`, of the same widths. Connects all ranks.
-    exchange(plan const& p, index_t width, nccl& comm, exchange_room room, caller here = caller::here())
-        : exchange(p, width, comm, strides{}, range{}, here) {
-        auto const t = detail::tables_of(p, shape_, {});
-        room.rectangles = std::max(room.rectangles, std::ssize(t.list));
-        list_ = buffer<kernels::rectangle>(room.rectangles + 1, here);
-        staged_out_ = buffer<char>(std::max(room.bytes, t.packed), here);
-        staged_in_ = buffer<char>(std::max(room.bytes, t.unpacked), here);
-        words_ = buffer<std::int64_t>(comm.ranks(), here);
-        ring_.emplace(list_.size() * static_cast<index_t>(sizeof(kernels::rectangle)), here);
+    exchange(std::span<plan const> plans, index_t width, nccl& comm, exchange_room room, index_t from_stride = 0,
+             range others = {}, caller here = caller::here())
+        : exchange(width, comm, from_stride, 0, others, here) {
+        reserve(plans, room, here);
+        ring_.emplace(list_.size(), here);
         std::vector<detail::wire> all;
         for (int peer = 0; peer < comm.ranks(); ++peer)
             if (peer != comm.rank()) all.push_back({peer, 0, 0, 1});
         connect(all, all, here);
         cuda::stream const stream;
-        set(p, stream, here);
+        set(plans, stream, here);
         settle(stream, here);
     }
 
-    /// Replaces the plan from the next call on, in the order of the stream: uploads its tables, and neither allocates
-    /// device memory nor waits for the device or for another rank. All ranks do so between the same calls.
+    /// Replaces the plans from the next call on, in the order of the stream: uploads their tables, and neither
+    /// allocates device memory nor waits for the device or for another rank. All ranks do so between the same calls.
     ///
-    /// Whether they have the same plan is compared by what the next call sends; ranks that have not are told at the
+    /// Whether they have the same plans is compared by what the next calls send; ranks that have not are told at the
     /// next wait of the communicator. Where plans differ in what is sent, that is when the deadline has passed, and the
-    /// communicator has been aborted. Throws `cpx::error` if this exchange was made without room, or the plan has other
-    /// widths or wants more room.
-    void set(plan const& p, cudaStream_t stream, caller here = caller::here()) {
+    /// communicator has been aborted. Throws `cpx::error` if this exchange was made without room, or the plans want
+    /// more.
+    void set(std::span<plan const> plans, cudaStream_t stream, caller here = caller::here()) {
         char const* const where = "cuda::exchange";
         require(ring_.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
-        require_plan(p, here);
-        bool const same = (p.source_width ? p.source_width : width_) == shape_.source_width &&
-                          (p.target_width ? p.target_width : width_) == shape_.target_width &&
-                          (p.kind == flow::sums) == sums_;
-        require(same, where, "widths and kind of the plan", "those of the first", "others", here);
-        auto t = detail::tables_of(p, shape_, {});
-        require(std::ssize(t.list) < list_.size(), where, "rectangles of the plan",
-                "at most " + std::to_string(list_.size() - 1), t.list.size(), here);
-        require(t.packed <= staged_out_.size() && t.unpacked <= staged_in_.size(), where, "bytes that leave or come",
-                "at most " + std::to_string(std::min(staged_out_.size(), staged_in_.size())),
-                std::max(t.packed, t.unpacked), here);
-        auto const fingerprint = p.id.template for_elements<T>(width_).fingerprint();
-        kernels::rectangle first{}; // tells this plan from others
-        first.source = static_cast<std::int64_t>(fingerprint);
-        std::span<std::byte const> const parts[] = {std::as_bytes(std::span(&first, 1)),
-                                                    std::as_bytes(std::span(t.list))};
+        auto made = make(plans, here);
+        index_t const most = (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle));
+        require(std::ssize(made.list) <= most, where, "rectangles of the plans", "at most " + std::to_string(most),
+                made.list.size(), here);
+        require(made.staged <= staged_out_.size(), where, "bytes that leave or come",
+                "at most " + std::to_string(staged_out_.size()), made.staged, here);
+        std::uint64_t word = 0;
+        for (plan const& p : plans) word = cpx::detail::mix(word, p.id.template for_elements<T>(width_).fingerprint());
+        std::vector<std::uint64_t> const words(static_cast<std::size_t>(head()) / sizeof word,
+                                               word); // all agree so far
+        std::span<std::byte const> const parts[] = {std::as_bytes(std::span(words)),
+                                                    std::as_bytes(std::span(made.list))};
         ring_->upload(parts, list_.data(), stream, here);
-        comm_.runs(fingerprint);
-        take(p, std::move(t));
-        compares_ = !p.local;
+        comm_.runs(word);
+        take(std::move(made.plans), false);
     }
 
-    /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap.
+    /// Moves this rank's rows of `from` to where they belong in everybody's `to`, by plan `number`; they must not
+    /// overlap.
     ///
     /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told,
     /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything
     /// is enqueued if a buffer does not fit or is not memory of this device, or if the communicator is broken.
-    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, caller here = caller::here()) {
+    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, index_t number = 0,
+                    caller here = caller::here()) {
         require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
                 current_device(), here);
-        check_buffer("source", from, source_rows_, shape_.source_width, shape_.source_stride, here);
-        check_buffer("target", to, target_rows_, shape_.target_width, shape_.target_stride, here);
+        require(number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
+                "less than " + std::to_string(plans_.size()), number, here);
+        ready const& p = plans_[static_cast<std::size_t>(number)];
+        require(addable || !p.sums, "cuda::exchange", "elements of a plan that sums", "a type with +",
+                std::string(cpx::detail::type_name<T>()), here);
+        check_buffer("source", from, p.source_rows, p.shape.source_width, p.shape.source_stride, here);
+        check_buffer("target", to, p.target_rows, p.shape.target_width, p.shape.target_stride, here);
         detail::require_apart("cuda::exchange", {{"target", to}}, {{"source", from}}, here);
         comm_.begin_call(here);
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
         auto const range = named_range<"cpx exchange, send and receive">();
         kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
                                                   reinterpret_cast<char*>(to.data()), staged_out_.data(),
                                                   staged_in_.data()}};
-        if (zeros_first_ && to.count() > 0 && to.width() > 0)
-            check(cudaMemset2DAsync(to.data(), bytes(shape_.target_stride), 0, bytes(to.width()),
+        if (p.zeros_first && to.count() > 0 && to.width() > 0)
+            check(cudaMemset2DAsync(to.data(), bytes(p.shape.target_stride), 0, bytes(to.width()),
                                     static_cast<std::size_t>(to.count()), stream),
                   "cudaMemset2DAsync", here);
-        std::int64_t* const word = compares_ ? &list_.data()->source : nullptr; // of a plan that was set
-        if (word)
-            launch_early(kernels::fill_words<>, 1, 256, 0, stream, "fill_words", here, word, words_.data(),
-                         comm_.ranks());
-        kernels::rectangle const* next = list_.data() + (ring_ ? 1 : 0);
-        copy(next, tables_.pack, buffers, stream, here);
-        next += tables_.pack.rectangles;
-        send_and_receive(
-            tables_.sends, tables_.receives,
-            [&](detail::wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, word, stream,
-            here);
-        copy(next, tables_.unpack, buffers, stream, here);
-        next += tables_.unpack.rectangles;
+        detail::message_tables const& t = p.tables;
+        auto const* next = list() + p.first;
+        auto const copy = [&](detail::launch_size size, kernels::word_check const& words) {
+            if (size.slices > 0 || words.own)
+                launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
+                             kernels::rectangle_list{next, size.rectangles, size.slices}, buffers, words);
+            next += size.rectangles;
+        };
+        copy(t.pack, {});
+        bool const compares = send_and_receive(
+            t.sends, t.receives,
+            [&](detail::wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream, here);
+        copy(t.unpack, compares ? kernels::word_check{word(), word() + 1, comm_.ranks(), comm_.others(here)}
+                                : kernels::word_check{});
         if constexpr (addable)
-            for (detail::launch_size const size : tables_.add) {
+            for (detail::launch_size const size : t.add) {
                 if (size.slices > 0)
                     launch_early(kernels::add_rectangles<T>, grid(size), 256, 0, stream, "add_rectangles", here,
-                                 list_of(next, size), buffers);
+                                 kernels::rectangle_list{next, size.rectangles, size.slices}, buffers);
                 next += size.rectangles;
             }
-        if (word)
-            launch_early(kernels::compare_words<>, 1, 256, 0, stream, "compare_words", here, word, words_.data(),
-                         comm_.ranks(), comm_.others(here));
-        compares_ = false;
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
         if (capturing == cudaStreamCaptureStatusNone) done_.record(stream, here);
     }
 
@@ -175,44 +170,77 @@ public:
 
 private:
     static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
-    struct strides {
-        index_t source = 0, target = 0;
+    /// A plan whose tables are on the device.
+    struct ready {
+        detail::row_shapes shape;
+        index_t source_rows, target_rows;
+        bool sums, zeros_first;
+        std::size_t first; ///< of its rectangles
+        detail::message_tables tables;
+    };
+    struct tables {
+        std::vector<ready> plans;
+        std::vector<kernels::rectangle> list;
+        index_t staged = 0; ///< bytes that leave, or come, by one plan
     };
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
-    static unsigned grid(detail::launch_size size) { return static_cast<unsigned>(std::min(size.slices, 1056)); }
+    static unsigned grid(detail::launch_size size) { return static_cast<unsigned>(std::clamp(size.slices, 1, 1056)); }
 
-    exchange(plan const& p, index_t width, nccl& comm, strides between, range others, caller here)
-        : comm_(comm), width_(width), sums_(p.kind == flow::sums),
-          shape_{p.source_width ? p.source_width : width, p.target_width ? p.target_width : width, between.source,
-                 between.target, static_cast<index_t>(sizeof(T))} {
-        if (shape_.source_stride == 0) shape_.source_stride = shape_.source_width;
-        if (shape_.target_stride == 0) shape_.target_stride = shape_.target_width;
-        require_plan(p, here);
-        bool const apart = shape_.source_stride >= shape_.source_width && shape_.target_stride >= shape_.target_width;
-        require(width >= 0 && apart, "cuda::exchange", "strides", "at least the widths",
-                std::min(shape_.source_stride, shape_.target_stride), here);
+    exchange(index_t width, nccl& comm, index_t from_stride, index_t to_stride, range others, caller here)
+        : comm_(comm), width_(width), from_stride_(from_stride), to_stride_(to_stride), others_(others) {
+        require(width >= 0, "cuda::exchange", "width", "not negative", width, here);
         require(current_device() == comm.device(), "cuda::exchange", "current device", comm.device(), current_device(),
                 here);
-        require(others.empty() || (p.covers_target() && !sums_), "cuda::exchange",
-                "plan of which some rows move in another way", "one that fills the target and does not add", "another",
-                here);
-        require(addable || !sums_, "cuda::exchange", "elements of a plan that sums", "a type with +",
-                std::string(cpx::detail::type_name<T>()), here);
-        if (!p.local) detail::agree(comm, p.id.for_elements<T>(width), p, here);
     }
 
-    void require_plan(plan const& p, caller here) const {
-        require(p.ranks() == comm_.ranks() && p.rank == comm_.rank(), "cuda::exchange", "rank of the plan",
-                std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
-                std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    /// Lets ranks compare the first of plans of one kind and batch, and allocates what these or `room` want. Returns
+    /// their tables.
+    tables reserve(std::span<plan const> plans, exchange_room room, caller here) {
+        auto first = make(plans, here);
+        if (!plans.empty() && !plans[0].local)
+            detail::agree(comm_, plans[0].id.template for_elements<T>(width_), plans[0], here);
+        index_t const rectangles = std::max(room.rectangles, std::ssize(first.list));
+        list_ = buffer<char>(head() + rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
+        staged_out_ = buffer<char>(std::max(room.bytes, first.staged), here);
+        staged_in_ = buffer<char>(staged_out_.size(), here);
+        return first;
     }
-    void take(plan const& p, detail::message_tables t) {
-        source_rows_ = p.source_rows;
-        target_rows_ = p.target_rows;
-        zeros_first_ = sums_ || !p.covers_target();
-        tables_ = std::move(t);
-        tables_.list.clear(); // it is on the device
+    /// Returns the tables of plans. Throws if they do not fit.
+    tables make(std::span<plan const> plans, caller here) const {
+        char const* const where = "cuda::exchange";
+        tables made;
+        for (plan const& p : plans) {
+            require(p.ranks() == comm_.ranks() && p.rank == comm_.rank(), where, "rank of the plan",
+                    std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
+                    std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+            bool const sums = p.kind == flow::sums;
+            require(others_.empty() || (p.covers_target() && !sums), where,
+                    "plan of which some rows move in another way", "one that fills the target and does not add",
+                    "another", here);
+            index_t const source = p.source_width ? p.source_width : width_,
+                          target = p.target_width ? p.target_width : width_;
+            detail::row_shapes const shape{source, target, from_stride_ ? from_stride_ : source,
+                                           to_stride_ ? to_stride_ : target, static_cast<index_t>(sizeof(T))};
+            require(shape.source_stride >= source && shape.target_stride >= target, where, "strides",
+                    "at least the widths", std::min(shape.source_stride, shape.target_stride), here);
+            std::size_t const first = made.list.size();
+            auto t = detail::tables_of(p, shape, others_, made.list);
+            made.staged = std::max({made.staged, t.packed, t.unpacked});
+            made.plans.push_back(
+                {shape, p.source_rows, p.target_rows, sums, sums || !p.covers_target(), first, std::move(t)});
+        }
+        return made;
     }
+    void take(std::vector<ready> plans, bool compared) {
+        plans_ = std::move(plans);
+        told_.assign(static_cast<std::size_t>(comm_.ranks()), compared);
+        heard_ = told_;
+    }
+
+    /// Bytes before the rectangles: this rank's word, and that of every rank.
+    index_t head() const { return (comm_.ranks() + 8) / 8 * 64; }
+    std::uint64_t* word() const { return reinterpret_cast<std::uint64_t*>(list_.data()); }
+    kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
     void check_buffer(char const* which, auto const& b, index_t count, index_t width, index_t stride,
                       caller here) const {
@@ -225,40 +253,47 @@ private:
         require(b.count() * b.width() == 0 || detail::address(b.data()) % 16 == 0, where.c_str(),
                 "alignment of the buffer", "16 bytes", detail::address(b.data()) % 16, here);
     }
-    /// Gives all messages to the stream; `place`: returns where one is and its bytes. With each goes `word`, if there
-    /// is one.
+    /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
+    /// plans were set, goes the word. Returns whether words come.
     template <class Place>
-    void send_and_receive(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives,
-                          Place&& place, std::int64_t* word, cudaStream_t stream, caller here) {
-        if (sends.empty() && receives.empty()) return;
-        auto const give = [&](auto operation, void* data, index_t size, int peer) { // the group's end reports failures
-            static_cast<void>(operation(data, static_cast<std::size_t>(size), ncclInt8, peer, comm_.get(), stream));
-        };
-        auto const each = [&](auto operation, std::vector<detail::wire> const& messages, auto&& word_of) {
+    bool send_and_receive(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives,
+                          Place&& place, cudaStream_t stream, caller here) {
+        if (sends.empty() && receives.empty()) return false;
+        bool compares = false;
+        auto const each = [&](auto operation, std::vector<detail::wire> const& messages, std::vector<char>& known,
+                              auto&& word_of) {
+            auto const give = [&](void* data, index_t size, int peer) { // the group's end reports failures
+                static_cast<void>(operation(data, static_cast<std::size_t>(size), ncclInt8, peer, comm_.get(), stream));
+            };
             for (detail::wire const& w : messages) {
-                if (word) give(operation, word_of(w.peer), sizeof *word, w.peer);
+                if (!std::exchange(known[static_cast<std::size_t>(w.peer)], 1)) {
+                    give(word_of(w.peer), sizeof(std::uint64_t), w.peer);
+                    compares = true;
+                }
                 auto const [data, size] = place(w);
-                give(operation, data, size, w.peer);
+                give(data, size, w.peer);
             }
         };
         comm_.call(
             "ncclSend and ncclRecv",
             [&] {
                 static_cast<void>(ncclGroupStart());
-                each(ncclSend, sends, [&](int) { return word; });
-                each(ncclRecv, receives, [&](int peer) { return words_.data() + peer; });
+                each(ncclSend, sends, told_, [&](int) { return word(); });
+                each(ncclRecv, receives, heard_, [&](int peer) { return word() + 1 + peer; });
                 return ncclGroupEnd();
             },
             here);
+        return compares;
     }
     /// Sends a byte for every message: NCCL connects two ranks when they first meet, which waits for both on the host.
     void connect(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives, caller here) {
         comm_.begin_call(here);
+        take({}, true);
         cuda::stream const stream;
         buffer<char> const room(std::ssize(sends) + std::ssize(receives), here);
         char* next = room.data();
         send_and_receive(
-            sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, nullptr, stream, here);
+            sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
         settle(stream, here);
     }
     /// Waits for a stream of this object's own. What has been found of other ranks is left for the caller's wait.
@@ -267,25 +302,15 @@ private:
         end.record(stream, here);
         comm_.wait(end, here);
     }
-    static kernels::rectangle_list list_of(kernels::rectangle const* list, detail::launch_size size) {
-        return {list, size.rectangles, size.slices};
-    }
-    static void copy(kernels::rectangle const* list, detail::launch_size size,
-                     kernels::rectangle_buffers const& buffers, cudaStream_t stream, caller here) {
-        if (size.slices == 0) return;
-        launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
-                     list_of(list, size), buffers);
-    }
 
     nccl& comm_;
     event done_; ///< the end of the last call
-    index_t width_, source_rows_ = 0, target_rows_ = 0;
-    bool sums_, zeros_first_ = false, compares_ = false;
-    detail::row_shapes shape_;
-    detail::message_tables tables_;
-    buffer<kernels::rectangle> list_; ///< of an exchange with room, behind the plan's fingerprint
+    index_t width_, from_stride_, to_stride_;
+    range others_;
+    std::vector<ready> plans_;
+    std::vector<char> told_, heard_; ///< of every rank: whether its word has gone there, or come, since plans were set
+    buffer<char> list_;              ///< words, then rectangles
     buffer<char> staged_out_, staged_in_;
-    buffer<std::int64_t> words_; ///< the fingerprints of other ranks
     std::optional<upload_ring> ring_;
 };
 

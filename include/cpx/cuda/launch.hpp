@@ -11,9 +11,9 @@
 
 namespace cpx::cuda {
 
-/// Launches a kernel whose first statement is `kernels::wait_for_previous_kernel()`: where its code is of sm_90 or
-/// later, its blocks come to the multiprocessors while the kernel before it ends. `shared`: bytes of dynamic shared
-/// memory. Can be captured.
+/// Launches a kernel that calls `kernels::wait_for_previous_kernel()` before it touches what kernels write: where its
+/// code is of sm_90 or later, its blocks come to the multiprocessors while the kernel before it ends. `shared`: bytes
+/// of dynamic shared memory. Can be captured.
 template <class... P>
 void launch_early(void (*kernel)(P...), dim3 grid, dim3 block, std::size_t shared, cudaStream_t stream,
                   char const* what, caller here, std::type_identity_t<P> const&... arguments) {

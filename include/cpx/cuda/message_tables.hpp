@@ -9,8 +9,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <span>
-#include <utility>
 #include <vector>
 
 namespace cpx::cuda::detail {
@@ -67,9 +65,8 @@ struct launch_size {
 
 /// A rank's side of a plan. Buffers: 0 the source, 1 the target, 2 what is packed, 3 what is to be unpacked.
 struct message_tables {
-    std::vector<kernels::rectangle> list; ///< those to pack, those to unpack, then those to add
-    launch_size pack, unpack;
-    std::vector<launch_size> add; ///< one launch after the other, in the order of ranks
+    launch_size pack, unpack;     ///< of the plan's rectangles: those to pack come first, then those to unpack
+    std::vector<launch_size> add; ///< then those to add, one launch after the other, in the order of ranks
     std::vector<wire> sends, receives;
     index_t packed = 0, unpacked = 0; ///< bytes of buffers 2 and 3
 };
@@ -79,11 +76,11 @@ struct row_shapes {
     index_t source_width, target_width, source_stride, target_stride, element;
 };
 
-/// Returns the tables of a plan, without the rows from and to `others`. A message that is one run of whole rows is sent
-/// from, or received into, its place.
-inline message_tables tables_of(plan const& p, row_shapes const& shape, range others) {
+/// Returns the tables of a plan, without the rows from and to `others`, and adds its rectangles to `list`. A message
+/// that is one run of whole rows is sent from, or received into, its place.
+inline message_tables tables_of(plan const& p, row_shapes const& shape, range others,
+                                std::vector<kernels::rectangle>& list) {
     message_tables t;
-    std::vector<kernels::rectangle> unpack;
     auto const end_of = [&](message const& m, bool out) { // of a message, in one of the caller's buffers
         rectangle_end end{m.rows, m.columns, (out ? shape.source_stride : shape.target_stride) * shape.element,
                           out ? 0 : 1, 0};
@@ -91,59 +88,59 @@ inline message_tables tables_of(plan const& p, row_shapes const& shape, range ot
         for (run& c : end.columns) c = {c.first * shape.element, c.count * shape.element};
         return end;
     };
-    auto const packed = [](rectangle_end const& end, int buffer, index_t base) { // the same bytes side by side
+    // Lists what takes a message to where its bytes stand side by side, or from there.
+    auto const stage = [&](rectangle_end const& end, index_t base, bool out) {
         index_t const width = total(end.columns);
-        return rectangle_end{{{0, total(end.rows)}}, {{0, width}}, width, buffer, base};
+        rectangle_end const packed{{{0, total(end.rows)}}, {{0, width}}, width, out ? 2 : 3, base};
+        out ? list_rectangles(end, packed, list) : list_rectangles(packed, end, list);
+    };
+    auto const numbered = [&](std::size_t first) { // the rectangles of a launch, which are listed from there on
+        launch_size size{static_cast<int>(list.size() - first)};
+        for (; first < list.size(); ++first) {
+            list[first].first = size.slices;
+            size.slices += list[first].slices();
+        }
+        return size;
     };
     auto const elsewhere = [&](int peer) { return peer >= others.first && peer < others.last; };
-    auto const walk = [&](std::vector<message> const& messages, bool outgoing, auto&& staged) {
+    auto const own = [&](std::vector<message> const& all) { return std::ranges::find(all, p.rank, &message::peer); };
+    bool const sums = p.kind == flow::sums, stays = own(p.sends) != p.sends.end() && !elsewhere(p.rank);
+    auto const keep = [&] { list_rectangles(end_of(*own(p.sends), true), end_of(*own(p.receives), false), list); };
+    auto const walk = [&](std::vector<message> const& messages, bool out, auto&& each) {
         for (message const& m : messages) {
             if (m.peer == p.rank || elsewhere(m.peer)) continue;
-            auto const end = end_of(m, outgoing);
+            auto const end = end_of(m, out);
             index_t const size = total(end.rows) * total(end.columns);
             if (size == 0) continue;
-            bool const dense = end.rows.size() == 1 && total(end.columns) == end.pitch;
-            if (dense && (outgoing || p.kind != flow::sums))
-                (outgoing ? t.sends : t.receives).push_back({m.peer, end.buffer, end.rows[0].first * end.pitch, size});
-            else
-                staged(m, end, size);
+            auto& wires = out ? t.sends : t.receives;
+            if (end.rows.size() == 1 && total(end.columns) == end.pitch && (out || !sums)) {
+                wires.push_back({m.peer, end.buffer, end.rows[0].first * end.pitch, size});
+                continue;
+            }
+            index_t& staged = out ? t.packed : t.unpacked;
+            wires.push_back({m.peer, out ? 2 : 3, staged, size});
+            each(m, end, staged);
+            staged += (size + 255) / 256 * 256;
         }
     };
-    auto const padded = [](index_t size) { return (size + 255) / 256 * 256; };
-    walk(p.sends, true, [&](message const& m, rectangle_end const& end, index_t size) {
-        list_rectangles(end, packed(end, 2, t.packed), t.list);
-        t.sends.push_back({m.peer, 2, t.packed, size});
-        t.packed += padded(size);
-    });
-    std::vector<std::pair<int, std::vector<kernels::rectangle>>> sums;
-    walk(p.receives, false, [&](message const& m, rectangle_end const& end, index_t size) {
-        auto& to = p.kind == flow::sums ? sums.emplace_back(m.peer, std::vector<kernels::rectangle>()).second : unpack;
-        list_rectangles(packed(end, 3, t.unpacked), end, to);
-        t.receives.push_back({m.peer, 3, t.unpacked, size});
-        t.unpacked += padded(size);
-    });
-    auto const own = [&](std::vector<message> const& list) { return std::ranges::find(list, p.rank, &message::peer); };
-    if (auto const kept = own(p.sends); kept != p.sends.end() && !elsewhere(p.rank)) {
-        auto& to = p.kind == flow::sums ? sums.emplace_back(p.rank, std::vector<kernels::rectangle>()).second : t.list;
-        list_rectangles(end_of(*kept, true), end_of(*own(p.receives), false), to);
-    }
-    std::ranges::sort(sums, {}, [](auto const& s) { return s.first; });
-    auto const numbered = [](std::span<kernels::rectangle> launch) {
-        launch_size size{static_cast<int>(launch.size())};
-        for (kernels::rectangle& r : launch) {
-            r.first = size.slices;
-            size.slices += r.slices();
-        }
-        return size;
+    std::size_t first = list.size();
+    list.reserve(list.size() + 256);
+    walk(p.sends, true, [&](message const&, rectangle_end const& end, index_t at) { stage(end, at, true); });
+    if (stays && !sums) keep();
+    t.pack = numbered(first);
+    first = list.size();
+    auto const add = [&] {
+        t.add.push_back(numbered(first));
+        first = list.size();
     };
-    auto const append = [&](std::vector<kernels::rectangle>& launch) {
-        launch_size const size = numbered(launch);
-        t.list.insert(t.list.end(), launch.begin(), launch.end());
-        return size;
-    };
-    t.pack = numbered(t.list);
-    t.unpack = append(unpack);
-    for (auto& s : sums) t.add.push_back(append(s.second));
+    bool kept = !stays || !sums;
+    walk(p.receives, false, [&](message const& m, rectangle_end const& end, index_t at) {
+        if (!kept && m.peer > p.rank) keep(), add(), kept = true;
+        stage(end, at, false);
+        if (sums) add();
+    });
+    if (!kept) keep(), add();
+    if (!sums) t.unpack = numbered(first);
     return t;
 }
 

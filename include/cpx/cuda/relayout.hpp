@@ -33,7 +33,6 @@ struct packed_offsets {
     void const* offsets;
     int sequences;
     bool wide;
-    std::uint32_t digest = 0; ///< of the only offsets that will do, see `kernels::offset_digest`; 0: any
 };
 
 /// Memory of the ranks that this device reaches, and where their kernels meet; see `shared_memory`.
@@ -87,7 +86,7 @@ public:
     /// plan.
     relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here())
         : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank),
-          source_rows_(plan.source_rows) {
+          fingerprint_(static_cast<std::uint32_t>(plan.fingerprint())), source_rows_(plan.source_rows) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
         require(plan.from.batch().tokens() < index_t{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
                 plan.from.batch().tokens(), here);
@@ -187,7 +186,7 @@ public:
         r.offsets = batch.offsets;
         r.sequences = batch.sequences;
         r.wide = batch.wide;
-        r.digest = batch.digest;
+        r.place = fingerprint_ + kernels::offset_digest(offset, memory.bytes);
         r.first = memory.first;
         r.runs = runs_;
         r.source = reinterpret_cast<char const*>(from.data());
@@ -250,6 +249,7 @@ private:
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;
     int rank_, runs_ = 0;
+    std::uint32_t fingerprint_;
     index_t source_rows_, source_width_ = 0;
     std::vector<peer_target> targets_; ///< of every rank's target
 };

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets of relayouts: by one kernel where ranks reach each other's memory, by send and receive elsewhere.
+// Memory of every rank into which relayouts move rows, by one kernel where ranks reach each other's memory.
 #pragma once
 
-#include <cpx/cuda/exchange.hpp>
+#include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/relayout.hpp>
 #include <cpx/cuda/window.hpp>
 
+#include <map>
 #include <memory>
-#include <optional>
-#include <type_traits>
+#include <mutex>
 
 namespace cpx::cuda {
 
-/// As many bytes on every rank, into which relayouts move rows.
+/// As many bytes on every rank, into which relayouts move rows: where tensors are that peers write.
 ///
+/// All ranks allocate and free the same sizes in the same order, so that a tensor has the same place on all of them.
 /// Neighbouring ranks of a host that reach each other's memory (NVLink) are a group, in which one kernel moves rows; to
 /// and from other groups they are sent and received, also where ranks are dealt to hosts in turn. The ranks agree on
 /// the groups when the memory is made.
 /// Made and freed by all ranks in the same order.
-class shared_memory {
+class shared_memory final : public memory_resource {
 public:
     /// `most`: ranks of a group, 1 to send and receive between all. `blocks`: of a kernel, one a multiprocessor at
     /// most, the same on every rank; 0: up to 128. Fewer leave room for other kernels beside it. Collective. Throws
@@ -38,6 +39,31 @@ public:
             group_ = {comm.rank(), comm.rank() + 1};
             plain_ = buffer<char>((bytes + 255) / 256 * 256, here); // as many as a window has
         }
+    }
+
+    void* allocate(std::size_t bytes, cudaStream_t) override {
+        std::lock_guard const lock(guard_);
+        index_t const size = (static_cast<index_t>(bytes) + 255) / 256 * 256;
+        index_t first = 0; // the first gap that is large enough
+        for (auto const& [block, end] : blocks_) {
+            if (block - first >= size) break;
+            first = end;
+        }
+        require(size <= this->bytes() - first, "cuda::shared_memory", "bytes of a tensor",
+                "at most the free ones, of " + std::to_string(this->bytes()), bytes);
+        blocks_[first] = first + size;
+        return data() + first;
+    }
+    void deallocate(void* memory, std::size_t, cudaStream_t) noexcept override {
+        std::lock_guard const lock(guard_);
+        blocks_.erase(static_cast<char*>(memory) - data());
+    }
+    /// Returns where what begins at `memory` has been allocated, in bytes. Throws `cpx::error` if nothing has been.
+    range place(void const* memory, caller here = caller::here()) const {
+        std::lock_guard const lock(guard_);
+        auto const found = blocks_.find(static_cast<char const*>(memory) - data());
+        require(found != blocks_.end(), "cuda::shared_memory", "target", "a tensor in this memory", "another", here);
+        return {found->first, found->second};
     }
 
     nccl& comm() const { return comm_; }
@@ -74,7 +100,7 @@ public:
         if (!window_) return comm_.wait(stream, here);
         if (near_) {
             comm_.wait(sent_, here); // rows of other groups come before the kernel
-            comm_.wait(stream, window_->limit(), here, [this] { return window_->faulty(); });
+            comm_.wait(stream, window_->limit(), here, [this] { return window_->missed(); });
         }
         named([&] { window_->wait(stream, here); }, here);
     }
@@ -96,9 +122,9 @@ private:
         try {
             f();
         } catch (error const&) {
-            if (!near_) throw;
-            auto const dead = window_->missed() ? comm_.dead() : std::string();
-            if (!dead.empty()) comm_.fail("relayout", "all ranks in time", "nothing from ranks" + dead, here);
+            if (!near_ || !window_->missed()) throw;
+            if (auto const dead = comm_.dead(); !dead.empty())
+                comm_.fail("relayout", "all ranks in time", "nothing from ranks" + dead, here);
             comm_.give_up("relayout"); // what it waits for would never come
             throw;
         }
@@ -138,103 +164,8 @@ private:
     std::unique_ptr<window> window_;
     event sent_;
     buffer<char> plain_;
+    mutable std::mutex guard_;
+    std::map<index_t, index_t> blocks_; ///< that have been allocated: where they begin and end
 };
-
-/// A relayout into shared memory, whichever way that moves; between shardings whose addresses a device cannot compute
-/// (`table`, `by_length`) rows are sent and received everywhere.
-template <class T, any_sharding From, any_sharding To>
-class shared_relayout {
-public:
-    /// `offset`: bytes in the memory at which the target begins, the same on every rank; `capacity`: bytes of it, for
-    /// calls with other offsets than the plan's, 0: all that follow. Collective: ranks compare what they are about to
-    /// run. Throws `cpx::error` as `relayout` and `exchange` do.
-    shared_relayout(relayout_plan<From, To> const& plan, index_t width, shared_memory& memory, index_t offset = 0,
-                    index_t capacity = 0, caller here = caller::here())
-        : memory_(memory), offset_(offset), end_(capacity ? offset + capacity : memory.bytes()),
-          rows_(plan.target_rows), width_(plan.target_width ? plan.target_width : width) {
-        nccl& comm = memory.comm();
-        range const mine{offset, end_};
-        std::vector<range> all(static_cast<std::size_t>(comm.ranks()));
-        comm.gather(&mine, all.data(), sizeof mine, here);
-        for (range const other : all)
-            require(other == mine, "cuda::shared_relayout", "offset and end of the target, on all ranks",
-                    std::to_string(offset) + ", " + std::to_string(end_),
-                    std::to_string(other.first) + ", " + std::to_string(other.last), here);
-        index_t const bytes = rows_ * width_ * static_cast<index_t>(sizeof(T));
-        require(offset >= 0 && offset % 16 == 0 && offset + bytes <= end_ && end_ <= memory.bytes(),
-                "cuda::shared_relayout", "place of the target",
-                "a multiple of 16 with " + std::to_string(bytes) + " bytes after it in the memory", offset, here);
-        if constexpr (by_kernel) {
-            if (memory.any_kernel()) kernel_.emplace(plan, width, here);
-            if (memory.one_kernel()) {
-                detail::agree(comm, plan.id.template for_elements<T>(width), plan, here);
-                return;
-            }
-        }
-        exchange_ = std::make_unique<exchange<T>>(plan, width, comm, 0, 0, kernel_ ? memory.group() : range{}, here);
-        auto const offsets = plan.from.batch().offsets();
-        for (index_t i = 0; i < std::ssize(offsets); ++i)
-            digest_ += kernels::offset_digest(i, offsets[static_cast<std::size_t>(i)]);
-        digest_ |= 1;
-    }
-
-    /// Returns where this rank's rows of the target are.
-    rows<T> target() const { return {reinterpret_cast<T*>(memory_.data() + offset_), rows_, width_}; }
-
-    /// Moves this rank's rows of `from` to all targets. Collective, in stream order.
-    ///
-    /// from: (rows, width), dense, memory of this device. batch: cu_seqlens in its memory. Calls on one memory are in
-    /// one stream, or ordered by events. Where one kernel moves all, a call can be captured, and `batch` may hold other
-    /// offsets than the plan's, of as many sequences, as long as rows fit. Elsewhere rows are sent as the plan says,
-    /// `from` begins at a multiple of 16 bytes, and kernels refuse other offsets. Throws `cpx::error` as `relayout` and
-    /// `exchange` do, before anything is enqueued.
-    void operator()(rows<T const> from, packed_offsets batch, cudaStream_t stream, caller here = caller::here()) {
-        detail::require_apart("cuda::shared_relayout", {{"target", target()}},
-                              {{"source", from}, {"offsets", batch.list()}}, here);
-        if constexpr (by_kernel)
-            if (kernel_) {
-                auto peers = memory_.peers(here);
-                peers.bytes = end_;
-                kernel_->check_call(from, peers, offset_, batch, here);
-                if (exchange_) {
-                    // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find
-                    // room at once.
-                    send(from, stream, here);
-                    batch.digest = digest_;
-                }
-                kernel_->enqueue(from, peers, offset_, batch, stream, here);
-                return memory_.begin_call(here); // counted once it is enqueued: what was refused was no call
-            }
-        send(from, stream, here);
-    }
-
-private:
-    static constexpr bool by_kernel = detail::computed_on_device<From> && detail::computed_on_device<To>;
-    struct no_kernel {};
-
-    void send(rows<T const> from, cudaStream_t stream, caller here) {
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        require(capturing == cudaStreamCaptureStatusNone, "cuda::shared_relayout", "stream",
-                "one that does not capture: by send and receive, the plan's offsets stay", "a capture", here);
-        (*exchange_)(from, target(), stream, here);
-        memory_.sent(stream, here);
-    }
-
-    shared_memory& memory_;
-    index_t offset_, end_, rows_, width_;
-    std::uint32_t digest_ = 0; ///< of the plan's offsets, where some rows are sent
-    std::optional<std::conditional_t<by_kernel, relayout<T, From, To>, no_kernel>> kernel_;
-    std::unique_ptr<exchange<T>> exchange_; ///< with the ranks that the kernel does not reach
-};
-
-/// Returns the relayout of a plan: `make_shared_relayout<float>(cpx::relayout(from, to, rank), width, memory)`. Its
-/// arguments are those of the constructor.
-template <class T, any_sharding From, any_sharding To>
-shared_relayout<T, From, To> make_shared_relayout(relayout_plan<From, To> const& plan, index_t width,
-                                                  shared_memory& memory, index_t offset = 0, index_t capacity = 0,
-                                                  caller here = caller::here()) {
-    return {plan, width, memory, offset, capacity, here};
-}
 
 } // namespace cpx::cuda

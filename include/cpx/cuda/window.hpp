@@ -153,17 +153,17 @@ public:
     char* of(int rank) const { return base_[rank]; }
     nccl& comm() const { return comm_; }
 
-    /// Returns where kernels meet. Throws `cpx::error` that names the ranks that an earlier kernel found at fault.
+    /// Returns where kernels meet. Throws `cpx::error` if an earlier kernel has missed ranks, which it names.
     kernels::meeting const& meeting(caller here = caller::here()) const {
-        check_faults(here);
+        if (missed()) check_faults(here);
         return meeting_;
     }
 
-    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come, had
-    /// other offsets, or whose rows did not fit.
+    /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come; or
+    /// those that had other offsets or targets, or rows that did not fit: then nothing is broken.
     void wait(cudaStream_t stream, caller here = caller::here()) const {
-        comm_.wait(stream, limit(), here, [this] { return faulty(); });
-        if (faulty())
+        comm_.wait(stream, limit(), here, [this] { return missed(); });
+        if (missed())
             std::this_thread::sleep_for(
                 std::chrono::milliseconds(10)); // so that other blocks can report what they find
         check_faults(here);
@@ -173,10 +173,6 @@ public:
     /// communicator is aborted only if they do not.
     std::chrono::milliseconds limit() const { return 2 * comm_.deadline() + std::chrono::seconds(1); }
 
-    /// Returns whether a kernel has found ranks at fault.
-    bool faulty() const {
-        return missed() || !found(&kernels::faults::differs).empty() || !found(&kernels::faults::refused).empty();
-    }
     /// Returns whether a kernel has missed ranks.
     bool missed() const { return !found(&kernels::faults::missing).empty(); }
 
@@ -207,18 +203,20 @@ private:
         return names;
     }
 
-    /// Throws if a kernel has found ranks at fault.
+    /// Throws if a kernel has found ranks at fault; later kernels find anew, unless ranks were missed.
     void check_faults(caller here) const {
-        if (auto const names = found(&kernels::faults::refused); !names.empty())
-            comm_.fail(
-                "relayout kernel",
-                "offsets that ascend from 0, with rows that fit the buffers, and the plan's if some rows are sent",
-                "others from ranks" + names, here);
-        if (auto const names = found(&kernels::faults::differs); !names.empty())
-            comm_.fail("relayout kernel", "the offsets of this rank", "others from ranks" + names, here);
+        auto const refused = found(&kernels::faults::refused), differs = found(&kernels::faults::differs);
         if (auto const names = found(&kernels::faults::missing); !names.empty())
             comm_.fail("relayout kernel", "all ranks within " + std::to_string(comm_.deadline().count()) + " ms",
                        "nothing from ranks" + names, here);
+        if (refused.empty() && differs.empty()) return;
+        page_->found = {};
+        if (!refused.empty())
+            throw error("nccl", "cu_seqlens of a relayout",
+                        "offsets that ascend from 0, with rows that fit the tensors", "others on ranks" + refused,
+                        here);
+        throw error("nccl", "cu_seqlens or target of a relayout", "those of this rank", "others on ranks" + differs,
+                    here);
     }
     void done(cudaError_t result, char const* call, caller here) {
         if (result != cudaSuccess) comm_.fail(call, result, here);

@@ -31,9 +31,25 @@ public:
     tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here())
         : sharding_(sharding), rank_(rank), width_(width), count_(detail::rows_of_rank("tensor", sharding, rank, here)),
           memory_(memory), values_(memory.template zeros<T>("tensor", {count_, width}, here)) {}
+    /// With memory for `most` elements, to hold other batches later.
+    tensor(S const& sharding, int rank, index_t width, M const& memory, index_t most, caller here = caller::here())
+        : sharding_(sharding), rank_(rank), width_(width), memory_(memory),
+          values_(memory.template zeros<T>("tensor", {most}, here)) {
+        hold(sharding, here);
+    }
     tensor(S const& sharding, int rank, index_t width, caller here = caller::here())
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
+
+    /// Holds rows of this sharding from now on; what they are is not said. Throws `cpx::error` if they are too many.
+    void hold(S const& sharding, caller here = caller::here()) {
+        index_t const count = detail::rows_of_rank("tensor", sharding, rank_, here);
+        auto const most = static_cast<index_t>(values_.size());
+        require(count * width_ <= most, "tensor", "elements of the sharding", "at most " + std::to_string(most),
+                count * width_, here);
+        sharding_ = sharding;
+        count_ = count;
+    }
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
@@ -65,7 +81,7 @@ public:
 private:
     S sharding_;
     int rank_;
-    index_t width_, count_;
+    index_t width_, count_ = 0;
     [[no_unique_address]] M memory_;
     typename M::template block<T> values_;
 };

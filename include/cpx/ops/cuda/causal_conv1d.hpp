@@ -31,7 +31,7 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
         require(from.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
                 "another", here);
         auto by = std::make_unique<cuda::conv_exchange<element_of<Y>, S>>(
-            plan, from.data().width(), comm.nccl_communicator(), from.data().stride(), here);
+            plan, from.data().width(), comm.nccl_communicator(), from.data().stride(), capacity{}, here);
         cuda::causal_conv1d(*by, from, weight, bias, act, y, here);
         comm.keep(std::move(by), here);
     }
@@ -55,8 +55,8 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         auto const from = x.view();
         require(from.memory() == comm.memory(), "causal_conv1d_backward", "memory of x",
                 "the communicator's, in its stream", "another", here);
-        auto by = std::make_unique<cuda::conv_exchange<T, S>>(before, after, from.data().width(),
-                                                              comm.nccl_communicator(), from.data().stride(), here);
+        auto by = std::make_unique<cuda::conv_exchange<T, S>>(
+            before, after, from.data().width(), comm.nccl_communicator(), from.data().stride(), capacity{}, here);
         cuda::causal_conv1d_backward(*by, from, weight, bias, act, dy.view(),
                                      {to.dx, to.dweight.of_width(before.reach + 1), to.dbias}, here);
         comm.keep(std::move(by), here);

@@ -7,6 +7,7 @@
 #include <cpx/ops/carried_states.hpp>
 
 #include <optional>
+#include <span>
 
 namespace cpx::cuda {
 
@@ -52,7 +53,10 @@ public:
                 rows = std::max({rows, p.source_rows, p.target_rows});
                 runs = std::max(runs, of_step);
             }
-        move_.emplace(comm_.prepare<float>(step(0, side::before), width, runs, capacity{rows, 0}, here));
+        cpx::plan const first = step(0, side::before);
+        index_t const bytes = rows * width * static_cast<index_t>(sizeof(float)) + 256 * comm_.ranks();
+        move_.emplace(std::span(&first, 1), width, comm_.nccl_communicator(),
+                      exchange_room{2 * (runs + comm_.ranks()), bytes}, index_t{0}, range{}, here);
     }
 
     template <class T>
@@ -83,14 +87,14 @@ public:
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
     void exchange(plan const& p, rows<float const> from, rows<float> to, caller here) {
-        move_->set(p, here);
-        (*move_)(from, to, here);
+        move_->set({&p, 1}, stream(), here);
+        (*move_)(from, to, stream(), 0, here);
     }
 
 private:
     communicator& comm_;
     index_t most_;
-    std::optional<communicator::prepared<float>> move_;
+    std::optional<cuda::exchange<float>> move_;
 };
 
 } // namespace cpx::cuda
