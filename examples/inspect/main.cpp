@@ -2,6 +2,7 @@
 // Shows a sharding, and the plan from it to another: in the terminal, as JSON, or as an SVG picture.
 //
 //     inspect --cu 0,8,20 --ranks 2 --layout zigzag --to sequential --svg picture.svg
+//     inspect --media "t5,i4x6,t3;v2x4x4;t7" --ranks 2 --svg picture.svg
 #include "common/run.hpp"
 #include "svg.hpp"
 #include "text.hpp"
@@ -14,19 +15,44 @@
 
 namespace {
 
+nlohmann::ordered_json to_json(inspect::media_batch const& media) {
+    auto items = nlohmann::ordered_json::array();
+    for (inspect::medium const& m : media.media)
+        items.push_back({{"name", name_of(m)},
+                         {"sequence", media.batch.sequence(m.rows.first)},
+                         {"rows", {m.rows.first, m.rows.last}},
+                         {"height", m.height},
+                         {"width", m.width}});
+    nlohmann::ordered_json json = {{"items", items}};
+    auto axis = media.positions.axes.begin();
+    for (char const* const name : {"time", "height", "width"}) {
+        json["position_ids"][name] = std::vector(axis, axis + media.batch.tokens());
+        axis += media.batch.tokens();
+    }
+    json["rope_deltas"] = media.positions.deltas;
+    return json;
+}
+
 std::string to_json(inspect::report const& report) {
     nlohmann::ordered_json json = {{"ranks", nlohmann::ordered_json::array()}};
     for (int rank = 0; rank < report.ranks; ++rank) {
         inspect::lane const& held = report.before[static_cast<std::size_t>(rank)];
         auto runs = nlohmann::ordered_json::array();
-        for (inspect::run const& run : held.runs) runs.push_back({run.rows.first, run.rows.last});
+        for (inspect::block const& block : held.blocks) runs.push_back({block.rows.first, block.rows.last});
         json["ranks"].push_back({{"rank", rank}, {"runs", runs}, {"cu_seqlens", held.cu_seqlens}});
+        if (report.by_heads) json["ranks"].back()["heads"] = {held.heads.first, held.heads.last};
+        if (report.width > 0) json["ranks"].back()["bytes"] = report.bytes(held);
     }
-    if (report.plan)
-        json["plan"] = {{"rows", report.plan->rows},
-                        {"messages", report.plan->messages},
-                        {"rows_sent", report.plan->sent},
-                        {"rows_lower_bound", report.plan->bound}};
+    if (report.media) json["media"] = to_json(*report.media);
+    if (!report.plan) return json.dump() + '\n';
+    inspect::movement const& plan = *report.plan;
+    json["plan"] = {{"rows", plan.rows},
+                    {"messages", plan.messages},
+                    {"rows_sent", plan.sent},
+                    {"rows_lower_bound", plan.bound.rows}};
+    if (report.width > 0)
+        json["plan"].update(
+            {{"bytes", plan.elements}, {"bytes_sent", plan.sent_elements}, {"bytes_lower_bound", plan.bound.elements}});
     return json.dump() + '\n';
 }
 
@@ -35,9 +61,13 @@ std::string to_json(inspect::report const& report) {
 int main(int argc, char** argv) {
     CLI::App app("Shows which rank holds which rows of a packed batch, and what moves between two shardings.",
                  "inspect");
-    std::string cu, ranks, layout = "zigzag", to, cut = "balanced", heads, svg;
+    std::string cu, media, ranks, layout = "zigzag", to, cut = "balanced", heads, width, svg;
     bool json = false;
-    app.add_option("--cu", cu, "Offsets of the sequences, as in cu_seqlens: 0,8,20")->required();
+    app.add_option("--cu", cu, "Offsets of the sequences, as in cu_seqlens: 0,8,20");
+    app.add_option("--media", media,
+                   "In place of --cu, sequences of text, images and videos: t5,i4x6,t3;v2x4x4;t7, with heights and "
+                   "widths in patches, 4 of which make a placeholder; an image has a start and an end, a frame of a "
+                   "video 3 tokens of text before these, too");
     app.add_option("--ranks", ranks, "Number of ranks, at most 4096")->required();
     app.add_option("--layout", layout,
                    "sequential, zigzag, striped or table=OWNER,OWNER..., then :sequence or :batch if wanted; "
@@ -47,28 +77,40 @@ int main(int argc, char** argv) {
     app.add_option("--cut", cut, "Where chunks begin: balanced, or aligned:64 for multiples of 64 tokens")
         ->capture_default_str();
     app.add_option("--heads", heads, "Heads to share out under head_sharded [one a rank]");
+    app.add_option("--width", width, "Bytes of a row; then what is held and moves is told in bytes, too");
     app.add_flag("--json", json, "Print JSON instead of text");
     app.add_option("--svg", svg, "Write a picture to this file, too");
 
     return examples::run_example(argc, argv, app, [&] {
-        cpx::thd const batch = examples::parse_batch(cu);
-        int const world = examples::parse_ranks(ranks, examples::most_ranks);
+        cpx::require(app.count("--cu") + app.count("--media") == 1, "--cu", "batch", "either --cu or --media",
+                     app.count("--cu") ? "both" : "neither");
+        inspect::report known;
+        if (app.count("--media")) known.media = inspect::media_parser().parse(media);
+        known.batch = known.media ? known.media->batch : examples::parse_batch(cu);
+        known.ranks = examples::parse_ranks(ranks, examples::most_ranks);
         auto const parse = [&](std::string const& text, char const* where) {
-            examples::sharding_spec spec = examples::parse_sharding(text, where);
-            if (!heads.empty())
-                spec.sections = {{examples::parse_number(heads, 1, 4096, "--heads", "number of heads"), 1}};
+            auto spec = examples::parse_sharding(text, where);
+            known.by_heads = known.by_heads || spec.name == "head_sharded";
             return spec;
         };
-        auto const from = parse(layout, "--layout");
-        auto const target = app.count("--to") ? std::optional(parse(to, "--to")) : std::nullopt;
+        auto from = parse(layout, "--layout");
+        auto target = app.count("--to") ? std::optional(parse(to, "--to")) : std::nullopt;
         auto const either = [&](auto const& has) { return has(from) || (target && has(*target)); };
         std::string const named = target ? layout + " and " + to : layout;
-        examples::require_effect(app, "--heads", either([](auto const& spec) { return spec.name == "head_sharded"; }),
-                                 "--layout or --to head_sharded", named);
+        examples::require_effect(app, "--heads", known.by_heads, "--layout or --to head_sharded", named);
         examples::require_effect(app, "--cut", either([](auto const& spec) { return !spec.every_row(); }),
                                  "a --layout or --to that cuts the tokens", named);
 
-        auto const report = inspect::make_report(batch, world, examples::parse_cut(cut), from, target);
+        if (known.by_heads)
+            known.heads =
+                heads.empty() ? known.ranks : examples::parse_number(heads, 1, 4096, "--heads", "number of heads");
+        if (!width.empty()) known.width = examples::parse_number(width, 1, 1 << 30, "--width", "bytes of a row");
+        cpx::require(known.width % known.heads == 0, "--width", "bytes of a row",
+                     "a multiple of the " + inspect::count(known.heads, "head"), known.width);
+        std::vector<cpx::section> const sections{{known.heads, known.elements() / known.heads}};
+        from.sections = sections;
+        if (target) target->sections = sections;
+        auto const report = inspect::make_report(std::move(known), examples::parse_cut(cut), from, target);
         bool const colour = isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR");
         std::string const shown = json ? to_json(report) : inspect::text_picture(report, colour).draw();
         std::optional<examples::output_file> picture;

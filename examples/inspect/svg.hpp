@@ -1,36 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// A report as an SVG picture: who holds what, and what moves.
+// A report as an SVG picture: who holds what, and what moves. In every lane, tokens go across and heads down.
 #pragma once
 
+#include "canvas.hpp"
 #include "report.hpp"
 
-#include <array>
-#include <cmath>
-#include <ostream>
-#include <sstream>
+#include <vector>
 
 namespace inspect {
 
-struct colour {
-    int red, green, blue;
-    /// Mixes with white; 1 is white.
-    colour lighter(double share) const {
-        auto const mix = [share](int c) { return static_cast<int>(c + (255 - c) * share); };
-        return {mix(red), mix(green), mix(blue)};
-    }
-    bool dark() const { return 0.3 * red + 0.59 * green + 0.11 * blue < 140; }
-    friend std::ostream& operator<<(std::ostream& out, colour c) {
-        return out << "rgb(" << c.red << ',' << c.green << ',' << c.blue << ')';
-    }
-};
-
-inline constexpr colour white{255, 255, 255}, black{34, 34, 34}, grey{110, 110, 110}, silver{200, 200, 200},
-    paper{244, 244, 244};
-
-/// Returns the colour of a rank, which colour-blind readers can tell apart, too; every 8 ranks a lighter set.
+/// Returns the colour of a rank, which colour-blind readers can tell apart, too; from rank 8 on with a pattern, so that
+/// 64 differ. Pale: what stays on its rank.
 ///
-/// Source: Okabe, Ito, "Color Universal Design", 2008, with grey for black.
-inline colour colour_of(int rank) {
+/// Source of the colours: Okabe, Ito, "Color Universal Design", 2008, with grey for black.
+inline paint paint_of(int rank, bool pale = false) {
     static constexpr std::array<colour, 8> palette{{{0, 114, 178},
                                                     {230, 159, 0},
                                                     {0, 158, 115},
@@ -39,171 +22,283 @@ inline colour colour_of(int rank) {
                                                     {213, 94, 0},
                                                     {240, 228, 66},
                                                     {153, 153, 153}}};
-    if (rank == several) return {85, 85, 85};
-    return palette[static_cast<std::size_t>(rank % 8)].lighter(rank / 8 % 2 ? 0.45 : 0.0);
+    colour const solid = rank == several ? colour{85, 85, 85} : palette[static_cast<std::size_t>(rank % 8)];
+    if (pale) return {solid.lighter(0.8), solid, rank / 8 % 8};
+    return {solid, solid.dark() ? white : black, rank == several ? 0 : rank / 8 % 8};
 }
 
-/// The elements of an SVG file.
-class canvas {
+/// Where the rows of a batch lie across the picture: every sequence has a least width, and a gap behind it.
+class across {
 public:
-    void box(double x, double y, double width, double height, colour fill, colour line) {
-        out_ << "<rect x='" << round(x) << "' y='" << round(y) << "' width='" << round(width) << "' height='"
-             << round(height) << "' fill='" << fill << "' stroke='" << line << "' rx='2'/>\n";
+    across(cpx::thd const& batch, double left, double widest_row, double most) {
+        double const tokens = static_cast<double>(batch.tokens()), most_gap = 3, least_sequence = 18;
+        index_t sequences = 0;
+        for (index_t s = 0; s < batch.sequences(); ++s) sequences += batch.length(s) > 0;
+        double const count = static_cast<double>(std::max<index_t>(sequences, 1));
+        most = std::max(most, std::min(1600.0, 36 * count)); // many sequences have more room
+        gap_ = sequences > 1 ? std::min(most_gap, most / 10 / count) : 0;
+        double const unit = tokens > 0 ? std::min(widest_row, (most - gap_ * (count - 1)) / tokens) : 0;
+        double const least = std::min(least_sequence, most / 2 / count);
+        for (index_t s = 0; s < batch.sequences(); ++s) {
+            double const rows = static_cast<double>(batch.length(s)), width = std::max(rows * unit, least);
+            begins_.push_back(left);
+            row_widths_.push_back(rows > 0 ? width / rows : 0);
+            left += rows > 0 ? width + gap_ : 0;
+        }
+        end_ = left - gap_;
+        batch_ = &batch;
     }
-    void line(double x, double top, double bottom, colour stroke) {
-        out_ << "<path d='M" << round(x) << ' ' << round(top) << 'V' << round(bottom) << "' stroke='" << stroke
-             << "'/>\n";
+    double row_width(index_t sequence) const { return row_widths_[static_cast<std::size_t>(sequence)]; }
+    double gap() const { return gap_; }
+    double end() const { return end_; }
+    /// Returns where a row begins that is not behind the last.
+    double operator()(index_t row) const {
+        index_t const s = batch_->sequence(row);
+        return begins_[static_cast<std::size_t>(s)] + static_cast<double>(row - batch_->offset(s)) * row_width(s);
     }
-    /// `anchor` is start, middle or end; `y` is the middle of the letters.
-    void text(double x, double y, char const* anchor, int size, colour fill, std::string const& words,
-              char const* style = "") {
-        out_ << "<text x='" << round(x) << "' y='" << round(y + 0.36 * size) << "' text-anchor='" << anchor
-             << "' font-size='" << size << "' fill='" << fill << "'" << style << '>' << words << "</text>\n";
-    }
-    std::string finish(double width, double height) const {
-        std::ostringstream file;
-        file << "<svg xmlns='http://www.w3.org/2000/svg' width='" << round(width) << "' height='" << round(height)
-             << "' viewBox='0 0 " << round(width) << ' ' << round(height)
-             << "' font-family='system-ui, -apple-system, \"Segoe UI\", \"DejaVu Sans\", Helvetica, Arial, "
-                "sans-serif'>\n"
-             << "<rect width='100%' height='100%' fill='white'/>\n"
-             << out_.str() << "</svg>\n";
-        return file.str();
+    /// Returns how wide rows of one sequence are.
+    double width(range rows) const {
+        return static_cast<double>(rows.size()) * row_width(batch_->sequence(rows.first));
     }
 
 private:
-    static double round(double x) { return std::round(x * 100) / 100; }
-    std::ostringstream out_;
+    cpx::thd const* batch_;
+    std::vector<double> begins_, row_widths_; ///< of sequences
+    double gap_ = 0, end_ = 0;
 };
 
-/// Draws from top to bottom: title, batch, lanes before, lanes after, matrix.
+/// Draws from top to bottom: title, batch, media and their positions, lanes before, lanes after, matrix.
 class svg_picture {
 public:
-    explicit svg_picture(report const& r) : report_(r) {
-        double const tokens = static_cast<double>(r.batch.tokens());
-        row_width_ = tokens > 0 ? std::min(widest_row, most_width / tokens) : 0;
-        lane_height_ = std::clamp(900.0 / r.ranks, 3.0, 24.0);
+    explicit svg_picture(report const& r)
+        : report_(r), left_(r.by_heads ? 112 : 92), x_(r.batch, left_, widest_row, r.media ? 1200 : 880),
+          lane_height_(std::clamp(900.0 / r.ranks, 3.0, 24.0)) {
+        if (r.by_heads && r.ranks <= most_matrix_ranks * 2)
+            lane_height_ = std::clamp(7.0 * static_cast<double>(std::min<index_t>(r.ranks, r.heads)), 32.0, 48.0);
     }
 
     std::string draw() {
         canvas_.text(margin, 30, "start", 18, black, title(report_, "→"), " font-weight='600'");
         canvas_.text(margin, 54, "start", 13, grey, summary(report_));
-        y_ = 98;
+        y_ = 74;
+        if (report_.media) canvas_.text(margin, y_, "start", 13, grey, media_summary(report_));
+        y_ += report_.media ? 44 : 24;
         batch();
+        if (report_.media) media();
         lanes(report_.before, report_.plan ? "before: " + report_.from : "");
         if (report_.plan) {
             lanes(report_.plan->after, "after: " + report_.to);
             matrix();
         }
-        double const widest_text = std::max(width_of(title(report_, ">"), 20), width_of(summary(report_), 14));
-        return canvas_.finish(std::max({x_of(report_.batch.tokens()) + right, widest_text + 2 * margin, 640.0}),
-                              y_ + margin);
+        return canvas_.finish(margin, 640);
     }
 
 private:
-    static constexpr double margin = 24, left = 92, right = 150, most_width = 880, widest_row = 44;
+    static constexpr double margin = 24, widest_row = 44;
     static constexpr int most_matrix_ranks = 16;
+    static constexpr colour image_colour{58, 64, 90}, video_colour{126, 104, 150};
 
-    double x_of(index_t row) const { return left + static_cast<double>(row) * row_width_; }
-    static double width_of(std::string const& text, int size) { return 0.6 * size * static_cast<double>(text.size()); }
+    /// Calls `f(rows)` with the parts of `rows` that lie in one sequence.
+    template <class F>
+    void for_each_sequence(range rows, F&& f) const {
+        while (!rows.empty()) {
+            index_t const end = report_.batch.offset(report_.batch.sequence(rows.first) + 1);
+            f(cpx::intersect(rows, range{rows.first, end}));
+            rows.first = std::min(rows.last, end);
+        }
+    }
+
+    void heading(std::string const& words, double& x) {
+        canvas_.text(left_, y_ + 4, "start", 13, black, words, " font-weight='600'");
+        x = left_ + canvas::width_of(words, 15) + 20;
+    }
+
+    void key(double& x, paint const& fill, colour rim, std::string const& words) {
+        canvas_.box(x, y_ - 1, 10, 10, fill, rim);
+        canvas_.text(x + 16, y_ + 4, "start", 11, grey, words);
+        x += 36 + canvas::width_of(words, 11);
+    }
 
     void batch() {
-        canvas_.text(left - 14, y_ + 11, "end", 12, black, "batch");
+        canvas_.text(left_ - 14, y_ + 11, "end", 12, black, "batch");
         double free = 0; // where the next offset can stand without touching the one before
-        for (index_t s = 0; s < report_.batch.sequences(); ++s) {
-            double const x = x_of(report_.batch.offset(s)), width = x_of(report_.batch.offset(s + 1)) - x;
-            if (width <= 0) continue;
+        auto const offset = [&](index_t row, double x) {
+            std::string const number = std::to_string(row);
+            double const half = canvas::width_of(number, 10) / 2;
+            if (x - half < free) return;
+            canvas_.text(x, y_ - 9, "middle", 10, grey, number);
+            free = x + half + 7;
+        };
+        for_each_sequence({0, report_.batch.tokens()}, [&](range rows) {
+            index_t const s = report_.batch.sequence(rows.first);
+            double const x = x_(rows.first), width = x_.width(rows);
             canvas_.box(x, y_, width, 22, s % 2 ? silver.lighter(0.3) : silver, white);
-            std::string const name = "sequence " + std::to_string(s), number = std::to_string(s);
-            if (width > width_of(name, 11))
-                canvas_.text(x + width / 2, y_ + 11, "middle", 11, black, name);
-            else if (width > width_of(number, 11) + 4)
-                canvas_.text(x + width / 2, y_ + 11, "middle", 11, black, number);
-            free = offset(report_.batch.offset(s), free);
-        }
-        offset(report_.batch.tokens(), free);
+            canvas_.label(x, y_ + 11, width, 11, black, {"sequence " + std::to_string(s), std::to_string(s)});
+            offset(rows.first, x);
+        });
+        offset(report_.batch.tokens(), x_.end());
         y_ += 38;
     }
 
-    double offset(index_t row, double free) {
-        std::string const number = std::to_string(row);
-        double const half = width_of(number, 10) / 2;
-        if (x_of(row) - half < free) return free;
-        canvas_.text(x_of(row), y_ - 9, "middle", 10, grey, number);
-        return x_of(row) + half + 4;
+    static colour colour_of(media_kind kind) {
+        return kind == media_kind::text ? silver : kind == media_kind::image ? image_colour : video_colour;
     }
 
-    void lanes(std::vector<lane> const& lanes, std::string const& heading) {
+    /// Draws which tokens are of images and videos, then a strip an axis: a bar a token, as high as its position.
+    void media() {
+        y_ -= 8;
+        canvas_.text(left_ - 14, y_ + 9, "end", 12, black, "media");
+        for_each_sequence({0, report_.batch.tokens()}, [&](range rows) {
+            canvas_.box(x_(rows.first), y_ + 7, x_.width(rows), 4, silver.lighter(0.4), silver.lighter(0.4));
+        });
+        for (medium const& m : report_.media->media) {
+            double const x = x_(m.rows.first), width = x_.width(m.rows),
+                         row = width / static_cast<double>(m.rows.size());
+            colour const fill = colour_of(m.kind);
+            for (double const side : {x - row, x + width}) // start and end
+                canvas_.box(side + 0.15 * row, y_ + 3, 0.7 * row, 12, fill.lighter(0.55), fill.lighter(0.55));
+            canvas_.box(x, y_, width, 18, fill, fill);
+            std::string const number = std::to_string(m.number), frame = std::to_string(m.frame);
+            std::string const size = ' ' + std::to_string(m.height) + "×" + std::to_string(m.width);
+            canvas_.label(x, y_ + 9, width, 10, white,
+                          {name_of(m) + ':' + size, m.kind == media_kind::image ? "image " + number : "frame " + frame,
+                           m.kind == media_kind::image ? number : number + '.' + frame});
+        }
+        y_ += 40;
+        double x = 0;
+        heading("positions", x);
+        key(x, silver, silver, "text");
+        key(x, image_colour, image_colour, "image");
+        key(x, video_colour, video_colour, "frame of a video");
+        y_ += 20;
+        index_t most = 1;
+        for (index_t const at : report_.media->positions.axes) most = std::max(most, at);
+        char const* const names[] = {"time", "height", "width"};
+        for (index_t axis = 0; axis < 3; ++axis) positions(names[axis], axis * report_.batch.tokens(), most);
+        y_ += 18;
+    }
+
+    /// Draws a strip of positions. Where rows are narrower than a pixel, the largest of some stands for them.
+    void positions(char const* name, index_t first, index_t most) {
+        static constexpr double height = 34, above = 12;
+        canvas_.text(left_ - 14, y_ + above + height / 2, "end", 12, black, name);
+        double const base = y_ + above + height;
+        auto const at = [&](index_t row) {
+            return report_.media->positions.axes[static_cast<std::size_t>(first + row)];
+        };
+        auto next = report_.media->media.begin();
+        for_each_sequence({0, report_.batch.tokens()}, [&](range sequence) {
+            double const width = x_.row_width(report_.batch.sequence(sequence.first));
+            index_t const step = std::max<index_t>(1, static_cast<index_t>(1 / width));
+            for (index_t row = sequence.first; row < sequence.last; row += step) {
+                while (next != report_.media->media.end() && next->rows.last <= row) ++next;
+                bool const placeholder = next != report_.media->media.end() && next->rows.first <= row;
+                index_t const last = std::min(row + step, sequence.last);
+                index_t position = 0;
+                for (index_t r = row; r < last; ++r) position = std::max(position, at(r));
+                double const bar = 1 + (height - 1) * static_cast<double>(position) / static_cast<double>(most);
+                double const all = width * static_cast<double>(last - row), space = width > 4 ? 1 : 0;
+                colour const fill = colour_of(placeholder ? next->kind : media_kind::text);
+                canvas_.box(x_(row) + space, base - bar, all - 2 * space, bar, fill, fill, 0);
+                if (step == 1) canvas_.label(x_(row), base - bar - 6, width, 9, black, {std::to_string(position)});
+            }
+            canvas_.line({x_(sequence.first), base + 0.5, x_(sequence.first) + x_.width(sequence), base + 0.5}, silver);
+        });
+        y_ = base + 8;
+    }
+
+    void lanes(std::vector<lane> const& lanes, std::string const& words) {
         bool const after = &lanes != &report_.before;
-        if (!heading.empty()) canvas_.text(left, y_ + 4, "start", 13, black, heading, " font-weight='600'");
-        if (after) legend(left + 40 + width_of(heading, 13));
-        y_ += heading.empty() ? 0 : 20;
-        double const top = y_;
+        double x = left_;
+        if (!words.empty()) heading(words, x);
+        if (after) {
+            colour const sender = paint_of(0).ground;
+            key(x, sender, sender, "received, in the colour of the sender");
+            key(x, paint_of(0, true), sender, "stays");
+            bool const joins = report_.by_heads && report_.everywhere && report_.ranks > static_cast<int>(most_bands);
+            if (joins) key(x, paint_of(several), paint_of(several).ground, "heads of several ranks, joined");
+        }
+        if (report_.by_heads)
+            canvas_.text(x, y_ + 4, "start", 11, grey,
+                         "↓ in every lane: " + count(report_.heads, "head") + " of a row");
+        y_ += words.empty() && !report_.by_heads ? 0 : 20;
+        bool const room = lane_height_ >= 10;
+        if (!room) ground(lane_height_ * report_.ranks);
         for (int rank = 0; rank < report_.ranks; ++rank) {
             lane const& held = lanes[static_cast<std::size_t>(rank)];
             double const middle = y_ + lane_height_ / 2;
-            canvas_.box(left, y_, x_of(report_.batch.tokens()) - left, lane_height_, paper, paper);
-            index_t received = 0;
-            for (run const& r : held.runs) {
-                received += r.source != rank ? r.rows.size() : 0;
-                for (range rows = r.rows; !rows.empty();) {
-                    range const rest{rows.first, report_.batch.offset(report_.batch.sequence(rows.first) + 1)};
-                    draw(cpx::intersect(rows, rest), r.source, after && r.source == rank);
-                    rows.first = std::min(rows.last, rest.last);
-                }
-            }
-            if (lane_height_ >= 10) {
-                canvas_.box(margin, middle - 5, 10, 10, colour_of(rank), colour_of(rank));
+            if (room) ground(lane_height_);
+            for (block const& b : held.blocks)
+                for_each_sequence(b.rows, [&](range rows) {
+                    draw({rows, b.heads, b.source}, after && b.source == rank);
+                });
+            if (room) {
+                paint const own = paint_of(rank);
+                canvas_.box(margin, middle - 5, 10, 10, own, own.ground);
                 canvas_.text(margin + 18, middle, "start", 12, black, "rank " + std::to_string(rank));
-                canvas_.text(x_of(report_.batch.tokens()) + 12, middle, "start", 11, grey,
-                             count(held.rows(), "row") + (after ? ", " + std::to_string(received) + " received" : ""));
+                canvas_.text(x_.end() + 12, middle, "start", 11, grey, note(report_, held, after));
+                if (report_.by_heads) heads();
             }
-            y_ += lane_height_ + (lane_height_ >= 10 ? 4 : 0);
+            y_ += lane_height_ + (room ? 4 : 0);
         }
-        separators(top - 2, y_ - 2);
         y_ += 20;
     }
 
-    /// Draws rows of one sequence that one rank holds: solid in the colour of the rank they come from, or outlined if
-    /// they stay.
-    void draw(range rows, int source, bool stays) {
-        colour const solid = colour_of(source), fill = stays ? solid.lighter(0.8) : solid;
-        colour const ink = fill.dark() ? white : black;
-        double const x = x_of(rows.first), width = x_of(rows.last) - x, middle = y_ + lane_height_ / 2;
-        bool const room = lane_height_ >= 14;
-        if (room && row_width_ >= 15) { // every row is a box of its own
-            for (index_t row = rows.first; row < rows.last; ++row) {
-                canvas_.box(x_of(row) + 1, y_ + 0.5, row_width_ - 2, lane_height_ - 1, fill, solid);
-                canvas_.text(x_of(row) + row_width_ / 2, middle, "middle", 10, ink, std::to_string(row));
+    void ground(double height) {
+        if (x_.gap() < 1) return canvas_.box(left_, y_, x_.end() - left_, height, paper, paper);
+        for_each_sequence({0, report_.batch.tokens()},
+                          [&](range rows) { canvas_.box(x_(rows.first), y_, x_.width(rows), height, paper, paper); });
+    }
+
+    /// Draws the axis of a lane.
+    void heads() {
+        double const x = left_ - 5, last = y_ + lane_height_;
+        canvas_.line({x + 3, y_ + 0.5, x, y_ + 0.5, x, last - 0.5, x + 3, last - 0.5}, silver);
+        canvas_.text(x - 3, y_ + 4, "end", 8, grey, "0");
+        if (report_.heads > 1) canvas_.text(x - 3, last - 4, "end", 8, grey, std::to_string(report_.heads - 1));
+    }
+
+    /// Draws rows of one sequence: in the colour of the rank they come from, pale with a rim if they stay.
+    void draw(block const& b, bool stays) {
+        paint const fill = paint_of(b.source, stays);
+        colour const rim = stays ? fill.ink : fill.ground, ink = fill.ground.dark() ? white : black;
+        double const head = lane_height_ / static_cast<double>(report_.heads);
+        double const top = y_ + head * static_cast<double>(b.heads.first);
+        double const height = head * static_cast<double>(b.heads.size()), middle = top + height / 2;
+        double const x = x_(b.rows.first), width = x_.width(b.rows), row = width / static_cast<double>(b.rows.size());
+        double const edge = std::min(0.5, height / 8);
+        auto const rows = [&](double from, double to, double space) {
+            canvas_.box(from + space, top + edge, std::max(to - from - 2 * space, 0.5), height - 2 * edge, fill, rim);
+        };
+        bool const words = height >= 14;
+        if (row >= 15) { // every row is a box of its own
+            for (index_t i = 0; i < b.rows.size(); ++i) {
+                double const at = x + static_cast<double>(i) * row;
+                rows(at, at + row, 1);
+                if (words) canvas_.label(at - 2, middle, row + 4, 10, ink, {std::to_string(b.rows.first + i)}, fill);
             }
-            return;
+        } else {
+            rows(x, x + width, std::min(0.5, width / 4));
+            std::string const first = std::to_string(b.rows.first), last = std::to_string(b.rows.last - 1);
+            if (words && width > canvas::width_of(first + last, 9) + 12) {
+                canvas_.text(x + 4, middle, "start", 9, ink, first, "", fill);
+                canvas_.text(x + width - 4, middle, "end", 9, ink, last, "", fill);
+            } else if (words)
+                canvas_.label(x, middle, width, 8, ink, {first}, fill);
         }
-        canvas_.box(x + 0.5, y_ + 0.5, std::max(width - 1, 0.5), lane_height_ - 1, fill, solid);
-        std::string const first = std::to_string(rows.first), last = std::to_string(rows.last - 1);
-        if (room && width > width_of(first + last, 9) + 12) {
-            canvas_.text(x + 4, middle, "start", 9, ink, first);
-            canvas_.text(x + width - 4, middle, "end", 9, ink, last);
-        } else if (room && width > width_of(first, 8) + 1) {
-            canvas_.text(x + width / 2, middle, "middle", 8, ink, first);
-        }
+        if (report_.media && words) mark(b.rows, top + height - 3);
     }
 
-    /// Draws a line through the lanes where a sequence begins.
-    void separators(double top, double bottom) {
-        if (report_.batch.sequences() > 64) return;
-        for (index_t s = 1; s < report_.batch.sequences(); ++s)
-            canvas_.line(x_of(report_.batch.offset(s)), top, bottom, grey);
-    }
-
-    void legend(double x) {
-        bool const joins = report_.from == "head_sharded" && report_.to != "head_sharded";
-        colour const moved = colour_of(joins ? several : 0);
-        canvas_.box(x, y_ - 1, 10, 10, moved, moved);
-        canvas_.text(x + 16, y_ + 4, "start", 11, grey,
-                     joins ? "heads of several ranks, joined" : "received, in the colour of the sender");
-        if (joins) return;
-        canvas_.box(x + 250, y_ - 1, 10, 10, moved.lighter(0.8), moved);
-        canvas_.text(x + 266, y_ + 4, "start", 11, grey, "stays");
+    /// Draws a line under the rows that hold placeholders.
+    void mark(range rows, double y) {
+        auto const& media = report_.media->media;
+        for (auto m =
+                 std::ranges::upper_bound(media, rows.first, {}, [](medium const& each) { return each.rows.last; });
+             m != media.end() && m->rows.first < rows.last; ++m) {
+            range const common = cpx::intersect(m->rows, rows);
+            if (x_.width(common) < 6) continue;
+            canvas_.box(x_(common.first) + 1, y, x_.width(common) - 2, 3, colour_of(m->kind), white, 0);
+        }
     }
 
     void matrix() {
@@ -211,31 +306,33 @@ private:
         index_t largest = 0;
         for (auto const& row : report_.plan->rows)
             for (index_t const rows : row) largest = std::max(largest, rows);
-        double const width = std::max(26.0, width_of(std::to_string(largest), 11) + 10), height = 22;
-        canvas_.text(left, y_ + 4, "start", 13, black, "rows from rank (down) to rank (across)", " font-weight='600'");
+        double const width = std::max(26.0, canvas::width_of(std::to_string(largest), 11) + 10), height = 22;
+        canvas_.text(left_, y_ + 4, "start", 13, black, "rows from rank (down) to rank (across)", " font-weight='600'");
         y_ += 26;
         for (int j = 0; j < report_.ranks; ++j)
-            canvas_.text(left + (j + 0.5) * width, y_, "middle", 11, grey, std::to_string(j));
+            canvas_.text(left_ + (j + 0.5) * width, y_, "middle", 11, grey, std::to_string(j));
         y_ += 10;
         for (int i = 0; i < report_.ranks; ++i, y_ += height) {
-            canvas_.text(left - 14, y_ + height / 2, "end", 11, grey, std::to_string(i));
+            canvas_.text(left_ - 14, y_ + height / 2, "end", 11, grey, std::to_string(i));
             for (int j = 0; j < report_.ranks; ++j) {
                 index_t const rows = report_.plan->rows[static_cast<std::size_t>(i)][static_cast<std::size_t>(j)];
-                colour const solid = rows > 0 ? colour_of(i) : paper;
-                colour const fill = rows > 0 && i == j ? solid.lighter(0.8) : solid;
-                canvas_.box(left + j * width + 1, y_ + 1, width - 2, height - 2, fill, solid);
-                canvas_.text(left + (j + 0.5) * width, y_ + height / 2, "middle", 11,
-                             rows == 0     ? silver
-                             : fill.dark() ? white
-                                           : black,
-                             std::to_string(rows));
+                paint const fill = rows > 0 ? paint_of(i, i == j) : paint(paper);
+                canvas_.box(left_ + j * width + 1, y_ + 1, width - 2, height - 2, fill,
+                            i == j ? fill.ink : fill.ground);
+                canvas_.text(left_ + (j + 0.5) * width, y_ + height / 2, "middle", 11,
+                             rows == 0            ? silver
+                             : fill.ground.dark() ? white
+                                                  : black,
+                             std::to_string(rows), "", fill);
             }
         }
     }
 
     report const& report_;
     canvas canvas_;
-    double row_width_ = 0, lane_height_ = 0, y_ = 0;
+    double left_;
+    across x_;
+    double lane_height_, y_ = 0;
 };
 
 } // namespace inspect

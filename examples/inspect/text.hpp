@@ -17,8 +17,11 @@ public:
         : report_(r), colour_(colour), columns_(std::min<index_t>(r.batch.tokens(), 100)) {}
 
     std::string draw() {
-        out_ << title(report_, "->") << '\n' << summary(report_) << "\n\n";
+        out_ << title(report_, "->") << '\n' << summary(report_) << '\n';
+        if (report_.media) out_ << media_summary(report_) << '\n';
+        out_ << '\n';
         ruler();
+        if (report_.media) media();
         if (!report_.plan) {
             lanes(report_.before);
         } else {
@@ -32,11 +35,12 @@ public:
         if (columns_ < report_.batch.tokens())
             out_ << "\none character stands for " << count((report_.batch.tokens() + columns_ - 1) / columns_, "row")
                  << " or a little less; the first row of each is shown\n";
+        if (report_.media) positions();
         return out_.str();
     }
 
 private:
-    static constexpr index_t most_matrix_ranks = 16, most_offsets = 10;
+    static constexpr index_t most_matrix_ranks = 16, most_offsets = 10, most_media = 20;
 
     /// Returns the first row that column `c` stands for.
     index_t row_at(index_t c) const {
@@ -70,18 +74,59 @@ private:
         out_ << '\n';
     }
 
+    void media() {
+        label("media");
+        auto next = report_.media->media.begin();
+        for (index_t c = 0; c < columns_; ++c) {
+            index_t const row = row_at(c);
+            while (next != report_.media->media.end() && next->rows.last < row) ++next;
+            bool const near = next != report_.media->media.end() && next->rows.first <= row + 1;
+            out_ << (!near                             ? '.'
+                     : row < next->rows.first          ? '<'
+                     : row == next->rows.last          ? '>'
+                     : next->kind == media_kind::image ? 'i'
+                                                       : 'v');
+        }
+        out_ << "  .: text, <i>: an image from start to end, <v>: a frame of a video\n";
+    }
+
+    void positions() {
+        out_ << "\npositions of media\n";
+        auto const& axes = report_.media->positions.axes;
+        index_t shown = 0;
+        for (medium const& m : report_.media->media) {
+            if (++shown > most_media) {
+                out_ << "and " << count(std::ssize(report_.media->media) - most_media, "other") << ": see --json\n";
+                break;
+            }
+            out_ << name_of(m) << " of sequence " << report_.batch.sequence(m.rows.first) << ": rows " << m.rows.first
+                 << '-' << m.rows.last - 1;
+            char const* const names[] = {"time", "height", "width"};
+            for (index_t axis = 0; axis < 3; ++axis) { // of the first and the last row, which span them
+                auto const at = [&](index_t row) {
+                    return axes[static_cast<std::size_t>(axis * report_.batch.tokens() + row)];
+                };
+                out_ << ", " << names[axis] << ' ' << at(m.rows.first);
+                if (at(m.rows.last - 1) > at(m.rows.first)) out_ << '-' << at(m.rows.last - 1);
+            }
+            out_ << '\n';
+        }
+    }
+
     void lanes(std::vector<lane> const& lanes) {
         for (int rank = 0; rank < report_.ranks; ++rank) {
             lane const& held = lanes[static_cast<std::size_t>(rank)];
             label("rank " + std::to_string(rank));
-            auto next = held.runs.begin();
+            auto next = held.blocks.begin();
             for (index_t c = 0; c < columns_; ++c) {
-                while (next != held.runs.end() && next->rows.last <= row_at(c)) ++next;
-                bool const here = next != held.runs.end() && next->rows.first <= row_at(c);
-                bool const stays = here && &lanes != &report_.before && next->source == rank;
-                out_ << (here ? paint(stays ? '=' : symbol(next->source), next->source) : ".");
+                while (next != held.blocks.end() && next->rows.last <= row_at(c)) ++next;
+                bool const here = next != held.blocks.end() && next->rows.first <= row_at(c);
+                bool const joined = here && next->heads.size() < held.heads.size();
+                int const source = joined ? several : here ? next->source : 0;
+                bool const stays = here && &lanes != &report_.before && source == rank;
+                out_ << (here ? paint(stays ? '=' : symbol(source), source) : ".");
             }
-            out_ << "  " << count(held.rows(), "row") << ", cu_seqlens";
+            out_ << "  " << note(report_, held, &lanes != &report_.before) << ", cu_seqlens";
             for (std::size_t i = 0; i < held.cu_seqlens.size() && i < most_offsets; ++i)
                 out_ << ' ' << held.cu_seqlens[i];
             out_ << (held.cu_seqlens.size() > most_offsets ? " ...\n" : "\n");

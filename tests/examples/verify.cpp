@@ -2,6 +2,7 @@
 // The golden files of transformers through the program that users run on them.
 #include <examples/program.hpp>
 
+#include <algorithm>
 #include <map>
 #include <tuple>
 #include <utility>
