@@ -4,7 +4,9 @@
 #include "timing.hpp"
 
 #include <cpx/cuda/rotary.hpp>
+#include <cpx/layout/zigzag.hpp>
 
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 
@@ -224,6 +226,32 @@ void move(cuda::stream const& stream, index_t count, index_t width) {
          [&] { cuda::scatter_add_rows(a, numbers, std::span<std::int32_t const>(), b, stream); });
 }
 
+/// Makes the tokens of a new packing known to kernels: uploads a rank's segments, or computes them on the device.
+template <class L>
+void new_packing(cuda::stream const& stream, char const* name, L const& layout, index_t sequences) {
+    auto const sharding = cpx::shard(cpx::thd::uniform(sequences, 32768 / sequences), layout);
+    buffer<std::int64_t> const offsets{sharding.batch().offsets()};
+    std::span<std::int64_t const> const list(offsets.data(), static_cast<std::size_t>(offsets.size()));
+    cuda::segment_table table(cpx::segments(sharding, 0));
+    using clock = std::chrono::steady_clock;
+    auto const host_us = [&](auto&& f) { // median of 101
+        std::vector<double> times;
+        for (int i = 0; i < 101; ++i) {
+            stream.synchronize();
+            auto const start = clock::now();
+            f();
+            times.push_back(1e6 * std::chrono::duration<double>(clock::now() - start).count());
+        }
+        std::ranges::nth_element(times, times.begin() + 50);
+        return times[50];
+    };
+    auto const compute = [&] { table.write(sharding, 0, list, stream); };
+    double const uploaded = host_us([&] { table.write(cpx::segments(sharding, 0)); }), computed = host_us(compute);
+    std::printf("segments of %4lld sequences, %-10s host: uploaded %7.1f us, computed %6.1f us; device: %6.1f us\n",
+                static_cast<long long>(sequences), name, uploaded, computed,
+                1e3 * static_cast<double>(milliseconds(stream, 1, compute)));
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -253,6 +281,10 @@ int main(int argc, char** argv) {
     move<bf16>(stream, 65536, 2047);
     move<float>(stream, 1 << 20, 64);
     move<float>(stream, 128, 1 << 20);
+    for (index_t const sequences : {64, 4096}) {
+        new_packing(stream, "zigzag<4>", cpx::zigzag<4>{}, sequences);
+        new_packing(stream, "zigzag<>", cpx::zigzag<>(4), sequences);
+    }
     limits.print();
     return all_right ? 0 : 1;
 }

@@ -2,10 +2,9 @@
 // Rotary position embedding of the heads of several tensors that share their rows' positions.
 #pragma once
 
-#include <cpx/core/index.hpp>
-#include <cpx/core/search.hpp>
 #include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
+#include <cpx/row_map.cuh>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -14,11 +13,6 @@
 #include <type_traits>
 
 namespace cpx::kernels {
-
-/// A segment as rows see it: row `row` is token `token`, and the rows after it go on, until the next segment begins.
-struct segment_begin {
-    index_t row, token;
-};
 
 /// Positions of rows: of three kinds, the first that is not null counts.
 struct row_positions {
@@ -62,9 +56,7 @@ inline constexpr int most_angles = 8 * rotary_threads;
 __device__ __forceinline__ std::uint64_t position(row_positions const& p, index_t row, int axis) {
     if (p.wide) return static_cast<std::uint64_t>(p.wide[axis * p.axis_stride + row]);
     if (p.narrow) return static_cast<std::uint64_t>(static_cast<index_t>(p.narrow[axis * p.axis_stride + row]));
-    segment_begin const s =
-        p.segments[last_at_or_before(row, p.segment_count, [&](int i) { return p.segments[i].row; })];
-    return static_cast<std::uint64_t>(s.token + row - s.row);
+    return static_cast<std::uint64_t>(token_of(p.segments, p.segment_count, row));
 }
 
 /// Reads what is touched once. WholeLine: other threads want the rest of its line of 128 bytes, so the memory is asked

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/cuda/rotary.hpp>
 
+#include <cpx/layout/sequential.hpp>
+#include <cpx/layout/striped.hpp>
 #include <cpx/layout/zigzag.hpp>
 #include <cpx/ops/local/rotary.hpp>
 
@@ -219,6 +221,13 @@ TEST_SUITE("cuda") {
         rejects({"cuda::segment_table: first row of a segment: expected 3, got 4"}, [&] {
             cuda::segment_table const t({{0, 0, 0, 3}, {1, 0, 4, 1}});
         });
+        buffer<std::int64_t> const offsets(2);
+        std::span<std::int64_t const> const one(offsets.data(), 2);
+        auto const folded = cpx::shard(cpx::thd({0, 3}), cpx::zigzag<2>{});
+        rejects({"rotary.cu", "cuda::segment_table: segments, empty ones too: expected at most 1, got 2"},
+                [&] { table.write(folded, 0, one, nullptr); });
+        rejects({"cuda::segment_table: offsets: expected 2, got 1"},
+                [&] { table.write(folded, 0, one.first(1), nullptr); });
     }
 
     TEST_CASE("shapes that do not fit are refused before anything is launched") {
@@ -400,6 +409,47 @@ TEST_SUITE("cuda") {
             for (float const value : values.read()) CHECK(std::abs(value - 1) < 2e-6);
             values.write(x);
         }
+    }
+
+    TEST_CASE("segments that the device computes from cu_seqlens are those of the sharding, in a replayed graph, too") {
+        if (!has_gpus()) return;
+        cuda::stream const stream;
+        auto const each = [&](auto const& layout, auto const& cut) {
+            std::vector<std::vector<cpx::index_t>> const packings{{7, 130, 0, 64}, {1, 0, 0, 200}, {50, 50, 1, 100}};
+            for (int rank = 0; rank < layout.ranks(); ++rank) {
+                buffer<std::int64_t> offsets(5);
+                cuda::segment_table table({}, 4 * layout.chunks(rank) + rank);
+                auto const write = [&](auto const& lengths) {
+                    table.write(cpx::shard(cpx::thd::from_lengths(lengths), layout, cut), rank,
+                                std::span<std::int64_t const>(offsets.data(), 5), stream);
+                };
+                cuda::graph const again(stream, [&] { write(packings[0]); });
+                for (auto const& lengths : packings) {
+                    auto const batch = cpx::thd::from_lengths(lengths);
+                    offsets.write({batch.offsets().begin(), batch.offsets().end()});
+                    again.launch(stream);
+                    stream.synchronize();
+                    std::vector<cpx::kernels::segment_begin> found(static_cast<std::size_t>(table.capacity()));
+                    REQUIRE(cudaMemcpy(found.data(), table.data(), found.size() * sizeof found[0],
+                                       cudaMemcpyDeviceToHost) == cudaSuccess);
+                    std::vector<cpx::index_t> tokens;
+                    auto const want = cpx::positions(cpx::segments(cpx::shard(batch, layout, cut), rank));
+                    for (cpx::index_t row = 0; row < std::ssize(want); ++row) {
+                        auto const& s = found[cpx::last_at_or_before(row, found.size(),
+                                                                     [&](std::size_t i) { return found[i].row; })];
+                        tokens.push_back(s.token + row - s.row);
+                    }
+                    CHECK(tokens == want);
+                }
+                write(packings[1]);
+                auto const sharding = cpx::shard(cpx::thd::from_lengths(packings[1]), layout, cut);
+                CHECK(table.rows() == sharding.rows(rank));
+            }
+        };
+        each(cpx::zigzag<>(3), cpx::balanced{});
+        each(cpx::zigzag<2>{}, cpx::aligned<64>{});
+        each(cpx::sequential<>(5), cpx::aligned<cpx::dynamic>(4));
+        each(cpx::striped<>(2), cpx::balanced{});
     }
 
     TEST_CASE("heads lie where 32 bits do not reach") {

@@ -53,7 +53,8 @@ private:
     buffer<std::uint8_t> axes_;
 };
 
-/// A rank's segments in the device's memory, from which kernels compute the token of every row.
+/// A rank's segments in the device's memory, from which kernels compute the token of every row: of any sharding from a
+/// list, of layouts that list a rank's chunks also from cu_seqlens on the device.
 class segment_table {
 public:
     /// Room for `capacity` segments, at least those given. Throws `cpx::error` if the segments' rows do not follow
@@ -79,6 +80,34 @@ public:
         list.resize(static_cast<std::size_t>(begins_.size()), {std::numeric_limits<index_t>::max(), 0});
         begins_.write(list, here);
         rows_ = row;
+    }
+
+    /// Computes the segments of `rank` on the device, in the order of the stream: nothing is uploaded, nobody waits.
+    ///
+    /// offsets: cu_seqlens of the sharding's batch in the device's memory. Can be captured, and replayed with other
+    /// offsets there, for as many rows. Wants room for every chunk of the rank in every sequence, empty or not. Throws
+    /// `cpx::error`, before anything is launched, if there is none, or the offsets are too few or elsewhere.
+    template <layout_policy P, cut Cut, row_number I>
+    void write(sharding<P, scope::sequence, Cut> const& of, int rank, std::span<I const> offsets, cudaStream_t stream,
+               caller here = caller::here()) {
+        constexpr bool computed =
+            listed_layout<P> && std::is_trivially_copyable_v<P> && std::is_trivially_copyable_v<Cut>;
+        static_assert(computed,
+                      "cpx: cuda::segment_table computes segments on the device from layouts that list a rank's chunks "
+                      "and have no memory of their own (zigzag, sequential, striped); write cpx::segments(sharding, "
+                      "rank)");
+        if constexpr (computed) {
+            char const* const where = "cuda::segment_table";
+            cpx::detail::require_rank(where, rank, of.ranks(), here);
+            index_t const sequences = of.batch().sequences(), segments = sequences * of.policy().chunks(rank);
+            require(std::ssize(offsets) == sequences + 1, where, "offsets", sequences + 1, offsets.size(), here);
+            require(segments <= begins_.size(), where, "segments, empty ones too",
+                    "at most " + std::to_string(begins_.size()), segments, here);
+            detail::require_memory(where, "offsets", offsets, here);
+            launch_early(kernels::find_segments<P, Cut, I>, 1, 32, 0, stream, where, here, of.policy(), of.cut(), rank,
+                         offsets.data(), static_cast<int>(sequences), begins_.data(), static_cast<int>(begins_.size()));
+            rows_ = of.rows(rank, here);
+        }
     }
 
     index_t rows() const { return rows_; }
