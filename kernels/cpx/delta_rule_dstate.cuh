@@ -114,13 +114,13 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             arrive_warp(memory.empty[r.at]);
         }
     } else if (group == 3) {
-        cutlass::arch::warpgroup_reg_dealloc<88>();
+        cutlass::arch::warpgroup_reg_dealloc<128>();
         ring<stages> r;
         ring<2> b;
         for (int i = 0; i < chunks; ++i, r.next(), b.next()) {
             wait(memory.full[r.at], r.parity);
             wait(memory.aux_empty[b.at], b.parity ^ 1);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at], [](int) {});
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory.aux_full[b.at]);
             arrive_warp(memory.empty[r.at]);

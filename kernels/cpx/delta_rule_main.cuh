@@ -121,9 +121,8 @@ static __global__ void __launch_bounds__(512, 1)
                     delta_walk const in, delta_output const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    extern __shared__ __align__(1024) char raw[];
     constexpr int stages = main_memory::stages;
-    auto& memory = *reinterpret_cast<main_memory*>(raw);
+    auto& memory = shared_memory<main_memory>();
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             memory.full[i].init(1), memory.empty[i].init(12);
@@ -199,7 +198,7 @@ static __global__ void __launch_bounds__(512, 1)
                       words);
             wait(memory.aux_empty[b.at], b.parity ^ 1);
             store_operand(words, memory.p[b.at]);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at], [](int) {});
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory.aux_full[b.at]);
             arrive_warp(memory.empty[r.at]);
@@ -252,6 +251,7 @@ static __global__ void __launch_bounds__(512, 1)
             cute::warpgroup_wait<0>();
             keep(s);
             keep(o);
+            arrive_warp(memory.empty[at]);
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
                 o[2 * j] *= in.scale * e[j / 2].x;
@@ -266,7 +266,6 @@ static __global__ void __launch_bounds__(512, 1)
             cute::warpgroup_wait<0>();
             keep(o);
             arrive_warp(memory.aux_empty[side]);
-            arrive_warp(memory.empty[at]);
             round_to_operand(o, y);
             store_transposed(y, memory.values[at][half]);
             cutlass::arch::fence_view_async_shared();

@@ -60,7 +60,7 @@ struct state_memory {
     char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][panel_bytes],
         x[2][2 * panel_bytes];
     delta_gates gates[stages];
-    barrier full[stages], empty[stages], x_full[2], read_done, step_done, written, landed;
+    barrier full[stages], empty[stages], x_full[2], read[2], written, landed;
 };
 /// Of a walk that leaves all states behind.
 struct traced_state_memory : state_memory {
@@ -104,13 +104,11 @@ namespace delta {
 template <bool Traced>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                            int block) {
-    extern __shared__ __align__(1024) char raw[];
-    auto& memory = *reinterpret_cast<std::conditional_t<Traced, traced_state_memory, state_memory>*>(raw);
+    auto& memory = shared_memory<std::conditional_t<Traced, traced_state_memory, state_memory>>();
     constexpr int stages = state_memory::stages;
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(8);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4);
-        memory.read_done.init(4), memory.step_done.init(4);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4);
         memory.written.init(4);
         memory.landed.init(1);
         if constexpr (Traced) memory.trace.init();
@@ -159,15 +157,14 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 }
         }
     } else if (group == 1) {
-        cutlass::arch::warpgroup_reg_dealloc<88>();
+        cutlass::arch::warpgroup_reg_dealloc<128>();
         ring<stages> r;
         ring<2> x;
         for (int c = 0; c < chunks; ++c, r.next(), x.next()) {
             wait(memory.full[r.at], r.parity);
-            // each half while the state's warpgroup has nothing for the tensor cores: after its K S, and after its step
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at], [&](int half) {
-                if (c > 0) wait(half ? memory.step_done : memory.read_done, (c - 1) & 1);
-            });
+            // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
+            if (c > 0) wait(memory.read[x.at ^ 1], c - 1 >> 1 & 1);
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory.x_full[x.at]);
             arrive_warp(memory.empty[r.at]);
@@ -197,13 +194,13 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
             cute::warpgroup_arrive();
             multiply_along<8>(ks, f, memory.keys[r.at], false);
             cute::warpgroup_commit_batch();
+            arrive_warp(memory.read[x.at]);
             token_decays e;
             load_decays(memory.gates[r.at], e);
             if constexpr (Traced) memory.trace.put(f, c);
             wait(memory.x_full[x.at], x.parity);
             cute::warpgroup_wait<0>();
             keep(ks);
-            arrive_warp(memory.read_done);
             subtract(v, ks, e, y);
             keep(s);
             cute::warpgroup_arrive();
@@ -214,7 +211,6 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
             if (c + 1 < chunks) await_chunk();
             cute::warpgroup_wait<0>();
             keep(s);
-            arrive_warp(memory.step_done);
             if (!Traced && --left == 0) {
                 left = in.plan.part_chunks;
                 store_words(s, snapshot);

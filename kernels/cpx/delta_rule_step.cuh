@@ -15,30 +15,29 @@ namespace cpx::kernels::delta {
 /// 4j + 2d + i is that of value channel 16 warp + lane / 4 + 8 d and key channel 8 j + lane % 4 * 2 + i.
 using half_state = float[64];
 
-/// Computes X of a chunk by a warpgroup, in two halves; calls `begin(half)` before each.
-template <class F>
-__device__ __forceinline__ void compute_x(char const* inverse, char const* keys, delta_gates const& gates, char* x,
-                                          F&& begin) {
+/// Computes X of a chunk by a warpgroup.
+__device__ __forceinline__ void compute_x(char const* inverse, char const* keys, delta_gates const& gates, char* x) {
     int const row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    float sum[2][32]; // two halves: one is rounded while the other one is under way
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        keep(sum[half]);
+        cute::warpgroup_arrive();
+        multiply_panels<Major::MN, Major::MN, 4>(sum[half], inverse, keys + half * panel_bytes, false);
+        cute::warpgroup_commit_batch();
+    }
     float const w[2] = {gates.onward[row], gates.onward[row + 8]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        begin(half);
-        float sum[32];
-        std::uint64_t const a = down_rows(inverse), b = down_rows(keys + half * panel_bytes);
-        keep(sum);
-        cute::warpgroup_arrive();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            fma_shared<shared_64<Major::MN, Major::MN>>(sum, step_down(a, k), step_down(b, k),
-                                                        k ? ScaleOut::One : ScaleOut::Zero,
-                                                        std::make_index_sequence<32>());
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<0>();
-        keep(sum);
+        if (half == 0)
+            cute::warpgroup_wait<1>();
+        else
+            cute::warpgroup_wait<0>();
+        keep(sum[half]);
         std::uint32_t words[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) words[i] = two_bf16(w[i % 2] * sum[2 * i], w[i % 2] * sum[2 * i + 1]);
+        for (int i = 0; i < 16; ++i)
+            words[i] = two_bf16(w[i % 2] * sum[half][2 * i], w[i % 2] * sum[half][2 * i + 1]);
         store_operand(words, x + half * panel_bytes);
     }
 }

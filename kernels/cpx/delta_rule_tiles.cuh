@@ -30,6 +30,15 @@ inline constexpr int panel_bytes = 8192;
 
 __device__ __forceinline__ int swizzled(int row, int column) { return row * 128 + ((column ^ (row & 7)) << 4); }
 
+/// Returns a block's shared memory. Its address is computed once; the compiler would do it again at every use, and wait.
+template <class M>
+__device__ __forceinline__ M& shared_memory() {
+    extern __shared__ __align__(1024) char raw[];
+    std::uint32_t address = cute::cast_smem_ptr_to_uint(raw);
+    asm volatile("" : "+r"(address));
+    return *static_cast<M*>(__cvta_shared_to_generic(address));
+}
+
 /// Returns 2^x; what is below 2^-126 is 0.
 __device__ __forceinline__ float power_of_two(float x) {
     float result;
