@@ -35,8 +35,8 @@ gpu::buffer<T> random(index_t count, std::uint64_t seed, float low, float high) 
 }
 
 /// Returns the milliseconds of a forward or backward, by replays of a graph, and prints them.
-double time(bool back, index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool decays,
-            double rate, gpu::stream const& stream) {
+double time(bool back, index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool scan,
+            bool decays, double rate, gpu::stream const& stream) {
     index_t const tokens = sequences * length;
     float const most = std::sqrt(3.0f / dim);
     auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
@@ -52,7 +52,7 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
         dk(tokens * key_heads * dim);
     auto const last = random<float>(sequences * value_heads * dim * dim, 7, -1, 1);
     gpu::buffer<float> const dg(tokens * value_heads), dbeta(tokens * value_heads);
-    gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads};
+    gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads, .scan = scan};
     gpu::buffer<char> const space(back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences)
                                        : gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences));
     auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
@@ -82,8 +82,8 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
     double const bytes = static_cast<double>(tokens) *
                          (dim * (key_rows + value_rows) + (back ? 16.0 : 8.0) * static_cast<double>(value_heads));
     double const flop = static_cast<double>(tokens * value_heads) / 64 * (back ? 31.5e6 : 10.49e6);
-    std::printf("%-8s %2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", back ? "backward" : "forward",
-                static_cast<std::ptrdiff_t>(sequences), static_cast<std::ptrdiff_t>(length),
+    std::printf("%-8s %-4s %2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", back ? "backward" : "forward",
+                scan ? "scan" : "", static_cast<std::ptrdiff_t>(sequences), static_cast<std::ptrdiff_t>(length),
                 static_cast<std::ptrdiff_t>(key_heads), static_cast<std::ptrdiff_t>(value_heads),
                 decays ? "decay" : "none", path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms,
                 100 * bytes / (ms * 1e-3) / rate, flop / (ms * 1e-3) * 1e-12);
@@ -99,19 +99,22 @@ int main(int argc, char** argv) {
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
     std::printf("the gated delta rule, bfloat16, heads of %d; of copy: inputs and outputs once\n", int(dim));
-    std::printf("%-8s %-12s %-6s %-8s %-13s %9s %9s %9s\n", "", "sequences", "heads", "gates", "path", "ms", "of copy",
+    std::printf("%-13s %-12s %-6s %-8s %-13s %9s %9s %9s\n", "", "sequences", "heads", "gates", "path", "ms", "of copy",
                 "TFLOP/s");
     timing::limits limits;
     struct work {
         index_t key_heads, value_heads, sequences, length;
         double forward, backward; // ms at most; 0: no limit
+        bool scan = false;        // of the forward alone
     };
     for (work const& w :
          {work{16, 32, 1, 32768, 0.55, 1.5}, work{16, 32, 4, 8192, 0.36, 1.5}, work{16, 32, 1, 8192, 0.20, 0.45},
-          work{16, 32, 1, 131072, 2.3, 6.0}, work{2, 8, 1, 32768, 0.24, 0}})
+          work{16, 32, 1, 131072, 2.3, 6.0}, work{2, 8, 1, 32768, 0, 0}, work{2, 8, 1, 32768, 0.24, 0, true}})
         for (bool const back : {false, true})
             for (bool const decays : {true, false}) {
-                double const ms = time(back, w.key_heads, w.value_heads, w.sequences, w.length, decays, rate, stream);
+                if (back && w.scan) continue;
+                double const ms =
+                    time(back, w.key_heads, w.value_heads, w.sequences, w.length, w.scan, decays, rate, stream);
                 double const limit = back ? w.backward : w.forward;
                 if (limit == 0) continue;
                 limits.at_most(std::string("gated delta rule ") + (back ? "backward, " : "forward, ") +

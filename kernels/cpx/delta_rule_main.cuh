@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_rows<__
 /// What `delta_rule_main` writes: (tokens, value heads * 128).
 struct delta_output {
     delta_rows<__nv_bfloat16> rows;
-    bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after `delta_rule_prep`
+    bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
 
 /// A block computes the outputs of a part of a sequence and value head. A grid of (parts at most) * value heads blocks
@@ -211,7 +211,7 @@ static __global__ void __launch_bounds__(512, 1)
             load_state(in.initial ? in.initial + in.state_of(part.sequence, head) : nullptr, half, s);
         } else {
             auto const place = in.half_of(sequence.first_part + part.part, head, half);
-            if (threadIdx.x % 128 == 0) await(in.plan.flags + place);
+            if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place);
             join_group(group);
             load_words(in.snapshots + place * snapshot_words, s);
         }

@@ -36,8 +36,7 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
         keep(sum[half]);
         std::uint32_t words[16];
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
-            words[i] = two_bf16(w[i % 2] * sum[half][2 * i], w[i % 2] * sum[half][2 * i + 1]);
+        for (int i = 0; i < 16; ++i) words[i] = two_bf16(w[i % 2] * sum[half][2 * i], w[i % 2] * sum[half][2 * i + 1]);
         store_operand(words, x + half * panel_bytes);
     }
 }

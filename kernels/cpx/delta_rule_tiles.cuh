@@ -30,7 +30,7 @@ inline constexpr int panel_bytes = 8192;
 
 __device__ __forceinline__ int swizzled(int row, int column) { return row * 128 + ((column ^ (row & 7)) << 4); }
 
-/// Returns a block's shared memory. Its address is computed once; the compiler would do it again at every use, and wait.
+/// Returns a block's shared memory. Its address is computed once; the compiler would wait for it at every use.
 template <class M>
 __device__ __forceinline__ M& shared_memory() {
     extern __shared__ __align__(1024) char raw[];

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cpx/cuda/delta_rule_fold.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/local/delta_rule_backward.hpp>
 
@@ -309,6 +310,64 @@ TEST_SUITE("cuda") {
             CHECK(on_ranks::same_rows(beside.dg, whole.dg, p.shape.value_heads, first, last));
             CHECK(on_ranks::same_rows(beside.dbeta, whole.dbeta, p.shape.value_heads, first, last));
         }
+    }
+
+    TEST_CASE("parts that are folded beside each other, and joined, make the host's outputs, whatever the gates") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        for (kind const what :
+             {kind::mild, kind::no_decay, kind::equal_keys, kind::beta_2, kind::strong, kind::never}) {
+            CAPTURE(static_cast<int>(what));
+            auto p = make<T>({1100, 0, 77, 513}, 2, 2, 128, 128, what, 17);
+            p.shape.scan = true;
+            p.shape.part = 3;
+            auto const got = on_gpu<T>(p, false);
+            double const most = what == kind::equal_keys || what == kind::beta_2 ? 2e-2 : 4.7e-3;
+            check_close(got, on_host(p, false), most, most, 0);
+            CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
+        }
+    }
+
+    TEST_CASE("what segments make of the state before them, one after the other, is the host's state after them") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        auto p = make<T>({500}, 1, 2, 128, 128, kind::mild, 19);
+        auto const expected = on_host(p, false).last;
+        p.offsets = {0, 100, 100, 320, 500}; // of which one is empty
+        p.first = {0, 100, 100, 320};
+        constexpr index_t n = 128, heads = 2;
+        cpx::cuda::stream const stream;
+        buffer<T> const k = upload<T>(p.k), v = upload<T>(p.v);
+        buffer<float> const g = upload<float>(p.g), beta = upload<float>(p.beta);
+        buffer<index_t> const offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
+        auto const maps = poisoned<float>(4 * heads * n * n), ends = poisoned<float>(4 * heads * n * n);
+        buffer<char> const space(cpx::cuda::gated_delta_rule_fold_workspace<T>(p.shape, 500, 4));
+        cpx::cuda::gated_delta_rule_fold<T>(p.shape,
+                                            {{k.data(), 500, n},
+                                             {k.data(), 500, n},
+                                             {v.data(), 500, heads * n},
+                                             {g.data(), 500, heads},
+                                             {beta.data(), 500, heads},
+                                             all(offsets),
+                                             {},
+                                             all(first)},
+                                            all(maps), all(ends), all(space), stream);
+        auto const m = widen(maps.read()), e = widen(ends.read());
+        numbers state = p.state;
+        for (index_t step = 0; step < 4 * heads; ++step) {
+            auto const at = [&](numbers const& x, index_t which, index_t r, index_t c) {
+                return x[static_cast<std::size_t>((which * n + r) * n + c)];
+            };
+            numbers after = state;
+            for (index_t r = 0; r < n; ++r)
+                for (index_t c = 0; c < n; ++c) {
+                    double sum = at(e, step, r, c);
+                    for (index_t j = 0; j < n; ++j) sum += at(m, step, r, j) * at(state, step % heads, j, c);
+                    after[static_cast<std::size_t>((step % heads * n + r) * n + c)] = sum;
+                }
+            state = after;
+        }
+        check_close("last", state, expected, 4.7e-3);
     }
 
     TEST_CASE("to cut a sequence at a multiple of 64 tokens and to hand the state on changes no bit") {

@@ -30,7 +30,10 @@ struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, any
     double scale = 0;                       ///< factor of q; 0: 1 / sqrt(key_dim)
-    index_t part = 0;                       ///< chunks of 64 tokens in a part of a sequence, 0: chosen. Changes no bit
+    index_t part = 0;                       ///< chunks of 64 tokens in a part of a sequence, 0: chosen. Changes no bit,
+                                            ///< but by scan
+    bool scan = false; ///< tensor cores: parts of a sequence are folded beside each other, and their steps of the state
+                       ///< joined: faster where sequences and heads are few, and within rounding of the other way
     delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
 };
 
@@ -60,9 +63,9 @@ namespace detail {
 /// Where the pieces of a workspace begin, in bytes; -1: it has none.
 struct delta_space {
     index_t sequences = 0, chunks = 0, parts = 0, part_chunks = 0; ///< at most
-    bool hopper = false, states_first = false;                     ///< the kernel of states runs before outputs
+    bool hopper = false, states_first = false;                     ///< states are computed before outputs
     index_t plan = 0, part_list = 0, totals = 0, flags = 0;
-    index_t inverse = -1, gates = -1, snapshots = -1;
+    index_t inverse = -1, gates = -1, snapshots = -1, maps = -1, ends = -1;
     index_t states = -1, dstates = -1, written = -1, dwritten = -1, dq = -1, dk = -1;
     index_t bytes = 0;
 

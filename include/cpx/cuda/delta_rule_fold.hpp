@@ -2,6 +2,7 @@
 // What segments of the gated delta rule do to the state that reaches them, in device memory: S -> M S + E.
 #pragma once
 
+#include <cpx/cuda/delta_rule_hopper.hpp>
 #include <cpx/cuda/delta_rule_launch.hpp>
 
 #include <cpx/delta_rule_fold.cuh>
@@ -11,7 +12,7 @@ namespace cpx::cuda {
 /// Returns the bytes of workspace that `gated_delta_rule_fold` and its backward want.
 template <delta_rule_element T>
 index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return detail::delta_plan_space(shape, tokens, sequences, 1 << 24).bytes;
+    return detail::delta_fold_space<T>(shape, tokens, sequences).bytes;
 }
 
 /// Computes the step S -> M S + E that every sequence, here a segment of one, makes of the state before it.
@@ -19,6 +20,9 @@ index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, ind
 /// `in` as in `gated_delta_rule`; its q and state are not read. maps: (sequences, value heads, Dk, Dk), the M; ends:
 /// (sequences, value heads, Dk, Dv), the E; both written, M the identity and E zeros for no tokens. workspace: device
 /// memory at a multiple of 256 bytes. No result overlaps anything else. Can be captured.
+///
+/// Returns the path it took, as `gated_delta_rule` does. On tensor cores the columns of M and E are states like any
+/// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
 template <delta_rule_element T>
@@ -36,10 +40,15 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
     };
     require_all("size of maps", maps, shape.key_dim);
     require_all("size of ends", ends, shape.value_dim);
-    auto const space = detail::delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto const space = detail::delta_fold_space<T>(shape, tokens, sequences);
     detail::require_workspace(where, space.bytes, workspace, here);
     detail::require_delta_apart(where, in, {{"maps", maps}, {"ends", ends}, {"workspace", workspace}}, {}, here);
     if (sequences == 0) return delta_rule_path::plain;
+    if constexpr (std::same_as<T, __nv_bfloat16>)
+        if (space.hopper && detail::delta_in_panels(in.k, in.v)) {
+            detail::launch_delta_hopper_fold(shape, in, maps, ends, space, workspace.data(), stream, here);
+            return delta_rule_path::tensor_cores;
+        }
     detail::launch_delta_plan(shape, in, space, workspace.data(), stream, here);
     detail::with_lane_channels(shape.key_dim, [&](auto channels) {
         auto grid = detail::delta_plain_grid(shape, space);

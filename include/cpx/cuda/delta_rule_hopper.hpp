@@ -8,6 +8,7 @@
 
 #include <cpx/delta_rule_dstate.cuh>
 #include <cpx/delta_rule_grad.cuh>
+#include <cpx/delta_rule_scan.cuh>
 
 #include <cuda.h>
 
@@ -52,9 +53,11 @@ inline int multiprocessors() {
     return count;
 }
 
-/// Returns how many chunks a part has: all, if sequences and heads alone keep the multiprocessors busy.
+/// Returns how many chunks a part has: all, if sequences and heads alone keep the multiprocessors busy; by scan always
+/// as many, so that the bits depend on no multiprocessors.
 inline index_t delta_part(gated_delta_rule_shape const& shape, index_t sequences) {
     if (shape.part > 0) return shape.part;
+    if (shape.scan) return 32;
     return 10 * sequences * shape.value_heads >= 9 * multiprocessors() ? 1 << 24 : 16;
 }
 
@@ -77,7 +80,18 @@ delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tok
     auto space = delta_plan_space(shape, tokens, sequences, delta_part(shape, sequences));
     take_delta_prepared(shape, space);
     space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.part_chunks;
-    space.snapshots = space.take(space.parts * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
+    auto const states = [&] {
+        return space.take(space.parts * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
+    };
+    space.snapshots = states();
+    if (shape.scan) space.maps = states(), space.ends = states();
+    return space;
+}
+
+template <class T>
+delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
+    if (has_delta_hopper<T>(shape, tokens)) take_delta_prepared(shape, space);
     return space;
 }
 
@@ -132,6 +146,13 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
     return walk;
 }
 
+inline void launch_delta_fold(gated_delta_rule_shape const& shape, CUtensorMap const& k, CUtensorMap const& v,
+                              kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t parts,
+                              cudaStream_t stream, caller here) {
+    launch_hopper(kernels::delta_rule_fold, parts * 2 * shape.value_heads, 512, sizeof(kernels::delta::fold_memory),
+                  stream, "delta_rule_fold", here, k, v, walk, steps);
+}
+
 template <class T>
 void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, rows<T> o,
                          std::span<float> last, delta_space const& space, char* workspace, cudaStream_t stream,
@@ -142,12 +163,31 @@ void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_i
     auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
     walk.last = last.data();
     walk.snapshots = reinterpret_cast<float*>(workspace + space.snapshots);
-    if (space.states_first)
+    bool const by_scan = space.states_first && shape.scan;
+    if (by_scan) {
+        auto const at = [&](index_t place) { return reinterpret_cast<float*>(workspace + place); };
+        kernels::delta_steps const steps{at(space.maps), at(space.ends), false};
+        launch_delta_fold(shape, k, v, walk, steps, space.parts, stream, here);
+        dim3 const grid(128 / delta::join_columns, static_cast<unsigned>(shape.value_heads),
+                        static_cast<unsigned>(space.sequences));
+        launch_early(kernels::delta_rule_join, grid, dim3(512), 0, stream, "delta_rule_join", here, walk, steps);
+    } else if (space.states_first) {
         launch_hopper(kernels::delta_rule_state, space.sequences * shape.value_heads * 2, 384,
                       sizeof(delta::state_memory), stream, "delta_rule_state", here, k, v, walk);
+    }
     launch_hopper(kernels::delta_rule_main, space.parts * shape.value_heads, 512, sizeof(delta::main_memory), stream,
                   "delta_rule_main", here, q, k, v, out, walk,
-                  kernels::delta_output{delta_view(o), space.states_first});
+                  kernels::delta_output{delta_view(o), space.states_first && !by_scan});
+}
+
+template <class T>
+void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                              std::span<float> maps, std::span<float> ends, delta_space const& space, char* workspace,
+                              cudaStream_t stream, caller here) {
+    auto const k = panels_of(in.k, here), v = panels_of(in.v, here);
+    auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
+    walk.initial = nullptr;
+    launch_delta_fold(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
 }
 
 template <class T>
@@ -186,6 +226,10 @@ delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tok
     return delta_plan_space(shape, tokens, sequences, 1 << 24);
 }
 template <class T>
+delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    return delta_plan_space(shape, tokens, sequences, 1 << 24);
+}
+template <class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return delta_plain_backward_space(shape, tokens, sequences);
 }
@@ -195,6 +239,8 @@ bool delta_in_panels(T const&...) {
 }
 template <class... A>
 void launch_delta_hopper(A const&...) {}
+template <class... A>
+void launch_delta_hopper_fold(A const&...) {}
 template <class... A>
 void launch_delta_hopper_backward(A const&...) {}
 

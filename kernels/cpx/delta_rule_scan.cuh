@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parts of a sequence as steps S -> M S + E of its state (sm_90a), all beside each other, and what these make of it.
+#pragma once
+
+#include <cpx/delta_rule_state.cuh>
+
+namespace cpx::kernels {
+
+/// Where the steps of parts lie, (parts, value heads, 128, 128) each.
+struct delta_steps {
+    float *maps, *ends; ///< M, E
+    bool apart;         ///< every sequence is one part, a segment, whose step is wanted; else all but the last are
+};
+
+namespace delta {
+
+struct fold_memory {
+    static constexpr int stages = 4;
+    char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][2][panel_bytes],
+        x[2][2 * panel_bytes];
+    delta_gates gates[stages];
+    barrier full[stages], empty[stages], x_full[2], read[2], landed;
+};
+
+/// Value channels of a state that a block of `delta_rule_join` has.
+inline constexpr int join_columns = 16;
+
+/// Returns where `load_words` finds the word of a value and key channel in the two halves of a snapshot.
+__device__ __forceinline__ int place_of_word(int value, int key) {
+    int const thread = value % 64 / 16 * 32 + value % 8 * 4 + key % 8 / 2;
+    return value / 64 * snapshot_words + (key / 8 * 128 + thread) * 4 + value % 16 / 8 * 2 + key % 2;
+}
+
+} // namespace delta
+
+/// A block computes E or M of a part and value head: what the part makes of zeros, or of the state before the sequence,
+/// and, without values, of the identity. Steps of segments are (key, value) and (key, key) channels, others are
+/// transposed. A grid of (parts at most) * 2 * value heads blocks of 512 threads: a warp that loads, a warpgroup that
+/// makes X, two that have half a state each.
+static __global__ void __launch_bounds__(512, 1)
+    delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
+                    delta_walk const in, delta_steps const to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace delta;
+    constexpr int stages = fold_memory::stages;
+    auto& memory = shared_memory<fold_memory>();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(8);
+        memory.landed.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
+    bool const of_map = static_cast<int>(blockIdx.x) / heads % 2;
+    int const number = static_cast<int>(blockIdx.x) / heads / 2, group = static_cast<int>(threadIdx.x) / 128;
+    if (number >= in.plan.totals[1]) return;
+    delta_part const part = in.plan.parts[number];
+    delta_sequence const sequence = in.plan.sequences[part.sequence];
+    if (!to.apart && (part.part + 1 == sequence.parts || (of_map && part.part == 0))) return;
+    int const first = part.part * in.plan.part_chunks, last = min(first + in.plan.part_chunks, sequence.chunks);
+    if (group == 0) {
+        cutlass::arch::warpgroup_reg_dealloc<40>();
+        if (threadIdx.x < 32) {
+            ring<stages> r;
+            for (int c = first, landings = 0; c < last; ++c, r.next()) {
+                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                bool const whole = n == delta_chunk;
+                barrier& full = whole ? memory.full[r.at] : memory.landed;
+                wait(memory.empty[r.at], r.parity ^ 1);
+                if (threadIdx.x == 0) {
+                    full.arrive_and_expect_tx((of_map ? 3 : 5) * panel_bytes + sizeof(delta_gates));
+                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
+                                  memory.inverse[r.at], memory.gates[r.at]);
+                    if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
+                }
+                __syncwarp();
+                if (whole) continue;
+                wait(memory.landed, landings++ % 2);
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    clear_rows(memory.keys[r.at] + p * panel_bytes, n);
+                    clear_rows(memory.values[r.at][p], n);
+                }
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.full[r.at]);
+            }
+        }
+    } else if (group == 1) {
+        cutlass::arch::warpgroup_reg_dealloc<104>();
+        ring<stages> r;
+        ring<2> x;
+        for (int c = first; c < last; ++c, r.next(), x.next()) {
+            wait(memory.full[r.at], r.parity);
+            if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1); // as in `walk_along`
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.x_full[x.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<184>();
+        int const half = group - 2;
+        half_state s;
+        if (of_map)
+            for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
+        else
+            load_state(part.part == 0 && in.initial ? in.initial + in.state_of(part.sequence, head) : nullptr, half, s);
+        ring<stages> r;
+        ring<2> x;
+        std::uint32_t v[16] = {};
+        float fading = 0;
+        auto const await_chunk = [&] {
+            wait(memory.full[r.at], r.parity);
+            if (!of_map) load_transposed(memory.values[r.at][half], v);
+            fading = memory.gates[r.at].decay[delta_chunk - 1];
+        };
+        if (first < last) await_chunk();
+        for (int c = first; c < last; ++c, x.next()) {
+            std::uint32_t f[32], y[16];
+            round_to_operand(s, f);
+            scale(s, fading); // while products are under way, the compiler would await them
+            float ks[32];
+            keep(ks);
+            cute::warpgroup_arrive();
+            multiply_along<8>(ks, f, memory.keys[r.at], false);
+            cute::warpgroup_commit_batch();
+            arrive_warp(memory.read[x.at]);
+            token_decays e;
+            load_decays(memory.gates[r.at], e);
+            wait(memory.x_full[x.at], x.parity);
+            cute::warpgroup_wait<0>();
+            keep(ks);
+            subtract(v, ks, e, y);
+            keep(s);
+            cute::warpgroup_arrive();
+            multiply_down(s, y, memory.x[x.at], true);
+            cute::warpgroup_commit_batch();
+            arrive_warp(memory.empty[r.at]);
+            r.next();
+            if (c + 1 < last) await_chunk();
+            cute::warpgroup_wait<0>();
+            keep(s);
+        }
+        float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_part + part.part, head);
+        for_each_word([&](int i, int value, int key) {
+            end[to.apart ? key * 128 + 64 * half + value : (64 * half + value) * 128 + key] = s[i];
+        });
+    }
+#endif
+}
+
+/// Writes the states before the parts of sequences but the first ones, from the steps of those before them, in float.
+///
+/// A grid of (128 / join_columns, value heads, sequences) blocks of 512 threads: of every key channel, four that share
+/// the products.
+static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk const in, delta_steps const steps) {
+    using namespace delta;
+    __shared__ float state[128][join_columns], sums[4][join_columns][128];
+    wait_for_previous_kernel();
+    let_next_kernel_come();
+    int const head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * join_columns;
+    int const key = static_cast<int>(threadIdx.x) % 128, share = static_cast<int>(threadIdx.x) / 128;
+    delta_sequence const sequence = in.plan.sequences[blockIdx.z];
+    float row[32];
+    auto const load = [&](int part) {
+        float const* const map = steps.maps + in.state_of(sequence.first_part + part, head) + 32 * share * 128 + key;
+#pragma unroll
+        for (int j = 0; j < 32; ++j) row[j] = map[j * 128];
+    };
+    if (sequence.parts > 2) load(1);
+    for (int part = 0; part + 1 < sequence.parts; ++part) {
+        float const* const end =
+            steps.ends + in.state_of(sequence.first_part + part, head) + (first + 4 * share) * 128 + key;
+        float own[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) own[v] = end[v * 128];
+        if (part > 0) {
+            float sum[join_columns] = {};
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+#pragma unroll
+                for (int v = 0; v < join_columns; v += 4) {
+                    float4 const s = *reinterpret_cast<float4 const*>(&state[32 * share + j][v]);
+                    sum[v] = fmaf(row[j], s.x, sum[v]);
+                    sum[v + 1] = fmaf(row[j], s.y, sum[v + 1]);
+                    sum[v + 2] = fmaf(row[j], s.z, sum[v + 2]);
+                    sum[v + 3] = fmaf(row[j], s.w, sum[v + 3]);
+                }
+            if (part + 2 < sequence.parts) load(part + 1);
+#pragma unroll
+            for (int v = 0; v < join_columns; ++v) sums[share][v][key] = sum[v];
+            __syncthreads();
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+#pragma unroll
+                for (int other = 0; other < 4; ++other) own[v] += sums[other][4 * share + v][key];
+        }
+        float* const to = in.snapshots + in.half_of(sequence.first_part + part + 1, head, 0) * snapshot_words;
+        __syncthreads(); // the state before has been read
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            state[key][4 * share + v] = own[v];
+            to[place_of_word(first + 4 * share + v, key)] = own[v];
+        }
+        __syncthreads();
+    }
+}
+
+} // namespace cpx::kernels
