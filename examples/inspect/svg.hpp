@@ -266,9 +266,11 @@ private:
         double const top = y_ + head * static_cast<double>(b.heads.first);
         double const height = head * static_cast<double>(b.heads.size()), middle = top + height / 2;
         double const x = x_(b.rows.first), width = x_.width(b.rows), row = width / static_cast<double>(b.rows.size());
-        double const edge = std::min(0.5, height / 8);
+        double const edge = height < 6 ? 0 : 0.5;
+        paint const thin(fill.ink.lighter(0.5), fill.ink, fill.pattern); // for what stays, where a rim has no room
         auto const rows = [&](double from, double to, double space) {
-            canvas_.box(from + space, top + edge, std::max(to - from - 2 * space, 0.5), height - 2 * edge, fill, rim);
+            double const wide = std::max(to - from - 2 * space, 0.5), down = height - 2 * edge;
+            canvas_.box(from + space, top + edge, wide, down, stays && std::min(wide, down) < 3 ? thin : fill, rim);
         };
         bool const words = height >= 14;
         if (row >= 15) { // every row is a box of its own
@@ -278,7 +280,7 @@ private:
                 if (words) canvas_.label(at - 2, middle, row + 4, 10, ink, {std::to_string(b.rows.first + i)}, fill);
             }
         } else {
-            rows(x, x + width, std::min(0.5, width / 4));
+            rows(x, x + width, width < 4 ? 0 : 0.5);
             std::string const first = std::to_string(b.rows.first), last = std::to_string(b.rows.last - 1);
             if (words && width > canvas::width_of(first + last, 9) + 12) {
                 canvas_.text(x + 4, middle, "start", 9, ink, first, "", fill);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <sstream>
+#include <string_view>
 
 namespace inspect {
 
@@ -49,7 +50,8 @@ private:
 
     static char symbol(int rank) {
         if (rank == several) return '*';
-        return rank < 10 ? static_cast<char>('0' + rank) : rank < 36 ? static_cast<char>('a' + rank - 10) : '#';
+        static constexpr std::string_view symbols = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+        return rank < static_cast<int>(symbols.size()) ? symbols[static_cast<std::size_t>(rank)] : '#';
     }
 
     std::string paint(char c, int rank) const {
