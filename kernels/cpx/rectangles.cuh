@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/index.hpp>
+#include <cpx/core/search.hpp>
 #include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
 
@@ -82,12 +83,8 @@ __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f)
     wait_for_previous_kernel();
     let_next_kernel_come();
     for (int s = static_cast<int>(blockIdx.x); s < all.slices; s += static_cast<int>(gridDim.x)) {
-        int low = 0, high = all.count;
-        while (low + 1 < high) {
-            int const middle = (low + high) / 2;
-            ((firsts ? first[middle] : list[middle].first) <= s ? low : high) = middle;
-        }
-        rectangle r = list[low];
+        auto const begin = [&](int i) { return firsts ? first[i] : list[i].first; };
+        rectangle r = list[last_at_or_before(s, all.count, begin)];
         std::int32_t const rows = r.slice(), row = (s - r.first) * rows;
         r.source += row * r.source_pitch;
         r.target += row * r.target_pitch;

@@ -3130,11 +3130,19 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : kind;
-        return {rank,           target_rows,  source_rows,
-                target_width,   source_width, receives,
-                sends,          back,         id.transposed(kind == flow::moves),
-                local,          batch,        target_settings,
-                source_settings};
+        return {.rank = rank,
+                .source_rows = target_rows,
+                .target_rows = source_rows,
+                .source_width = target_width,
+                .target_width = source_width,
+                .sends = receives,
+                .receives = sends,
+                .kind = back,
+                .id = id.transposed(kind == flow::moves),
+                .local = local,
+                .batch = batch,
+                .source_settings = target_settings,
+                .target_settings = source_settings};
     }
 
     friend bool operator==(plan const&, plan const&) = default;
@@ -3223,19 +3231,17 @@ struct carry_chains {
     /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
     plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
         auto const settings = detail::settings_of(sharding, id.source_settings.data());
-        return {rank,
-                source.rows(),
-                target.rows(),
-                0,
-                0,
-                source.messages(),
-                target.messages(),
-                flow::copies,
-                from == side::before ? id : id.transposed(false),
-                S::every_row,
-                sharding.batch(),
-                settings,
-                settings};
+        return {.rank = rank,
+                .source_rows = source.rows(),
+                .target_rows = target.rows(),
+                .sends = source.messages(),
+                .receives = target.messages(),
+                .kind = flow::copies,
+                .id = from == side::before ? id : id.transposed(false),
+                .local = S::every_row,
+                .batch = sharding.batch(),
+                .source_settings = settings,
+                .target_settings = settings};
     }
 };
 

@@ -90,19 +90,17 @@ struct carry_chains {
     /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
     plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
         auto const settings = detail::settings_of(sharding, id.source_settings.data());
-        return {rank,
-                source.rows(),
-                target.rows(),
-                0,
-                0,
-                source.messages(),
-                target.messages(),
-                flow::copies,
-                from == side::before ? id : id.transposed(false),
-                S::every_row,
-                sharding.batch(),
-                settings,
-                settings};
+        return {.rank = rank,
+                .source_rows = source.rows(),
+                .target_rows = target.rows(),
+                .sends = source.messages(),
+                .receives = target.messages(),
+                .kind = flow::copies,
+                .id = from == side::before ? id : id.transposed(false),
+                .local = S::every_row,
+                .batch = sharding.batch(),
+                .source_settings = settings,
+                .target_settings = settings};
     }
 };
 

@@ -80,11 +80,19 @@ struct plan {
     /// order, so that the sum has the same bits whatever the timing.
     plan transposed() const {
         flow const back = kind == flow::copies ? flow::sums : kind == flow::sums ? flow::copies : kind;
-        return {rank,           target_rows,  source_rows,
-                target_width,   source_width, receives,
-                sends,          back,         id.transposed(kind == flow::moves),
-                local,          batch,        target_settings,
-                source_settings};
+        return {.rank = rank,
+                .source_rows = target_rows,
+                .target_rows = source_rows,
+                .source_width = target_width,
+                .target_width = source_width,
+                .sends = receives,
+                .receives = sends,
+                .kind = back,
+                .id = id.transposed(kind == flow::moves),
+                .local = local,
+                .batch = batch,
+                .source_settings = target_settings,
+                .target_settings = source_settings};
     }
 
     friend bool operator==(plan const&, plan const&) = default;

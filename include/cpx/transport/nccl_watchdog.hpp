@@ -83,7 +83,6 @@ public:
 
     /// Returns NCCL's handle, or null after an abort.
     ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
-    bool aborted() const { return aborted_; }
 
     /// Returns what `f()`, a call of NCCL's, returns, or nothing if the deadline passed meanwhile: then it is aborted.
     template <class F>
