@@ -29,17 +29,19 @@ gpu_output run_rank(gpu_input const& in, cpx::nccl& comm, std::barrier<>& everyo
     auto const entry = cpx::shard(in.batch, cpx::zigzag<>(comm.ranks()));
     gpu::site at(in, entry, comm, everyone);
     auto const ids = take(entry, rank, in.ids), labels = take(entry, rank, in.labels);
-    gpu::pass step(at, in.attention);
     gpu::movement gather(at, relayout(entry, cpx::replicated<>(comm.ranks(), in.batch), rank), 1);
     gpu::device_rows<float> const all(in.batch.tokens(), 1);
-    at.meet();
-
-    auto const own = step.forward(ids, labels);
-    cpx::tally const sent = at.sent; // what follows is not the model's
-    gather(own, all);
-    comm.wait(at.stream);
-    at.meet(); // nobody frees memory while another one's exchange still runs
-    return {all.read(), sent};
+    auto const run = [&]<class How, class Linear, class Mix>(How, Linear const& linear, Mix const& mix) -> gpu_output {
+        gpu::pass<How, Linear, Mix> step(at, in.how.attention, linear, mix);
+        at.meet();
+        auto const own = step.forward(ids, labels);
+        cpx::tally const sent = at.sent; // what follows is not the model's
+        gather(own, all);
+        comm.wait(at.stream);
+        at.meet(); // nobody frees memory while another one's exchange still runs
+        return {all.read(), sent, at.states};
+    };
+    return with_linear(in.how, entry, gpu::delta_sections(in.config), run);
 }
 
 /// Calls `f(comm)` for every rank in a thread of its own. Throws what failed first, with its rank.
@@ -80,6 +82,7 @@ gpu_output forward_on_gpus(gpu_input const& in, int ranks) {
         auto of_rank = run_rank(in, comm, everyone);
         std::lock_guard const lock(guard);
         result.sent += of_rank.sent;
+        result.states += of_rank.states;
         if (comm.rank() == 0) result.log_probabilities = std::move(of_rank.log_probabilities);
     });
     return result;

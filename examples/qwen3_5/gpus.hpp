@@ -19,18 +19,18 @@ struct gpu_input {
     std::map<std::string, cpx::rows<float const>> weights; ///< by their names in the file
     cpx::thd batch;
     std::vector<cpx::index_t> ids, labels; ///< by global row
-    attention_by attention = attention_by::gather;
+    strategy how;
 };
 
 struct gpu_output {
     std::vector<float> log_probabilities; ///< by global row; 0 where the label is `cpx::ignored`
-    cpx::tally sent;                      ///< by all ranks
+    cpx::tally sent, states;              ///< by all ranks: rows (relayouts and halos), and recurrent states
 };
 
 /// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLAS or NCCL.
 int gpus();
 
-/// Runs the forward pass over `ranks` GPUs, a thread each, the recurrence of linear attention by heads.
+/// Runs the forward pass over `ranks` GPUs, a thread each.
 ///
 /// Throws `std::runtime_error` that names the rank which failed first, and what CUDA, cuBLAS or NCCL reported there.
 gpu_output forward_on_gpus(gpu_input const& in, int ranks);

@@ -30,13 +30,11 @@ void complete(CLI::App const& app, options& o) {
     cpx::require(o.dtype == "float64" || o.dtype == "float32", "--dtype", "type", "float64 or float32",
                  cpx::quote(o.dtype));
     for (char const* const option : {"--carry", "--cut"}) // by heads there is none
-        examples::require_effect(app, option, o.linear != "head_sharded" && !o.on_gpus(), "linear attention by tokens",
-                                 o.on_gpus() ? "--device cuda" : "--linear head_sharded");
+        examples::require_effect(app, option, o.linear != "head_sharded", "linear attention by tokens",
+                                 "--linear head_sharded");
     if (!o.on_gpus()) return;
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
     cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
-    cpx::require(o.linear.empty() || o.linear == "head_sharded", "--linear", "sharding with --device cuda",
-                 "head_sharded", cpx::quote(o.linear));
     cpx::require(!o.backward, "--backward", "device", "cpu: there is no backward on GPUs", "cuda");
     int const ranks = parse_ranks(o), found = qwen3_5::gpus();
     cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
@@ -137,8 +135,7 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
                                  "sequential, zigzag, striped or head_sharded", cpx::quote(linear));
                     bool const again =
                         s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
-                    bool const possible = !o.on_gpus() || s.by_heads();
-                    if (possible && !again) list.push_back(s); // by heads there is no carry and no cut to choose
+                    if (!again) list.push_back(s); // by heads there is no carry and no cut to choose
                 }
     return list;
 }
@@ -155,7 +152,7 @@ std::vector<report> run(options const& o) {
 
     auto const pass = [&](qwen3_5::strategy const& how, int over) {
         if constexpr (std::same_as<T, float>)
-            if (o.on_gpus()) return qwen3_5::run_on_gpus(model, in, how.attention, over);
+            if (o.on_gpus()) return qwen3_5::run_on_gpus(model, in, how, over);
         return qwen3_5::run(model, in, how, over, chunk, o.backward);
     };
     std::vector<report> reports;
@@ -264,8 +261,7 @@ int main(int argc, char** argv) {
     app.add_option("--reference", o.reference, "safetensors file with input_ids, cu_seqlens and logprobs")->required();
     app.add_option("--ranks", o.ranks, "ranks, as threads of this process, at most 256; on GPUs one each")
         ->capture_default_str();
-    app.add_option("--device", o.device, "cpu, or cuda: float32, linear attention by heads, forward only")
-        ->capture_default_str();
+    app.add_option("--device", o.device, "cpu, or cuda: float32, forward only")->capture_default_str();
     app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
     app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
     app.add_option("--linear", o.linear,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names that the host's pass and the GPUs' share.
+// What the host's pass and the GPUs' share: names, and the ways to run the model.
 #pragma once
 
-#include <cpx/core/index.hpp>
+#include "../common/sharding_options.hpp"
 
 #include <string>
 
@@ -10,6 +10,27 @@ namespace qwen3_5 {
 
 /// How full attention sees all keys: keys and values gathered on every rank, or queries, keys and values by heads.
 enum class attention_by { gather, heads };
+
+/// One way to run the model under context parallelism.
+struct strategy {
+    attention_by attention = attention_by::gather;
+    examples::sharding_spec linear;
+    bool serial = false;
+    examples::cut_spec cut;
+
+    /// Returns whether the recurrence runs by heads; then there is no carry and no cut.
+    bool by_heads() const { return linear.name == "head_sharded"; }
+};
+
+/// Calls `f(carry, linear, mix)`: the shardings on which linear attention and its recurrence run, the same unless that
+/// runs by heads, of these `sections`. Hidden states enter on `entry`.
+template <class Entry, class F>
+auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections, F&& f) {
+    if (how.by_heads()) return f(cpx::serial(), entry, cpx::head_sharded<>(entry.ranks(), entry.batch(), sections));
+    return examples::with_token_sharding(entry.batch(), how.linear, how.cut, entry.ranks(), [&](auto const& linear) {
+        return how.serial ? f(cpx::serial(), linear, linear) : f(cpx::scan(), linear, linear);
+    });
+}
 
 inline std::string layer_name(cpx::index_t layer, char const* suffix) {
     return "model.layers." + std::to_string(layer) + '.' + suffix;

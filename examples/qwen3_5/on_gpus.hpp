@@ -7,8 +7,8 @@
 
 namespace qwen3_5 {
 
-/// Runs the forward pass over `ranks` GPUs, the recurrence of linear attention by heads. Throws what they report.
-inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, attention_by attention, int ranks) {
+/// Runs the forward pass over `ranks` GPUs. Throws what they report.
+inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks) {
     using whole_batch = cpx::replicated<>;
     whole_batch const whole(1, in.batch);
     auto const count = static_cast<std::size_t>(in.batch.tokens());
@@ -19,19 +19,21 @@ inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, atte
     outcome result;
     cpx::threads::run(1, [&](cpx::threads& host) {
         next_token_labels(halo(whole, 0, 1, cpx::side::after), std::as_const(ids).view(), labels.view(), host);
-        gpu_input from{model.config, {}, in.batch, in.ids, {}, attention};
+        gpu_input from{model.config, {}, in.batch, in.ids, {}, how};
         model.each([&](std::string const& name, cpx::rows<float const> weight) { from.weights[name] = weight; });
         from.labels.assign(labels.data().data(), labels.data().data() + count);
         auto const output = forward_on_gpus(from, ranks);
         std::ranges::copy(output.log_probabilities, logp.data().data());
         result.rows = output.sent;
+        result.states = output.states;
         result.loss = mean_token_loss(std::as_const(logp).view(), std::as_const(labels).view(), host);
     });
     result.log_probabilities.assign(logp.data().data(), logp.data().data() + count);
     auto const net = delta_net_config(model.config, 64);
     auto const entry = cpx::shard(in.batch, cpx::zigzag<>(ranks));
-    result.counted = detail::count_forward(model.config, attention, entry, entry,
-                                           cpx::head_sharded<>(ranks, in.batch, net.sections()), net);
+    result.counted = with_linear(how, entry, net.sections(), [&](auto, auto const& linear, auto const& mix) {
+        return detail::count_forward(model.config, how.attention, entry, linear, mix, net);
+    });
     return result;
 }
 

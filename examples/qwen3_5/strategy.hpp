@@ -4,22 +4,9 @@
 
 #include "pass.hpp"
 
-#include "../common/sharding_options.hpp"
-
 #include <mutex>
 
 namespace qwen3_5 {
-
-/// One way to run the model under context parallelism.
-struct strategy {
-    attention_by attention = attention_by::gather;
-    examples::sharding_spec linear;
-    bool serial = false;
-    examples::cut_spec cut;
-
-    /// Returns whether the recurrence runs by heads; then there is no carry and no cut.
-    bool by_heads() const { return linear.name == "head_sharded"; }
-};
 
 /// The packed batch and its token ids.
 struct input {
@@ -107,13 +94,12 @@ needs count_forward(cpx::qwen3_5_config const& c, attention_by attention, Entry 
     return n;
 }
 
-template <class How, class T, class Linear, class Mix, class MakeNet>
-outcome run(checkpoint<T> const& model, input const& in, attention_by attention, bool backward, Linear const& linear,
-            Mix const& mix, cpx::gated_delta_net_config const& net, MakeNet make_net) {
-    using examples::token_sharding;
+using entry_sharding = examples::token_sharding<cpx::scope::sequence>;
+
+template <class How, class T, class Linear, class Mix>
+outcome run(checkpoint<T> const& model, input const& in, attention_by attention, bool backward,
+            entry_sharding const& entry, Linear const& linear, Mix const& mix, cpx::gated_delta_net_config const& net) {
     int const ranks = linear.ranks();
-    token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
-                                                     cpx::aligned<cpx::dynamic>(1));
     outcome result;
     result.exact = cpx::is_exact<How>(mix, net.chunk);
     result.counted = count_forward(model.config, attention, entry, linear, mix, net);
@@ -121,18 +107,23 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
     cpx::threads::run(ranks, [&](cpx::threads& threads) {
         cpx::counted comm(threads);
         int const rank = comm.rank();
-        using Entry = token_sharding<cpx::scope::sequence>;
-        cpx::tensor<cpx::index_t, Entry> ids(entry, rank, 1), labels = ids;
+        cpx::tensor<cpx::index_t, entry_sharding> ids(entry, rank, 1), labels = ids;
         cpx::index_t row = 0;
         entry.for_each_piece(rank, [&](cpx::range rows) {
             std::copy(in.ids.begin() + rows.first, in.ids.begin() + rows.last, ids.data().row(row));
             row += rows.size();
         });
         next_token_labels(halo(entry, rank, 1, cpx::side::after), std::as_const(ids).view(), labels.view(), threads);
-        auto const delta_net = make_net(rank);
+        auto const delta_net = [&] {
+            if constexpr (Mix::every_row)
+                return cpx::gated_delta_net<How, Linear, Mix>(linear, mix, Mix(ranks, in.batch, net.output_sections()),
+                                                              rank, net);
+            else
+                return cpx::gated_delta_net<How, Linear>(linear, rank, net);
+        }();
         auto const order = result.exact ? cpx::sum_order::by_row : cpx::sum_order::by_rank;
-        pass<T, How, Entry, Linear, Mix, cpx::counted<cpx::threads>> step(model, entry, linear, delta_net, attention,
-                                                                          order, comm);
+        pass<T, How, entry_sharding, Linear, Mix, cpx::counted<cpx::threads>> step(model, entry, linear, delta_net,
+                                                                                   attention, order, comm);
         auto const local = step.forward(ids, labels);
         auto const sent = [&](char const* operation) { return comm.sent(operation); };
         cpx::tally const relayouts = sent("relayout"), halos = sent("halo");
@@ -169,22 +160,9 @@ template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
             bool backward) {
     auto const net = delta_net_config(model.config, chunk);
-    if (how.by_heads()) {
-        examples::token_sharding<cpx::scope::sequence> const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)),
-                                                                   cpx::aligned<cpx::dynamic>(1));
-        cpx::head_sharded<> const mix(ranks, in.batch, net.sections()), back(ranks, in.batch, net.output_sections());
-        return detail::run<cpx::serial>(model, in, how.attention, backward, entry, mix, net, [&](int rank) {
-            return cpx::gated_delta_net<cpx::serial, std::remove_cvref_t<decltype(entry)>, cpx::head_sharded<>>(
-                entry, mix, back, rank, net);
-        });
-    }
-    return examples::with_token_sharding(in.batch, how.linear, how.cut, ranks, [&](auto const& linear) {
-        auto const with = [&]<class How>(How) {
-            return detail::run<How>(model, in, how.attention, backward, linear, linear, net, [&](int rank) {
-                return cpx::gated_delta_net<How, std::remove_cvref_t<decltype(linear)>>(linear, rank, net);
-            });
-        };
-        return how.serial ? with(cpx::serial{}) : with(cpx::scan{});
+    detail::entry_sharding const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)), cpx::aligned<cpx::dynamic>(1));
+    return with_linear(how, entry, net.sections(), [&]<class How>(How, auto const& linear, auto const& mix) {
+        return detail::run<How>(model, in, how.attention, backward, entry, linear, mix, net);
     });
 }
 

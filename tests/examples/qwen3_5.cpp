@@ -220,9 +220,7 @@ TEST_SUITE("examples") {
         arguments const cuda{"--device", "cuda"};
         for (auto const& [options, passages] : std::vector<std::pair<arguments, arguments>>{
                  {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32", "\"float64\""}},
-                 {{"--linear", "zigzag"}, {"--linear", "with --device cuda", "head_sharded", "\"zigzag\""}},
-                 {{"--carry", "scan"}, {"--carry: no effect", "--device cuda"}},
-                 {{"--cut", "balanced"}, {"--cut: no effect", "--device cuda"}},
+                 {{"--linear", "head_sharded", "--carry", "scan"}, {"--carry: no effect", "head_sharded"}},
                  {{"--chunk", "64"}, {"--chunk: no effect", "cuda"}},
                  {{"--linear", "head_sharded", "--backward"}, {"--backward", "expected cpu", "got cuda"}}})
             check_refusal(tiny + cuda + options, arguments{"qwen3_5: "} + passages);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocks that mix tokens, on a GPU: full attention and linear attention by heads.
+// The blocks that mix tokens, on a GPU: full attention and linear attention.
 #pragma once
 
 #include "attention.cuh"
-#include "delta_rule.cuh"
 #include "site.hpp"
 
 #include <cpx/cuda/conv_exchange.hpp>
 #include <cpx/cuda/rotary.hpp>
+#include <cpx/ops/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/local/rotary.hpp>
 #include <cpx/ops/sections.hpp>
 
@@ -16,45 +16,59 @@
 
 namespace qwen3_5::gpu {
 
-/// h += linear_attention(norm(h)): the recurrence runs by heads, so that it needs neither halo nor carry.
-class linear_attention {
-    using by_heads = cpx::head_sharded<>;
+/// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
+inline std::vector<cpx::section> delta_sections(cpx::qwen3_5_config const& c) {
+    cpx::section const key{c.linear_num_key_heads, c.linear_key_head_dim}, gate{c.linear_num_value_heads, 1};
+    return {key, key, {c.linear_num_value_heads, c.linear_value_head_dim}, gate, gate};
+}
+inline index_t width(std::vector<cpx::section> const& sections) {
+    index_t all = 0;
+    for (cpx::section const& s : sections) all += s.heads * s.width;
+    return all;
+}
 
+/// The convolution, the gates and the delta rule on the sharding S, of the heads that this rank holds.
+template <class How, cpx::any_sharding S>
+class delta_mixer {
 public:
     /// Collective.
-    explicit linear_attention(site& at)
-        : at_(at), sections_(sections(at.config)), out_{sections_[2]}, key_(sections_[0]), value_(sections_[2]),
-          mix_(at.sharding.ranks(), at.sharding.batch(), sections_),
-          back_(at.sharding.ranks(), at.sharding.batch(), out_), keys_(mix_.heads(at.rank(), key_.heads)),
-          values_(mix_.heads(at.rank(), value_.heads)), q_(keys_.size() * key_.width),
-          v_(values_.size() * value_.width), there_(at, relayout(at.sharding, mix_, at.rank())),
-          home_(at, relayout(back_, at.sharding, at.rank())),
-          conv_(halo(mix_, at.rank(), at.config.linear_conv_kernel_dim - 1), 2 * q_ + v_, at.comm),
-          offsets_(at.sharding.batch().offsets()), x_(at.make(at.config.hidden_size)),
-          projected_(at.make(width(sections_))), z_(at.make(width(out_))), o_(at.make(width(out_))),
-          local_(tokens(), 2 * q_ + v_ + 2 * values_.size()), mixed_(tokens(), 2 * q_ + v_),
-          gates_(tokens(), 2 * values_.size()), local_o_(tokens(), v_) {
-        index_t layer = 0;
-        for (cpx::layer_type const type : at.config.layer_types) {
-            if (type == cpx::layer_type::linear_attention) own_.emplace(layer, own_weights(layer));
-            ++layer;
-        }
+    delta_mixer(site& at, S const& where)
+        : at_(at), where_(where), heads_(heads(at.config)), q_(held(heads_.key_heads) * heads_.key_dim),
+          values_(held(heads_.value_heads)), v_(values_ * heads_.value_dim),
+          halo_(halo(where, at.rank(), at.config.linear_conv_kernel_dim - 1)), plan_(cpx::carry<How>(where, at.rank())),
+          conv_(met(at, halo_), qkv(), at.comm, in()), states_(at.device), mixed_(where.rows(at.rank()), qkv()),
+          gates_(where.rows(at.rank()), 2 * values_) {
+        at.meet();
+        cpx::state_shape const shape{values_, heads_.key_dim, heads_.value_dim};
+        states_.prepare(plan_, shape);
+        index_t const state = shape.state_width(), map = shape.map_width();
+        for (index_t k = 0; k < plan_.steps; ++k)
+            if constexpr (std::same_as<How, cpx::scan>)
+                each_ += tally_of(plan_.step(k, cpx::side::before, state, map), plan_.row_width(state, map));
+            else
+                each_ += tally_of(plan_.step(k, cpx::side::before), state);
+        for (cpx::layer_type const type : at.config.layer_types)
+            own_.push_back(type == cpx::layer_type::linear_attention ? own_weights(std::ssize(own_)) : of_heads());
     }
 
-    void operator()(index_t layer, rows<float> h) {
-        auto const name = [&](char const* suffix) { return layer_name(layer, "linear_attn.") + suffix; };
-        index_t const heads = value_.heads, qkv = projected_.view().width() - 2 * heads;
-        at_.norm(layer_name(layer, "input_layernorm.weight"), h, x_);
-        at_.linear(name("in_proj_qkv.weight"), x_, projected_.columns(0, qkv));
-        at_.linear(name("in_proj_b.weight"), x_, projected_.columns(qkv, heads));
-        at_.linear(name("in_proj_a.weight"), x_, projected_.columns(qkv + heads, heads));
-        at_.linear(name("in_proj_z.weight"), x_, z_);
-        there_(projected_, local_);
-        recur(own_.at(layer));
-        home_(local_o_, o_);
-        gated_rms_norm(o_, z_, at_.weight(name("norm.weight")).data(), value_.width, at_.eps(), o_, at_.stream);
-        at_.linear(name("out_proj.weight"), o_, x_);
-        at_.add(x_, h);
+    /// Columns of what the recurrence reads and writes on this rank.
+    index_t in() const { return qkv() + 2 * values_; }
+    index_t out() const { return v_; }
+
+    /// x: (rows, in()), dense; o: (rows, out()).
+    void operator()(index_t layer, rows<float> x, rows<float> o) {
+        of_heads const& own = own_[static_cast<std::size_t>(layer)];
+        rows<float const> const conv_weight(own.conv.data(), qkv(), conv_.plan().taps());
+        cpx::cuda::causal_conv1d(conv_, at(x.columns(0, qkv())), conv_weight, {}, cpx::activation::silu,
+                                 at(mixed_.view()));
+        auto const g = gates_.columns(0, values_), beta = gates_.columns(values_, values_);
+        delta_rule_gates(x.columns(qkv(), values_), x.columns(qkv() + values_, values_), own.A_log.data(),
+                         own.dt_bias.data(), g, beta, at_.stream);
+        auto const q = at(mixed_.columns(0, q_)), k = at(mixed_.columns(q_, q_)), v = at(mixed_.columns(2 * q_, v_));
+        cpx::delta_rule_tensors<float, S, cpx::cuda::memory> const t{q, k, v, at(g), at(beta), at(o)};
+        gated_delta_rule(plan_, t, heads_, {}, states_);
+        at_.sent += tally_of(halo_, qkv());
+        at_.states += each_;
     }
 
 private:
@@ -62,67 +76,88 @@ private:
     struct of_heads {
         cpx::cuda::buffer<float> conv, A_log, dt_bias;
     };
-    /// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
-    static std::vector<cpx::section> sections(cpx::qwen3_5_config const& c) {
-        cpx::section const key{c.linear_num_key_heads, c.linear_key_head_dim}, gate{c.linear_num_value_heads, 1};
-        return {key, key, {c.linear_num_value_heads, c.linear_value_head_dim}, gate, gate};
+    static cpx::delta_rule_heads heads(cpx::qwen3_5_config const& c) {
+        return {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim};
     }
-    static index_t width(std::vector<cpx::section> const& sections) {
-        index_t all = 0;
-        for (cpx::section const& s : sections) all += s.heads * s.width;
-        return all;
+    index_t held(index_t heads) const { return where_.heads(at_.rank(), heads).size(); }
+    index_t qkv() const { return 2 * q_ + v_; }
+    cpx::sharded<float, S, cpx::cuda::memory> at(rows<float> x) const {
+        return {x, where_, at_.rank(), at_.device.memory()};
     }
-    index_t tokens() const { return at_.sharding.batch().tokens(); }
-
     of_heads own_weights(index_t layer) const {
+        auto const all = delta_sections(at_.config);
         auto const own = [&](char const* name, std::span<cpx::section const> of) {
             auto const weight = at_.on_host(layer_name(layer, "linear_attn.") + name);
-            return upload(cpx::local_rows(mix_, at_.rank(), of, weight));
+            return upload(cpx::local_rows(where_, at_.rank(), of, weight));
         };
-        auto const all = std::span(sections_);
-        return {own("conv1d.weight", all.first(3)), own("A_log", all.last(1)), own("dt_bias", all.last(1))};
-    }
-
-    /// The convolution, the gates and the delta rule of this rank's heads.
-    void recur(of_heads const& own) {
-        index_t const heads = values_.size(), qkv = 2 * q_ + v_;
-        rows<float const> const conv_weight(own.conv.data(), qkv, conv_.plan().taps());
-        cpx::cuda::memory const in(at_.stream);
-        cpx::cuda::causal_conv1d(conv_, cpx::sharded(local_.columns(0, qkv), mix_, at_.rank(), in), conv_weight, {},
-                                 cpx::activation::silu, cpx::sharded(mixed_.view(), mix_, at_.rank(), in));
-        auto const g = gates_.columns(0, heads), beta = gates_.columns(heads, heads);
-        delta_rule_gates(local_.columns(qkv, heads), local_.columns(qkv + heads, heads), own.A_log.data(),
-                         own.dt_bias.data(), g, beta, at_.stream);
-        delta_rule_tensors t;
-        t.q = mixed_.columns(0, q_);
-        t.k = mixed_.columns(q_, q_);
-        t.v = mixed_.columns(2 * q_, v_);
-        t.g = g;
-        t.beta = beta;
-        t.o = local_o_;
-        t.offsets = offsets_.data();
-        t.sequences = at_.sharding.batch().sequences();
-        t.key_dim = key_.width;
-        t.value_dim = value_.width;
-        t.first_value = values_.first;
-        t.first_key = keys_.first;
-        t.group = value_.heads / key_.heads;
-        t.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(t.key_dim)));
-        gated_delta_rule(t, at_.stream);
+        return {own("conv1d.weight", std::span(all).first(3)), own("A_log", std::span(all).last(1)),
+                own("dt_bias", std::span(all).last(1))};
     }
 
     site& at_;
-    std::vector<cpx::section> sections_, out_; ///< of what the recurrence reads, and writes
-    cpx::section key_, value_;
-    by_heads mix_, back_;
-    cpx::range keys_, values_; ///< the heads of this rank
-    index_t q_, v_;            ///< their columns of q, and of v
-    movement there_, home_;
-    cpx::cuda::conv_exchange<float, by_heads> conv_;
-    cpx::cuda::buffer<index_t> offsets_;
-    device_rows<float> x_, projected_, z_, o_;           ///< rows of this rank
-    device_rows<float> local_, mixed_, gates_, local_o_; ///< all tokens, heads of this rank
-    std::map<index_t, of_heads> own_;
+    S where_;
+    cpx::delta_rule_heads heads_;
+    index_t q_, values_, v_; ///< columns of q, value heads, and their columns, of this rank
+    cpx::halo_plan<S> halo_;
+    cpx::carry_plan<How, S> plan_;
+    cpx::cuda::conv_exchange<float, S> conv_;
+    cpx::cuda::state_exchange states_;
+    cpx::tally each_; ///< states that a layer sends
+    device_rows<float> mixed_, gates_;
+    std::vector<of_heads> own_; ///< of every layer, empty of another kind
+};
+
+/// h += linear_attention(norm(h)), whose recurrence runs on `Mix`: where h is, or by heads.
+template <class How, cpx::any_sharding Mix>
+class linear_attention {
+public:
+    /// `count`: rows of h. Collective.
+    linear_attention(site& at, index_t count, Mix const& mix)
+        : at_(at), mixer_(at, mix), x_(count, at.config.hidden_size),
+          projected_(count, width(delta_sections(at.config))), z_(count, values()), o_(count, values()) {
+        if constexpr (Mix::every_row)
+            moved_.emplace(at, mix, Mix(mix.ranks(), mix.batch(), {delta_sections(at.config)[2]}), mixer_.in(),
+                           mixer_.out());
+    }
+
+    void operator()(index_t layer, rows<float> h) {
+        auto const name = [&](char const* suffix) { return layer_name(layer, "linear_attn.") + suffix; };
+        index_t const heads = at_.config.linear_num_value_heads, qkv = projected_.view().width() - 2 * heads;
+        at_.norm(layer_name(layer, "input_layernorm.weight"), h, x_);
+        at_.linear(name("in_proj_qkv.weight"), x_, projected_.columns(0, qkv));
+        at_.linear(name("in_proj_b.weight"), x_, projected_.columns(qkv, heads));
+        at_.linear(name("in_proj_a.weight"), x_, projected_.columns(qkv + heads, heads));
+        at_.linear(name("in_proj_z.weight"), x_, z_);
+        if (moved_) {
+            moved_->there(projected_, moved_->x);
+            mixer_(layer, moved_->x, moved_->o);
+            moved_->home(moved_->o, o_);
+        } else {
+            mixer_(layer, projected_, o_);
+        }
+        gated_rms_norm(o_, z_, at_.weight(name("norm.weight")).data(), at_.config.linear_value_head_dim, at_.eps(), o_,
+                       at_.stream);
+        at_.linear(name("out_proj.weight"), o_, x_);
+        at_.add(x_, h);
+    }
+
+private:
+    index_t values() const { return at_.config.linear_num_value_heads * at_.config.linear_value_head_dim; }
+
+    /// All tokens and the heads of this rank, and the way there.
+    struct by_heads {
+        movement there, home;
+        device_rows<float> x, o;
+
+        by_heads(site& at, Mix const& mix, Mix const& back, index_t in, index_t out)
+            : there(at, relayout(at.sharding, mix, at.rank())), home(at, relayout(back, at.sharding, at.rank())),
+              x(mix.rows(at.rank()), in), o(mix.rows(at.rank()), out) {}
+    };
+
+    site& at_;
+    delta_mixer<How, Mix> mixer_;
+    std::optional<by_heads> moved_;
+    device_rows<float> x_, projected_, z_, o_;
 };
 
 /// h += full_attention(norm(h)): norms and rotary embedding of q and k, attention, an output gate, a projection.

@@ -10,7 +10,7 @@ namespace qwen3_5::gpu {
 /// down(silu(gate(x)) up(x)), by the weights of one name, into y.
 class dense_mlp {
 public:
-    dense_mlp(site& at, index_t inner) : at_(at), gate_(at.make(inner)), up_(at.make(inner)) {}
+    dense_mlp(site& at, index_t count, index_t inner) : at_(at), gate_(count, inner), up_(count, inner) {}
 
     void operator()(std::string const& mlp, rows<float const> x, rows<float> y) const {
         at_.linear(mlp + "gate_proj.weight", x, gate_);
@@ -27,13 +27,12 @@ private:
 /// The experts chosen and the shared one, into y.
 class expert_mlp {
 public:
-    explicit expert_mlp(site& at)
+    expert_mlp(site& at, index_t count)
         : at_(at), choices_(at.config.num_experts_per_tok), inner_(at.config.moe_intermediate_size),
-          shared_(at, at.config.shared_expert_intermediate_size), logits_(at.make(at.config.num_experts)),
-          weights_(at.make(choices_)), gate_up_(at.make(choices_ * 2 * inner_)),
-          activation_(at.make(choices_ * inner_)), output_(at.make(choices_ * at.config.hidden_size)),
-          shared_output_(at.make(at.config.hidden_size)), shared_gate_(at.make(1)),
-          chosen_(logits_.view().count(), choices_) {}
+          shared_(at, count, at.config.shared_expert_intermediate_size), logits_(count, at.config.num_experts),
+          weights_(count, choices_), gate_up_(count, choices_ * 2 * inner_), activation_(count, choices_ * inner_),
+          output_(count, choices_ * at.config.hidden_size), shared_output_(count, at.config.hidden_size),
+          shared_gate_(count, 1), chosen_(count, choices_) {}
 
     void operator()(std::string const& mlp, rows<float const> x, rows<float> y) const {
         at_.linear(mlp + "gate.weight", x, logits_);

@@ -8,7 +8,7 @@
 #include "../gpus.hpp"
 
 #include <cpx/cpx.hpp>
-#include <cpx/cuda/exchange.hpp>
+#include <cpx/cuda/communicator.hpp>
 
 #include <cublas_v2.h>
 
@@ -40,6 +40,10 @@ private:
 template <class T>
 cpx::cuda::buffer<T> upload(std::vector<T> const& values) {
     return cpx::cuda::buffer<T>(std::span<T const>(values));
+}
+
+inline cpx::tally tally_of(cpx::plan const& p, index_t width) {
+    return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<index_t>(sizeof(float))};
 }
 
 /// cuBLAS on one stream, in float32 throughout: no TF32.
@@ -82,8 +86,8 @@ class site {
 public:
     /// `everyone`: where all ranks meet. The device of `transport` must be current.
     site(gpu_input const& in, entry_sharding const& where, cpx::nccl& transport, std::barrier<>& everyone)
-        : config(in.config), sharding(where), comm(transport), on_host_(in.weights), everyone_(everyone),
-          blas_(stream) {
+        : config(in.config), sharding(where), comm(transport), device(comm, stream), on_host_(in.weights),
+          everyone_(everyone), blas_(stream) {
         for (auto const& [name, w] : on_host_)
             weights_.emplace(name, cpx::cuda::buffer<float>(std::span<float const>(
                                        w.data(), static_cast<std::size_t>(w.count() * w.width()))));
@@ -114,7 +118,8 @@ public:
     entry_sharding sharding;
     cpx::nccl& comm;
     cpx::cuda::stream stream;
-    cpx::tally sent; ///< by this rank to others
+    cpx::cuda::communicator device;
+    cpx::tally sent, states; ///< by this rank to others: rows, and recurrent states
 
 private:
     std::string stored(std::string const& name) const {
@@ -127,14 +132,19 @@ private:
     std::map<std::string, cpx::cuda::buffer<float>> weights_;
 };
 
+/// Returns a plan when all ranks have come: what is made of it allocates.
+template <class Plan>
+Plan const& met(site const& at, Plan const& plan) {
+    at.meet();
+    return plan;
+}
+
 /// An exchange made ready, which counts what it sends. Made and called by all ranks in the same order.
 class movement {
 public:
     /// `width`: of rows that move whole; `stride`: from row to row of the source, 0 for dense.
     movement(site& at, cpx::plan const& plan, index_t width = 0, index_t stride = 0)
-        : at_(at),
-          each_{plan.messages(), plan.sent_rows(), plan.sent_elements(width) * static_cast<index_t>(sizeof(float))},
-          exchange_(met(at, plan), width, at.comm, stride) {}
+        : at_(at), each_(tally_of(plan, width)), exchange_(met(at, plan), width, at.comm, stride) {}
 
     void operator()(rows<float const> from, rows<float> to) {
         exchange_(from, to, at_.stream);
@@ -142,11 +152,6 @@ public:
     }
 
 private:
-    static cpx::plan const& met(site const& at, cpx::plan const& plan) {
-        at.meet();
-        return plan;
-    }
-
     site& at_;
     cpx::tally each_;
     cpx::cuda::exchange<float> exchange_;

@@ -139,8 +139,7 @@ public:
         if (count_ == 0) return;
         if (count_ == 1) throw found_.front();
         std::string all;
-        for (auto const& one : found_)
-            all += "\n  " + one.problem() + ": expected " + one.expected() + ", got " + one.got();
+        for (auto const& p : found_) all += "\n  " + p.problem() + ": expected " + p.expected() + ", got " + p.got();
         if (count_ > shown) all += "\n  and " + std::to_string(count_ - shown) + " more";
         throw error(where_, std::to_string(count_) + " settings are wrong" + all, "", "", here_);
     }
