@@ -15,6 +15,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace {
@@ -254,6 +255,16 @@ std::string run(int rank, int blocks) {
         limits.at_least(name + ": one kernel; limit: all to all", ways.one_kernel.gb(), ways.all_to_all.gb(), "GB/s");
     std::vector<cpx::section> const o{{32, 128}};
     bench.run("heads -> zigzag, o, 32768 x 4096", cpx::head_sharded<>(ranks, batch, o), zigzag, o, false);
+    auto const compare = [&]<int W>(std::integral_constant<int, W>) { // ranks in the type beside ranks as a value
+        auto const run = [&](char const* kind, auto zigzag_layout, auto sequential_layout) {
+            bench.run(std::string("zigzag -> sequential, 32768 x 2048, ") + kind, cpx::shard(batch, zigzag_layout),
+                      cpx::shard(batch, sequential_layout), {{1, 2048}}, false);
+        };
+        run("static", cpx::zigzag<W>(), cpx::sequential<W>());
+        run("dynamic", cpx::zigzag<>(W), cpx::sequential<>(W));
+    };
+    if (ranks == 2) compare(std::integral_constant<int, 2>());
+    if (ranks == 4) compare(std::integral_constant<int, 4>());
     bench.print_ratios();
     if (rank == 0) limits.print();
     return rank != 0 || bench.all_right() ? "" : "results are wrong";
