@@ -10,6 +10,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -31,21 +32,7 @@ public:
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
-        detail::require_ranks("threads::run", "ranks", ranks, here);
-        world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
-        std::vector<std::thread> members;
-        std::string refusal;
-        try {
-            for (int rank = 0; rank < ranks; ++rank)
-                members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
-        } catch (std::exception const& e) { // the system has no more threads: end those that run
-            refusal = e.what();
-            shared.end(static_cast<int>(members.size()), refusal);
-        }
-        for (auto& member : members) member.join();
-        require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
-                std::to_string(ranks) + ", one a rank", std::to_string(members.size()) + ", then: " + refusal, here);
-        shared.rethrow(here);
+        run_all(ranks, std::ref(program), deadline, here);
     }
 
     int rank() const { return rank_; }
@@ -90,8 +77,27 @@ public:
 private:
     struct world;
 
-    template <class F>
-    static void run_rank(world& shared, F& program, int rank) {
+    /// As `run`, compiled once for all programs.
+    static void run_all(int ranks, std::function<void(threads&)> const& program, std::chrono::milliseconds deadline,
+                        caller here) {
+        detail::require_ranks("threads::run", "ranks", ranks, here);
+        world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
+        std::vector<std::thread> members;
+        std::string refusal;
+        try {
+            for (int rank = 0; rank < ranks; ++rank)
+                members.emplace_back([&shared, &program, rank] { run_rank(shared, program, rank); });
+        } catch (std::exception const& e) { // the system has no more threads: end those that run
+            refusal = e.what();
+            shared.end(static_cast<int>(members.size()), refusal);
+        }
+        for (auto& member : members) member.join();
+        require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
+                std::to_string(ranks) + ", one a rank", std::to_string(members.size()) + ", then: " + refusal, here);
+        shared.rethrow(here);
+    }
+
+    static void run_rank(world& shared, std::function<void(threads&)> const& program, int rank) {
         try {
             threads comm(shared, rank);
             program(comm);
