@@ -257,34 +257,35 @@ TEST_SUITE("cuda") {
             make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), 4.7e-3, 6e-3);
     }
 
-    TEST_CASE("once prepared, the gated delta rule and its backward only enqueue") {
+    TEST_CASE("once prepared, the gated delta rule and its backward only enqueue, also those of another batch") {
         if (!has_gpus(2)) return;
-        auto const p = make<float>(lengths({130, 64, 70}), {1, 2, 16, 8}, false, 3);
-        by_tokens const sharding(cpx::shard(p.batch, cpx::table(cpx::zigzag<>(2)), cpx::aligned<cpx::dynamic>(1)));
+        auto const cut = [](cpx::thd const& batch) {
+            return by_tokens(cpx::shard(batch, cpx::table(cpx::zigzag<>(2)), cpx::aligned<cpx::dynamic>(1)));
+        };
+        by_tokens const first = cut(lengths({130, 64, 70})), second = cut(lengths({3, 170, 91}));
         struct gate {
             std::atomic<bool> open = false, gave_up = false;
         };
         group gpus(2);
         gpus.run([&](cpx::nccl& joined, auto const& meet) {
-            int const rank = joined.rank();
             cpx::cuda::stream const stream;
             cpx::cuda::communicator comm(joined, stream);
-            cpx::cuda::state_exchange by(comm);
-            auto const plan = cpx::carry<cpx::serial>(sharding, rank);
-            auto const tensor = [&](index_t width) { return cpx::make_tensor<float>(sharding, comm, width); };
-            auto q = tensor(16), k = tensor(16), v = tensor(16), g = tensor(2), beta = tensor(2), o = tensor(16);
-            auto dq = tensor(16), dk = tensor(16), dv = tensor(16), dg = tensor(2), dbeta = tensor(2);
+            cpx::cuda::state_exchange by(comm, {140, 3});
             using M = cpx::cuda::memory;
-            cpx::delta_rule_saved<float, M> saved;
-            auto const run = [&] {
+            auto const run = [&](by_tokens const& sharding) {
+                auto const plan = cpx::carry<cpx::serial>(sharding, joined.rank());
+                auto const tensor = [&](index_t width) { return cpx::make_tensor<float>(sharding, comm, width); };
+                auto q = tensor(16), k = tensor(16), v = tensor(16), g = tensor(2), beta = tensor(2), o = tensor(16);
+                auto dq = tensor(16), dk = tensor(16), dv = tensor(16), dg = tensor(2), dbeta = tensor(2);
+                cpx::delta_rule_saved<float, M> saved;
                 cpx::delta_rule_tensors<float, by_tokens, M> const t{q, k, v, g, beta, o, {}, {}, &saved};
-                cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
+                cpx::gated_delta_rule(plan, t, {1, 2, 16, 8}, {}, by);
                 cpx::gated_delta_rule_backward(
-                    plan, t, cpx::delta_rule_gradient_tensors<float, by_tokens, M>{v, dq, dk, dv, dg, dbeta}, p.heads,
-                    p.options, by);
+                    plan, t, cpx::delta_rule_gradient_tensors<float, by_tokens, M>{v, dq, dk, dv, dg, dbeta},
+                    {1, 2, 16, 8}, {}, by);
             };
             meet();
-            run();
+            run(first);
             comm.wait();
             meet();
             gate held;
@@ -300,7 +301,8 @@ TEST_SUITE("cuda") {
                                  },
                                  &held),
                              "cudaLaunchHostFunc");
-            run(); // only enqueued: the stream goes on when the host says so
+            run(first); // only enqueued: the stream goes on when the host says so
+            run(second);
             held.open = true;
             comm.wait();
             cpx::require(!held.gave_up, "test", "a call", "no wait for the device", "a wait");

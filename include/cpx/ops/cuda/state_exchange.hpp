@@ -5,8 +5,10 @@
 #include <cpx/cuda/carried_states.hpp>
 #include <cpx/cuda/communicator.hpp>
 #include <cpx/ops/carried_states.hpp>
+#include <cpx/transport/movement.hpp>
 
-#include <optional>
+#include <cstdint>
+#include <memory>
 #include <span>
 
 namespace cpx::cuda {
@@ -20,43 +22,32 @@ public:
     template <class T>
     using buffer = block<T>;
 
-    /// `segments`: the most that a rank has of any batch; 0: as many as of the first.
-    explicit state_exchange(communicator& comm, index_t segments = 0) : comm_(comm), most_(segments) {}
+    /// `most`: see `capacity`; none: what the first batch wants.
+    explicit state_exchange(communicator& comm, capacity most = {}) : comm_(comm), most_(most) {}
 
     cuda::memory const& memory() const { return comm_.memory(); }
     cudaStream_t stream() const { return comm_.stream(); }
 
-    /// Gets ready for the exchanges of a plan, unless that has been done. Collective the first time: ranks compare the
-    /// plans and connect. Throws `cpx::error` if they differ, and if plan and communicator do not fit.
+    /// Gets ready for all exchanges of a plan, unless the last one was of that batch. Collective the first time: ranks
+    /// compare the plans and connect; later it enqueues only, see `exchange::set`. Throws `cpx::error` if they differ,
+    /// and if plan and communicator, or what it was prepared for, do not fit.
     template <carry_kind How, any_sharding S>
     void prepare(carry_plan<How, S> const& plan, state_shape const& shape, caller here = caller::here()) {
+        using kind = cpx::detail::moved<carry_plan<How, S>>;
         require(plan.sharding.ranks() == comm_.ranks() && plan.rank == comm_.rank(), "cuda::state_exchange",
                 "rank of the plan", std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
                 std::to_string(plan.rank) + " of " + std::to_string(plan.sharding.ranks()), here);
-        if (plan.steps == 0 || move_) return;
-        bool constexpr scans = std::same_as<How, scan>;
-        index_t const state = shape.state_width(), map = scans ? shape.map_width() : 0;
-        index_t const width = scans ? carry_plan<scan, S>::row_width(state, map) : state;
-        auto const step = [&](index_t k, side from) {
-            if constexpr (scans)
-                return plan.step(k, from, state, map);
-            else
-                return plan.step(k, from);
-        };
-        index_t rows = most_ * ((state + map) / width), runs = 2 * most_;
-        for (index_t k = 0; k < plan.steps; ++k)
-            for (int back = 0; back < 2; ++back) {
-                auto const p = step(k, back ? side::after : side::before);
-                index_t of_step = 0;
-                for (auto const* messages : {&p.sends, &p.receives})
-                    for (message const& m : *messages) of_step += std::ssize(m.rows);
-                rows = std::max({rows, p.source_rows, p.target_rows});
-                runs = std::max(runs, of_step);
-            }
-        cpx::plan const first = step(0, side::before);
-        index_t const bytes = rows * width * static_cast<index_t>(sizeof(float)) + 256 * comm_.ranks();
-        move_.emplace(std::span(&first, 1), width, comm_.nccl_communicator(),
-                      exchange_room{2 * (runs + comm_.ranks()), bytes}, index_t{0}, range{}, here);
+        carry_widths const widths{shape.state_width(), shape.map_width()};
+        auto const batch = plan.id.fingerprint();
+        if (plan.steps == 0 || (move_ && batch == batch_)) return;
+        auto const plans = kind::exchanges(plan, widths);
+        if (move_)
+            move_->set(plans, stream(), here);
+        else
+            move_ = detail::ready_to_send<float>(
+                plans, kind::row_width(widths),
+                most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{}, comm_, {}, here);
+        batch_ = batch;
     }
 
     template <class T>
@@ -86,15 +77,15 @@ public:
         for (auto const& j : list) joins.push_back({j.map, j.x, j.sum});
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
-    void exchange(plan const& p, rows<float const> from, rows<float> to, caller here) {
-        move_->set({&p, 1}, stream(), here);
-        (*move_)(from, to, stream(), 0, here);
+    void exchange(plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
+        (*move_)(from, to, stream(), number, here);
     }
 
 private:
     communicator& comm_;
-    index_t most_;
-    std::optional<cuda::exchange<float>> move_;
+    capacity most_;
+    std::uint64_t batch_ = 0; ///< for which it is ready
+    std::unique_ptr<cuda::exchange<float>> move_;
 };
 
 } // namespace cpx::cuda
