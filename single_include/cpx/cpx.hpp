@@ -356,7 +356,9 @@ template <class Int, class At, class Begins>
 CPX_HOST_DEVICE constexpr Int last_between(At at, Int low, Int high, Begins const& begins) {
     while (low + 1 < high) {
         Int const middle = low + (high - low) / 2;
-        (begins(middle) <= at ? low : high) = middle;
+        bool const before = begins(middle) <= at; // chosen by it, not branched on: half of the branches would be missed
+        low = before ? middle : low;
+        high = before ? high : middle;
     }
     return low;
 }
@@ -1407,6 +1409,7 @@ struct aligned : private extent<Unit> {
 CPX_CALLS_BACK
 template <cut C, class Batch>
 CPX_HOST_DEVICE constexpr index_t snap_in_batch(C const& cut, Batch const& batch, index_t at) {
+    if constexpr (std::same_as<C, balanced>) return at; // which no sequence moves
     if (at >= batch.tokens()) return batch.tokens();
     auto const s = batch.sequence(at);
     return batch.offset(s) + cut.snap(at - batch.offset(s), batch.length(s));

@@ -14,7 +14,9 @@ template <class Int, class At, class Begins>
 CPX_HOST_DEVICE constexpr Int last_between(At at, Int low, Int high, Begins const& begins) {
     while (low + 1 < high) {
         Int const middle = low + (high - low) / 2;
-        (begins(middle) <= at ? low : high) = middle;
+        bool const before = begins(middle) <= at; // chosen by it, not branched on: half of the branches would be missed
+        low = before ? middle : low;
+        high = before ? high : middle;
     }
     return low;
 }

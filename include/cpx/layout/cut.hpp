@@ -70,6 +70,7 @@ struct aligned : private extent<Unit> {
 CPX_CALLS_BACK
 template <cut C, class Batch>
 CPX_HOST_DEVICE constexpr index_t snap_in_batch(C const& cut, Batch const& batch, index_t at) {
+    if constexpr (std::same_as<C, balanced>) return at; // which no sequence moves
     if (at >= batch.tokens()) return batch.tokens();
     auto const s = batch.sequence(at);
     return batch.offset(s) + cut.snap(at - batch.offset(s), batch.length(s));
