@@ -88,10 +88,11 @@ inline matrix tagged(subject const& a, std::vector<cpx::section> const& sections
 
 inline std::vector<cpx::plan> plans(subject const& a, subject const& b) {
     std::vector<cpx::plan> list;
+    list.reserve(static_cast<std::size_t>(a.ranks));
     for (int r = 0; r < a.ranks; ++r)
-        list.push_back(std::visit(
-            [&](auto const& from, auto const& to) { return static_cast<cpx::plan>(cpx::relayout(from, to, r)); },
-            a.sharding, b.sharding));
+        list.push_back(
+            std::visit([&](auto const& from, auto const& to) -> cpx::plan { return cpx::relayout(from, to, r); },
+                       a.sharding, b.sharding));
     return list;
 }
 

@@ -6,10 +6,12 @@
 
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace support {
 
-/// A sharding that asks a real one, hidden behind it, and knows of it only what `cpx::any_sharding` promises.
+/// A sharding that asks a real one, hidden behind it, and knows of it only what `cpx::any_sharding` promises. Its pieces
+/// are asked for once, for exhaustive tests make many plans of one sharding.
 template <bool EveryRow>
 class erased {
 public:
@@ -29,7 +31,7 @@ public:
     cpx::range heads(int rank, cpx::index_t count) const { return real_->heads(rank, count); }
     template <class F>
     void for_each_piece(int rank, F&& f) const {
-        real_->pieces(rank, std::ref(f));
+        for (cpx::range const piece : real_->pieces[static_cast<std::size_t>(rank)]) f(piece);
     }
     template <class F>
     void for_each_holder(cpx::range rows, cpx::index_t& run, F&& f) const {
@@ -44,21 +46,22 @@ private:
         virtual cpx::index_t rows(int rank) const = 0;
         virtual std::span<cpx::section const> sections() const = 0;
         virtual cpx::range heads(int rank, cpx::index_t count) const = 0;
-        virtual void pieces(int rank, std::function<void(cpx::range)> const& f) const = 0;
         virtual void holders(cpx::range rows, cpx::index_t& run,
                              std::function<void(int, cpx::range)> const& f) const = 0;
+        std::vector<std::vector<cpx::range>> pieces; ///< of each rank
     };
     template <class S>
     struct model final : base {
-        explicit model(S s) : sharding(std::move(s)) {}
+        explicit model(S s) : sharding(std::move(s)) {
+            for (int rank = 0; rank < sharding.ranks(); ++rank)
+                sharding.for_each_piece(rank,
+                                        [&list = this->pieces.emplace_back()](cpx::range p) { list.push_back(p); });
+        }
         int ranks() const override { return sharding.ranks(); }
         cpx::thd const& batch() const override { return sharding.batch(); }
         cpx::index_t rows(int rank) const override { return sharding.rows(rank); }
         std::span<cpx::section const> sections() const override { return sharding.sections(); }
         cpx::range heads(int rank, cpx::index_t count) const override { return sharding.heads(rank, count); }
-        void pieces(int rank, std::function<void(cpx::range)> const& f) const override {
-            sharding.for_each_piece(rank, f);
-        }
         void holders(cpx::range rows, cpx::index_t& run, std::function<void(int, cpx::range)> const& f) const override {
             sharding.for_each_holder(rows, run, f);
         }

@@ -31,13 +31,16 @@ inline bool const memory_ends = false;
 inline bool const memory_ends = std::ifstream("/proc/sys/vm/overcommit_memory").get() != '1';
 #endif
 
-/// Checks that `call` throws a `cpx::error` whose message holds all `passages`.
-template <class F>
-void rejects(std::vector<std::string> const& passages, F&& call, cpx::caller from = cpx::caller::here()) {
-    std::string const text = message(call);
+inline void holds(std::vector<std::string> const& passages, std::string const& text, cpx::caller from) {
     for (std::string const& passage : passages)
         CHECK_MESSAGE(text.find(passage) != std::string::npos,
                       "line " << from.line << ": \"" << passage << "\" is not in \"" << text << "\"");
+}
+
+/// Checks that `call` throws a `cpx::error` whose message holds all `passages`.
+template <class F>
+void rejects(std::vector<std::string> const& passages, F&& call, cpx::caller from = cpx::caller::here()) {
+    holds(passages, message(call), from);
 }
 
 } // namespace support
