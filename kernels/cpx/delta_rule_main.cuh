@@ -225,12 +225,14 @@ static __global__ void __launch_bounds__(512, 1)
             fading = memory.gates[r.at].decay[delta_chunk - 1];
         };
         if (count > 0) await_chunk();
+        if (group == 3 && count > 0) give_turn(2);
         for (int i = 0; i < count; ++i) {
             int const at = r.at, side = i & 1;
             std::uint32_t f[32], y[16];
             round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
             float ks[32], o[32];
+            take_turn(group); // or both would want products at once, and round at once
             keep(ks);
             cute::warpgroup_arrive();
             multiply_along<8>(ks, f, memory.keys[at], false);
@@ -246,6 +248,8 @@ static __global__ void __launch_bounds__(512, 1)
             cute::warpgroup_arrive();
             multiply_down(s, y, memory.x[side], true);
             cute::warpgroup_commit_batch();
+            give_turn(5 - group);
+            cute::warpgroup_arrive();
             multiply_along<8>(o, f, memory.queries[at], false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();

@@ -23,7 +23,7 @@ struct fold_memory {
 };
 
 /// Value channels of a state that a block of `delta_rule_join` has.
-inline constexpr int join_columns = 16;
+inline constexpr int join_columns = 8;
 
 /// Returns where `load_words` finds the word of a value and key channel in the two halves of a snapshot.
 __device__ __forceinline__ int place_of_word(int value, int key) {
@@ -155,56 +155,58 @@ static __global__ void __launch_bounds__(512, 1)
 
 /// Writes the states before the parts of sequences but the first ones, from the steps of those before them, in float.
 ///
-/// A grid of (128 / join_columns, value heads, sequences) blocks of 512 threads: of every key channel, four that share
-/// the products.
+/// A grid of (128 / join_columns, value heads, sequences) blocks of 512 threads: of every two key channels, eight that
+/// share the products.
 static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk const in, delta_steps const steps) {
     using namespace delta;
-    __shared__ float state[128][join_columns], sums[4][join_columns][128];
+    constexpr int columns = join_columns;
+    __shared__ float state[128][columns], sums[8][columns][128];
     wait_for_previous_kernel();
     let_next_kernel_come();
-    int const head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * join_columns;
-    int const key = static_cast<int>(threadIdx.x) % 128, share = static_cast<int>(threadIdx.x) / 128;
+    int const head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * columns;
+    int const thread = static_cast<int>(threadIdx.x), keys = thread % 64 * 2, share = thread / 64;
+    int const key = thread % 128, own_columns = thread / 128 * 2; // of the sums
     delta_sequence const sequence = in.plan.sequences[blockIdx.z];
-    float row[32];
+    float2 map[16];
     auto const load = [&](int part) {
-        float const* const map = steps.maps + in.state_of(sequence.first_part + part, head) + 32 * share * 128 + key;
+        float const* const from = steps.maps + in.state_of(sequence.first_part + part, head) + 16 * share * 128 + keys;
 #pragma unroll
-        for (int j = 0; j < 32; ++j) row[j] = map[j * 128];
+        for (int j = 0; j < 16; ++j) map[j] = *reinterpret_cast<float2 const*>(from + j * 128);
     };
     if (sequence.parts > 2) load(1);
     for (int part = 0; part + 1 < sequence.parts; ++part) {
         float const* const end =
-            steps.ends + in.state_of(sequence.first_part + part, head) + (first + 4 * share) * 128 + key;
-        float own[4];
-#pragma unroll
-        for (int v = 0; v < 4; ++v) own[v] = end[v * 128];
+            steps.ends + in.state_of(sequence.first_part + part, head) + (first + own_columns) * 128 + key;
+        float own[2] = {end[0], end[128]};
         if (part > 0) {
-            float sum[join_columns] = {};
+            float sum[2][columns] = {};
 #pragma unroll
-            for (int j = 0; j < 32; ++j)
+            for (int j = 0; j < 16; ++j)
 #pragma unroll
-                for (int v = 0; v < join_columns; v += 4) {
-                    float4 const s = *reinterpret_cast<float4 const*>(&state[32 * share + j][v]);
-                    sum[v] = fmaf(row[j], s.x, sum[v]);
-                    sum[v + 1] = fmaf(row[j], s.y, sum[v + 1]);
-                    sum[v + 2] = fmaf(row[j], s.z, sum[v + 2]);
-                    sum[v + 3] = fmaf(row[j], s.w, sum[v + 3]);
+                for (int v = 0; v < columns; v += 4) {
+                    float4 const s = *reinterpret_cast<float4 const*>(&state[16 * share + j][v]);
+                    float const four[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sum[0][v + i] = fmaf(map[j].x, four[i], sum[0][v + i]);
+                        sum[1][v + i] = fmaf(map[j].y, four[i], sum[1][v + i]);
+                    }
                 }
             if (part + 2 < sequence.parts) load(part + 1);
 #pragma unroll
-            for (int v = 0; v < join_columns; ++v) sums[share][v][key] = sum[v];
+            for (int v = 0; v < columns; ++v)
+                *reinterpret_cast<float2*>(&sums[share][v][keys]) = make_float2(sum[0][v], sum[1][v]);
             __syncthreads();
 #pragma unroll
-            for (int v = 0; v < 4; ++v)
+            for (int v = 0; v < 2; ++v)
 #pragma unroll
-                for (int other = 0; other < 4; ++other) own[v] += sums[other][4 * share + v][key];
+                for (int other = 0; other < 8; ++other) own[v] += sums[other][own_columns + v][key];
         }
         float* const to = in.snapshots + in.half_of(sequence.first_part + part + 1, head, 0) * snapshot_words;
-        __syncthreads(); // the state before has been read
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-            state[key][4 * share + v] = own[v];
-            to[place_of_word(first + 4 * share + v, key)] = own[v];
+        for (int v = 0; v < 2; ++v) {
+            state[key][own_columns + v] = own[v];
+            to[place_of_word(first + own_columns + v, key)] = own[v];
         }
         __syncthreads();
     }

@@ -65,6 +65,14 @@ __device__ __forceinline__ void join_group(int group) {
     asm volatile("" ::: "memory");
 }
 
+/// Two warpgroups of a block take turns: each waits until the other one has given it its turn.
+__device__ __forceinline__ void take_turn(int group) {
+    cutlass::arch::NamedBarrier::sync(256, static_cast<std::uint32_t>(4 + group));
+}
+__device__ __forceinline__ void give_turn(int group) {
+    cutlass::arch::NamedBarrier::arrive(256, static_cast<std::uint32_t>(4 + group));
+}
+
 /// Describes a panel, or more of them one after the other, as an operand whose rows are 16 elements of the sum: at
 /// 64-element panels along the sum. Step k of 16 begins `(k % 4) * 32` bytes into panel k / 4.
 __device__ __forceinline__ std::uint64_t along_rows(void const* panel) {
