@@ -218,7 +218,7 @@ static __global__ void __launch_bounds__(128, 5)
     }
     for (int i = thread; i < 64 * triangle::stride / 8; i += 128)
         reinterpret_cast<uint4*>(memory.inverse.value)[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
+    __syncthreads(); // the barrier has been made
     wait_for_previous_kernel();
     int const chunk = static_cast<int>(blockIdx.x) / in.key_heads,
               key_head = static_cast<int>(blockIdx.x) % in.key_heads;

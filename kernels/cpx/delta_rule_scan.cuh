@@ -160,7 +160,7 @@ static __global__ void __launch_bounds__(512, 1)
 static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk const in, delta_steps const steps) {
     using namespace delta;
     constexpr int columns = join_columns;
-    __shared__ float state[128][columns], sums[8][columns][128];
+    __shared__ __align__(16) float state[128][columns], sums[8][columns][128];
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const head = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * columns;

@@ -51,7 +51,8 @@ __device__ __forceinline__ void wait(barrier& b, int parity) {
     b.wait(static_cast<std::uint32_t>(parity));
     asm volatile("" ::: "memory"); // CUTLASS's asm names no memory
 }
-/// One arrival for a warp.
+/// One arrival for a warp: __syncwarp puts what the other lanes wrote before it. compute-sanitizer's racecheck follows
+/// such arrivals with `--racecheck-indirect-barrier-dependency yes` (its release notes).
 __device__ __forceinline__ void arrive_warp(barrier& b) {
     __syncwarp();
     asm volatile("" ::: "memory");
