@@ -2,16 +2,11 @@
 // States and maps of segments: copied, joined and transposed, as many at once as a launch can name.
 #pragma once
 
+#include <cpx/launch_list.cuh>
+
 #include <cstdint>
 
 namespace cpx::kernels {
-
-/// A list that goes to a kernel with its launch: nothing is uploaded.
-template <class T, int N>
-struct launch_list {
-    static constexpr int most = N;
-    T items[N];
-};
 
 struct state_copy {
     float const* from; ///< null: zeros
@@ -93,12 +88,6 @@ static __global__ void __launch_bounds__(256) transpose_maps(launch_list<state_c
     for (int i = static_cast<int>(threadIdx.y); i < 32; i += 8)
         if (column0 + i < n && row0 + lane < n)
             c.to[head + std::int64_t{column0 + i} * n + row0 + lane] = tile[lane][i];
-}
-
-/// Writes a list of numbers. One block.
-static __global__ void __launch_bounds__(256)
-    write_numbers(launch_list<std::int64_t, 384> const list, std::int64_t* to, int count) {
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += 256) to[i] = list.items[i];
 }
 
 } // namespace cpx::kernels

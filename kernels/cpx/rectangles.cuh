@@ -25,10 +25,11 @@ struct rectangle {
     CPX_HOST_DEVICE std::int32_t slices() const { return (rows + slice() - 1) / slice(); }
 };
 
-/// The rectangles of one launch.
+/// The rectangles of one launch. `back`: from their targets to their sources.
 struct rectangle_list {
     rectangle const* list;
     std::int32_t count, slices;
+    bool back, early; ///< `early`: no kernel that has just been launched writes the list
 };
 
 /// What ranks compare, where messages bring it: a word of every rank, which are to be this rank's own.
@@ -64,8 +65,8 @@ __device__ __forceinline__ void copy_rectangle(rectangle const& r, char const* s
     }
 }
 
-/// Calls `f(rectangle)` with the slices that are this block's, once the kernel before has ended. The list, which no
-/// kernel writes, is fetched meanwhile.
+/// Calls `f(rectangle)` with the slices that are this block's, once the kernel before has ended. The list is fetched
+/// meanwhile, if it may be.
 template <class F>
 __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f) {
     static_assert(sizeof(rectangle) % sizeof(std::uint64_t) == 0);
@@ -74,17 +75,21 @@ __device__ __forceinline__ void for_each_slice(rectangle_list const& all, F&& f)
     int const list_words = all.count * static_cast<int>(sizeof(rectangle) / sizeof(std::uint64_t));
     bool const whole = list_words <= words, firsts = !whole && all.count <= 2 * words;
     auto* const first = reinterpret_cast<std::int32_t*>(held);
+    if (!all.early) wait_for_previous_kernel();
     for (int i = static_cast<int>(threadIdx.x); whole && i < list_words; i += static_cast<int>(blockDim.x))
         held[i] = reinterpret_cast<std::uint64_t const*>(all.list)[i];
     for (int i = static_cast<int>(threadIdx.x); firsts && i < all.count; i += static_cast<int>(blockDim.x))
         first[i] = all.list[i].first;
     __syncthreads();
     auto const* const list = whole ? reinterpret_cast<rectangle const*>(held) : all.list;
-    wait_for_previous_kernel();
+    if (all.early) wait_for_previous_kernel();
     let_next_kernel_come();
     for (int s = static_cast<int>(blockIdx.x); s < all.slices; s += static_cast<int>(gridDim.x)) {
         auto const begin = [&](int i) { return firsts ? first[i] : list[i].first; };
         rectangle r = list[last_at_or_before(s, all.count, begin)];
+        if (all.back)
+            r = {r.target,        r.source,        r.target_pitch, r.source_pitch, r.rows, r.bytes,
+                 r.target_buffer, r.source_buffer, r.vector,       r.unused,       r.first};
         std::int32_t const rows = r.slice(), row = (s - r.first) * rows;
         r.source += row * r.source_pitch;
         r.target += row * r.target_pitch;

@@ -55,25 +55,31 @@ public:
     }
     int plans = 0;
 
-    /// What a movement prepares: some plans at a time, of at most some runs.
+    /// What a movement prepares: one plan at a time, of at most some runs.
     template <class T, class Plan>
     struct prepared {
+        using kind = cpx::detail::moved<Plan>;
         far_ranks& comm;
-        std::vector<cpx::plan> now;
+        typename kind::width width;
         index_t most;
-        prepared(Plan const&, std::vector<cpx::plan> const& plans, index_t, cpx::movement_room room,
-                 cpx::capacity const&, far_ranks& to, cpx::caller)
-            : comm(to), now(plans), most(room.runs) {}
-        void set(Plan const&, std::vector<cpx::plan> const& plans, cpx::caller here) {
-            index_t runs = 0;
-            for (auto const& p : plans)
-                for (auto const* messages : {&p.sends, &p.receives})
-                    for (auto const& m : *messages) runs += std::ssize(m.rows);
-            cpx::require(runs <= most, "far_ranks", "runs", most, runs, here);
-            now = plans;
+        prepared(Plan const& p, typename kind::width wide, cpx::capacity const& of, far_ranks& to, cpx::caller here)
+            : comm(to), width(wide), most(kind::room(p, wide, of, here).runs) {}
+        template <class F>
+        void set(typename kind::batch const&, F&& plan_of, cpx::caller here) {
+            kind::exchanges(plan_of(), width, false, [&](std::span<cpx::plan const> plans) {
+                index_t runs = 0;
+                for (auto const& p : plans)
+                    for (auto const* messages : {&p.sends, &p.receives})
+                        for (auto const& m : *messages) runs += std::ssize(m.rows);
+                cpx::require(runs <= 2 * most, "far_ranks", "runs", 2 * most, runs, here);
+            });
         }
-        void operator()(index_t number, cpx::rows<T const> const& from, cpx::rows<T> const& to, cpx::caller here) {
-            comm.exchange(now[static_cast<std::size_t>(number)], from, to, here);
+        template <class F>
+        void operator()(F&& plan_of, bool back, index_t number, cpx::rows<T const> const& from, cpx::rows<T> const& to,
+                        cpx::caller here) {
+            kind::exchanges(plan_of(), width, back, [&](std::span<cpx::plan const> plans) {
+                comm.exchange(plans[static_cast<std::size_t>(number)], from, to, here);
+            });
         }
         far_memory memory() const { return comm.memory(); }
     };

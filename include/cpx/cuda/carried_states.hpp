@@ -2,29 +2,16 @@
 // States and maps of a recurrence in device memory: copied, joined, transposed in stream order, without an upload.
 #pragma once
 
-#include <cpx/cuda/runtime.hpp>
+#include <cpx/cuda/write_numbers.hpp>
 
 #include <cpx/carried_states.cuh>
 
-#include <algorithm>
 #include <span>
-#include <vector>
 
 namespace cpx::cuda {
 
 namespace detail {
 
-/// Calls `launch(part, items)` for as many of a list as a launch takes, until there are no more.
-template <class List, class T, class F>
-void in_launches(std::span<T const> list, F&& launch) {
-    constexpr auto most = static_cast<std::size_t>(List::most);
-    for (std::size_t first = 0; first < list.size(); first += most) {
-        List part{};
-        std::size_t const count = std::min(most, list.size() - first);
-        std::copy_n(list.begin() + static_cast<std::ptrdiff_t>(first), count, part.items);
-        launch(part, static_cast<unsigned>(count));
-    }
-}
 inline unsigned tiles_of(index_t rows, index_t columns) {
     return static_cast<unsigned>((rows + 31) / 32 * ((columns + 31) / 32));
 }
@@ -67,17 +54,6 @@ inline void transpose_maps(index_t heads, index_t n, std::span<kernels::state_co
         dim3 const grid(detail::tiles_of(n, n), static_cast<unsigned>(heads), count);
         kernels::transpose_maps<<<grid, dim3(32, 8), 0, stream>>>(part, static_cast<int>(n));
         check(cudaGetLastError(), "transpose_maps", here);
-    });
-}
-
-/// Writes numbers that the host has, in stream order: with launches, so that nobody waits and it can be captured.
-inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
-                          caller here = caller::here()) {
-    using items = kernels::launch_list<std::int64_t, 384>;
-    detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
-        kernels::write_numbers<<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
-        check(cudaGetLastError(), "write_numbers", here);
-        to += count;
     });
 }
 

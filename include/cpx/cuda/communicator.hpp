@@ -6,10 +6,11 @@
 #include <cpx/cuda/memory.hpp>
 #include <cpx/transport/movement.hpp>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
+#include <span>
 #include <utility>
-#include <vector>
 
 namespace cpx::cuda {
 
@@ -43,7 +44,7 @@ public:
         auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
         auto made =
             std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, stride(from), stride(to), range{}, here);
-        (*made)(from, to, stream(), 0, here);
+        (*made)(from, to, stream(), 0, false, here);
         keep(std::move(made), here);
     }
 
@@ -72,39 +73,63 @@ namespace detail {
 
 /// Makes ready to send and receive by plans, and by those of other batches.
 template <class T>
-std::unique_ptr<exchange<T>> ready_to_send(std::vector<plan> const& plans, index_t width, movement_room room,
+std::unique_ptr<exchange<T>> ready_to_send(std::span<plan const> plans, index_t width, movement_room room,
                                            communicator const& comm, range others, caller here) {
-    char const* const where = "cuda::communicator";
+    index_t const element = static_cast<index_t>(sizeof(T));
     index_t columns = 1, elements = width;
-    for (plan const& p : plans) {
-        elements = std::max({elements, p.source_width, p.target_width});
-        for (auto const* messages : {&p.sends, &p.receives})
-            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+    for (plan const& each : plans) {
+        elements = std::max(elements, std::max(each.source_width, each.target_width));
+        for (message const& m : each.sends) columns = std::max(columns, std::ssize(m.columns) + 1);
+        for (message const& m : each.receives) columns = std::max(columns, std::ssize(m.columns) + 1);
     }
-    index_t const bytes =
-        cpx::detail::product(where, "bytes", {room.rows, elements, static_cast<index_t>(sizeof(T))}, here);
-    exchange_room const most{2 * columns * (room.runs + 2 * comm.ranks()), bytes + 256 * comm.ranks()};
-    return std::make_unique<exchange<T>>(plans, width, comm.nccl_communicator(), most, 0, others, here);
+    index_t const bytes = cpx::detail::product("movement", "bytes", {room.rows, elements, element}, here);
+    exchange_room const all{2 * columns * (room.runs + 2 * comm.ranks()), bytes + 256 * comm.ranks()};
+    return std::make_unique<exchange<T>>(plans, width, comm.nccl_communicator(), all, 0, others, here);
 }
 
 } // namespace detail
 
-/// What a `cpx::movement` prepares on devices: to send and receive rows.
+/// What a `cpx::movement` prepares on devices: to send and receive rows. `others`: ranks whose rows go from and to this
+/// one in another way.
 template <class T, class Plan>
 class prepared_plans {
+    using kind = cpx::detail::moved<Plan>;
+
 public:
-    prepared_plans(Plan const&, std::vector<plan> const& plans, index_t width, movement_room room, capacity const&,
-                   communicator& comm, caller here)
-        : memory_(comm.memory()), sent_(detail::ready_to_send<T>(plans, width, room, comm, {}, here)) {}
-    void set(Plan const&, std::vector<plan> const& plans, caller here) { sent_->set(plans, memory_.stream(), here); }
-    void operator()(index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
-        (*sent_)(from, to, memory_.stream(), number, here);
+    prepared_plans(Plan const& p, typename kind::width width, capacity const& most, communicator& comm, caller here,
+                   range others = {})
+        : memory_(comm.memory()), width_(width), sent_(ready(p, false, most, comm, others, here)) {
+        if (!kind::mirrors(p)) back_ = ready(p, true, most, comm, others, here);
+    }
+    template <class F>
+    void set(typename kind::batch const&, F&& plan_of, caller here) {
+        set(*sent_, plan_of(), false, here);
+        back_is_set_ = false;
+    }
+    template <class F>
+    void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
+        if (!back || !back_) return (*sent_)(from, to, memory_.stream(), number, back, here);
+        if (!std::exchange(back_is_set_, true)) set(*back_, plan_of(), true, here);
+        (*back_)(from, to, memory_.stream(), number, false, here);
     }
     cuda::memory memory() const { return memory_; }
 
 private:
+    void set(exchange<T>& to, Plan const& p, bool back, caller here) {
+        kind::exchanges(p, width_, back, [&](std::span<plan const> plans) { to.set(plans, memory_.stream(), here); });
+    }
+    std::unique_ptr<exchange<T>> ready(Plan const& p, bool back, capacity const& most, communicator const& comm,
+                                       range others, caller here) const {
+        auto const room = kind::room(p, width_, most, here);
+        return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
+            return detail::ready_to_send<T>(plans, kind::row_width(width_), room, comm, others, here);
+        });
+    }
+
     cuda::memory memory_;
-    std::unique_ptr<exchange<T>> sent_;
+    typename kind::width width_;
+    std::unique_ptr<exchange<T>> sent_, back_; ///< by messages; those back, unless they are the same the other way
+    bool back_is_set_ = true;
 };
 
 } // namespace cpx::cuda

@@ -65,11 +65,11 @@ public:
 
     /// Fills `halo()` from everybody's x. Collective.
     void exchange_halo(rows<T const> x, cudaStream_t in, caller here = caller::here()) {
-        if (halo_exchange_) (*halo_exchange_)(x, halo(), in, 0, here);
+        if (halo_exchange_) (*halo_exchange_)(x, halo(), in, 0, false, here);
     }
     /// Fills `dz_halo()` from everybody's `edge()`. Collective.
     void exchange_edge(cudaStream_t in, caller here = caller::here()) {
-        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), in, 0, here);
+        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), in, 0, false, here);
     }
 
 private:

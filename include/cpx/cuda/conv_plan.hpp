@@ -2,13 +2,12 @@
 // The halo plans of a causal convolution, in the form that its kernels read.
 #pragma once
 
-#include <cpx/cuda/upload_ring.hpp>
+#include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/halo.hpp>
 
 #include <cpx/causal_conv1d.cuh>
 
 #include <algorithm>
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -55,7 +54,9 @@ public:
         tables_ = buffer<index_t>(std::max(std::ssize(tables), most.segments * a_segment + 1), here);
         check(cudaMemcpy(tables_.data(), tables.data(), tables.size() * sizeof tables[0], cudaMemcpyHostToDevice),
               "cudaMemcpy", here);
-        if (most.segments > 0) ring_.emplace(tables_.size() * static_cast<index_t>(sizeof(index_t)), here);
+        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", here); // what was staged may not be there yet
+        room_ = most.segments > 0;
+        if (room_) load_write_numbers(here);
     }
 
     /// Replaces the plans, in the order of the stream: allocates no device memory, and does not wait. Throws
@@ -63,15 +64,14 @@ public:
     template <any_sharding S>
     void set(halo_plan<S> const& before, halo_plan<S> const* after, cudaStream_t in, caller here = caller::here()) {
         char const* const where = "cuda::conv_plan";
-        require(ring_ && before.reach == reach_ && (after != nullptr) == has_backward_, where, "plan to set",
+        require(room_ && before.reach == reach_ && (after != nullptr) == has_backward_, where, "plan to set",
                 "one of the taps and sides of the first, and room for others", "another", here);
         std::vector<index_t> tables;
         auto next = make(before, after, tables, here);
         require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
                 "at most " + std::to_string(most_) + ", " + std::to_string(tables_.size()),
                 std::to_string(next.rows) + ", " + std::to_string(tables.size()), here);
-        std::span<std::byte const> const parts[] = {std::as_bytes(std::span(tables))};
-        ring_->upload(parts, tables_.data(), in, here);
+        write_numbers(tables, tables_.data(), in, here);
         now_ = std::move(next);
     }
 
@@ -177,7 +177,7 @@ private:
     index_t most_;
     batch now_;
     buffer<index_t> tables_; ///< one behind the other
-    std::optional<upload_ring> ring_;
+    bool room_ = false;      ///< for other plans
 };
 
 } // namespace cpx::cuda

@@ -5,14 +5,15 @@
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/message_tables.hpp>
 #include <cpx/cuda/nvtx.hpp>
-#include <cpx/cuda/upload_ring.hpp>
+#include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/plan.hpp>
 #include <cpx/transport/agree.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #include <algorithm>
-#include <optional>
+#include <cstring>
 #include <span>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,7 @@ public:
         if (!made.list.empty())
             check(cudaMemcpy(list(), made.list.data(), made.list.size() * sizeof made.list[0], cudaMemcpyHostToDevice),
                   "cudaMemcpy", here);
+        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", here); // what was staged may not be there yet
         connect(made.plans[0].tables.sends, made.plans[0].tables.receives, here);
         take(std::move(made.plans), true);
     }
@@ -68,7 +70,8 @@ public:
              range others = {}, caller here = caller::here())
         : exchange(width, comm, from_stride, 0, others, here) {
         reserve(plans, room, here);
-        ring_.emplace(list_.size(), here);
+        room_ = true;
+        load_write_numbers(here);
         std::vector<detail::wire> all;
         for (int peer = 0; peer < comm.ranks(); ++peer)
             if (peer != comm.rank()) all.push_back({peer, 0, 0, 1});
@@ -87,7 +90,7 @@ public:
     /// more.
     void set(std::span<plan const> plans, cudaStream_t stream, caller here = caller::here()) {
         char const* const where = "cuda::exchange";
-        require(ring_.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
+        require(room_, where, "exchange", "one made with room for other plans", "one without", here);
         auto made = make(plans, here);
         index_t const most = (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle));
         require(std::ssize(made.list) <= most, where, "rectangles of the plans", "at most " + std::to_string(most),
@@ -96,66 +99,77 @@ public:
                 "at most " + std::to_string(staged_out_.size()), made.staged, here);
         std::uint64_t word = 0;
         for (plan const& p : plans) word = cpx::detail::mix(word, p.id.template for_elements<T>(width_).fingerprint());
-        std::vector<std::uint64_t> const words(static_cast<std::size_t>(head()) / sizeof word,
-                                               word); // all agree so far
-        std::span<std::byte const> const parts[] = {std::as_bytes(std::span(words)),
-                                                    std::as_bytes(std::span(made.list))};
-        ring_->upload(parts, list_.data(), stream, here);
+        std::vector<index_t> numbers(static_cast<std::size_t>(head()) / sizeof word, static_cast<index_t>(word));
+        std::size_t const before = numbers.size(), bytes = made.list.size() * sizeof(kernels::rectangle);
+        numbers.resize(before + bytes / sizeof word);
+        if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
+        write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
         comm_.runs(word);
         take(std::move(made.plans), false);
     }
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`, by plan `number`; they must not
-    /// overlap.
+    /// overlap. `back`: the other way, by a plan that does not add; where it copies, one copy goes back.
     ///
     /// from, to: (rows, width) of the plan's source and target, rows as far apart as the constructor was told,
     /// beginning at multiples of 16 bytes in memory of the communicator's device. Throws `cpx::error` before anything
     /// is enqueued if a buffer does not fit or is not memory of this device, or if the communicator is broken.
-    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, index_t number = 0,
+    void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, index_t number = 0, bool back = false,
                     caller here = caller::here()) {
         require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
                 current_device(), here);
         require(number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
                 "less than " + std::to_string(plans_.size()), number, here);
         ready const& p = plans_[static_cast<std::size_t>(number)];
-        require(addable || !p.sums, "cuda::exchange", "elements of a plan that sums", "a type with +",
-                std::string(cpx::detail::type_name<T>()), here);
-        check_buffer("source", from, p.source_rows, p.shape.source_width, p.shape.source_stride, here);
-        check_buffer("target", to, p.target_rows, p.shape.target_width, p.shape.target_stride, here);
+        require(!p.sums || (addable && !back), "cuda::exchange", "elements of a plan that sums",
+                "a type with +, and not back", std::string(cpx::detail::type_name<T>()), here);
+        auto const& [source, target] = back ? std::tie(p.target, p.source) : std::tie(p.source, p.target);
+        check_buffer("source", from, source, here);
+        check_buffer("target", to, target, here);
         detail::require_apart("cuda::exchange", {{"target", to}}, {{"source", from}}, here);
         comm_.begin_call(here);
         auto const range = named_range<"cpx exchange, send and receive">();
-        kernels::rectangle_buffers const buffers{{reinterpret_cast<char*>(const_cast<T*>(from.data())),
-                                                  reinterpret_cast<char*>(to.data()), staged_out_.data(),
-                                                  staged_in_.data()}};
-        if (p.zeros_first && to.count() > 0 && to.width() > 0)
-            check(cudaMemset2DAsync(to.data(), bytes(p.shape.target_stride), 0, bytes(to.width()),
+        auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
+                                                                                  reinterpret_cast<char*>(to.data());
+        kernels::rectangle_buffers const buffers{{back ? y : x, back ? x : y, staged_out_.data(), staged_in_.data()}};
+        if ((p.sums || !target.covered) && to.count() > 0 && to.width() > 0)
+            check(cudaMemset2DAsync(to.data(), bytes(target.stride), 0, bytes(to.width()),
                                     static_cast<std::size_t>(to.count()), stream),
                   "cudaMemset2DAsync", here);
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
+        bool early = !fresh_; // the first kernel may be the next after those that have written the list
         detail::message_tables const& t = p.tables;
-        auto const* next = list() + p.first;
-        auto const copy = [&](detail::launch_size size, kernels::word_check const& words) {
+        auto const* const pack = list() + p.first;
+        auto const* const unpack = pack + t.pack.rectangles;
+        auto const listed = [&](kernels::rectangle const* first, detail::launch_size size) {
+            return kernels::rectangle_list{first, size.rectangles, size.slices, back, std::exchange(early, true)};
+        };
+        auto const copy = [&](kernels::rectangle const* first, detail::launch_size size,
+                              kernels::word_check const& words) {
             if (size.slices > 0 || words.own)
                 launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
-                             kernels::rectangle_list{next, size.rectangles, size.slices}, buffers, words);
-            next += size.rectangles;
+                             listed(first, size), buffers, words);
         };
-        copy(t.pack, {});
+        back ? copy(unpack, t.unpack, {}) : copy(pack, t.pack, {});
         bool const compares = send_and_receive(
-            t.sends, t.receives,
+            back ? t.receives : t.sends, back ? t.sends : t.receives,
             [&](detail::wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream, here);
-        copy(t.unpack, compares ? kernels::word_check{word(), word() + 1, comm_.ranks(), comm_.others(here)}
-                                : kernels::word_check{});
-        if constexpr (addable)
+        auto const words = compares ? kernels::word_check{word(), word() + 1, comm_.ranks(), comm_.others(here)}
+                                    : kernels::word_check{};
+        back ? copy(pack, t.pack, words) : copy(unpack, t.unpack, words);
+        if constexpr (addable) {
+            auto const* next = unpack + t.unpack.rectangles;
             for (detail::launch_size const size : t.add) {
                 if (size.slices > 0)
                     launch_early(kernels::add_rectangles<T>, grid(size), 256, 0, stream, "add_rectangles", here,
-                                 kernels::rectangle_list{next, size.rectangles, size.slices}, buffers);
+                                 listed(next, size), buffers);
                 next += size.rectangles;
             }
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
-        if (capturing == cudaStreamCaptureStatusNone) done_.record(stream, here);
+        }
+        if (capturing != cudaStreamCaptureStatusNone) return;
+        fresh_ = fresh_ && !early;
+        done_.record(stream, here);
     }
 
     exchange(exchange const&) = delete;
@@ -170,11 +184,15 @@ public:
 
 private:
     static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
+    /// One end of a plan, as the caller's buffer is to be, and whether messages fill it.
+    struct end {
+        index_t rows, width, stride;
+        bool covered;
+    };
     /// A plan whose tables are on the device.
     struct ready {
-        detail::row_shapes shape;
-        index_t source_rows, target_rows;
-        bool sums, zeros_first;
+        end source, target;
+        bool sums;
         std::size_t first; ///< of its rectangles
         detail::message_tables tables;
     };
@@ -214,25 +232,33 @@ private:
                     std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
                     std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
             bool const sums = p.kind == flow::sums;
-            require(others_.empty() || (p.covers_target() && !sums), where,
-                    "plan of which some rows move in another way", "one that fills the target and does not add",
-                    "another", here);
-            index_t const source = p.source_width ? p.source_width : width_,
-                          target = p.target_width ? p.target_width : width_;
-            detail::row_shapes const shape{source, target, from_stride_ ? from_stride_ : source,
-                                           to_stride_ ? to_stride_ : target, static_cast<index_t>(sizeof(T))};
-            require(shape.source_stride >= source && shape.target_stride >= target, where, "strides",
-                    "at least the widths", std::min(shape.source_stride, shape.target_stride), here);
+            auto const end_of = [&](index_t rows, index_t own_width, index_t stride,
+                                    std::vector<message> const& messages) {
+                index_t const width = own_width ? own_width : width_;
+                index_t cells = 0;
+                for (message const& m : messages)
+                    cells += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
+                return end{rows, width, stride ? stride : width, cells == rows * width};
+            };
+            end const source = end_of(p.source_rows, p.source_width, from_stride_, p.sends),
+                      target = end_of(p.target_rows, p.target_width, to_stride_, p.receives);
+            require(others_.empty() || (target.covered && !sums), where, "plan of which some rows move in another way",
+                    "one that fills the target and does not add", "another", here);
+            require(source.stride >= source.width && target.stride >= target.width, where, "strides",
+                    "at least the widths", std::min(source.stride, target.stride), here);
             std::size_t const first = made.list.size();
+            detail::row_shapes const shape{source.width, target.width, source.stride, target.stride,
+                                           static_cast<index_t>(sizeof(T))};
             auto t = detail::tables_of(p, shape, others_, made.list);
-            made.staged = std::max({made.staged, t.packed, t.unpacked});
-            made.plans.push_back(
-                {shape, p.source_rows, p.target_rows, sums, sums || !p.covers_target(), first, std::move(t)});
+            made.staged = std::max(made.staged, std::max(t.packed, t.unpacked));
+            ready one{source, target, sums, first, std::move(t)};
+            made.plans.push_back(std::move(one));
         }
         return made;
     }
     void take(std::vector<ready> plans, bool compared) {
         plans_ = std::move(plans);
+        fresh_ = !compared;
         told_.assign(static_cast<std::size_t>(comm_.ranks()), compared);
         heard_ = told_;
     }
@@ -242,13 +268,14 @@ private:
     std::uint64_t* word() const { return reinterpret_cast<std::uint64_t*>(list_.data()); }
     kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
-    void check_buffer(char const* which, auto const& b, index_t count, index_t width, index_t stride,
-                      caller here) const {
+    void check_buffer(char const* which, auto const& b, end const& like, caller here) const {
         std::string const where = std::string("cuda::exchange, ") + which;
-        require(b.count() == count && b.width() == width && (b.stride() == stride || count < 2), where.c_str(),
-                "rows, width and stride",
-                std::to_string(count) + ", " + std::to_string(width) + ", " + std::to_string(stride),
-                std::to_string(b.count()) + ", " + std::to_string(b.width()) + ", " + std::to_string(b.stride()), here);
+        auto const text = [](index_t count, index_t width, index_t stride) {
+            return std::to_string(count) + ", " + std::to_string(width) + ", " + std::to_string(stride);
+        };
+        if (b.count() != like.rows || b.width() != like.width || (b.stride() != like.stride && like.rows > 1))
+            throw error(where, "rows, width and stride", text(like.rows, like.width, like.stride),
+                        text(b.count(), b.width(), b.stride()), here);
         detail::require_memory("cuda::exchange", which, b, here);
         require(b.count() * b.width() == 0 || detail::address(b.data()) % 16 == 0, where.c_str(),
                 "alignment of the buffer", "16 bytes", detail::address(b.data()) % 16, here);
@@ -311,7 +338,7 @@ private:
     std::vector<char> told_, heard_; ///< of every rank: whether its word has gone there, or come, since plans were set
     buffer<char> list_;              ///< words, then rectangles
     buffer<char> staged_out_, staged_in_;
-    std::optional<upload_ring> ring_;
+    bool room_ = false, fresh_ = false; ///< for other plans; whether the list has just been written
 };
 
 } // namespace cpx::cuda

@@ -85,8 +85,7 @@ public:
     /// `width`: elements of a row, unless the plan has sections. Throws `cpx::error` if the kernel cannot run this
     /// plan.
     relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here())
-        : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank),
-          fingerprint_(static_cast<std::uint32_t>(plan.fingerprint())), source_rows_(plan.source_rows) {
+        : from_(detail::device_side(plan.from)), to_(detail::device_side(plan.to)), rank_(plan.rank) {
         require(plan.kind != flow::sums, "cuda::relayout", "plan", "one that moves rows", "one that adds them", here);
         require(plan.from.batch().tokens() < index_t{1} << 31, "cuda::relayout", "rows of the batch", "less than 2^31",
                 plan.from.batch().tokens(), here);
@@ -107,7 +106,6 @@ public:
             require(std::max(source_width_, target_width) * element < index_t{1} << 31, "cuda::relayout",
                     "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
             peer_target& p = targets_.emplace_back();
-            p.rows = plan.to.rows(rank);
             p.pitch = target_width * element;
             auto const out = columns(plan, rank, groups, plan.from, rank_),
                        in = columns(plan, rank, groups, plan.to, rank);
@@ -116,9 +114,22 @@ public:
                 p.columns[i] = {out[i].first * element, in[i].first * element, bytes};
             }
         }
+        set(plan.from, plan.to);
+        for (int rank = 0; rank < plan.ranks(); ++rank)
+            targets_[static_cast<std::size_t>(rank)].rows = plan.to.rows(rank);
     }
 
-    /// Returns the bytes of the target of `rank`.
+    /// Moves tensors of other shardings from now on, of as many ranks and the same sections.
+    void set(From const& from, To const& to) {
+        from_ = detail::device_side(from);
+        to_ = detail::device_side(to);
+        source_rows_ = from.rows(rank_);
+        for (peer_target& p : targets_) p.rows = 0; // the kernel knows
+        targets_[static_cast<std::size_t>(rank_)].rows = to.rows(rank_);
+        fingerprint_ = static_cast<std::uint32_t>(cpx::detail::identify("relayout", from, to).fingerprint());
+    }
+
+    /// Returns the bytes of the target of `rank`; 0 of others than this one, once shardings have been set.
     index_t target_bytes(int rank) const {
         peer_target const& p = targets_[static_cast<std::size_t>(rank)];
         return p.rows * p.pitch;
@@ -249,7 +260,7 @@ private:
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;
     int rank_, runs_ = 0;
-    std::uint32_t fingerprint_;
+    std::uint32_t fingerprint_ = 0;
     index_t source_rows_, source_width_ = 0;
     std::vector<peer_target> targets_; ///< of every rank's target
 };

@@ -5,8 +5,9 @@
 #include <cpx/cuda/communicator.hpp>
 #include <cpx/cuda/shared_memory.hpp>
 
-#include <memory>
+#include <algorithm>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -49,34 +50,42 @@ template <class T, any_sharding From, any_sharding To>
 class shared_plans<T, relayout_plan<From, To>> {
 public:
     using plan_type = relayout_plan<From, To>;
-    shared_plans(plan_type const& p, std::vector<plan> const& plans, index_t width, movement_room room,
-                 capacity const& most, shared_communicator& comm, caller here)
-        : comm_(comm), width_(width), most_(most) {
-        bool const adds = p.kind == flow::sums || plans[1].kind == flow::sums;
+    using batch = std::tuple<From, To>;
+    shared_plans(plan_type const& p, index_t width, capacity const& most, shared_communicator& comm, caller here)
+        : comm_(comm), most_(most) {
+        bool const adds = p.kind == flow::sums || p.kind == flow::copies; // there, or back
         shared_memory const& all = comm.shared();
-        by_kernel_ = computed && (all.one_kernel() || (all.any_kernel() && !adds));
-        if (by_kernel_) {
-            detail::agree(comm.nccl_communicator(), p.id.template for_elements<T>(width), p, here);
-            offsets_ = buffer<std::int64_t>(most.sequences + 1, here);
-            ring_.emplace(offsets_.size() * static_cast<index_t>(sizeof(std::int64_t)), here);
-        }
-        if (!by_kernel_ || !all.one_kernel() || adds)
-            sent_ = detail::ready_to_send<T>(plans, width, room, comm,
-                                             by_kernel_ && !all.one_kernel() ? all.group() : range{}, here);
-        if (by_kernel_) upload(p, here);
+        bool const by_kernel = computed && (all.one_kernel() || (all.any_kernel() && !adds));
+        if constexpr (computed)
+            if (by_kernel) {
+                detail::agree(comm.nccl_communicator(), p.id.template for_elements<T>(width), p, here);
+                if (p.kind != flow::sums) there_.emplace(p, width, here);
+                if (p.kind != flow::copies) back_.emplace(p.transposed(), width, here);
+                offsets_ = buffer<index_t>(most.sequences + 1, here);
+                load_write_numbers(here);
+                upload(p.from, p.to, here);
+            }
+        if (!by_kernel || !all.one_kernel() || adds)
+            sent_.emplace(p, width, most, comm, here, by_kernel && !all.one_kernel() ? all.group() : range{});
     }
-    void set(plan_type const& p, std::vector<plan> const& plans, caller here) {
-        if (by_kernel_) upload(p, here);
-        if (sent_) sent_->set(plans, comm_.stream(), here);
+    template <class F>
+    void set(batch const& of, F&& plan_of, caller here) {
+        if constexpr (computed)
+            if (there_ || back_) upload(std::get<0>(of), std::get<1>(of), here);
+        if (sent_) sent_->set(of, plan_of, here);
     }
-    void operator()(index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
+    template <class F>
+    void operator()(F&& plan_of, bool back, index_t, rows<T const> const& from, rows<T> const& to, caller here) {
+        auto const send = [&] { (*sent_)(plan_of, back, 0, from, to, here); };
         if constexpr (computed) {
-            if (number == 0 && there_) return push(*there_, number, from, to, here);
-            if (number == 1 && back_) return push(*back_, number, from, to, here);
+            if (!back && there_) return push(*there_, from, to, send, here);
+            if (back && back_) return push(*back_, from, to, send, here);
         }
-        (*sent_)(from, to, comm_.stream(), number, here);
+        send();
     }
-    cuda::memory memory() const { return by_kernel_ ? cuda::memory(comm_.stream(), comm_.shared()) : comm_.memory(); }
+    cuda::memory memory() const {
+        return there_ || back_ ? cuda::memory(comm_.stream(), comm_.shared()) : comm_.memory();
+    }
 
 private:
     static constexpr bool computed = detail::computed_on_device<From> && detail::computed_on_device<To>;
@@ -85,24 +94,23 @@ private:
     using kernel = std::optional<std::conditional_t<computed, relayout<T, A, B>, none>>;
 
     /// Gives the kernels the batch, behind whose sequences empty ones stand.
-    void upload(plan_type const& p, caller here) {
-        if constexpr (computed) {
-            require(p.batch.sequences() <= most_.sequences && std::max(p.source_rows, p.target_rows) <= most_.rows,
-                    "movement", "rows and sequences of the batch",
-                    "at most " + std::to_string(most_.rows) + ", " + std::to_string(most_.sequences),
-                    std::to_string(std::max(p.source_rows, p.target_rows)) + ", " + std::to_string(p.batch.sequences()),
-                    here);
-            if (p.kind != flow::sums) there_.emplace(p, width_, here);
-            if (p.kind != flow::copies) back_.emplace(p.transposed(), width_, here);
-            auto const given = p.batch.offsets();
-            std::vector<std::int64_t> offsets(given.begin(), given.end());
-            offsets.resize(static_cast<std::size_t>(offsets_.size()), offsets.back());
-            std::span<std::byte const> const parts[] = {std::as_bytes(std::span(offsets))};
-            ring_->upload(parts, offsets_.data(), comm_.stream(), here);
-        }
+    void upload(From const& from, To const& to, caller here) {
+        thd const& given = from.batch();
+        cpx::detail::require_batch("relayout", "batch of the target", "the source's", given, to.batch(), here);
+        index_t const rows = std::max(from.rows(comm_.rank()), to.rows(comm_.rank()));
+        require(given.sequences() <= most_.sequences && rows <= most_.rows, "movement",
+                "rows and sequences of the batch",
+                "at most " + std::to_string(most_.rows) + ", " + std::to_string(most_.sequences),
+                std::to_string(rows) + ", " + std::to_string(given.sequences()), here);
+        if (there_) there_->set(from, to);
+        if (back_) back_->set(to, from);
+        std::vector<index_t> offsets(given.offsets().begin(), given.offsets().end());
+        offsets.resize(static_cast<std::size_t>(offsets_.size()), offsets.back());
+        write_numbers(offsets, offsets_.data(), comm_.stream(), here);
     }
-    template <class Kernel>
-    void push(Kernel const& move, index_t number, rows<T const> from, rows<T> to, caller here) {
+    /// `send()`: sends and receives the rows that the kernel does not reach.
+    template <class Kernel, class F>
+    void push(Kernel const& move, rows<T const> from, rows<T> to, F&& send, caller here) {
         if (to.width() == 0 || most_.rows == 0) return; // on all ranks
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
@@ -121,7 +129,7 @@ private:
         if (sent_ && !shared.one_kernel()) {
             // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at
             // once.
-            (*sent_)(from, to, comm_.stream(), number, here);
+            send();
             shared.sent(comm_.stream(), here);
         }
         move.enqueue(from, peers, place.first, batch, comm_.stream(), here);
@@ -129,14 +137,11 @@ private:
     }
 
     shared_communicator& comm_;
-    index_t width_;
     capacity most_;
-    bool by_kernel_ = false;
     kernel<From, To> there_;
     kernel<To, From> back_;
-    buffer<std::int64_t> offsets_; ///< of the batch, in device memory
-    std::optional<upload_ring> ring_;
-    std::unique_ptr<exchange<T>> sent_;
+    buffer<index_t> offsets_; ///< of the batch, in device memory
+    std::optional<prepared_plans<T, plan_type>> sent_;
 };
 
 } // namespace cpx::cuda

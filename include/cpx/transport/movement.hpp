@@ -7,6 +7,10 @@
 #include <cpx/transport/exchange.hpp>
 
 #include <bit>
+#include <concepts>
+#include <optional>
+#include <span>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -24,7 +28,7 @@ struct carry_widths {
 
 /// What exchanges of any batch take at most.
 struct movement_room {
-    index_t runs = 0; ///< of rows, of all exchanges, at one end of them
+    index_t runs = 0; ///< of rows, of all exchanges in one direction
     index_t rows = 0; ///< that leave a rank, or come, in one exchange
 };
 
@@ -57,40 +61,52 @@ index_t most_beside(S const& s, index_t reach, capacity const& most, caller here
     return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
 }
 
-/// What a movement knows of a kind of plan: the plan of another batch, its exchanges by their numbers, what they take,
-/// and the elements of a row of theirs.
+/// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
+/// one direction, by their numbers, and whether those back are the same messages the other way; what all of them take
+/// at most, and the elements of a row of theirs.
 template <class Plan>
 struct moved;
 
-template <any_sharding From, any_sharding To>
-struct moved<relayout_plan<From, To>> {
-    using plan_type = relayout_plan<From, To>;
+/// Of a plan that is one exchange.
+template <class Plan>
+struct moved_at_once {
     using width = index_t;
-    static bool same(plan_type const& p, From const& from, To const& to) { return from == p.from && to == p.to; }
-    static plan_type next(plan_type const& p, From const& from, To const& to, caller here) {
-        return relayout(from, to, p.rank, here);
+    template <class F>
+    static auto exchanges(plan const& p, index_t, bool back, F&& f) {
+        if (!back) return f(std::span(&p, 1));
+        plan const other = p.transposed();
+        return f(std::span(&other, 1));
     }
-    static std::vector<plan> exchanges(plan_type const& p, index_t) { return {p, p.plan::transposed()}; }
     static index_t row_width(index_t width) { return width; }
+};
+
+template <any_sharding From, any_sharding To>
+struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
+    using plan_type = relayout_plan<From, To>;
+    using batch = std::tuple<From, To>;
+    static batch batch_of(plan_type const& p) { return {p.from, p.to}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
+    }
+    static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
-        return {2 * (runs(p.from) + runs(p.to)), most.rows};
+        return {runs(p.from) + runs(p.to), most.rows};
     }
 };
 
 template <any_sharding S>
-struct moved<halo_plan<S>> {
+struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
     using plan_type = halo_plan<S>;
-    using width = index_t;
-    static bool same(plan_type const& p, S const& s) { return s == p.sharding; }
-    static plan_type next(plan_type const& p, S const& s, caller here) {
-        return halo(s, p.rank, p.reach, p.where, here);
+    using batch = std::tuple<S>;
+    static batch batch_of(plan_type const& p) { return {p.sharding}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
     }
-    static std::vector<plan> exchanges(plan_type const& p, index_t) { return {p, p.plan::transposed()}; }
-    static index_t row_width(index_t width) { return width; }
+    static bool mirrors(plan_type const&) { return false; }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
-        return {4 * rows, rows};
+        return {2 * rows, rows};
     }
 };
 
@@ -98,46 +114,61 @@ template <carry_kind How, any_sharding S>
 struct moved<carry_plan<How, S>> {
     using plan_type = carry_plan<How, S>;
     using width = carry_widths;
-    static bool same(plan_type const& p, S const& s) { return s == p.sharding; }
-    static plan_type next(plan_type const& p, S const& s, caller here) { return carry<How>(s, p.rank, here); }
-    static std::vector<plan> exchanges(plan_type const& p, carry_widths width) {
+    using batch = std::tuple<S>;
+    static constexpr bool scans = std::same_as<How, scan>;
+    static batch batch_of(plan_type const& p) { return {p.sharding}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return carry<How>(std::get<0>(of), p.rank, here);
+    }
+    static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
+    template <class F>
+    static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {
         std::vector<plan> list;
-        for (side const from : {side::before, side::after})
-            for (index_t k = 0; k < p.steps; ++k)
-                if constexpr (std::same_as<How, scan>)
-                    list.push_back(p.step(k, from, width.state, width.map));
-                else
-                    list.push_back(p.step(k, from));
-        return list;
+        side const from = back ? side::after : side::before;
+        for (index_t k = 0; k < p.steps; ++k)
+            if constexpr (scans)
+                list.push_back(p.step(k, from, width.state, width.map));
+            else
+                list.push_back(p.step(k, from));
+        return f(std::span<plan const>(list));
     }
     static index_t row_width(carry_widths width) {
-        if constexpr (std::same_as<How, scan>) return plan_type::row_width(width.state, width.map);
+        if constexpr (scans) return plan_type::row_width(width.state, width.map);
         return width.state;
     }
     static movement_room room(plan_type const& p, carry_widths width, capacity const& most, caller here) {
         index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
-        bool const scans = std::same_as<How, scan>;
-        index_t const times = scans ? std::bit_width(static_cast<std::size_t>(most_runs(p.sharding, most, here))) : 1;
+        auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
+        index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
         index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
-        return {4 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
     }
 };
 
-/// What ranks prepare to run some plans, and others later. On the host that is nothing.
+/// What ranks prepare to run a plan, and others later. On the host that is nothing.
 template <class T, class Plan, class Comm>
 class prepared {
+    using kind = moved<Plan>;
+
 public:
-    prepared(Plan const&, std::vector<plan> plans, index_t, movement_room, capacity const&, Comm& comm, caller)
-        : comm_(comm), plans_(std::move(plans)) {}
-    void set(Plan const&, std::vector<plan> plans, caller) { plans_ = std::move(plans); }
-    void operator()(index_t number, rows<T const> from, rows<T> to, caller here) {
-        exchange_rows(plans_[static_cast<std::size_t>(number)], from, to, comm_, here);
+    prepared(Plan const&, typename kind::width width, capacity const&, Comm& comm, caller)
+        : comm_(comm), width_(width) {}
+    /// `plan_of()`: returns the plan of the batch, which need not be made before.
+    template <class F>
+    void set(typename kind::batch const&, F&& plan_of, caller) {
+        plan_of();
+    }
+    template <class F>
+    void operator()(F&& plan_of, bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
+        kind::exchanges(plan_of(), width_, back, [&](std::span<plan const> plans) {
+            exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here);
+        });
     }
     host_memory memory() const { return {}; }
 
 private:
     Comm& comm_;
-    std::vector<plan> plans_;
+    typename kind::width width_;
 };
 
 template <class T, class Plan, class Comm>
@@ -170,23 +201,43 @@ public:
     /// has sections, or those of states and maps; the same for all batches. Collective. Throws `cpx::error` as
     /// `exchange` does.
     movement(Plan first, typename kind::width width, capacity most, Comm& comm, caller here = caller::here())
-        : plan_(std::move(first)), width_(width), most_(most),
-          prepared_(plan_, kind::exchanges(plan_, width), kind::row_width(width), kind::room(plan_, width, most, here),
-                    most, comm, here) {}
+        : plan_(std::move(first)), now_(kind::batch_of(plan_)), width_(width), most_(most),
+          prepared_(plan_, width, most, comm, here) {
+        static_cast<void>(kind::room(plan_, width, most, here)); // throws if that is no capacity, also on the host
+    }
 
-    /// Makes the plan of another batch, unless the last one was of that. Every rank does so, none waits. Throws
-    /// `cpx::error` if it is not what this movement was prepared for; then the plan before is still that. If ranks have
-    /// different batches, the wait after the next call says so.
+    /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
+    /// it is not what this movement was prepared for; then all is as before. If ranks have different batches, the wait
+    /// after the next call says so.
+    template <any_sharding... S>
+        requires std::same_as<std::tuple<S...>, typename kind::batch>
+    void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
+        if (shardings == now_) return;
+        std::optional<Plan> made;
+        auto const plan_of = [&]() -> Plan const& {
+            if (!made) made.emplace(kind::next(plan_, shardings, here));
+            return *made;
+        };
+        prepared_.set(shardings, plan_of, here);
+        listed_ = made.has_value();
+        if (listed_) plan_ = std::move(*made);
+        now_ = shardings;
+    }
     template <any_sharding S>
     Plan const& set(S const& sharding, caller here = caller::here()) {
-        return remake(here, sharding);
+        set(std::tuple(sharding), here);
+        return plan(here);
     }
     template <any_sharding From, any_sharding To>
-    Plan const& set(From const& from, To const& to, caller here = caller::here()) {
-        return remake(here, from, to);
+    void set(From const& from, To const& to, caller here = caller::here()) {
+        set(std::tuple(from, to), here);
     }
-    /// Returns the plan of the last batch.
-    Plan const& plan() const { return plan_; }
+    /// Returns the plan of the last batch. Where nothing has asked for it yet, makes it.
+    Plan const& plan(caller here = caller::here()) {
+        if (!listed_) plan_ = kind::next(plan_, now_, here);
+        listed_ = true;
+        return plan_;
+    }
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`; they must not overlap. Collective.
     ///
@@ -195,13 +246,13 @@ public:
     template <sharded_anywhere X, sharded_anywhere Y>
         requires detail::is_relayout<Plan>
     void operator()(X const& from, Y&& to, caller here = caller::here()) {
-        move<0, decltype(plan_.from), decltype(plan_.to)>(from, std::forward<Y>(to), here);
+        move<false, decltype(plan_.from), decltype(plan_.to)>(from, std::forward<Y>(to), here);
     }
     /// Moves rows back: the backward of the above, which adds what was copied.
     template <sharded_anywhere X, sharded_anywhere Y>
         requires detail::is_relayout<Plan>
     void transposed(X const& from, Y&& to, caller here = caller::here()) {
-        move<1, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
+        move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
     /// Brings the rows beside this rank's segments, as many as the plan says: `set` comes first. Collective.
@@ -213,7 +264,7 @@ public:
                               "kind of sharding");
         if constexpr (source) {
             require_place("the source", from.view(), here);
-            prepared_(0, from.view().data(), halo, here);
+            run(false, 0, from.view().data(), halo, here);
         }
     }
     /// Carries the gradients of such rows home, where they are added: `to` is written. Collective.
@@ -225,13 +276,13 @@ public:
                               "call; make it from the tensor's kind of sharding");
         if constexpr (target) {
             require_place("the target", to.view(), here);
-            prepared_(1, halo, to.view().data(), here);
+            run(true, 0, halo, to.view().data(), here);
         }
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
         require(k >= 0 && k < plan_.steps, "movement", "exchange", "less than " + std::to_string(plan_.steps), k, here);
-        prepared_(from == side::before ? k : plan_.steps + k, given, got, here);
+        run(from == side::after, k, given, got, here);
     }
 
     /// Returns a tensor for every batch that fits, of this one at first; see `tensor::hold`. It is where this movement
@@ -253,16 +304,10 @@ private:
     void require_place(char const* what, X const& x, caller here) const {
         detail::require_place("movement", what, x, plan_.sharding, plan_.rank, "the plan's", here);
     }
-    template <any_sharding... S>
-    Plan const& remake(caller here, S const&... shardings) {
-        if (!kind::same(plan_, shardings...)) {
-            auto next = kind::next(plan_, shardings..., here);
-            prepared_.set(next, kind::exchanges(next, width_), here);
-            plan_ = std::move(next);
-        }
-        return plan_;
+    void run(bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
+        prepared_([&]() -> Plan const& { return plan(here); }, back, number, from, to, here);
     }
-    template <int Number, any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhere Y>
+    template <bool Back, any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhere Y>
     void move(X const& from, Y&& to, caller here) {
         constexpr bool source = detail::sharded_as<From, X>, target = detail::sharded_as<To, Y>;
         constexpr bool writes = detail::writes<Y, X> && std::same_as<element_of<X>, T>;
@@ -278,17 +323,19 @@ private:
         if constexpr (source && target && writes && there) {
             auto const x = from.view();
             auto const y = to.view();
-            if constexpr (Number == 0)
-                set(x.sharding(), y.sharding(), here);
-            else
+            if constexpr (Back)
                 set(y.sharding(), x.sharding(), here);
+            else
+                set(x.sharding(), y.sharding(), here);
             detail::require_place("movement", "the source", x, x.sharding(), plan_.rank, "the plan's", here);
             detail::require_place("movement", "the target", y, y.sharding(), plan_.rank, "the plan's", here);
-            prepared_(Number, x.data(), y.data(), here);
+            run(Back, 0, x.data(), y.data(), here);
         }
     }
 
-    Plan plan_;
+    Plan plan_; ///< of the last batch, if it is listed
+    typename kind::batch now_;
+    bool listed_ = true;
     typename kind::width width_;
     capacity most_;
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiles kernels and links NCCL. Without arguments it moves nothing: whoever builds it may have no GPU.
+#include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/shared_memory.hpp>
 #include <cpx/layout/sequential.hpp>

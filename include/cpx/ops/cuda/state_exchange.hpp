@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 namespace cpx::cuda {
 
@@ -40,13 +41,18 @@ public:
         carry_widths const widths{shape.state_width(), shape.map_width()};
         auto const batch = plan.id.fingerprint();
         if (plan.steps == 0 || (move_ && batch == batch_)) return;
-        auto const plans = kind::exchanges(plan, widths);
-        if (move_)
+        std::vector<cpx::plan> plans; // from the segments before, then from those after
+        for (bool const back : {false, true})
+            kind::exchanges(plan, widths, back, [&](std::span<cpx::plan const> list) {
+                plans.insert(plans.end(), list.begin(), list.end());
+            });
+        if (move_) {
             move_->set(plans, stream(), here);
-        else
-            move_ = detail::ready_to_send<float>(
-                plans, kind::row_width(widths),
-                most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{}, comm_, {}, here);
+        } else {
+            auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
+            room.runs *= 2;
+            move_ = detail::ready_to_send<float>(plans, kind::row_width(widths), room, comm_, range{}, here);
+        }
         batch_ = batch;
     }
 
@@ -78,7 +84,7 @@ public:
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
     void exchange(plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
-        (*move_)(from, to, stream(), number, here);
+        (*move_)(from, to, stream(), number, false, here);
     }
 
 private:

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small tables that go to a device in stream order, while the host goes on.
+#pragma once
+
+#include <cpx/cuda/runtime.hpp>
+
+#include <cpx/launch_list.cuh>
+
+#include <algorithm>
+#include <span>
+
+namespace cpx::cuda {
+
+namespace detail {
+
+/// Calls `launch(part, items)` for as many of a list as a launch takes, until there are no more.
+template <class List, class T, class F>
+void in_launches(std::span<T const> list, F&& launch) {
+    constexpr auto most = static_cast<std::size_t>(List::most);
+    List part; // what a launch does not read may be anything
+    for (std::size_t first = 0; first < list.size(); first += most) {
+        std::size_t const count = std::min(most, list.size() - first);
+        std::copy_n(list.begin() + static_cast<std::ptrdiff_t>(first), count, part.items);
+        launch(part, static_cast<unsigned>(count));
+    }
+}
+template <int N>
+void write_in_launches(std::span<index_t const> numbers, index_t* to, cudaStream_t stream, caller here) {
+    using items = kernels::launch_list<std::int64_t, N>;
+    in_launches<items>(numbers, [&](items const& part, unsigned count) {
+        kernels::write_numbers<N><<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
+        check(cudaGetLastError(), "write_numbers", here);
+        to += count;
+    });
+}
+
+} // namespace detail
+
+/// Loads what `write_numbers` launches: if its first launch did, that might wait for the device.
+inline void load_write_numbers(caller here = caller::here()) {
+    cudaFuncAttributes loaded{};
+    check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<384>), "cudaFuncGetAttributes", here);
+    check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<1600>), "cudaFuncGetAttributes", here);
+    check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<4000>), "cudaFuncGetAttributes", here);
+}
+
+/// Writes numbers that the host has, in stream order: with launches, each of which brings 32 KB, so that nobody waits
+/// and it can be captured.
+inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
+                          caller here = caller::here()) {
+    if (numbers.size() <= 384)
+        detail::write_in_launches<384>(numbers, to, stream, here);
+    else if (numbers.size() <= 1600)
+        detail::write_in_launches<1600>(numbers, to, stream, here);
+    else
+        detail::write_in_launches<4000>(numbers, to, stream, here);
+}
+
+} // namespace cpx::cuda
