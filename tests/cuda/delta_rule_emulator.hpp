@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated delta rule as tensor cores compute it, with exact sums: rounded where the kernels round, and nowhere else.
+#pragma once
+
+#include <Eigen/Dense>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace emulator {
+
+using Eigen::Index;
+using matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+using vector = Eigen::VectorXd;
+
+/// Returns the nearest number with `bits` after the leading one (Dekker 1971, by Veltkamp's splitting).
+inline double rounded(double x, int bits) {
+    double const scaled = x * (static_cast<double>(std::int64_t{1} << (52 - bits)) + 1);
+    return scaled - (scaled - x);
+}
+inline matrix bf16(matrix const& x) {
+    return x.unaryExpr([](double v) { return rounded(v, 7); });
+}
+inline matrix half(matrix const& x) {
+    return x.unaryExpr([](double v) { return rounded(v, 10); });
+}
+inline matrix lower(matrix const& x) { return x.triangularView<Eigen::Lower>(); }
+inline matrix strictly_lower(matrix const& x) { return x.triangularView<Eigen::StrictlyLower>(); }
+
+/// One value head of one sequence. Rows are tokens; states (keys, values).
+struct head {
+    matrix q, k, v, dout, state, dlast;
+    vector g, beta;
+    double scale;
+};
+struct results {
+    matrix o, last, dq, dk, dv, dstate;
+    vector dg, dbeta;
+};
+
+/// What a chunk of 64 tokens has before states are known.
+struct chunk {
+    matrix q, k, v, dout, a, decay, p, x, scores;
+    vector beta, e, onward;
+    chunk(head const& in, Index begin, Index n)
+        : q(in.q.middleRows(begin, n)), k(in.k.middleRows(begin, n)), v(in.v.middleRows(begin, n)),
+          dout(in.dout.middleRows(begin, n)), beta(in.beta.segment(begin, n)), e(n), onward(n) {
+        vector sum(n);
+        double total = 0;
+        for (Index i = 0; i < n; ++i) sum[i] = total += std::max(in.g[begin + i], -126 * std::log(2.0));
+        decay = matrix::Zero(n, n);
+        for (Index i = 0; i < n; ++i) {
+            e[i] = std::exp(sum[i]);
+            onward[i] = std::exp(total - sum[i]);
+            for (Index j = 0; j <= i; ++j) decay(i, j) = std::exp(sum[i] - sum[j]);
+        }
+        matrix const l = half(strictly_lower(beta.asDiagonal() * (k * k.transpose())));
+        a = matrix::Identity(n, n);
+        for (Index i = 0; i < n; ++i)
+            for (Index j = 0; j < i; ++j) a.row(i) -= l(i, j) * a.row(j);
+        a = bf16(half(a));
+        scores = bf16(lower(q * k.transpose()));
+        p = bf16((in.scale * (scores * a).cwiseProduct(decay)) * beta.asDiagonal());
+        x = bf16(beta.cwiseProduct(onward).asDiagonal() * (a.transpose() * k));
+    }
+};
+
+inline results run(head const& in) {
+    Index const tokens = in.q.rows(), keys = in.q.cols(), values = in.v.cols();
+    results r{matrix(tokens, values), in.state, matrix(tokens, keys), matrix(tokens, keys),
+              matrix(tokens, values), in.dlast, vector(tokens),       vector(tokens)};
+    std::vector<chunk> chunks;
+    std::vector<matrix> states, writes;
+    for (Index begin = 0; begin < tokens; begin += 64) {
+        chunk const& c = chunks.emplace_back(in, begin, std::min<Index>(64, tokens - begin));
+        matrix const& s = states.emplace_back(bf16(r.last));
+        matrix const& y = writes.emplace_back(bf16(c.v - c.e.asDiagonal() * (c.k * s)));
+        r.o.middleRows(begin, c.q.rows()) = bf16(in.scale * (c.e.asDiagonal() * (c.q * s)) + c.p * y);
+        r.last = c.e[c.e.size() - 1] * r.last + c.x.transpose() * y;
+    }
+    for (Index i = std::ssize(chunks) - 1; i >= 0; --i) {
+        auto const at = static_cast<std::size_t>(i);
+        chunk const& c = chunks[at];
+        matrix const &s = states[at], &y = writes[at];
+        Index const begin = 64 * i, n = c.q.rows();
+        matrix const ds = bf16(r.dstate), dy = c.x * ds + c.p.transpose() * c.dout, dv = bf16(dy);
+        r.dv.middleRows(begin, n) = dv;
+        r.dstate = c.e[n - 1] * r.dstate + c.q.transpose() * bf16(in.scale * (c.e.asDiagonal() * c.dout)) -
+                   c.k.transpose() * bf16(c.e.asDiagonal() * dy);
+
+        matrix const dx = bf16(c.onward.asDiagonal() * (y * ds.transpose()));
+        matrix const e = lower(in.scale * (c.dout * y.transpose()).cwiseProduct(c.decay));
+        matrix const h = e.cwiseProduct(c.scores * c.a), weighted = h * c.beta.asDiagonal();
+        matrix const ab = bf16(c.a * c.beta.asDiagonal());
+        matrix const dscores = bf16(lower(bf16(e) * ab.transpose()));
+        matrix const kdx = c.k * dx.transpose();
+        matrix const inner = bf16(kdx + c.scores.transpose() * bf16(e));
+        matrix const z = -strictly_lower(c.a.transpose() * bf16(inner * ab.transpose()));
+        matrix const zb = bf16(c.beta.asDiagonal() * z);
+        matrix const reading = in.scale * (c.e.asDiagonal() * (c.dout * s.transpose()));
+        vector const t = c.a.cwiseProduct(kdx).colwise().sum();
+        r.dq.middleRows(begin, n) = reading + dscores * c.k;
+        r.dk.middleRows(begin, n) =
+            ab * dx - c.e.asDiagonal() * (dv * s.transpose()) + dscores.transpose() * c.q + (zb + zb.transpose()) * c.k;
+        r.dbeta.segment(begin, n) =
+            t + h.colwise().sum().transpose() + z.cwiseProduct(c.k * c.k.transpose()).rowwise().sum();
+        vector const rows =
+            c.q.cwiseProduct(reading).rowwise().sum() - c.e.cwiseProduct(dv.cwiseProduct(c.k * s).rowwise().sum());
+        double const whole = c.e[n - 1] * s.cwiseProduct(ds).sum();
+        for (Index j = 0; j < n; ++j)
+            r.dg[begin + j] =
+                rows.tail(n - j).sum() + c.beta.head(j).dot(t.head(j)) + weighted.block(j, 0, n - j, j).sum() + whole;
+    }
+    return r;
+}
+
+} // namespace emulator
