@@ -10,8 +10,9 @@
 
 namespace support {
 
-/// A sharding that asks a real one, hidden behind it, and knows of it only what `cpx::any_sharding` promises. Its pieces
-/// are asked for once, for exhaustive tests make many plans of one sharding.
+/// A sharding that asks a real one, hidden behind it, and knows of it only what `cpx::any_sharding` promises.
+///
+/// Its pieces are asked for once, for exhaustive tests make many plans of one sharding.
 template <bool EveryRow>
 class erased {
 public:
