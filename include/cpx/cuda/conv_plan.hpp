@@ -43,12 +43,12 @@ public:
     /// Also for plans that come later, if there is room for any; without `after`, for the forward alone.
     template <any_sharding S>
     conv_plan(halo_plan<S> const& before, halo_plan<S> const* after, conv_room most, caller here = caller::here())
-        : device_(current_device()), reach_(before.reach), has_backward_(after != nullptr),
-          most_(std::max(most.rows, before.source_rows)) {
+        : reach_(before.reach), has_backward_(after != nullptr), most_(std::max(most.rows, before.source_rows)) {
+        std::vector<index_t> tables;
+        now_ = make(before, after, tables, here); // refuses what does not fit also where there is no device
+        device_ = current_device();
         check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
               "cudaDeviceGetAttribute", here);
-        std::vector<index_t> tables;
-        now_ = make(before, after, tables, here);
         // a row after a segment of another one is an edge row, of as many places as there are taps
         index_t const a_segment = 1 + reach_ + (after ? reach_ + reach_ * taps() : 0);
         tables_ = buffer<index_t>(std::max(std::ssize(tables), most.segments * a_segment + 1), here);
@@ -171,7 +171,7 @@ private:
         return moved;
     }
 
-    int device_, multiprocessors_ = 1;
+    int device_ = 0, multiprocessors_ = 1;
     index_t reach_;
     bool has_backward_;
     index_t most_;

@@ -99,9 +99,9 @@ public:
                 "at most " + std::to_string(staged_out_.size()), made.staged, here);
         std::uint64_t word = 0;
         for (plan const& p : plans) word = cpx::detail::mix(word, p.id.template for_elements<T>(width_).fingerprint());
-        std::vector<index_t> numbers(static_cast<std::size_t>(head()) / sizeof word, static_cast<index_t>(word));
-        std::size_t const before = numbers.size(), bytes = made.list.size() * sizeof(kernels::rectangle);
-        numbers.resize(before + bytes / sizeof word);
+        std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
+                          bytes = made.list.size() * sizeof(kernels::rectangle);
+        std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
         if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
         write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
         comm_.runs(word);
