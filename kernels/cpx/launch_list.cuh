@@ -4,6 +4,7 @@
 
 #include <cpx/cuda/nvcc.hpp>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace cpx::kernels {
@@ -11,7 +12,7 @@ namespace cpx::kernels {
 template <class T, int N>
 struct launch_list {
     static constexpr int most = N;
-    T items[N];
+    T items[static_cast<std::size_t>(N)];
 };
 
 /// Writes a list of numbers. One block.
