@@ -274,12 +274,16 @@ results emulated(problem const& p) {
     return r;
 }
 
-/// Says which errors are more than `times` those of the roundings alone.
-void warn_above(double times, results const& got, results const& rounded, results const& exact) {
+/// Checks that errors are at most `times` those of the roundings alone; where not `asserted`, says which are more.
+void check_roundings(double times, bool asserted, results const& got, results const& rounded, results const& exact) {
     auto const compare = [&](char const* name, numbers results::*tensor) {
         double const error = on_ranks::relative_error(got.*tensor, exact.*tensor);
         double const least = on_ranks::relative_error(rounded.*tensor, exact.*tensor);
-        WARN_MESSAGE(error <= times * least, name << ": " << error << ", by its roundings " << least);
+        CAPTURE(name);
+        if (asserted)
+            CHECK(error <= times * least);
+        else
+            WARN_MESSAGE(error <= times * least, name << ": " << error << ", by its roundings " << least);
     };
     compare("o", &results::o), compare("dq", &results::dq), compare("dk", &results::dk), compare("dv", &results::dv);
     compare("dg", &results::dg), compare("dbeta", &results::dbeta);
@@ -327,7 +331,10 @@ TEST_SUITE("cuda") {
                 double const most = hard ? 2e-2 : 4.7e-3;
                 auto const exact = on_host(p, true);
                 check_close(got, exact, most, most, hard ? 4e-2 : 6e-3);
-                if (!few && got.path == delta_rule_path::tensor_cores) warn_above(1.15, got, emulated(p), exact);
+                // of the other gates errors have not been measured on a GPU, or are too large: dg of beta_2, 1.24 times
+                bool const asserted = what == kind::mild || what == kind::no_decay;
+                if (!few && got.path == delta_rule_path::tensor_cores)
+                    check_roundings(1.15, asserted, got, emulated(p), exact);
             }
     }
 

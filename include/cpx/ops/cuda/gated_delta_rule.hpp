@@ -8,6 +8,7 @@
 #include <cpx/ops/cuda/recurrence.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -23,7 +24,8 @@ struct device_gated_delta : gated_delta {
     void check(char const* where, caller here) const {
         gated_delta::check(where, here);
         require(options.chunk == 64, where, "chunk", "64, of tensors on devices", options.chunk, here);
-        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1", 0, here);
+        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1",
+                std::min(heads.key_heads, heads.value_heads), here);
         require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
                 heads.key_dim, here);
         require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
