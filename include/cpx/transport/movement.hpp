@@ -73,9 +73,9 @@ struct moved_at_once {
     using width = index_t;
     template <class F>
     static auto exchanges(plan const& p, index_t, bool back, F&& f) {
-        if (!back) return f(std::span(&p, 1));
+        if (!back) return f(std::span<plan const>(&p, 1)); // named: nvcc spells a deduced one as newer g++ refuse it
         plan const other = p.transposed();
-        return f(std::span(&other, 1));
+        return f(std::span<plan const>(&other, 1));
     }
     static index_t row_width(index_t width) { return width; }
 };
