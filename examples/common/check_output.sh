@@ -29,7 +29,7 @@ expect() {
 
 tiny="--model data/tiny_qwen3_5 --reference data/tiny_qwen3_5/reference.safetensors --ranks 1 --linear zigzag"
 for command in quickstart new_layout new_operator "inspect --cu 0,8 --ranks 2" "inspect --help" \
-    "verify $golden/conv_silu.safetensors" "verify $golden/conv_silu.safetensors --json" "qwen3_5 $tiny" "qwen3_5 $tiny --json"; do
+    "verify $golden/conv_silu.safetensors" "verify $golden/conv_silu.safetensors --json" "qwen $tiny" "qwen $tiny --json"; do
     program=${command%% *}
     refused "^$program: stdout: cannot be written: No space left" "$bin/"$command >/dev/full
     refused "^$program: stdout: closed" "$bin/"$command >&-

@@ -90,7 +90,7 @@ std::vector<entry> const entries = {
     {"T6", "peers/attention.cpp", "{\"T6a\""},
     {"T6, fp8", nullptr, "the host computes in float32 and float64"},
     {"K1", "peers/layer.cpp", "{\"K1b\""},
-    {"K1, logits and loss", "examples/qwen3_5.cpp", "a training step of both models has the gradients of transformers"},
+    {"K1, logits and loss", "examples/qwen.cpp", "a training step of both models has the gradients of transformers"},
     {"A1", "peers/exchange.cpp", "{\"A1a\""},
     {"Z1", "peers/convolution.cpp", "{\"Z1a\""},
     {"Z1, as a layer", "peers/layer.cpp", "{\"Z1e\""},

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <thread>
 
-namespace qwen3_5 {
+namespace qwen {
 
 namespace {
 
@@ -88,4 +88,4 @@ gpu_output forward_on_gpus(gpu_input const& in, int ranks) {
     return result;
 }
 
-} // namespace qwen3_5
+} // namespace qwen

@@ -6,7 +6,7 @@
 
 #include <mutex>
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// The packed batch and its token ids.
 struct input {
@@ -166,4 +166,4 @@ outcome run(checkpoint<T> const& model, input const& in, strategy const& how, in
     });
 }
 
-} // namespace qwen3_5
+} // namespace qwen

@@ -6,7 +6,7 @@
 
 #include <string>
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// How full attention sees all keys: keys and values gathered on every rank, or queries, keys and values by heads.
 enum class attention_by { gather, heads };
@@ -36,4 +36,4 @@ inline std::string layer_name(cpx::index_t layer, char const* suffix) {
     return "model.layers." + std::to_string(layer) + '.' + suffix;
 }
 
-} // namespace qwen3_5
+} // namespace qwen

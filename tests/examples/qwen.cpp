@@ -207,7 +207,7 @@ TEST_SUITE("examples") {
                 options.back() = value;
             else
                 options = options + arguments{option, value};
-            check_refusal(options, arguments{"qwen3_5: "} + passages);
+            check_refusal(options, arguments{"qwen: "} + passages);
             check_refusal(options + arguments{"--json"}, passages);
         }
         check_refusal({"--model", data.string()}, {"--reference"});
@@ -223,9 +223,9 @@ TEST_SUITE("examples") {
                  {{"--linear", "head_sharded", "--carry", "scan"}, {"--carry: no effect", "head_sharded"}},
                  {{"--chunk", "64"}, {"--chunk: no effect", "cuda"}},
                  {{"--linear", "head_sharded", "--backward"}, {"--backward", "expected cpu", "got cuda"}}})
-            check_refusal(tiny + cuda + options, arguments{"qwen3_5: "} + passages);
+            check_refusal(tiny + cuda + options, arguments{"qwen: "} + passages);
         // "at least 1, got 0" without a GPU, "at most the GPUs found" with some, "built for GPUs" without nvcc
-        check_refusal(on(data, reference, "256") + cuda, {"qwen3_5: ", "--", "GPUs", "expected", "got"});
+        check_refusal(on(data, reference, "256") + cuda, {"qwen: ", "--", "GPUs", "expected", "got"});
         CHECK(run_json(tiny + arguments{"--device", "cpu", "--linear", "zigzag"}).at("strategies").at(0).at("device") ==
               "cpu");
     }
@@ -233,7 +233,7 @@ TEST_SUITE("examples") {
     TEST_CASE("files that are missing, cut short or not what they claim are refused") {
         copies const c;
         auto const refuse = [&](arguments const& passages) {
-            check_refusal(c.options(), arguments{"qwen3_5: "} + passages);
+            check_refusal(c.options(), arguments{"qwen: "} + passages);
         };
         check_refusal(on(c.home / "nowhere", c.expected, "2"), {"nowhere/config.json"});
         check_refusal(on(c.model, c.home / "nothing.safetensors", "2"), {"nothing.safetensors"});

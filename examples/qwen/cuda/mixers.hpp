@@ -14,7 +14,7 @@
 #include <array>
 #include <optional>
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 /// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
 inline std::vector<cpx::section> delta_sections(cpx::qwen3_5_config const& c) {
@@ -264,4 +264,4 @@ private:
     std::optional<device_rows<float>> everyones_, o_split_; ///< all tokens: keys and values, or q, k, v by heads
 };
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

@@ -4,7 +4,7 @@
 
 #include "launch.cuh"
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 namespace kernels {
 
@@ -83,4 +83,4 @@ inline void combine_experts(rows<float const> weights, rows<float const> output,
                    shared, y);
 }
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

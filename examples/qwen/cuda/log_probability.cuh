@@ -4,7 +4,7 @@
 
 #include "launch.cuh"
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 namespace kernels {
 
@@ -29,4 +29,4 @@ inline void log_probabilities(rows<float const> logits, index_t const* labels, r
     launch_warps("log_probabilities", kernels::log_probabilities, logits.count(), stream, logits, labels, out);
 }
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

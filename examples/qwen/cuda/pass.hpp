@@ -8,7 +8,7 @@
 
 #include <cpx/cuda/row_gather.hpp>
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 /// The residual stream h on one sharding, and the blocks that see one token at a time.
 class tokens {
@@ -87,4 +87,4 @@ private:
     std::optional<movement> there_, home_;
 };
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

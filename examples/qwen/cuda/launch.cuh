@@ -8,7 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 using cpx::index_t, cpx::rows;
 
@@ -62,4 +62,4 @@ void launch_threads(char const* name, void (*kernel)(P...), index_t items, cudaS
     launch<P...>(name, kernel, (items + 255) / 256, dim3(256), 0, stream, arguments...);
 }
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

@@ -4,7 +4,7 @@
 
 #include "site.hpp"
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// h += down(silu(gate(x)) up(x)), x = norm(h).
 template <class Site>
@@ -80,4 +80,4 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
     };
 }
 
-} // namespace qwen3_5
+} // namespace qwen

@@ -36,7 +36,7 @@ void complete(CLI::App const& app, options& o) {
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
     cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
     cpx::require(!o.backward, "--backward", "device", "cpu: there is no backward on GPUs", "cuda");
-    int const ranks = parse_ranks(o), found = qwen3_5::gpus();
+    int const ranks = parse_ranks(o), found = qwen::gpus();
     cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
     cpx::require(ranks <= found, "--ranks", "number of ranks", "at most the GPUs found, " + std::to_string(found),
                  ranks);
@@ -44,7 +44,7 @@ void complete(CLI::App const& app, options& o) {
 
 struct report {
     std::string attention, linear, carry, cut;
-    qwen3_5::outcome outcome;
+    qwen::outcome outcome;
     double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0, loss_delta = 0;
     std::map<std::string, double> gradient_errors = {}; ///< by weight
     bool gradients_equal_one_rank = true;
@@ -74,7 +74,7 @@ double relative_error(std::vector<double> const& a, std::vector<double> const& b
 }
 
 /// Compares the gradients with those of the reference file, `grad.NAME`, and with one rank's.
-void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one_rank, report& r) {
+void compare_gradients(cpx::safetensors const& file, qwen::outcome const& one_rank, report& r) {
     for (auto const& [name, values] : r.outcome.gradients) {
         auto shape = file.tensor("grad." + name).shape;
         auto const reference = file.read<double>("grad." + name);
@@ -92,7 +92,7 @@ void compare_gradients(cpx::safetensors const& file, qwen3_5::outcome const& one
 }
 
 /// Returns the packed batch of a reference file and checks it against the model.
-qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
+qwen::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
     auto const ids = file.read<cpx::index_t>("input_ids", {-1});
     auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
     auto const batch = examples::blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
@@ -106,7 +106,7 @@ qwen3_5::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config cons
 }
 
 /// Returns the strategies that the options leave open: one if `--linear` is given, else all.
-std::vector<qwen3_5::strategy> choose(options const& o) {
+std::vector<qwen::strategy> choose(options const& o) {
     auto const one_of = [](std::string const& text, std::vector<std::string> const& all, char const* where,
                            bool table) {
         std::string names;
@@ -123,13 +123,13 @@ std::vector<qwen3_5::strategy> choose(options const& o) {
     auto const cuts = !o.cut.empty() ? std::vector{o.cut}
                       : table        ? std::vector<std::string>{"balanced", "aligned:" + o.chunk}
                                      : std::vector<std::string>{"balanced"};
-    std::vector<qwen3_5::strategy> list;
+    std::vector<qwen::strategy> list;
     for (auto const& attention : one_of(o.attention, {"gather", "head_sharded"}, "--attention", table))
         for (auto const& linear : linears)
             for (auto const& carry : one_of(o.carry, {"scan", "serial"}, "--carry", table))
                 for (auto const& cut : cuts) {
-                    qwen3_5::strategy const s{
-                        attention == "gather" ? qwen3_5::attention_by::gather : qwen3_5::attention_by::heads,
+                    qwen::strategy const s{
+                        attention == "gather" ? qwen::attention_by::gather : qwen::attention_by::heads,
                         examples::parse_sharding(linear, "--linear"), carry == "serial", examples::parse_cut(cut)};
                     cpx::require(s.linear.name != "replicated" && s.linear.name != "table", "--linear", "sharding",
                                  "sequential, zigzag, striped or head_sharded", cpx::quote(linear));
@@ -145,20 +145,20 @@ std::vector<report> run(options const& o) {
     int const ranks = parse_ranks(o);
     cpx::index_t const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
     auto const strategies = choose(o);
-    qwen3_5::checkpoint<T> const model(o.model);
+    qwen::checkpoint<T> const model(o.model);
     cpx::safetensors const file(o.reference);
     auto const in = read_input(file, model.config);
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
-    auto const pass = [&](qwen3_5::strategy const& how, int over) {
+    auto const pass = [&](qwen::strategy const& how, int over) {
         if constexpr (std::same_as<T, float>)
-            if (o.on_gpus()) return qwen3_5::run_on_gpus(model, in, how, over);
-        return qwen3_5::run(model, in, how, over, chunk, o.backward);
+            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, over);
+        return qwen::run(model, in, how, over, chunk, o.backward);
     };
     std::vector<report> reports;
-    std::map<qwen3_5::attention_by, qwen3_5::outcome> on_one_rank; // the same however linear attention is sharded
+    std::map<qwen::attention_by, qwen::outcome> on_one_rank; // the same however linear attention is sharded
     for (auto const& how : strategies) {
-        report r{how.attention == qwen3_5::attention_by::gather ? "gather" : "head_sharded",
+        report r{how.attention == qwen::attention_by::gather ? "gather" : "head_sharded",
                  how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
                  how.by_heads() ? "none"
                  : how.serial   ? "serial"
@@ -255,7 +255,7 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
 } // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app("Runs a Qwen3.5 checkpoint under context parallelism and compares it with a reference.", "qwen3_5");
+    CLI::App app("Runs a Qwen3.5 checkpoint under context parallelism and compares it with a reference.", "qwen");
     options o;
     app.add_option("--model", o.model, "directory with config.json and model.safetensors")->required();
     app.add_option("--reference", o.reference, "safetensors file with input_ids, cu_seqlens and logprobs")->required();

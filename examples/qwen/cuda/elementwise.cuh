@@ -4,7 +4,7 @@
 
 #include "launch.cuh"
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 namespace kernels {
 
@@ -74,4 +74,4 @@ inline void delta_rule_gates(rows<float const> b, rows<float const> a, float con
                    g, beta);
 }
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

@@ -11,7 +11,7 @@
 
 #include <map>
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// What a forward pass on GPUs starts from, all in host memory.
 struct gpu_input {
@@ -35,4 +35,4 @@ int gpus();
 /// Throws `std::runtime_error` that names the rank which failed first, and what CUDA, cuBLAS or NCCL reported there.
 gpu_output forward_on_gpus(gpu_input const& in, int ranks);
 
-} // namespace qwen3_5
+} // namespace qwen

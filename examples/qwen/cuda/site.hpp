@@ -14,7 +14,7 @@
 
 #include <barrier>
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 /// Hidden states are zigzag over sequence.
 using entry_sharding = cpx::sharding<cpx::zigzag<>>;
@@ -157,4 +157,4 @@ private:
     cpx::cuda::exchange<float> exchange_;
 };
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

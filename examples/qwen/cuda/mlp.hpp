@@ -5,7 +5,7 @@
 #include "experts.cuh"
 #include "site.hpp"
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 /// down(silu(gate(x)) up(x)), by the weights of one name, into y.
 class dense_mlp {
@@ -56,4 +56,4 @@ private:
     device_rows<index_t> chosen_;
 };
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

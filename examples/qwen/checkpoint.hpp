@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// The weights of one model, whole; every rank reads the same copy.
 template <class T>
@@ -167,4 +167,4 @@ private:
     std::map<std::string, stored> weights_;
 };
 
-} // namespace qwen3_5
+} // namespace qwen

@@ -2,7 +2,7 @@
 // Stands for gpus.cu where that cannot be compiled.
 #include "gpus.hpp"
 
-namespace qwen3_5 {
+namespace qwen {
 
 int gpus() {
     throw cpx::error("--device", "cuda", "a program built for GPUs: nvcc, cuBLAS and NCCL found, CPX_CUDA=ON",
@@ -14,4 +14,4 @@ gpu_output forward_on_gpus(gpu_input const&, int) {
     return {};
 }
 
-} // namespace qwen3_5
+} // namespace qwen

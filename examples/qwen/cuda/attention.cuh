@@ -4,7 +4,7 @@
 
 #include "launch.cuh"
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 /// The keys that a query sees: rows `first` to `last`, its own token, of those in sequence order.
 struct seen_keys {
@@ -67,4 +67,4 @@ inline void attention(attention_tensors const& t, cudaStream_t stream) {
     launch_warps("attention", kernels::attention, t.q.count() * (t.q.width() / t.dim), stream, t);
 }
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

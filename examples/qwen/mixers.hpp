@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// h += linear_attention(norm(h)), by `net`, which knows on which sharding its recurrence runs.
 template <class Site, class Net>
@@ -230,4 +230,4 @@ private:
     by_heads split_, split_o_;
 };
 
-} // namespace qwen3_5
+} // namespace qwen

@@ -12,7 +12,7 @@
 #include <map>
 #include <vector>
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// The gradients of all weights: one rank's shares, until they are summed.
 template <class T>
@@ -123,4 +123,4 @@ private:
     T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
 };
 
-} // namespace qwen3_5
+} // namespace qwen

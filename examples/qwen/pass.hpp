@@ -5,7 +5,7 @@
 #include "mixers.hpp"
 #include "mlp.hpp"
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// The training step of one rank: log-probabilities of the next tokens, their mean loss, its gradients.
 ///
@@ -135,4 +135,4 @@ private:
     std::vector<std::function<void()>> tape_; ///< the steps of the way back, the first one last
 };
 
-} // namespace qwen3_5
+} // namespace qwen

@@ -4,7 +4,7 @@
 
 #include "launch.cuh"
 
-namespace qwen3_5::gpu {
+namespace qwen::gpu {
 
 namespace kernels {
 
@@ -36,4 +36,4 @@ inline void gated_rms_norm(rows<float const> x, rows<float const> z, float const
     launch_warps("gated_rms_norm", kernels::rms_norm, x.count() * (x.width() / dim), stream, x, z, weight, dim, eps, y);
 }
 
-} // namespace qwen3_5::gpu
+} // namespace qwen::gpu

@@ -5,7 +5,7 @@
 #include "gpus.hpp"
 #include "strategy.hpp"
 
-namespace qwen3_5 {
+namespace qwen {
 
 /// Runs the forward pass over `ranks` GPUs. Throws what they report.
 inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks) {
@@ -37,4 +37,4 @@ inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, stra
     return result;
 }
 
-} // namespace qwen3_5
+} // namespace qwen
