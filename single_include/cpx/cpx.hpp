@@ -3356,58 +3356,6 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
 
 } // namespace cpx
 
-// cpx/plan/global_rows.hpp
-// Which rows of a batch a rank holds, and where the rows of a batch are: for loaders, and for what comes after.
-
-namespace cpx {
-
-/// Returns the global rows that a rank holds, as pieces in its local order: to copy them needs one call a piece.
-///
-/// Where every rank holds every row (`head_sharded`, `replicated`), all rows: of heads, each rank takes its columns.
-/// Throws `cpx::error` if there is no such rank. Cost: O(pieces).
-template <any_sharding S>
-std::vector<range> pieces(S const& sharding, int rank, caller here = caller::here()) {
-    detail::require_rank("pieces", rank, sharding.ranks(), here);
-    std::vector<range> list;
-    sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
-    return list;
-}
-
-/// Returns the global row of every local row of a rank: its rows of a batch that the loader has whole, as gathers and
-/// scatters by index want them. Local row i is row `global_rows(sharding, rank)[i]` of the batch.
-///
-/// Of a padded tensor, row i is row `packing.rows()[global_rows(sharding, rank)[i]]`.
-/// Throws as `pieces` does, and if there is not the memory. Cost: O(rows).
-template <any_sharding S>
-std::vector<index_t> global_rows(S const& sharding, int rank, caller here = caller::here()) {
-    detail::require_rank("global_rows", rank, sharding.ranks(), here);
-    auto list = detail::zeros<index_t>("global_rows", {sharding.rows(rank)}, here);
-    auto next = list.begin();
-    sharding.for_each_piece(rank, [&](range piece) {
-        for (index_t row = piece.first; row < piece.last; ++row) *next++ = row;
-    });
-    return list;
-}
-
-/// Returns the way back: for every global row the rank that holds it and its local row there. Where every rank holds
-/// every row, the slot is that of rank 0, and the local row the same on all.
-///
-/// Throws `cpx::error` if there is not the memory. Cost: O(tokens + W runs).
-template <any_sharding S>
-std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
-    auto list = detail::zeros<slot>("slots", {sharding.batch().tokens()}, here);
-    for (int rank = 0; rank < (S::every_row ? 1 : sharding.ranks()); ++rank) {
-        index_t local = 0;
-        sharding.for_each_piece(rank, [&](range piece) {
-            for (index_t row = piece.first; row < piece.last; ++row)
-                list[static_cast<std::size_t>(row)] = {rank, local++};
-        });
-    }
-    return list;
-}
-
-} // namespace cpx
-
 // cpx/plan/message_list.hpp
 // Collects the messages of one rank, in the order on which both ends agree.
 
@@ -3596,6 +3544,572 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     }
     p.sends = sends.finish();
     return p;
+}
+
+} // namespace cpx
+
+// cpx/plan/route.hpp
+// Which cells of a run move between two layouts: what plans between them scale by the length of each sequence.
+
+namespace cpx {
+
+/// Cells `first` to `last` of a run, which rank `from` holds and rank `to` is to hold.
+struct route {
+    int from = 0, to = 0;
+    int first = 0, last = 0;
+    friend constexpr bool operator==(route, route) = default;
+};
+
+/// Returns into how many equal cells both layouts cut a run: the least common multiple of their chunks.
+///
+/// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
+/// floor(n (k c) / (k C)) = floor(n c / C).
+template <layout From, layout To>
+constexpr index_t cells(From const& from, To const& to) {
+    return std::lcm(index_t{from.chunks()}, index_t{to.chunks()});
+}
+
+/// Calls `f(route)` for what chunk `chunk` of `from` has in common with each chunk of `to`, in token order.
+/// Requires less than 2^31 cells.
+template <layout From, layout To, class F>
+constexpr void for_each_route(From const& from, To const& to, int chunk, F&& f) {
+    int const all = static_cast<int>(cells(from, to)), own = all / from.chunks(), other = all / to.chunks();
+    for (int first = chunk * own, end = first + own; first < end;) {
+        int const target = first / other, last = (target + 1) * other < end ? (target + 1) * other : end;
+        f(route{from.owner(chunk), to.owner(target), first, last});
+        first = last;
+    }
+}
+
+namespace detail {
+
+/// Calls `f(route)` for what changes hands between layouts that are known at compile time, in token order.
+template <static_layout From, static_layout To, class F>
+consteval void for_each_moved(F&& f) {
+    for (int chunk = 0; chunk < From{}.chunks(); ++chunk)
+        for_each_route(From{}, To{}, chunk, [&](route r) {
+            if (r.from != r.to) f(r);
+        });
+}
+
+template <static_layout From, static_layout To>
+consteval std::size_t count_routes() {
+    std::size_t count = 0;
+    for_each_moved<From, To>([&](route) { ++count; });
+    return count;
+}
+
+} // namespace detail
+
+/// Returns what changes hands between two layouts, in token order, as a constant; lengths only scale it.
+///
+///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
+///
+/// Both layouts cut the same runs (one scope) with the same cut. `relayout` makes its plans of these routes, and of
+/// those that stay.
+template <class From, class To>
+consteval auto routes() {
+    constexpr bool known = static_layout<From> && static_layout<To>;
+    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
+    if constexpr (known) {
+        static_assert(From{}.ranks() == To{}.ranks(),
+                      "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
+        std::array<route, detail::count_routes<From, To>()> moved{};
+        std::size_t count = 0;
+        detail::for_each_moved<From, To>([&](route r) { moved[count++] = r; });
+        return moved;
+    } else {
+        return std::array<route, 0>{};
+    }
+}
+
+/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
+/// move.
+template <class From, class To>
+consteval int route_messages() {
+    constexpr auto moved = routes<From, To>();
+    int count = 0;
+    for (std::size_t i = 0; i < moved.size(); ++i) {
+        bool first = true;
+        for (std::size_t k = 0; k < i; ++k)
+            if (moved[k].from == moved[i].from && moved[k].to == moved[i].to) first = false;
+        count += first;
+    }
+    return count;
+}
+
+} // namespace cpx
+
+// cpx/plan/relayout.hpp
+// The plan from any sharding to any other.
+
+namespace cpx {
+
+/// A plan that knows from which sharding to which it leads, so that tensors of others do not compile.
+template <any_sharding From, any_sharding To>
+struct relayout_plan : plan {
+    From from;
+    To to;
+
+    relayout_plan<To, From> transposed() const { return {plan::transposed(), to, from}; }
+};
+
+namespace detail {
+
+/// Returns the heads of a section that rank `i` ships to rank `j`: those that `j` needs and `i` holds, unless `j` has
+/// them already or another rank is to send them. Where several ranks hold a head, the lowest of them sends it (shares
+/// ascend with ranks).
+template <any_sharding From, any_sharding To>
+range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
+    range const held = from.heads(i, heads);
+    range const needed = intersect(held, to.heads(j, heads));
+    if (i == j || !From::every_row) return needed;
+    index_t const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
+    range const own = from.heads(j, heads);
+    range shipped{std::max(needed.first, lower), needed.last};
+    if (j < i)
+        shipped.first = std::max(shipped.first, own.last);
+    else
+        shipped.last = std::min(shipped.last, own.first);
+    return shipped;
+}
+
+/// Returns the columns that rank `i` ships to rank `j`, as places in a local row of `holder` on `rank`.
+template <any_sharding From, any_sharding To, any_sharding Holder>
+std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
+                                 Holder const& holder, int rank) {
+    std::vector<run> columns;
+    columns.reserve(sections.size());
+    index_t first = 0;
+    for (section const& s : sections) {
+        range const share = holder.heads(rank, s.heads);
+        range const heads = shipped_heads(from, to, i, j, s.heads);
+        if (!heads.empty()) {
+            run const shipped{first + (heads.first - share.first) * s.width, heads.size() * s.width};
+            columns.push_back(shipped);
+        }
+        first += share.size() * s.width;
+    }
+    return columns;
+}
+
+/// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
+template <any_sharding Mine, any_sharding Other>
+index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages, caller here) {
+    index_t row = 0, hint = 0;
+    mine.for_each_piece(rank, [&](range piece) {
+        index_t next = piece.first;
+        other.for_each_holder(piece, hint, [&](int peer, range common) {
+            if (!Other::every_row && common.first != next)
+                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
+                            "row " + std::to_string(common.first), here);
+            messages.add(peer, row + common.first - piece.first, common);
+            next = common.last;
+        });
+        row += piece.size();
+    });
+    return row;
+}
+
+/// A sharding of which `holders` tells who has rows. Its pieces are known to give each row to one rank.
+template <class S>
+concept known_holders = requires(S const s) { s.holders(); };
+
+/// Lists the runs of the rows that `rank` holds: as local rows, or as those of a rank that holds every row.
+template <any_sharding S>
+std::vector<run> held_runs(S const& sharding, int rank, bool local) {
+    joined_rows rows;
+    index_t row = 0;
+    sharding.for_each_piece(rank, [&](range piece) {
+        rows.add(local ? row : piece.first, piece);
+        row += piece.size();
+    });
+    return std::move(rows.runs);
+}
+
+/// The messages of a rank on one side of an exchange, and its rows there.
+struct common_messages {
+    index_t rows = 0;
+    std::vector<message> messages;
+    bool known = false; ///< whether each row is sure to be in one message a peer
+};
+
+/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
+inline constexpr index_t most_cells = (1 << 16) - 1;
+
+/// Shardings between which routes tell what moves: of each sequence by layouts, and by one cut, which is cpx's.
+template <class Mine, class Other>
+inline constexpr bool routed = false;
+template <layout P, layout Q, cut Cut>
+inline constexpr bool routed<sharding<P, scope::sequence, Cut>, sharding<Q, scope::sequence, Cut>> = ascends<Cut>;
+
+/// Finds the messages of `rank` by its routes: each is scaled by the length of every sequence.
+template <any_sharding Mine, any_sharding Other>
+    requires routed<Mine, Other>
+common_messages scale_routes(Mine const& mine, int rank, Other const& other) {
+    std::vector<route> routes;
+    std::vector<int> peers;
+    for_each_chunk(mine.policy(), rank, [&](int chunk) {
+        for_each_route(mine.policy(), other.policy(), chunk, [&](route const r) {
+            routes.push_back(r);
+            peers.push_back(r.to);
+        });
+    });
+    std::ranges::sort(peers);
+    peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+    thd const& batch = mine.batch();
+    std::vector<joined_rows> rows(peers.size());
+    std::vector<index_t> most(peers.size()); // runs of a message
+    for (route& r : routes) {
+        r.to = static_cast<int>(std::ranges::lower_bound(peers, r.to) - peers.begin()); // in which message it goes
+        most[static_cast<std::size_t>(r.to)] += batch.sequences();
+    }
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
+
+    auto const cut = mine.cut();
+    int const all = static_cast<int>(cells(mine.policy(), other.policy()));
+    balanced_begins const begins(all);
+    common_messages found;
+    found.known = true;
+    for (index_t s = 0; s < batch.sequences(); ++s) {
+        index_t const offset = batch.offset(s), n = batch.length(s);
+        auto const at = begins.of(n);
+        auto const begin = [&](int cell) { return offset + (cell == all ? n : cut.snap(at(cell), n)); };
+        for (route const& r : routes)
+            if (range const common{begin(r.first), begin(r.last)}; !common.empty()) {
+                rows[static_cast<std::size_t>(r.to)].add(found.rows, common);
+                found.rows += common.size();
+            }
+    }
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        if (!rows[i].runs.empty()) found.messages.push_back({peers[i], std::move(rows[i].runs), {}});
+    return found;
+}
+
+/// Finds the messages of `rank`, whose rows are `mine`, with all ranks where their rows are `other`; `columns(peer)`
+/// gives their columns, of which a rank that holds every row may know that all peers have the same.
+template <any_sharding Mine, any_sharding Other, class Columns>
+common_messages find_common(Mine const& mine, int rank, Other const& other, bool whole_rows, bool same_columns,
+                            Columns&& columns, caller here) {
+    int const ranks = mine.ranks();
+    common_messages found;
+    if (Mine::every_row || Other::every_row) found.messages.reserve(static_cast<std::size_t>(ranks));
+    auto const add = [&](int peer, run_list rows, std::vector<run> its_columns) {
+        if (whole_rows || !its_columns.empty())
+            found.messages.push_back({peer, std::move(rows), std::move(its_columns)});
+    };
+    if constexpr (Other::every_row && !Mine::every_row) { // with all ranks the same rows
+        found.rows = mine.rows(rank);
+        found.known = known_holders<Mine>;
+        auto const late = std::make_shared<late_runs>(1, [mine, rank](int) { return held_runs(mine, rank, true); });
+        for (int peer = 0; peer < ranks && found.rows > 0; ++peer)
+            add(peer, {late, 0}, whole_rows ? std::vector<run>() : columns(peer));
+        return found;
+    } else if constexpr (Mine::every_row && known_holders<Other>) {
+        if (auto const holders = other.holders(); !holders.empty()) {
+            found.rows = mine.rows(rank);
+            found.known = true;
+            auto const late = std::make_shared<late_runs>(ranks, [other](int r) { return held_runs(other, r, false); });
+            auto const own = whole_rows ? std::vector<run>() : columns(rank);
+            for (int peer = 0; peer < ranks; ++peer)
+                if (holders[static_cast<std::size_t>(peer)])
+                    add(peer, {late, peer}, same_columns || whole_rows ? own : columns(peer));
+            return found;
+        }
+    }
+    if constexpr (routed<Mine, Other>)
+        if (whole_rows && mine.cut() == other.cut() && cells(mine.policy(), other.policy()) <= most_cells)
+            return scale_routes(mine, rank, other);
+    message_list list(ranks);
+    found.rows = list_common(mine, rank, other, list, here);
+    found.messages = list.finish(whole_rows, columns);
+    return found;
+}
+
+/// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
+template <any_sharding S>
+index_t local_width(S const& s, int rank, std::span<section const> sections) {
+    index_t width = 0;
+    for (section const& group : sections) width += s.heads(rank, group.heads).size() * group.width;
+    return width;
+}
+
+inline index_t brought(std::vector<message> const& messages) {
+    index_t rows = 0;
+    for (message const& m : messages) rows += total(m.rows);
+    return rows;
+}
+
+/// Returns the rows of the message of `rank` to itself.
+inline index_t kept(std::vector<message> const& messages, int rank) {
+    for (message const& m : messages)
+        if (m.peer == rank) return total(m.rows);
+    return 0;
+}
+
+/// Returns whether some rows or heads stand on several ranks.
+template <any_sharding S>
+bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
+    if constexpr (S::every_row)
+        for (section const& group : sections) {
+            index_t everywhere = 0;
+            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, group.heads).size();
+            if (everywhere > group.heads) return true;
+        }
+    return false;
+}
+
+} // namespace detail
+
+/// Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
+///
+/// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
+/// columns that their new holder does not have, in at most one message a peer.
+/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each; between layouts that
+/// cut each sequence with one cut, 10 ns each: `routes`, scaled by every length. Between tokens and heads, or all rows,
+/// O(runs of the rank + ranks): there the rows of messages are listed when they are first read.
+///
+/// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
+/// give every token to exactly one rank.
+template <any_sharding From, any_sharding To>
+relayout_plan<From, To> relayout(From const& from, To const& to, int rank, caller here = caller::here()) {
+    constexpr int a = static_ranks<From>, b = static_ranks<To>;
+    static_assert(a == dynamic || b == dynamic || a == b,
+                  "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
+    require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
+    detail::require_rank("relayout", rank, from.ranks(), here);
+    detail::require_batch("relayout", "batch of the target", "the source's", from.batch(), to.batch(), here);
+    std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
+    require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
+            "those of the source", "others", here);
+    constexpr section whole_row; // stands for the sections where rows move whole
+    bool const whole_rows = sections.empty();
+    auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
+    bool const by_columns = !whole_rows || From::every_row;
+
+    relayout_plan<From, To> p{{}, from, to};
+    p.rank = rank;
+    p.batch = from.batch();
+    p.id = detail::identify("relayout", from, to);
+    p.source_settings = detail::settings_of(from, p.id.source_settings.data());
+    p.target_settings = detail::settings_of(to, p.id.target_settings.data());
+    p.source_width = detail::local_width(from, rank, sections);
+    p.target_width = detail::local_width(to, rank, sections);
+    for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
+    p.id[identity::target_width] = p.id[identity::source_width];
+
+    bool const replicas = detail::has_replicas(from, groups); // of a head: the lowest rank sends it
+    auto out = detail::find_common(
+        from, rank, to, !by_columns, !replicas,
+        [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); }, here);
+    auto in = detail::find_common(
+        to, rank, from, !by_columns, !From::every_row,
+        [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); }, here);
+    p.source_rows = out.rows, p.sends = std::move(out.messages);
+    p.target_rows = in.rows, p.receives = std::move(in.messages);
+    if (whole_rows)
+        for (auto* messages : {&p.sends, &p.receives})
+            for (message& m : *messages) m.columns.clear();
+    if (replicas) p.kind = flow::selects;
+    if (detail::has_replicas(to, groups)) p.kind = flow::copies;
+    if (out.known && in.known) return p;
+    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
+            detail::brought(p.receives), here);
+    // Rows that stay are found twice: among those that leave and among those that arrive.
+    require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
+            "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
+    return p;
+}
+
+} // namespace cpx
+
+// cpx/plan/capacity.hpp
+// What all batches that fit a capacity have in common: the exchanges of one kind of plan, and what they take at most.
+
+namespace cpx {
+
+/// The largest batch that a movement is prepared for: rows of a rank, and sequences.
+struct capacity {
+    index_t rows = 0, sequences = 0;
+};
+
+/// Elements of a state that is handed on, and of the map that goes with it where the carry is a `scan`.
+struct carry_widths {
+    index_t state = 0, map = 0;
+};
+
+/// What exchanges of any batch take at most.
+struct movement_room {
+    index_t runs = 0; ///< of rows, of all exchanges in one direction
+    index_t rows = 0; ///< that leave a rank, or come, in one exchange
+};
+
+namespace detail {
+
+/// Returns into how many runs of rows, over all ranks, a sharding cuts so many sequences, at most. `rows`: of a rank.
+template <any_sharding S>
+index_t most_runs(S const& s, capacity const& most, caller here) {
+    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence
+    if constexpr (requires { s.policy().chunks(); }) pieces = s.policy().chunks();
+    return product("movement", "runs", {most.sequences + 1, pieces}, here);
+}
+
+/// Returns how many segments a rank has of so many sequences, at most: the same on all ranks.
+template <any_sharding S>
+index_t most_segments(S const& s, capacity const& most, caller here) {
+    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence, on one rank
+    if constexpr (requires { s.policy().owner(0); }) {
+        std::vector<index_t> chunks(static_cast<std::size_t>(s.ranks()));
+        for (int c = 0; c < s.policy().chunks(); ++c) ++chunks[static_cast<std::size_t>(s.policy().owner(c))];
+        pieces = *std::ranges::max_element(chunks);
+    }
+    return product("movement", "segments", {most.sequences + 1, pieces}, here);
+}
+
+/// Returns how many rows beside segments a rank sends, or gets, at most. A row may go to several ranks, where segments
+/// are shorter than `reach`.
+template <any_sharding S>
+index_t most_beside(S const& s, index_t reach, capacity const& most, caller here) {
+    return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
+}
+
+/// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
+/// one direction, by their numbers, and whether those back are the same messages the other way; what all of them take
+/// at most, and the elements of a row of theirs.
+template <class Plan>
+struct moved;
+
+/// Of a plan that is one exchange.
+template <class Plan>
+struct moved_at_once {
+    using width = index_t;
+    template <class F>
+    static auto exchanges(plan const& p, index_t, bool back, F&& f) {
+        if (!back) return f(std::span<plan const>(&p, 1)); // named: nvcc spells a deduced one as newer g++ refuse it
+        plan const other = p.transposed();
+        return f(std::span<plan const>(&other, 1));
+    }
+    static index_t row_width(index_t width) { return width; }
+};
+
+template <any_sharding From, any_sharding To>
+struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
+    using plan_type = relayout_plan<From, To>;
+    using batch = std::tuple<From, To>;
+    static batch batch_of(plan_type const& p) { return {p.from, p.to}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
+    }
+    static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
+    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
+        return {runs(p.from) + runs(p.to), most.rows};
+    }
+};
+
+template <any_sharding S>
+struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
+    using plan_type = halo_plan<S>;
+    using batch = std::tuple<S>;
+    static batch batch_of(plan_type const& p) { return {p.sharding}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
+    }
+    static bool mirrors(plan_type const&) { return false; }
+    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+        index_t const rows = most_beside(p.sharding, p.reach, most, here);
+        return {2 * rows, rows};
+    }
+};
+
+template <carry_kind How, any_sharding S>
+struct moved<carry_plan<How, S>> {
+    using plan_type = carry_plan<How, S>;
+    using width = carry_widths;
+    using batch = std::tuple<S>;
+    static constexpr bool scans = std::same_as<How, scan>;
+    static batch batch_of(plan_type const& p) { return {p.sharding}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return carry<How>(std::get<0>(of), p.rank, here);
+    }
+    static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
+    template <class F>
+    static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {
+        std::vector<plan> list;
+        side const from = back ? side::after : side::before;
+        for (index_t k = 0; k < p.steps; ++k)
+            if constexpr (scans)
+                list.push_back(p.step(k, from, width.state, width.map));
+            else
+                list.push_back(p.step(k, from));
+        return f(std::span<plan const>(list));
+    }
+    static index_t row_width(carry_widths width) {
+        if constexpr (scans) return plan_type::row_width(width.state, width.map);
+        return width.state;
+    }
+    static movement_room room(plan_type const& p, carry_widths width, capacity const& most, caller here) {
+        index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
+        auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
+        index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
+        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
+        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+    }
+};
+
+} // namespace detail
+
+} // namespace cpx
+
+// cpx/plan/global_rows.hpp
+// Which rows of a batch a rank holds, and where the rows of a batch are: for loaders, and for what comes after.
+
+namespace cpx {
+
+/// Returns the global rows that a rank holds, as pieces in its local order: to copy them needs one call a piece.
+///
+/// Where every rank holds every row (`head_sharded`, `replicated`), all rows: of heads, each rank takes its columns.
+/// Throws `cpx::error` if there is no such rank. Cost: O(pieces).
+template <any_sharding S>
+std::vector<range> pieces(S const& sharding, int rank, caller here = caller::here()) {
+    detail::require_rank("pieces", rank, sharding.ranks(), here);
+    std::vector<range> list;
+    sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
+    return list;
+}
+
+/// Returns the global row of every local row of a rank: its rows of a batch that the loader has whole, as gathers and
+/// scatters by index want them. Local row i is row `global_rows(sharding, rank)[i]` of the batch.
+///
+/// Of a padded tensor, row i is row `packing.rows()[global_rows(sharding, rank)[i]]`.
+/// Throws as `pieces` does, and if there is not the memory. Cost: O(rows).
+template <any_sharding S>
+std::vector<index_t> global_rows(S const& sharding, int rank, caller here = caller::here()) {
+    detail::require_rank("global_rows", rank, sharding.ranks(), here);
+    auto list = detail::zeros<index_t>("global_rows", {sharding.rows(rank)}, here);
+    auto next = list.begin();
+    sharding.for_each_piece(rank, [&](range piece) {
+        for (index_t row = piece.first; row < piece.last; ++row) *next++ = row;
+    });
+    return list;
+}
+
+/// Returns the way back: for every global row the rank that holds it and its local row there. Where every rank holds
+/// every row, the slot is that of rank 0, and the local row the same on all.
+///
+/// Throws `cpx::error` if there is not the memory. Cost: O(tokens + W runs).
+template <any_sharding S>
+std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
+    auto list = detail::zeros<slot>("slots", {sharding.batch().tokens()}, here);
+    for (int rank = 0; rank < (S::every_row ? 1 : sharding.ranks()); ++rank) {
+        index_t local = 0;
+        sharding.for_each_piece(rank, [&](range piece) {
+            for (index_t row = piece.first; row < piece.last; ++row)
+                list[static_cast<std::size_t>(row)] = {rank, local++};
+        });
+    }
+    return list;
 }
 
 } // namespace cpx
@@ -4092,382 +4606,6 @@ void place_rows(media const& m, media_places const& places, std::vector<segment>
         }
         largest(k, most);
     }
-}
-
-} // namespace cpx
-
-// cpx/plan/route.hpp
-// Which cells of a run move between two layouts: what plans between them scale by the length of each sequence.
-
-namespace cpx {
-
-/// Cells `first` to `last` of a run, which rank `from` holds and rank `to` is to hold.
-struct route {
-    int from = 0, to = 0;
-    int first = 0, last = 0;
-    friend constexpr bool operator==(route, route) = default;
-};
-
-/// Returns into how many equal cells both layouts cut a run: the least common multiple of their chunks.
-///
-/// With balanced cuts every chunk of either layout is a whole number of cells, whatever the length of the run, because
-/// floor(n (k c) / (k C)) = floor(n c / C).
-template <layout From, layout To>
-constexpr index_t cells(From const& from, To const& to) {
-    return std::lcm(index_t{from.chunks()}, index_t{to.chunks()});
-}
-
-/// Calls `f(route)` for what chunk `chunk` of `from` has in common with each chunk of `to`, in token order.
-/// Requires less than 2^31 cells.
-template <layout From, layout To, class F>
-constexpr void for_each_route(From const& from, To const& to, int chunk, F&& f) {
-    int const all = static_cast<int>(cells(from, to)), own = all / from.chunks(), other = all / to.chunks();
-    for (int first = chunk * own, end = first + own; first < end;) {
-        int const target = first / other, last = (target + 1) * other < end ? (target + 1) * other : end;
-        f(route{from.owner(chunk), to.owner(target), first, last});
-        first = last;
-    }
-}
-
-namespace detail {
-
-/// Calls `f(route)` for what changes hands between layouts that are known at compile time, in token order.
-template <static_layout From, static_layout To, class F>
-consteval void for_each_moved(F&& f) {
-    for (int chunk = 0; chunk < From{}.chunks(); ++chunk)
-        for_each_route(From{}, To{}, chunk, [&](route r) {
-            if (r.from != r.to) f(r);
-        });
-}
-
-template <static_layout From, static_layout To>
-consteval std::size_t count_routes() {
-    std::size_t count = 0;
-    for_each_moved<From, To>([&](route) { ++count; });
-    return count;
-}
-
-} // namespace detail
-
-/// Returns what changes hands between two layouts, in token order, as a constant; lengths only scale it.
-///
-///     static_assert(cpx::routes<cpx::zigzag<2>, cpx::sequential<2>>().size() == 2);
-///
-/// Both layouts cut the same runs (one scope) with the same cut. `relayout` makes its plans of these routes, and of
-/// those that stay.
-template <class From, class To>
-consteval auto routes() {
-    constexpr bool known = static_layout<From> && static_layout<To>;
-    static_assert(known, "cpx: routes between layouts that are known at run time only; give sizes in types: zigzag<4>");
-    if constexpr (known) {
-        static_assert(From{}.ranks() == To{}.ranks(),
-                      "cpx: routes between layouts over different numbers of ranks; give both the same ranks");
-        std::array<route, detail::count_routes<From, To>()> moved{};
-        std::size_t count = 0;
-        detail::for_each_moved<From, To>([&](route r) { moved[count++] = r; });
-        return moved;
-    } else {
-        return std::array<route, 0>{};
-    }
-}
-
-/// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
-/// move.
-template <class From, class To>
-consteval int route_messages() {
-    constexpr auto moved = routes<From, To>();
-    int count = 0;
-    for (std::size_t i = 0; i < moved.size(); ++i) {
-        bool first = true;
-        for (std::size_t k = 0; k < i; ++k)
-            if (moved[k].from == moved[i].from && moved[k].to == moved[i].to) first = false;
-        count += first;
-    }
-    return count;
-}
-
-} // namespace cpx
-
-// cpx/plan/relayout.hpp
-// The plan from any sharding to any other.
-
-namespace cpx {
-
-/// A plan that knows from which sharding to which it leads, so that tensors of others do not compile.
-template <any_sharding From, any_sharding To>
-struct relayout_plan : plan {
-    From from;
-    To to;
-
-    relayout_plan<To, From> transposed() const { return {plan::transposed(), to, from}; }
-};
-
-namespace detail {
-
-/// Returns the heads of a section that rank `i` ships to rank `j`: those that `j` needs and `i` holds, unless `j` has
-/// them already or another rank is to send them. Where several ranks hold a head, the lowest of them sends it (shares
-/// ascend with ranks).
-template <any_sharding From, any_sharding To>
-range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
-    range const held = from.heads(i, heads);
-    range const needed = intersect(held, to.heads(j, heads));
-    if (i == j || !From::every_row) return needed;
-    index_t const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
-    range const own = from.heads(j, heads);
-    range shipped{std::max(needed.first, lower), needed.last};
-    if (j < i)
-        shipped.first = std::max(shipped.first, own.last);
-    else
-        shipped.last = std::min(shipped.last, own.first);
-    return shipped;
-}
-
-/// Returns the columns that rank `i` ships to rank `j`, as places in a local row of `holder` on `rank`.
-template <any_sharding From, any_sharding To, any_sharding Holder>
-std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
-                                 Holder const& holder, int rank) {
-    std::vector<run> columns;
-    columns.reserve(sections.size());
-    index_t first = 0;
-    for (section const& s : sections) {
-        range const share = holder.heads(rank, s.heads);
-        range const heads = shipped_heads(from, to, i, j, s.heads);
-        if (!heads.empty()) {
-            run const shipped{first + (heads.first - share.first) * s.width, heads.size() * s.width};
-            columns.push_back(shipped);
-        }
-        first += share.size() * s.width;
-    }
-    return columns;
-}
-
-/// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
-template <any_sharding Mine, any_sharding Other>
-index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages, caller here) {
-    index_t row = 0, hint = 0;
-    mine.for_each_piece(rank, [&](range piece) {
-        index_t next = piece.first;
-        other.for_each_holder(piece, hint, [&](int peer, range common) {
-            if (!Other::every_row && common.first != next)
-                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(common.first), here);
-            messages.add(peer, row + common.first - piece.first, common);
-            next = common.last;
-        });
-        row += piece.size();
-    });
-    return row;
-}
-
-/// A sharding of which `holders` tells who has rows. Its pieces are known to give each row to one rank.
-template <class S>
-concept known_holders = requires(S const s) { s.holders(); };
-
-/// Lists the runs of the rows that `rank` holds: as local rows, or as those of a rank that holds every row.
-template <any_sharding S>
-std::vector<run> held_runs(S const& sharding, int rank, bool local) {
-    joined_rows rows;
-    index_t row = 0;
-    sharding.for_each_piece(rank, [&](range piece) {
-        rows.add(local ? row : piece.first, piece);
-        row += piece.size();
-    });
-    return std::move(rows.runs);
-}
-
-/// The messages of a rank on one side of an exchange, and its rows there.
-struct common_messages {
-    index_t rows = 0;
-    std::vector<message> messages;
-    bool known = false; ///< whether each row is sure to be in one message a peer
-};
-
-/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
-inline constexpr index_t most_cells = (1 << 16) - 1;
-
-/// Shardings between which routes tell what moves: of each sequence by layouts, and by one cut, which is cpx's.
-template <class Mine, class Other>
-inline constexpr bool routed = false;
-template <layout P, layout Q, cut Cut>
-inline constexpr bool routed<sharding<P, scope::sequence, Cut>, sharding<Q, scope::sequence, Cut>> = ascends<Cut>;
-
-/// Finds the messages of `rank` by its routes: each is scaled by the length of every sequence.
-template <any_sharding Mine, any_sharding Other>
-    requires routed<Mine, Other>
-common_messages scale_routes(Mine const& mine, int rank, Other const& other) {
-    std::vector<route> routes;
-    std::vector<int> peers;
-    for_each_chunk(mine.policy(), rank, [&](int chunk) {
-        for_each_route(mine.policy(), other.policy(), chunk, [&](route const r) {
-            routes.push_back(r);
-            peers.push_back(r.to);
-        });
-    });
-    std::ranges::sort(peers);
-    peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
-    thd const& batch = mine.batch();
-    std::vector<joined_rows> rows(peers.size());
-    std::vector<index_t> most(peers.size()); // runs of a message
-    for (route& r : routes) {
-        r.to = static_cast<int>(std::ranges::lower_bound(peers, r.to) - peers.begin()); // in which message it goes
-        most[static_cast<std::size_t>(r.to)] += batch.sequences();
-    }
-    for (std::size_t i = 0; i < rows.size(); ++i)
-        rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
-
-    auto const cut = mine.cut();
-    int const all = static_cast<int>(cells(mine.policy(), other.policy()));
-    balanced_begins const begins(all);
-    common_messages found;
-    found.known = true;
-    for (index_t s = 0; s < batch.sequences(); ++s) {
-        index_t const offset = batch.offset(s), n = batch.length(s);
-        auto const at = begins.of(n);
-        auto const begin = [&](int cell) { return offset + (cell == all ? n : cut.snap(at(cell), n)); };
-        for (route const& r : routes)
-            if (range const common{begin(r.first), begin(r.last)}; !common.empty()) {
-                rows[static_cast<std::size_t>(r.to)].add(found.rows, common);
-                found.rows += common.size();
-            }
-    }
-    for (std::size_t i = 0; i < rows.size(); ++i)
-        if (!rows[i].runs.empty()) found.messages.push_back({peers[i], std::move(rows[i].runs), {}});
-    return found;
-}
-
-/// Finds the messages of `rank`, whose rows are `mine`, with all ranks where their rows are `other`; `columns(peer)`
-/// gives their columns, of which a rank that holds every row may know that all peers have the same.
-template <any_sharding Mine, any_sharding Other, class Columns>
-common_messages find_common(Mine const& mine, int rank, Other const& other, bool whole_rows, bool same_columns,
-                            Columns&& columns, caller here) {
-    int const ranks = mine.ranks();
-    common_messages found;
-    if (Mine::every_row || Other::every_row) found.messages.reserve(static_cast<std::size_t>(ranks));
-    auto const add = [&](int peer, run_list rows, std::vector<run> its_columns) {
-        if (whole_rows || !its_columns.empty())
-            found.messages.push_back({peer, std::move(rows), std::move(its_columns)});
-    };
-    if constexpr (Other::every_row && !Mine::every_row) { // with all ranks the same rows
-        found.rows = mine.rows(rank);
-        found.known = known_holders<Mine>;
-        auto const late = std::make_shared<late_runs>(1, [mine, rank](int) { return held_runs(mine, rank, true); });
-        for (int peer = 0; peer < ranks && found.rows > 0; ++peer)
-            add(peer, {late, 0}, whole_rows ? std::vector<run>() : columns(peer));
-        return found;
-    } else if constexpr (Mine::every_row && known_holders<Other>) {
-        if (auto const holders = other.holders(); !holders.empty()) {
-            found.rows = mine.rows(rank);
-            found.known = true;
-            auto const late = std::make_shared<late_runs>(ranks, [other](int r) { return held_runs(other, r, false); });
-            auto const own = whole_rows ? std::vector<run>() : columns(rank);
-            for (int peer = 0; peer < ranks; ++peer)
-                if (holders[static_cast<std::size_t>(peer)])
-                    add(peer, {late, peer}, same_columns || whole_rows ? own : columns(peer));
-            return found;
-        }
-    }
-    if constexpr (routed<Mine, Other>)
-        if (whole_rows && mine.cut() == other.cut() && cells(mine.policy(), other.policy()) <= most_cells)
-            return scale_routes(mine, rank, other);
-    message_list list(ranks);
-    found.rows = list_common(mine, rank, other, list, here);
-    found.messages = list.finish(whole_rows, columns);
-    return found;
-}
-
-/// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
-template <any_sharding S>
-index_t local_width(S const& s, int rank, std::span<section const> sections) {
-    index_t width = 0;
-    for (section const& group : sections) width += s.heads(rank, group.heads).size() * group.width;
-    return width;
-}
-
-inline index_t brought(std::vector<message> const& messages) {
-    index_t rows = 0;
-    for (message const& m : messages) rows += total(m.rows);
-    return rows;
-}
-
-/// Returns the rows of the message of `rank` to itself.
-inline index_t kept(std::vector<message> const& messages, int rank) {
-    for (message const& m : messages)
-        if (m.peer == rank) return total(m.rows);
-    return 0;
-}
-
-/// Returns whether some rows or heads stand on several ranks.
-template <any_sharding S>
-bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
-    if constexpr (S::every_row)
-        for (section const& group : sections) {
-            index_t everywhere = 0;
-            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, group.heads).size();
-            if (everywhere > group.heads) return true;
-        }
-    return false;
-}
-
-} // namespace detail
-
-/// Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
-///
-/// Any pair: tokens to tokens, tokens to heads and back, anything to replicated. Each rank sends exactly the rows and
-/// columns that their new holder does not have, in at most one message a peer.
-/// Pure: no communication; every rank makes its own. Cost: O(runs that meet), about 0.1 us each; between layouts that
-/// cut each sequence with one cut, 10 ns each: `routes`, scaled by every length. Between tokens and heads, or all rows,
-/// O(runs of the rank + ranks): there the rows of messages are listed when they are first read.
-///
-/// Throws `cpx::error` if the shardings differ in ranks or batch, if their sections differ, or if a layout does not
-/// give every token to exactly one rank.
-template <any_sharding From, any_sharding To>
-relayout_plan<From, To> relayout(From const& from, To const& to, int rank, caller here = caller::here()) {
-    constexpr int a = static_ranks<From>, b = static_ranks<To>;
-    static_assert(a == dynamic || b == dynamic || a == b,
-                  "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
-    require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
-    detail::require_rank("relayout", rank, from.ranks(), here);
-    detail::require_batch("relayout", "batch of the target", "the source's", from.batch(), to.batch(), here);
-    std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
-    require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
-            "those of the source", "others", here);
-    constexpr section whole_row; // stands for the sections where rows move whole
-    bool const whole_rows = sections.empty();
-    auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
-    bool const by_columns = !whole_rows || From::every_row;
-
-    relayout_plan<From, To> p{{}, from, to};
-    p.rank = rank;
-    p.batch = from.batch();
-    p.id = detail::identify("relayout", from, to);
-    p.source_settings = detail::settings_of(from, p.id.source_settings.data());
-    p.target_settings = detail::settings_of(to, p.id.target_settings.data());
-    p.source_width = detail::local_width(from, rank, sections);
-    p.target_width = detail::local_width(to, rank, sections);
-    for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
-    p.id[identity::target_width] = p.id[identity::source_width];
-
-    bool const replicas = detail::has_replicas(from, groups); // of a head: the lowest rank sends it
-    auto out = detail::find_common(
-        from, rank, to, !by_columns, !replicas,
-        [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); }, here);
-    auto in = detail::find_common(
-        to, rank, from, !by_columns, !From::every_row,
-        [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); }, here);
-    p.source_rows = out.rows, p.sends = std::move(out.messages);
-    p.target_rows = in.rows, p.receives = std::move(in.messages);
-    if (whole_rows)
-        for (auto* messages : {&p.sends, &p.receives})
-            for (message& m : *messages) m.columns.clear();
-    if (replicas) p.kind = flow::selects;
-    if (detail::has_replicas(to, groups)) p.kind = flow::copies;
-    if (out.known && in.known) return p;
-    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
-            detail::brought(p.receives), here);
-    // Rows that stay are found twice: among those that leave and among those that arrive.
-    require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
-            "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
-    return p;
 }
 
 } // namespace cpx
@@ -5256,134 +5394,7 @@ X exchange(Plan const&, X const& from, Comm&, caller = caller::here()) {
 
 namespace cpx {
 
-/// The largest batch that a movement is prepared for: rows of a rank, and sequences.
-struct capacity {
-    index_t rows = 0, sequences = 0;
-};
-
-/// Elements of a state that is handed on, and of the map that goes with it where the carry is a `scan`.
-struct carry_widths {
-    index_t state = 0, map = 0;
-};
-
-/// What exchanges of any batch take at most.
-struct movement_room {
-    index_t runs = 0; ///< of rows, of all exchanges in one direction
-    index_t rows = 0; ///< that leave a rank, or come, in one exchange
-};
-
 namespace detail {
-
-/// Returns into how many runs of rows, over all ranks, a sharding cuts so many sequences, at most. `rows`: of a rank.
-template <any_sharding S>
-index_t most_runs(S const& s, capacity const& most, caller here) {
-    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence
-    if constexpr (requires { s.policy().chunks(); }) pieces = s.policy().chunks();
-    return product("movement", "runs", {most.sequences + 1, pieces}, here);
-}
-
-/// Returns how many segments a rank has of so many sequences, at most: the same on all ranks.
-template <any_sharding S>
-index_t most_segments(S const& s, capacity const& most, caller here) {
-    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence, on one rank
-    if constexpr (requires { s.policy().owner(0); }) {
-        std::vector<index_t> chunks(static_cast<std::size_t>(s.ranks()));
-        for (int c = 0; c < s.policy().chunks(); ++c) ++chunks[static_cast<std::size_t>(s.policy().owner(c))];
-        pieces = *std::ranges::max_element(chunks);
-    }
-    return product("movement", "segments", {most.sequences + 1, pieces}, here);
-}
-
-/// Returns how many rows beside segments a rank sends, or gets, at most. A row may go to several ranks, where segments
-/// are shorter than `reach`.
-template <any_sharding S>
-index_t most_beside(S const& s, index_t reach, capacity const& most, caller here) {
-    return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
-}
-
-/// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
-/// one direction, by their numbers, and whether those back are the same messages the other way; what all of them take
-/// at most, and the elements of a row of theirs.
-template <class Plan>
-struct moved;
-
-/// Of a plan that is one exchange.
-template <class Plan>
-struct moved_at_once {
-    using width = index_t;
-    template <class F>
-    static auto exchanges(plan const& p, index_t, bool back, F&& f) {
-        if (!back) return f(std::span<plan const>(&p, 1)); // named: nvcc spells a deduced one as newer g++ refuse it
-        plan const other = p.transposed();
-        return f(std::span<plan const>(&other, 1));
-    }
-    static index_t row_width(index_t width) { return width; }
-};
-
-template <any_sharding From, any_sharding To>
-struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
-    using plan_type = relayout_plan<From, To>;
-    using batch = std::tuple<From, To>;
-    static batch batch_of(plan_type const& p) { return {p.from, p.to}; }
-    static plan_type next(plan_type const& p, batch const& of, caller here) {
-        return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
-    }
-    static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
-        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
-        return {runs(p.from) + runs(p.to), most.rows};
-    }
-};
-
-template <any_sharding S>
-struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
-    using plan_type = halo_plan<S>;
-    using batch = std::tuple<S>;
-    static batch batch_of(plan_type const& p) { return {p.sharding}; }
-    static plan_type next(plan_type const& p, batch const& of, caller here) {
-        return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
-    }
-    static bool mirrors(plan_type const&) { return false; }
-    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
-        index_t const rows = most_beside(p.sharding, p.reach, most, here);
-        return {2 * rows, rows};
-    }
-};
-
-template <carry_kind How, any_sharding S>
-struct moved<carry_plan<How, S>> {
-    using plan_type = carry_plan<How, S>;
-    using width = carry_widths;
-    using batch = std::tuple<S>;
-    static constexpr bool scans = std::same_as<How, scan>;
-    static batch batch_of(plan_type const& p) { return {p.sharding}; }
-    static plan_type next(plan_type const& p, batch const& of, caller here) {
-        return carry<How>(std::get<0>(of), p.rank, here);
-    }
-    static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
-    template <class F>
-    static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {
-        std::vector<plan> list;
-        side const from = back ? side::after : side::before;
-        for (index_t k = 0; k < p.steps; ++k)
-            if constexpr (scans)
-                list.push_back(p.step(k, from, width.state, width.map));
-            else
-                list.push_back(p.step(k, from));
-        return f(std::span<plan const>(list));
-    }
-    static index_t row_width(carry_widths width) {
-        if constexpr (scans) return plan_type::row_width(width.state, width.map);
-        return width.state;
-    }
-    static movement_room room(plan_type const& p, carry_widths width, capacity const& most, caller here) {
-        index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
-        auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
-        index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
-        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
-        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
-    }
-};
 
 /// What ranks prepare to run a plan, and others later. On the host that is nothing.
 template <class T, class Plan, class Comm>

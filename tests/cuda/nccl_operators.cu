@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operators on GPUs of one process, a thread a rank: the host's results, and the bits of one GPU.
-#include <cpx/cuda/conv_exchange.hpp>
-#include <cpx/cuda/rotary.hpp>
+#include <cpx/ops/cuda/conv_exchange.hpp>
+#include <cpx/ops/cuda/rotary.hpp>
 
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/rotary.hpp>

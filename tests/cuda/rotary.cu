@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/cuda/rotary.hpp>
+#include <cpx/ops/cuda/rotary.hpp>
 
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/striped.hpp>

@@ -5,8 +5,8 @@
 #include "attention.cuh"
 #include "site.hpp"
 
-#include <cpx/cuda/conv_exchange.hpp>
 #include <cpx/cuda/rotary.hpp>
+#include <cpx/ops/cuda/conv_exchange.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/local/rotary.hpp>
 #include <cpx/ops/sections.hpp>

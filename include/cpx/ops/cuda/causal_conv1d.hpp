@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cpx/cuda/communicator.hpp>
-#include <cpx/cuda/conv_exchange.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
+#include <cpx/ops/cuda/conv_exchange.hpp>
 
 #include <memory>
 #include <utility>

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all batches that fit a capacity have in common: the exchanges of one kind of plan, and what they take at most.
+#pragma once
+
+#include <cpx/plan/carry.hpp>
+#include <cpx/plan/halo.hpp>
+#include <cpx/plan/relayout.hpp>
+
+#include <algorithm>
+#include <bit>
+#include <concepts>
+#include <span>
+#include <tuple>
+#include <vector>
+
+namespace cpx {
+
+/// The largest batch that a movement is prepared for: rows of a rank, and sequences.
+struct capacity {
+    index_t rows = 0, sequences = 0;
+};
+
+/// Elements of a state that is handed on, and of the map that goes with it where the carry is a `scan`.
+struct carry_widths {
+    index_t state = 0, map = 0;
+};
+
+/// What exchanges of any batch take at most.
+struct movement_room {
+    index_t runs = 0; ///< of rows, of all exchanges in one direction
+    index_t rows = 0; ///< that leave a rank, or come, in one exchange
+};
+
+namespace detail {
+
+/// Returns into how many runs of rows, over all ranks, a sharding cuts so many sequences, at most. `rows`: of a rank.
+template <any_sharding S>
+index_t most_runs(S const& s, capacity const& most, caller here) {
+    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence
+    if constexpr (requires { s.policy().chunks(); }) pieces = s.policy().chunks();
+    return product("movement", "runs", {most.sequences + 1, pieces}, here);
+}
+
+/// Returns how many segments a rank has of so many sequences, at most: the same on all ranks.
+template <any_sharding S>
+index_t most_segments(S const& s, capacity const& most, caller here) {
+    index_t pieces = S::every_row ? 1 : most.rows; // of a sequence, on one rank
+    if constexpr (requires { s.policy().owner(0); }) {
+        std::vector<index_t> chunks(static_cast<std::size_t>(s.ranks()));
+        for (int c = 0; c < s.policy().chunks(); ++c) ++chunks[static_cast<std::size_t>(s.policy().owner(c))];
+        pieces = *std::ranges::max_element(chunks);
+    }
+    return product("movement", "segments", {most.sequences + 1, pieces}, here);
+}
+
+/// Returns how many rows beside segments a rank sends, or gets, at most. A row may go to several ranks, where segments
+/// are shorter than `reach`.
+template <any_sharding S>
+index_t most_beside(S const& s, index_t reach, capacity const& most, caller here) {
+    return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
+}
+
+/// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
+/// one direction, by their numbers, and whether those back are the same messages the other way; what all of them take
+/// at most, and the elements of a row of theirs.
+template <class Plan>
+struct moved;
+
+/// Of a plan that is one exchange.
+template <class Plan>
+struct moved_at_once {
+    using width = index_t;
+    template <class F>
+    static auto exchanges(plan const& p, index_t, bool back, F&& f) {
+        if (!back) return f(std::span<plan const>(&p, 1)); // named: nvcc spells a deduced one as newer g++ refuse it
+        plan const other = p.transposed();
+        return f(std::span<plan const>(&other, 1));
+    }
+    static index_t row_width(index_t width) { return width; }
+};
+
+template <any_sharding From, any_sharding To>
+struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
+    using plan_type = relayout_plan<From, To>;
+    using batch = std::tuple<From, To>;
+    static batch batch_of(plan_type const& p) { return {p.from, p.to}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
+    }
+    static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
+    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+        auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
+        return {runs(p.from) + runs(p.to), most.rows};
+    }
+};
+
+template <any_sharding S>
+struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
+    using plan_type = halo_plan<S>;
+    using batch = std::tuple<S>;
+    static batch batch_of(plan_type const& p) { return {p.sharding}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
+    }
+    static bool mirrors(plan_type const&) { return false; }
+    static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
+        index_t const rows = most_beside(p.sharding, p.reach, most, here);
+        return {2 * rows, rows};
+    }
+};
+
+template <carry_kind How, any_sharding S>
+struct moved<carry_plan<How, S>> {
+    using plan_type = carry_plan<How, S>;
+    using width = carry_widths;
+    using batch = std::tuple<S>;
+    static constexpr bool scans = std::same_as<How, scan>;
+    static batch batch_of(plan_type const& p) { return {p.sharding}; }
+    static plan_type next(plan_type const& p, batch const& of, caller here) {
+        return carry<How>(std::get<0>(of), p.rank, here);
+    }
+    static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
+    template <class F>
+    static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {
+        std::vector<plan> list;
+        side const from = back ? side::after : side::before;
+        for (index_t k = 0; k < p.steps; ++k)
+            if constexpr (scans)
+                list.push_back(p.step(k, from, width.state, width.map));
+            else
+                list.push_back(p.step(k, from));
+        return f(std::span<plan const>(list));
+    }
+    static index_t row_width(carry_widths width) {
+        if constexpr (scans) return plan_type::row_width(width.state, width.map);
+        return width.state;
+    }
+    static movement_room room(plan_type const& p, carry_widths width, capacity const& most, caller here) {
+        index_t const runs = most_segments(p.sharding, most, here); // in each exchange of a scan, in one of a series
+        auto const pieces = static_cast<std::size_t>(most_runs(p.sharding, most, here));
+        index_t const times = scans ? static_cast<index_t>(std::bit_width(pieces)) : 1;
+        index_t const rows = scans ? (width.state + width.map) / row_width(width) : 1;
+        return {2 * runs * times, product("movement", "rows of states", {runs, rows}, here)};
+    }
+};
+
+} // namespace detail
+
+} // namespace cpx
