@@ -8,6 +8,7 @@
 
 #include "gpus.hpp"
 
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,6 +23,7 @@ records& tool() {
     static records all;
     return all;
 }
+std::mutex at_once; // the program's other tests have ranks in threads
 
 template <class Handle>
 Handle keep(std::vector<std::string>& in, char const* text) {
@@ -33,16 +35,22 @@ std::string text_of(std::vector<std::string> const& in, void const* handle) {
     return place > 0 && place <= in.size() ? in[place - 1] : "no handle";
 }
 
-nvtxDomainHandle_t create_domain(char const* name) { return keep<nvtxDomainHandle_t>(tool().domains, name); }
+nvtxDomainHandle_t create_domain(char const* name) {
+    std::lock_guard const lock(at_once);
+    return keep<nvtxDomainHandle_t>(tool().domains, name);
+}
 nvtxStringHandle_t register_name(nvtxDomainHandle_t domain, char const* name) {
+    std::lock_guard const lock(at_once);
     return keep<nvtxStringHandle_t>(tool().names, (text_of(tool().domains, domain) + ": " + name).c_str());
 }
 int push(nvtxDomainHandle_t, nvtxEventAttributes_t const* event) {
+    std::lock_guard const lock(at_once);
     bool const by_handle = event->messageType == NVTX_MESSAGE_TYPE_REGISTERED;
     tool().events.push_back(by_handle ? text_of(tool().names, event->message.registered) : "text");
     return 0;
 }
 int pop(nvtxDomainHandle_t domain) {
+    std::lock_guard const lock(at_once);
     tool().events.push_back(text_of(tool().domains, domain) + ": end");
     return 0;
 }
