@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Qwen3.5 checkpoint in memory: its settings and its weights in the type of the computation.
+// A checkpoint in memory: its settings and its weights in the type of the computation.
 #pragma once
 
-#include <cpx/model/qwen3_5_config.hpp>
+#include <cpx/model/qwen_config.hpp>
 #include <cpx/model/safetensors.hpp>
 #include <cpx/ops.hpp>
 
@@ -19,9 +19,10 @@ class checkpoint {
 public:
     /// Reads DIRECTORY/config.json and DIRECTORY/model.safetensors.
     ///
-    /// Throws `cpx::error` if they are not those of a Qwen3.5 model, or if a weight is missing or misshapen.
-    explicit checkpoint(std::string const& directory) : config(cpx::qwen3_5_config::read(directory + "/config.json")) {
+    /// Throws `cpx::error` if they are not those of a known model, or if a weight is missing or misshapen.
+    explicit checkpoint(std::string const& directory) : config(cpx::qwen_config::read(directory + "/config.json")) {
         cpx::safetensors const file(directory + "/model.safetensors");
+        if (file.contains("model.language_model.embed_tokens.weight")) prefix_ = "model.language_model.";
         auto const& c = config;
         cpx::index_t const hidden = c.hidden_size, vocab = c.vocab_size;
         load(file, "model.embed_tokens.weight", vocab, hidden);
@@ -53,7 +54,8 @@ public:
                 load(file, layer + "linear_attn.out_proj.weight", hidden, v);
             } else {
                 cpx::index_t const q = c.num_attention_heads * c.head_dim, kv = c.num_key_value_heads * c.head_dim;
-                load(file, layer + "self_attn.q_proj.weight", 2 * q, hidden); // each head: query, then output gate
+                cpx::index_t const of_q = c.attn_output_gate ? 2 * q : q; // each head: query, then output gate
+                load(file, layer + "self_attn.q_proj.weight", of_q, hidden);
                 load(file, layer + "self_attn.k_proj.weight", kv, hidden);
                 load(file, layer + "self_attn.v_proj.weight", kv, hidden);
                 load(file, layer + "self_attn.o_proj.weight", hidden, q);
@@ -63,7 +65,11 @@ public:
         }
     }
 
-    /// Returns a weight by its name in the file. If the embedding is tied, `lm_head.weight` is the same one.
+    /// Returns a weight's name in the file: a model with a tower has the language model's weights in a part of it.
+    std::string file_name(std::string const& name) const {
+        return name.starts_with("model.") ? prefix_ + name.substr(6) : name;
+    }
+    /// Returns a weight by its name in a file without a tower. If the embedding is tied, `lm_head.weight` is that one.
     cpx::rows<T const> weight(std::string const& name) const {
         bool const tied = config.tie_word_embeddings && name == "lm_head.weight";
         auto const& w = weights_.at(tied ? "model.embed_tokens.weight" : name);
@@ -103,7 +109,7 @@ public:
         for (auto const& item : weights_) f(item.first, weight(item.first));
     }
 
-    cpx::qwen3_5_config config;
+    cpx::qwen_config config;
 
 private:
     struct stored {
@@ -112,7 +118,7 @@ private:
     };
 
     void load(cpx::safetensors const& file, std::string const& name, cpx::index_t rows, cpx::index_t columns) {
-        weights_[name] = {rows, columns, read(file, name, {rows, columns})};
+        weights_[name] = {rows, columns, read(file, file_name(name), {rows, columns})};
     }
 
     void load_mlp(cpx::safetensors const& file, std::string const& mlp, cpx::index_t inner) {
@@ -122,7 +128,8 @@ private:
     }
 
     /// Stacks the weights of the experts, whether the file has them expert by expert or stacked.
-    void load_experts(cpx::safetensors const& file, std::string const& experts) {
+    void load_experts(cpx::safetensors const& file, std::string const& stacked) {
+        std::string const experts = file_name(stacked);
         cpx::index_t const count = config.num_experts, hidden = config.hidden_size,
                            inner = config.moe_intermediate_size;
         stored gate_up{count * 2 * inner, hidden, {}}, down{count * hidden, inner, {}};
@@ -140,8 +147,8 @@ private:
                 append(down.values, read(file, expert + "down_proj.weight", {hidden, inner}));
             }
         }
-        weights_[experts + "gate_up_proj"] = std::move(gate_up);
-        weights_[experts + "down_proj"] = std::move(down);
+        weights_[stacked + "gate_up_proj"] = std::move(gate_up);
+        weights_[stacked + "down_proj"] = std::move(down);
     }
 
     /// Returns the elements of a weight; the file may shape it with axes of size 1.
@@ -164,6 +171,7 @@ private:
         return file.read<T>(name);
     }
 
+    std::string prefix_ = "model.";
     std::map<std::string, stored> weights_;
 };
 

@@ -6,7 +6,7 @@
 
 #include <cpx/core/rows.hpp>
 #include <cpx/core/thd.hpp>
-#include <cpx/model/qwen3_5_config.hpp>
+#include <cpx/model/qwen_config.hpp>
 #include <cpx/transport/counted.hpp>
 
 #include <map>
@@ -15,7 +15,7 @@ namespace qwen {
 
 /// What a forward pass on GPUs starts from, all in host memory.
 struct gpu_input {
-    cpx::qwen3_5_config config;
+    cpx::qwen_config config;
     std::map<std::string, cpx::rows<float const>> weights; ///< by their names in the file
     cpx::thd batch;
     std::vector<cpx::index_t> ids, labels; ///< by global row

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main job of cpx: a Qwen3.5 checkpoint of Hugging Face transformers, its packed batch sharded over ranks, must
-// give the log-probabilities that transformers gives, whatever the strategy.
+// The main job of cpx: a checkpoint of Hugging Face transformers, its packed batch of text, images and videos sharded
+// over ranks, must give the log-probabilities that transformers gives, whatever the strategy.
 
 #include "on_gpus.hpp"
 
@@ -15,7 +15,8 @@
 namespace {
 
 struct options {
-    std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64";
+    std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64",
+                                  features = "by_item";
     bool json = false, backward = false;
 
     bool on_gpus() const { return device == "cuda"; }
@@ -32,22 +33,21 @@ void complete(CLI::App const& app, options& o) {
     for (char const* const option : {"--carry", "--cut"}) // by heads there is none
         examples::require_effect(app, option, o.linear != "head_sharded", "linear attention by tokens",
                                  "--linear head_sharded");
+    cpx::require(o.features == "by_item" || o.features == "replicated", "--features", "ranks of features",
+                 "by_item or replicated", cpx::quote(o.features));
     if (!o.on_gpus()) return;
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
     cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
     cpx::require(!o.backward, "--backward", "device", "cpu: there is no backward on GPUs", "cuda");
-    int const ranks = parse_ranks(o), found = qwen::gpus();
-    cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
-    cpx::require(ranks <= found, "--ranks", "number of ranks", "at most the GPUs found, " + std::to_string(found),
-                 ranks);
 }
 
 struct report {
     std::string attention, linear, carry, cut;
     qwen::outcome outcome;
     double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0, loss_delta = 0;
-    std::map<std::string, double> gradient_errors = {}; ///< by weight
+    std::map<std::string, double> gradient_errors = {}; ///< by weight or features
     bool gradients_equal_one_rank = true;
+    bool positions = false; ///< the reference has some to compare with
 
     double max_gradient_error() const {
         double largest = 0;
@@ -75,24 +75,56 @@ double relative_error(std::vector<double> const& a, std::vector<double> const& b
 
 /// Compares the gradients with those of the reference file, `grad.NAME`, and with one rank's.
 void compare_gradients(cpx::safetensors const& file, qwen::outcome const& one_rank, report& r) {
-    for (auto const& [name, values] : r.outcome.gradients) {
+    for (auto const& [name, of] : r.outcome.gradients) {
+        auto const& [columns, values] = of;
         auto shape = file.tensor("grad." + name).shape;
         auto const reference = file.read<double>("grad." + name);
         std::erase(shape, 1); // as torch writes a convolution's weight; columns are the last axis that is left
-        cpx::require(
-            values.size() == reference.size() &&
-                (shape.empty() || r.outcome.columns.at(name) == 1 || shape.back() == r.outcome.columns.at(name)),
-            file.where().c_str(), ("shape of grad." + name).c_str(),
-            std::to_string(values.size()) + " elements in rows of " + std::to_string(r.outcome.columns.at(name)),
-            std::to_string(reference.size()) + " in rows of " + std::to_string(shape.empty() ? 1 : shape.back()));
+        cpx::require(values.size() == reference.size() && (shape.empty() || columns == 1 || shape.back() == columns),
+                     file.where().c_str(), ("shape of grad." + name).c_str(),
+                     std::to_string(values.size()) + " elements in rows of " + std::to_string(columns),
+                     std::to_string(reference.size()) + " in rows of " +
+                         std::to_string(shape.empty() ? 1 : shape.back()));
         r.gradient_errors[name] = number(relative_error(values, reference), file, "relative error of grad." + name);
-        auto const& one = one_rank.gradients.at(name);
+        auto const& one = one_rank.gradients.at(name).values;
         r.gradients_equal_one_rank &= std::memcmp(values.data(), one.data(), values.size() * sizeof(double)) == 0;
     }
 }
 
+/// Reads the grids and features of images and videos, and their positions, and checks them against the model.
+void read_media(cpx::safetensors const& file, cpx::qwen_config const& config, qwen::input& in) {
+    auto const grids = [&](std::string const& kind) {
+        std::string const name = kind + "_grid_thw";
+        if (!file.contains(name)) return std::vector<cpx::media_grid>{};
+        cpx::require(config.multimodal(), file.where().c_str(), name.c_str(), "a model with vision_config",
+                     "one without");
+        return cpx::media_grids(file.read<cpx::index_t>(name, {-1, 3}));
+    };
+    auto const images = grids("image"), videos = grids("video");
+    if (!config.multimodal()) return;
+    examples::blame(file.where(), [&] {
+        in.media = cpx::media(images, videos, {.merge = config.spatial_merge_size});
+        // what is wrong is told before anything runs
+        return mrope_positions(in.media, in.batch, in.ids, {config.image_token_id, config.video_token_id});
+    });
+    auto const add = [&](std::string const& name, cpx::media_kind kind, cpx::index_t layer) {
+        in.of_media.push_back({name, kind, layer, file.read<double>(name, {in.media.rows(kind), config.hidden_size})});
+    };
+    for (auto const& [name, kind] : {std::pair{"image", cpx::media_kind::image}, {"video", cpx::media_kind::video}}) {
+        if (in.media.rows(kind) == 0) continue;
+        add(name + std::string("_features"), kind, qwen::features::embedding);
+        for (cpx::index_t k = 0; k < config.deepstack_layers; ++k) {
+            cpx::require(config.layer_types[static_cast<std::size_t>(k)] == cpx::layer_type::full_attention,
+                         "deepstack", "layer that features are added behind", "one of full attention", k);
+            add(std::string("deepstack_") + name + '.' + std::to_string(k), kind, k);
+        }
+    }
+    if (file.contains("position_ids"))
+        in.position_ids = file.read<cpx::index_t>("position_ids", {3, in.batch.tokens()});
+}
+
 /// Returns the packed batch of a reference file and checks it against the model.
-qwen::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& config) {
+qwen::input read_input(cpx::safetensors const& file, cpx::qwen_config const& config, options const& o) {
     auto const ids = file.read<cpx::index_t>("input_ids", {-1});
     auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
     auto const batch = examples::blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
@@ -102,7 +134,9 @@ qwen::input read_input(cpx::safetensors const& file, cpx::qwen3_5_config const& 
         if (ids[i] < 0 || ids[i] >= config.vocab_size)
             throw cpx::error(file.where(), "token id " + std::to_string(i),
                              "0 to " + std::to_string(config.vocab_size - 1), std::to_string(ids[i]));
-    return {batch, ids};
+    qwen::input in{batch, ids, {}, {}, o.features == "by_item" ? qwen::tower::by_item : qwen::tower::replicated, {}};
+    read_media(file, config, in);
+    return in;
 }
 
 /// Returns the strategies that the options leave open: one if `--linear` is given, else all.
@@ -140,14 +174,38 @@ std::vector<qwen::strategy> choose(options const& o) {
     return list;
 }
 
+/// Leaves of the strategies those that differ: where no layer has linear attention, there are no ways to run it.
+std::vector<qwen::strategy> without_linear(std::vector<qwen::strategy> const& all) {
+    std::vector<qwen::strategy> list;
+    for (auto const& s : all)
+        if (list.empty() || list.back().attention != s.attention)
+            list.push_back({.attention = s.attention, .linear = {.name = "none"}});
+    return list;
+}
+
+/// Throws `cpx::error` unless the pass on GPUs can run the model, and there are as many as ranks.
+void require_gpus(cpx::qwen_config const& config, qwen::input const& in, int ranks) {
+    bool const known = config.attn_output_gate && in.media.empty();
+    cpx::require(known, "--device", "cuda",
+                 "a Qwen3.5 model and a batch of text: this program has no pass of Qwen3-VL, nor of images and videos, "
+                 "on GPUs",
+                 config.attn_output_gate ? "images or videos" : "Qwen3-VL");
+    int const found = qwen::gpus();
+    cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
+    cpx::require(ranks <= found, "--ranks", "number of ranks", "at most the GPUs found, " + std::to_string(found),
+                 ranks);
+}
+
 template <class T>
 std::vector<report> run(options const& o) {
     int const ranks = parse_ranks(o);
     cpx::index_t const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
-    auto const strategies = choose(o);
+    auto strategies = choose(o);
     qwen::checkpoint<T> const model(o.model);
     cpx::safetensors const file(o.reference);
-    auto const in = read_input(file, model.config);
+    auto const in = read_input(file, model.config, o);
+    if (!model.config.linear()) strategies = without_linear(strategies);
+    if (o.on_gpus()) require_gpus(model.config, in, ranks);
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
     auto const pass = [&](qwen::strategy const& how, int over) {
@@ -160,12 +218,12 @@ std::vector<report> run(options const& o) {
     for (auto const& how : strategies) {
         report r{how.attention == qwen::attention_by::gather ? "gather" : "head_sharded",
                  how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
-                 how.by_heads() ? "none"
-                 : how.serial   ? "serial"
-                                : "scan",
-                 how.by_heads() ? "none"
-                 : how.cut.unit ? "aligned:" + std::to_string(how.cut.unit)
-                                : "balanced",
+                 how.by_heads() || how.without() ? "none"
+                 : how.serial                    ? "serial"
+                                                 : "scan",
+                 how.by_heads() || how.without() ? "none"
+                 : how.cut.unit                  ? "aligned:" + std::to_string(how.cut.unit)
+                                                 : "balanced",
                  pass(how, ranks)};
         if (!on_one_rank.contains(how.attention)) on_one_rank.emplace(how.attention, pass(how, 1));
         auto const& one_rank = on_one_rank.at(how.attention);
@@ -181,6 +239,7 @@ std::vector<report> run(options const& o) {
         if (file.contains("loss"))
             r.loss_delta = number(std::abs(r.outcome.loss.mean - file.read<double>("loss", {1}).front()), file, "loss");
         compare_gradients(file, one_rank, r);
+        r.positions = !in.position_ids.empty();
         reports.push_back(std::move(r));
     }
     return reports;
@@ -215,15 +274,15 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
             item["grads"] = r.gradient_errors;
             item["grads_equal_one_rank"] = r.gradients_equal_one_rank;
         }
+        if (r.positions) item["position_ids_equal"] = r.outcome.positions_equal;
         list.push_back(std::move(item));
     }
     std::printf("%s\n", nlohmann::json{{"strategies", list}}.dump(2).c_str());
 }
 
 void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
-    std::printf(
-        "Qwen3.5 over %d %s in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
-        o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str());
+    std::printf("%d %s in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
+                o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str());
     char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %9s %8s %6s %6s %6s %7s %7s %7s";
     std::printf(header, "", "", "", "", "max", "max to", "", "loss", "rows", "lower", "all-", "KiB", "all-", "state");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "gradient", "to one");
@@ -255,20 +314,28 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
 } // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app("Runs a Qwen3.5 checkpoint under context parallelism and compares it with a reference.", "qwen");
+    CLI::App app("Runs a checkpoint of Qwen3.5 or Qwen3-VL under context parallelism and compares it with a reference.",
+                 "qwen");
     options o;
     app.add_option("--model", o.model, "directory with config.json and model.safetensors")->required();
-    app.add_option("--reference", o.reference, "safetensors file with input_ids, cu_seqlens and logprobs")->required();
+    app.add_option("--reference", o.reference,
+                   "safetensors file with input_ids, cu_seqlens and logprobs; with images or videos their grids and "
+                   "features, too")
+        ->required();
     app.add_option("--ranks", o.ranks, "ranks, as threads of this process, at most 256; on GPUs one each")
         ->capture_default_str();
     app.add_option("--device", o.device, "cpu, or cuda: float32, forward only")->capture_default_str();
     app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
     app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
     app.add_option("--linear", o.linear,
-                   "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them");
+                   "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them; a model "
+                   "without layers of linear attention has none");
     app.add_option("--carry", o.carry, "scan or serial");
     app.add_option("--cut", o.cut, "balanced or aligned:UNIT, for the sharding of linear attention");
     app.add_option("--chunk", o.chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
+    app.add_option("--features", o.features,
+                   "who has the features of images and videos: by_item, of each image or frame one rank, or replicated")
+        ->capture_default_str();
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--json", o.json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {

@@ -33,7 +33,15 @@ typename Site::backward linear_attention(Site& at, Net const& net, cpx::index_t 
     };
 }
 
-/// h += full_attention(norm(h)): norms and rotary embedding of q and k, attention, an output gate, a projection.
+/// Where tokens are, which every layer of full attention asks, and what turns their queries and keys by it.
+template <class T, class S>
+struct rotation {
+    cpx::sharded_positions<S> positions;
+    cpx::rotary_pairs<T> pairs;
+};
+
+/// h += full_attention(norm(h)): norms and rotary embedding of q and k, attention, an output gate if the model has one,
+/// a projection.
 template <class Site>
 class full_attention {
     using T = typename Site::element;
@@ -42,30 +50,39 @@ class full_attention {
     using by_heads = cpx::head_sharded<>;
 
 public:
-    full_attention(Site& at, attention_by how, cpx::index_t layer)
-        : at_(at), how_(how), layer_(layer),
+    full_attention(Site& at, attention_by how, rotation<T, S> const& turn, cpx::index_t layer)
+        : at_(at), how_(how), turn_(turn), layer_(layer), gate_(at.model.config.attn_output_gate),
           heads_{at.model.config.num_attention_heads, at.model.config.num_key_value_heads, at.model.config.head_dim},
-          dim_(heads_.dim), q_(heads_.query_heads * dim_), kv_(heads_.key_heads * dim_),
-          scale_(1 / std::sqrt(static_cast<double>(dim_))),
+          dim_(heads_.dim), projected_(gate_ ? 2 * dim_ : dim_), q_(heads_.query_heads * dim_),
+          kv_(heads_.key_heads * dim_), scale_(1 / std::sqrt(static_cast<double>(dim_))),
           split_(at.sharding.ranks(), at.sharding.batch(),
                  {{heads_.query_heads, dim_}, {heads_.key_heads, dim_}, {heads_.key_heads, dim_}}),
           split_o_(at.sharding.ranks(), at.sharding.batch(), {{heads_.query_heads, dim_}}) {}
 
     typename Site::backward operator()(tensor& h) const {
-        saved s{h, h, at_.make(2 * q_), at_.make(q_ + 2 * kv_), at_.make(q_ + 2 * kv_), at_.make(q_), {}, {}, {}, {}};
+        saved s{h,
+                h,
+                at_.make(heads_.query_heads * projected_),
+                at_.make(q_ + 2 * kv_),
+                at_.make(q_ + 2 * kv_),
+                at_.make(q_),
+                {},
+                {},
+                {},
+                {}};
         auto y = h;
         at_.norm(name("input_layernorm.weight"), h.view(), s.x.view());
         at_.linear(name("self_attn.q_proj.weight"), s.x.view(), s.q_and_gate.view());
         at_.linear(name("self_attn.k_proj.weight"), s.x.view(), s.raw.view().columns(q_, kv_));
         at_.linear(name("self_attn.v_proj.weight"), s.x.view(), s.raw.view().columns(q_ + kv_, kv_));
-        for (cpx::index_t head = 0; head < heads_.query_heads; ++head) // q_proj gives each head's query, then its gate
+        for (cpx::index_t head = 0; head < heads_.query_heads; ++head) // q_proj gives its query, then its gate, if any
             cpx::as_matrix(s.raw.data().columns(head * dim_, dim_)) =
-                cpx::as_matrix(s.q_and_gate.data().columns(2 * head * dim_, dim_));
+                cpx::as_matrix(s.q_and_gate.data().columns(head * projected_, dim_));
         s.qkv = s.raw;
         for (auto const& [weight, first, width] : normed()) {
             auto const some = s.qkv.view().columns(first, width);
             at_.norm(weight, some, some);
-            cpx::rotary(typename Site::const_view(some), dim_, rotation(), some);
+            cpx::rotary(turn_.positions, typename Site::const_view(some), dim_, turn_.pairs, some);
         }
         if (how_ == attention_by::gather)
             attend_gathered(s);
@@ -93,16 +110,15 @@ private:
     };
 
     std::string name(char const* suffix) const { return layer_name(layer_, suffix); }
-    cpx::rotary_options rotation() const { return {at_.model.config.rope_theta, at_.model.config.rotary_dim()}; }
     std::vector<normed_columns> normed() const {
         return {{name("self_attn.q_norm.weight"), 0, q_}, {name("self_attn.k_norm.weight"), q_, kv_}};
     }
-    /// Calls `f(o, gate)` for every element of `o`.
+    /// Calls `f(o, gate)` for every element of `o`, if there are gates.
     template <class F>
     void each_gate(saved const& s, F&& f, tensor& o) const {
-        for (cpx::index_t row = 0; row < o.data().count(); ++row)
+        for (cpx::index_t row = 0; gate_ && row < o.data().count(); ++row)
             for (cpx::index_t j = 0; j < q_; ++j)
-                f(o.data()(row, j), s.q_and_gate.data()(row, (j / dim_ * 2 + 1) * dim_ + j % dim_));
+                f(o.data()(row, j), s.q_and_gate.data()(row, j / dim_ * projected_ + dim_ + j % dim_));
     }
     template <class Q>
     cpx::rows<T> lse(std::vector<T>& values, cpx::tensor<T, Q> const& of, cpx::index_t query_heads) const {
@@ -136,8 +152,7 @@ private:
     }
 
     void backward(saved const& s, tensor const& gated, tensor& dh) const {
-        auto d_o = at_.make(q_), dqkv = at_.make(q_ + 2 * kv_), dq_and_gate = at_.make(2 * q_),
-             dx = at_.make(dh.width());
+        auto d_o = at_.make(q_), dqkv = at_.make(q_ + 2 * kv_), dq_and_gate = s.q_and_gate, dx = at_.make(dh.width());
         at_.linear_backward(name("self_attn.o_proj.weight"), at_.whole(gated.view()), dh.view(), d_o.view());
         auto dgate = d_o;
         for (cpx::index_t row = 0; row < s.o.data().count(); ++row)
@@ -153,13 +168,14 @@ private:
             attend_by_heads_backward(s, d_o, dqkv);
         for (auto const& [weight, first, width] : normed()) {
             auto const some = dqkv.view().columns(first, width);
-            cpx::rotary_backward(typename Site::const_view(some), dim_, rotation(), some);
+            cpx::rotary_backward(turn_.positions, typename Site::const_view(some), dim_, turn_.pairs, some);
             at_.norm_backward(weight, s.raw.view().columns(first, width), some, some);
         }
         for (cpx::index_t head = 0; head < heads_.query_heads; ++head) {
-            auto const both = dq_and_gate.data().columns(2 * head * dim_, 2 * dim_);
-            cpx::as_matrix(both.columns(0, dim_)) = cpx::as_matrix(dqkv.data().columns(head * dim_, dim_));
-            cpx::as_matrix(both.columns(dim_, dim_)) = cpx::as_matrix(dgate.data().columns(head * dim_, dim_));
+            auto const query = dq_and_gate.data().columns(head * projected_, projected_);
+            cpx::as_matrix(query.columns(0, dim_)) = cpx::as_matrix(dqkv.data().columns(head * dim_, dim_));
+            if (gate_)
+                cpx::as_matrix(query.columns(dim_, dim_)) = cpx::as_matrix(dgate.data().columns(head * dim_, dim_));
         }
         auto const whole = at_.whole(s.x.view());
         at_.linear_backward(name("self_attn.q_proj.weight"), whole, dq_and_gate.view(), dx.view());
@@ -223,9 +239,11 @@ private:
 
     Site& at_;
     attention_by how_;
+    rotation<T, S> const& turn_;
     cpx::index_t layer_;
+    bool gate_;
     cpx::attention_heads heads_;
-    cpx::index_t dim_, q_, kv_;
+    cpx::index_t dim_, projected_, q_, kv_; ///< projected_: what q_proj gives a head
     double scale_;
     by_heads split_, split_o_;
 };

@@ -14,12 +14,14 @@ enum class attention_by { gather, heads };
 /// One way to run the model under context parallelism.
 struct strategy {
     attention_by attention = attention_by::gather;
-    examples::sharding_spec linear;
+    examples::sharding_spec linear = {}; ///< of linear attention; named "none" where no layer has it
     bool serial = false;
-    examples::cut_spec cut;
+    examples::cut_spec cut = {};
 
     /// Returns whether the recurrence runs by heads; then there is no carry and no cut.
     bool by_heads() const { return linear.name == "head_sharded"; }
+    /// Returns whether no layer has linear attention.
+    bool without() const { return linear.name == "none"; }
 };
 
 /// Calls `f(carry, linear, mix)`: the shardings on which linear attention and its recurrence run, the same unless that
@@ -27,6 +29,7 @@ struct strategy {
 template <class Entry, class F>
 auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections, F&& f) {
     if (how.by_heads()) return f(cpx::serial(), entry, cpx::head_sharded<>(entry.ranks(), entry.batch(), sections));
+    if (how.without()) return f(cpx::serial(), entry, entry);
     return examples::with_token_sharding(entry.batch(), how.linear, how.cut, entry.ranks(), [&](auto const& linear) {
         return how.serial ? f(cpx::serial(), linear, linear) : f(cpx::scan(), linear, linear);
     });

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a Qwen3.5 model over GPUs and accounts for what moved.
+// Runs a model over GPUs and accounts for what moved.
 #pragma once
 
 #include "gpus.hpp"
-#include "strategy.hpp"
+#include "outcome.hpp"
 
 namespace qwen {
 
@@ -32,7 +32,7 @@ inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, stra
     auto const net = delta_net_config(model.config, 64);
     auto const entry = cpx::shard(in.batch, cpx::zigzag<>(ranks));
     result.counted = with_linear(how, entry, net.sections(), [&](auto, auto const& linear, auto const& mix) {
-        return detail::count_forward(model.config, how.attention, entry, linear, mix, net);
+        return count_forward(model.config, how.attention, entry, linear, mix, net);
     });
     return result;
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's forward and backward pass of a Qwen3.5 model whose tokens are sharded over ranks.
+// One rank's forward and backward pass of a model whose tokens are sharded over ranks.
 #pragma once
 
 #include "mixers.hpp"
 #include "mlp.hpp"
+#include "vision.hpp"
 
 namespace qwen {
 
@@ -19,27 +20,31 @@ public:
     using hidden = cpx::tensor<T, Entry>;
     using numbers = cpx::tensor<cpx::index_t, Entry>;
 
-    pass(checkpoint<T> const& model, Entry const& entry, Linear const& linear, delta_net const& net,
-         attention_by attention, cpx::sum_order order, Comm& comm)
-        : model_(model), grads_(model), attention_(attention), net_(net), comm_(comm),
-          at_entry_(model, grads_, entry, order, comm), at_linear_(model, grads_, linear, order, comm),
-          to_linear_(relayout(entry, linear, comm.rank())), to_entry_(relayout(linear, entry, comm.rank())),
-          dh_(at_entry_.make(model.config.hidden_size)), dthere_(at_linear_.make(model.config.hidden_size)) {}
+    pass(checkpoint<T> const& model, input const& in, rotation<T, Entry> const& turn, Linear const& linear,
+         std::optional<delta_net> const& net, attention_by attention, cpx::sum_order order, Comm& comm)
+        : model_(model), grads_(model, in.of_media), attention_(attention), turn_(turn), net_(net), comm_(comm),
+          at_entry_(model, grads_, turn.positions.sharding(), order, comm),
+          at_linear_(model, grads_, linear, order, comm), vision_(in, turn.positions, grads_, comm),
+          to_linear_(relayout(at_entry_.sharding, linear, comm.rank())),
+          to_entry_(relayout(linear, at_entry_.sharding, comm.rank())), dh_(at_entry_.make(model.config.hidden_size)),
+          dthere_(at_linear_.make(model.config.hidden_size)) {}
 
     /// Returns log p(label) for the rows of this rank; 0 where the label is `cpx::ignored`.
     hidden forward(numbers const& ids, numbers const& labels) {
         auto h = embed(ids);
+        add_features(features::embedding, h);
         auto const& c = model_.config;
         for (cpx::index_t i = 0; i < c.num_hidden_layers;) {
             if (type(i) == cpx::layer_type::full_attention) {
-                record(full_attention(at_entry_, attention_, i)(h), dh_);
+                record(full_attention(at_entry_, attention_, turn_, i)(h), dh_);
                 record(mlp(at_entry_, i, h), dh_);
+                add_features(i, h);
                 ++i;
                 continue;
             }
             auto there = move(to_linear_, h, dh_, dthere_); // and stay there for all linear attention layers in a row
             for (; i < c.num_hidden_layers && type(i) == cpx::layer_type::linear_attention; ++i) {
-                record(linear_attention(at_linear_, net_, i, there), dthere_);
+                record(linear_attention(at_linear_, *net_, i, there), dthere_);
                 record(mlp(at_linear_, i, there), dthere_);
             }
             h = move(to_entry_, there, dthere_, dh_);
@@ -48,13 +53,21 @@ public:
     }
 
     /// Returns the gradients of what `forward` returned, given that of its log-probabilities, summed over ranks.
-    std::map<std::string, std::vector<T>> backward(hidden const& dlogp) {
+    std::map<std::string, gradient<T>> backward(hidden const& dlogp) {
         dlogp_ = dlogp.data();
         for (; !tape_.empty(); tape_.pop_back()) tape_.back()();
         return grads_.sum(comm_);
     }
 
+    /// Adds what bringing features of images and videos takes.
+    void count_moves(needs& n) const { vision_.count_moves(model_.config.hidden_size, n); }
+
 private:
+    void add_features(cpx::index_t layer, hidden& h) {
+        vision_(layer, h);
+        tape_.push_back([this, layer] { vision_.backward(layer, dh_); });
+    }
+
     cpx::layer_type type(cpx::index_t layer) const {
         return model_.config.layer_types[static_cast<std::size_t>(layer)];
     }
@@ -123,10 +136,12 @@ private:
     checkpoint<T> const& model_;
     gradients<T> grads_;
     attention_by attention_;
-    delta_net const& net_;
+    rotation<T, Entry> const& turn_;
+    std::optional<delta_net> const& net_; ///< none where no layer is of linear attention
     Comm& comm_;
     site<T, Entry, Comm> at_entry_;
     site<T, Linear, Comm> at_linear_;
+    vision<T, Entry, Comm> vision_;
     cpx::relayout_plan<Entry, Linear> to_linear_;
     cpx::relayout_plan<Linear, Entry> to_entry_;
     hidden dh_;                     ///< the gradient of the residual stream as far as the way back has come

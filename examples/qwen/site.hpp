@@ -2,8 +2,7 @@
 // What every block of the model needs of the place where its tokens are: norms and projections, forward and backward.
 #pragma once
 
-#include "checkpoint.hpp"
-#include "names.hpp"
+#include "outcome.hpp"
 
 #include <cpx/cpx.hpp>
 #include <cpx/ops.hpp>
@@ -14,19 +13,25 @@
 
 namespace qwen {
 
-/// The gradients of all weights: one rank's shares, until they are summed.
+/// The gradients of all weights and features: one rank's shares, until they are summed.
 template <class T>
 class gradients {
 public:
-    explicit gradients(checkpoint<T> const& model) : tied_(model.config.tie_word_embeddings) {
+    gradients(checkpoint<T> const& model, std::vector<features> const& of_media)
+        : tied_(model.config.tie_word_embeddings) {
         cpx::index_t first = 0;
-        auto const add = [&](std::string const& name, cpx::rows<T const> weight) {
-            places_[name] = {first, weight.count(), weight.width()};
-            first += weight.count() * weight.width();
+        auto const add = [&](std::string const& name, cpx::index_t rows, cpx::index_t columns) {
+            places_[name] = {first, rows, columns};
+            first += rows * columns;
         };
-        model.each(add);
+        auto const add_weight = [&](std::string const& name, cpx::rows<T const> weight) {
+            add(name, weight.count(), weight.width());
+        };
+        model.each(add_weight);
         // What head and embedding add to a weight that they share lies on different ranks: two sums, added at the end.
-        if (tied_) add(head, model.weight(head));
+        if (tied_) add_weight(head, model.weight(head));
+        cpx::index_t const hidden = model.config.hidden_size;
+        for (features const& f : of_media) add(f.name, std::ssize(f.values) / hidden, hidden);
         values_.resize(static_cast<std::size_t>(first));
     }
 
@@ -40,16 +45,16 @@ public:
     }
     /// Completes all of them in one call and returns them by name. Collective.
     template <class Comm>
-    std::map<std::string, std::vector<T>> sum(Comm& comm) {
+    std::map<std::string, gradient<T>> sum(Comm& comm) {
         cpx::sum_over_ranks(std::span(values_), comm);
-        std::map<std::string, std::vector<T>> result;
+        std::map<std::string, gradient<T>> result;
         for (auto const& item : places_) {
             auto const values = gain(item.first);
-            result[item.first].assign(values.begin(), values.end());
+            result[item.first] = {item.second.width, {values.begin(), values.end()}};
         }
         if (!tied_) return result;
-        auto& embedding = result.at("model.embed_tokens.weight");
-        for (std::size_t i = 0; i < embedding.size(); ++i) embedding[i] += result.at(head)[i];
+        auto& embedding = result.at("model.embed_tokens.weight").values;
+        for (std::size_t i = 0; i < embedding.size(); ++i) embedding[i] += result.at(head).values[i];
         result.erase(head);
         return result;
     }
@@ -84,7 +89,7 @@ public:
     tensor make(cpx::index_t width) const { return {sharding, rank(), width}; }
 
     void norm(std::string const& weight, const_view x, view y) const {
-        cpx::rms_norm<T>(x.data(), model.gain(weight), eps(), T(1), y.data());
+        cpx::rms_norm<T>(x.data(), model.gain(weight), eps(), centre(), y.data());
     }
     /// Writes dx, which may be dy.
     void norm_backward(std::string const& weight, const_view x, const_view dy, view dx) const {
@@ -92,7 +97,7 @@ public:
         sums.terms(
             grads.gain(weight),
             [&](cpx::index_t row, std::span<T> dgain) {
-                cpx::rms_norm_backward<T>(x.data().sub(row, 1), gain, eps(), T(1), dy.data().sub(row, 1),
+                cpx::rms_norm_backward<T>(x.data().sub(row, 1), gain, eps(), centre(), dy.data().sub(row, 1),
                                           dx.data().sub(row, 1), dgain);
             },
             comm);
@@ -121,6 +126,7 @@ public:
 
 private:
     T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
+    T centre() const { return static_cast<T>(model.config.zero_centred_norms); }
 };
 
 } // namespace qwen

@@ -15,8 +15,9 @@ namespace {
 using namespace program;
 using arguments = std::vector<std::string>;
 
-fs::path const data = fs::path(support::source_dir) / "examples/data/tiny_qwen3_5";
-fs::path const experts = fs::path(support::source_dir) / "examples/data/tiny_qwen3_5_moe";
+fs::path const models = fs::path(support::source_dir) / "examples/data";
+fs::path const data = models / "tiny_qwen3_5", experts = models / "tiny_qwen3_5_moe";
+fs::path const deepstack = models / "tiny_qwen3_vl", hybrid = models / "tiny_qwen3_5_vl"; // with images and videos
 fs::path const reference = data / "reference.safetensors";
 
 arguments on(fs::path const& model, fs::path const& expected, std::string const& ranks) {
@@ -25,7 +26,7 @@ arguments on(fs::path const& model, fs::path const& expected, std::string const&
 
 arguments const tiny = on(data, reference, "3");
 
-/// Checks the gradients of one strategy: all weights of the reference, each within the limit.
+/// Checks the gradients of one strategy: all weights and features of the reference, each within the limit.
 void check_gradients(json const& s, bool wide, std::set<std::string> const& weights) {
     double largest = 0;
     std::set<std::string> got;
@@ -66,7 +67,7 @@ void check_figures(json const& report, int ranks, bool wide, double loss, std::s
             CHECK(s.at("messages") == 0);
         else
             CHECK(s.at("rows_sent").get<long>() > 0);
-        if (s.at("linear") == "head_sharded") {
+        if (s.at("linear") == "head_sharded" || s.at("linear") == "none") {
             CHECK(s.at("carry") == "none");
             CHECK(s.at("cut") == "none");
             CHECK(s.at("exact") == true);
@@ -83,12 +84,24 @@ std::set<std::string> names(json const& report) {
     return all;
 }
 
+/// Returns what has a gradient in the reference of a model.
+std::set<std::string> with_gradients(fs::path const& model) {
+    std::set<std::string> weights;
+    for (auto const& name : cpx::safetensors(model / "reference.safetensors").names())
+        if (name.starts_with("grad.")) weights.insert(name.substr(5));
+    return weights;
+}
+
+double loss_of(fs::path const& model) {
+    return cpx::safetensors(model / "reference.safetensors").read<double>("loss").at(0);
+}
+
 /// Copies of the model's and the reference's files, to be damaged.
 struct copies {
-    copies() {
+    explicit copies(fs::path const& from = data) {
         fs::create_directories(model);
-        for (char const* name : {"config.json", "model.safetensors"}) fs::copy_file(data / name, model / name);
-        fs::copy_file(reference, expected);
+        for (char const* name : {"config.json", "model.safetensors"}) fs::copy_file(from / name, model / name);
+        fs::copy_file(from / "reference.safetensors", expected);
     }
     void config(std::string const& key, json const& value) const {
         json all = json::parse(read(data / "config.json"));
@@ -105,7 +118,7 @@ struct copies {
 
 TEST_SUITE("examples") {
     TEST_CASE("every strategy gives the log-probabilities of transformers and sends no row in vain") {
-        double const loss = cpx::safetensors(reference).read<double>("loss").at(0);
+        double const loss = loss_of(data);
         for (int const ranks : {1, 2, 3, 4, 5, 8})
             for (char const* dtype : {"float64", "float32"}) {
                 CAPTURE(ranks);
@@ -125,11 +138,8 @@ TEST_SUITE("examples") {
 
     TEST_CASE("a training step of both models has the gradients of transformers under every strategy") {
         for (fs::path const& model : {data, experts}) {
-            cpx::safetensors const expected(model / "reference.safetensors");
-            double const loss = expected.read<double>("loss").at(0);
-            std::set<std::string> weights;
-            for (auto const& name : expected.names())
-                if (name.starts_with("grad.")) weights.insert(name.substr(5));
+            double const loss = loss_of(model);
+            auto const weights = with_gradients(model);
             for (int const ranks : {1, 2, 3, 4, 5, 8})
                 for (char const* dtype : {"float64", "float32"}) {
                     CAPTURE(model.string());
@@ -144,6 +154,66 @@ TEST_SUITE("examples") {
                     CHECK(names(report).size() == 34);
                 }
         }
+    }
+
+    TEST_CASE("models with images and videos have the log-probabilities, positions and all gradients of transformers") {
+        for (fs::path const& model : {deepstack, hybrid}) {
+            bool const linear = model == hybrid;
+            double const loss = loss_of(model);
+            auto const weights = with_gradients(model);
+            CHECK(weights.contains("image_features"));
+            CHECK(weights.contains("deepstack_video.2") == !linear);
+            for (int const ranks : linear ? std::vector{2, 3, 8} : std::vector{1, 2, 3, 4, 5, 8}) {
+                CAPTURE(model.string());
+                CAPTURE(ranks);
+                bool const wide = ranks != 3;
+                auto const report = run_json(on(model, model / "reference.safetensors", std::to_string(ranks)) +
+                                             arguments{"--dtype", wide ? "float64" : "float32", "--backward",
+                                                       "--features", ranks == 4 ? "replicated" : "by_item"});
+                check_figures(report, ranks, wide, loss, weights);
+                CHECK(names(report).size() == (linear ? 34 : 2));
+                for (json const& s : report.at("strategies")) CHECK(s.at("position_ids_equal") == true);
+                if (!linear)
+                    CHECK(names(report) ==
+                          std::set<std::string>{"gather none none none", "head_sharded none none none"});
+            }
+        }
+    }
+
+    TEST_CASE("images and videos that do not fit the text are refused, other positions are told") {
+        copies const c(deepstack);
+        archive const good(c.expected);
+        auto const options = on(c.model, c.expected, "3");
+        auto const refuse = [&](auto change, arguments const& passages) {
+            auto damaged = good;
+            change(damaged);
+            damaged.save(c.expected);
+            check_refusal(options, arguments{"qwen: ", "expected.safetensors"} + passages);
+        };
+        refuse([](archive& a) { a.set("image_grid_thw", 1, 6); },
+               {"image placeholders", "expected 22, the rows of features that the grids have, got 19"});
+        refuse([](archive& a) { a.set("image_grid_thw", 1, 5); }, {"height of image 0", "merge size 2, got 5"});
+        refuse([](archive& a) { a.tensors.erase("video_grid_thw"); }, {"placeholder"});
+        refuse([](archive& a) { a.tensors.erase("deepstack_image.1"); }, {"deepstack_image.1"});
+        refuse(
+            [](archive& a) {
+                auto& t = a.tensors.at("video_features");
+                t.shape[0] = 25;
+                t.bytes.resize(25 * 64 * 4);
+            },
+            {"video_features", "26", "25"});
+        check_refusal(on(data, deepstack / "reference.safetensors", "2"),
+                      {"image_grid_thw", "expected a model with vision_config"});
+        check_refusal(on(deepstack, deepstack / "reference.safetensors", "1") + arguments{"--device", "cuda"},
+                      {"--device: cuda", "no pass of Qwen3-VL", "got Qwen3-VL"});
+
+        auto moved = good;
+        moved.set("position_ids", 151, 7);
+        moved.save(c.expected);
+        auto const report = run_json(options);
+        for (json const& s : report.at("strategies")) CHECK(s.at("position_ids_equal") == false);
+        CHECK_FALSE(
+            run_json(tiny + arguments{"--linear", "zigzag"}).at("strategies").at(0).contains("position_ids_equal"));
     }
 
     TEST_CASE("the options choose one strategy, which the report names") {
@@ -201,6 +271,7 @@ TEST_SUITE("examples") {
                  {"--cut", "ragged", {"--cut", "balanced or aligned:UNIT", "\"ragged\""}},
                  {"--chunk", "0", {"--chunk", "\"0\""}},
                  {"--chunk", "-3", {"--chunk", "\"-3\""}},
+                 {"--features", "somewhere", {"--features", "by_item or replicated", "\"somewhere\""}},
                  {"--frobnicate", "1", {"--frobnicate"}}}) {
             auto options = on(data, reference, "2");
             if (option == "--ranks")

@@ -17,7 +17,7 @@
 namespace qwen::gpu {
 
 /// Returns the sections of the rows that the recurrence reads: q, k, v, b, a.
-inline std::vector<cpx::section> delta_sections(cpx::qwen3_5_config const& c) {
+inline std::vector<cpx::section> delta_sections(cpx::qwen_config const& c) {
     cpx::section const key{c.linear_num_key_heads, c.linear_key_head_dim}, gate{c.linear_num_value_heads, 1};
     return {key, key, {c.linear_num_value_heads, c.linear_value_head_dim}, gate, gate};
 }
@@ -76,7 +76,7 @@ private:
     struct of_heads {
         cpx::cuda::buffer<float> conv, A_log, dt_bias;
     };
-    static cpx::delta_rule_heads heads(cpx::qwen3_5_config const& c) {
+    static cpx::delta_rule_heads heads(cpx::qwen_config const& c) {
         return {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim};
     }
     index_t held(index_t heads) const { return where_.heads(at_.rank(), heads).size(); }

@@ -114,7 +114,7 @@ public:
     /// Waits, on the host, for all ranks: none of them may allocate memory while another one's exchange waits for it.
     void meet() const { everyone_.arrive_and_wait(); }
 
-    cpx::qwen3_5_config const& config;
+    cpx::qwen_config const& config;
     entry_sharding sharding;
     cpx::nccl& comm;
     cpx::cuda::stream stream;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/model/qwen3_5_config.hpp>
+#include <cpx/model/qwen_config.hpp>
 
 #include "model/faults.hpp"
 
@@ -9,6 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <fstream>
 #include <functional>
 #include <random>
 #include <string>
@@ -16,7 +17,7 @@
 #include <vector>
 
 using cpx::layer_type;
-using cpx::qwen3_5_config;
+using cpx::qwen_config;
 using faults::contains;
 using faults::message;
 using nlohmann::json;
@@ -25,6 +26,8 @@ namespace {
 
 std::string const data = std::string(support::source_dir) + "/examples/data/";
 std::string const shipped = data + "tiny_qwen3_5/config.json";
+
+json json_file(std::string const& path) { return json::parse(std::ifstream(path)); }
 
 /// Returns the settings of a small model that is right.
 json valid() {
@@ -51,8 +54,8 @@ json valid_moe() {
     return settings;
 }
 
-qwen3_5_config parse(json const& settings) {
-    return qwen3_5_config::parse(cpx::json_value::parse(settings.dump(), "config.json"));
+qwen_config parse(json const& settings) {
+    return qwen_config::parse(cpx::json_value::parse(settings.dump(), "config.json"));
 }
 
 /// Returns what is said of the valid settings after `change`.
@@ -66,7 +69,7 @@ std::string said(std::function<void(json&)> const& change) {
 
 TEST_SUITE("model") {
     TEST_CASE("the shipped config is read, with the rotary settings of rope_parameters") {
-        auto const config = qwen3_5_config::read(shipped);
+        auto const config = qwen_config::read(shipped);
         CHECK(config.hidden_size == 64);
         CHECK(config.intermediate_size == 128);
         CHECK(config.vocab_size == 256);
@@ -90,7 +93,7 @@ TEST_SUITE("model") {
     }
 
     TEST_CASE("the shipped mixture of experts is read, and has no intermediate_size") {
-        auto const config = qwen3_5_config::read(data + "tiny_qwen3_5_moe/config.json");
+        auto const config = qwen_config::read(data + "tiny_qwen3_5_moe/config.json");
         CHECK(config.moe());
         CHECK(config.num_experts == 8);
         CHECK(config.num_experts_per_tok == 2);
@@ -99,6 +102,75 @@ TEST_SUITE("model") {
         CHECK(config.intermediate_size == 0);
         CHECK(config.rotary_dim() == 16); // not of the partial_rotary_factor beside rope_parameters
         CHECK(config.layer_types.back() == layer_type::full_attention);
+    }
+
+    TEST_CASE("the shipped multimodal models are read, each as its model_type says") {
+        auto const deepstack = qwen_config::read(data + "tiny_qwen3_vl/config.json");
+        CHECK(deepstack.layer_types == std::vector(4, layer_type::full_attention));
+        CHECK(!deepstack.linear());
+        CHECK(deepstack.linear_conv_kernel_dim == 0);
+        CHECK(!deepstack.attn_output_gate);
+        CHECK(!deepstack.zero_centred_norms);
+        CHECK(deepstack.tie_word_embeddings);
+        CHECK(deepstack.rotary_dim() == 32);
+        CHECK(deepstack.mrope_section == std::vector<cpx::index_t>{6, 5, 5});
+        CHECK(deepstack.multimodal());
+        CHECK(deepstack.image_token_id == 250);
+        CHECK(deepstack.video_token_id == 251);
+        CHECK(deepstack.spatial_merge_size == 2);
+        CHECK(deepstack.deepstack_layers == 3);
+        auto const hybrid = qwen_config::read(data + "tiny_qwen3_5_vl/config.json");
+        CHECK(hybrid.linear());
+        CHECK(hybrid.attn_output_gate);
+        CHECK(hybrid.zero_centred_norms);
+        CHECK(hybrid.multimodal());
+        CHECK(hybrid.deepstack_layers == 0);
+        CHECK(!qwen_config::read(shipped).multimodal());
+    }
+
+    TEST_CASE("a setting of a multimodal model that is wrong is named, and Qwen3-VL is read as it was published") {
+        json const good = json_file(data + "tiny_qwen3_vl/config.json");
+        auto const said_of = [&](std::function<void(json&)> const& change) {
+            auto settings = good;
+            change(settings);
+            return message([&] { parse(settings); });
+        };
+        using change = std::function<void(json&)>;
+        for (auto const& [how, passage] : std::vector<std::pair<change, std::string>>{
+                 {[](json& c) { c["image_token_id"] = 256; },
+                  "/image_token_id: expected 0 to vocab_size - 1, 255, got 256"},
+                 {[](json& c) { c.erase("video_token_id"); }, "/video_token_id: expected a value, got none"},
+                 {[](json& c) { c["video_token_id"] = 250; },
+                  "/video_token_id: expected another one than image_token_id"},
+                 {[](json& c) { c["vision_config"] = 1; }, "/vision_config: expected an object, got 1"},
+                 {[](json& c) { c["vision_config"]["spatial_merge_size"] = 0; },
+                  "/spatial_merge_size: expected more than 0"},
+                 {[](json& c) { c["vision_config"]["out_hidden_size"] = 32; },
+                  "/out_hidden_size: expected hidden_size"},
+                 {[](json& c) {
+                      c["vision_config"]["deepstack_visual_indexes"] = {0, 1, 2, 3, 4};
+                  },
+                  "/deepstack_visual_indexes: expected as many as num_hidden_layers at most, 4, got 5"},
+                 {[](json& c) { c["text_config"]["rope_parameters"]["mrope_interleaved"] = false; },
+                  "/mrope_interleaved: expected true, got false"},
+                 {[](json& c) { c["text_config"]["attn_output_gate"] = true; }, "/attn_output_gate: expected false"},
+                 {[](json& c) { c["text_config"]["num_hidden_layers"] = 2147483647; },
+                  "/num_hidden_layers: expected at most 1048576"}}) {
+            auto const text = said_of(how);
+            CAPTURE(text);
+            CHECK(contains(text, "config.json: /"));
+            CHECK(contains(text, passage));
+        }
+        auto published = good;
+        auto& text = published["text_config"];
+        text["rope_scaling"] = text["rope_parameters"];
+        text["rope_theta"] = text["rope_scaling"]["rope_theta"];
+        text["rope_scaling"].erase("rope_theta");
+        text.erase("rope_parameters");
+        CHECK(parse(published).rope_theta == 5e6);
+        CHECK(parse(published).mrope_section == std::vector<cpx::index_t>{6, 5, 5});
+        published.erase("vision_config");
+        CHECK(!parse(published).multimodal());
     }
 
     TEST_CASE("a dense model has no experts, and experts no intermediate_size, whatever else the file says") {
@@ -300,9 +372,9 @@ TEST_SUITE("model") {
     TEST_CASE("a file that is not there, not JSON, or says a thing twice is refused by name") {
         faults::directory const place;
         auto const read = [&](std::string const& text) {
-            return message([&] { qwen3_5_config::read(place.write("c.json", text)); });
+            return message([&] { qwen_config::read(place.write("c.json", text)); });
         };
-        CHECK(contains(message([&] { qwen3_5_config::read(place.path() / "none.json"); }), "none.json: cannot open"));
+        CHECK(contains(message([&] { qwen_config::read(place.path() / "none.json"); }), "none.json: cannot open"));
         CHECK(contains(read("{"), "c.json: not JSON"));
         CHECK(contains(read(R"({"model_type":"qwen3_5_text","model_type":"llama"})"), "duplicate key"));
         CHECK(read(valid().dump()) == "nothing thrown");
@@ -316,15 +388,15 @@ TEST_SUITE("model") {
         auto bare = valid(), one = valid();
         bare.erase("layer_types"), bare.erase("hidden_size"), one["hidden_size"] = -1;
         auto const wrong = cpx::json_value::parse(bare.dump(), "x"), less = cpx::json_value::parse(one.dump(), "x");
-        auto const at = [](int line) { return "qwen3_5_config.cpp:" + std::to_string(line) + ": "; };
+        auto const at = [](int line) { return "qwen_config.cpp:" + std::to_string(line) + ": "; };
         int const line = __LINE__ + 1;
-        CHECK(message([&] { qwen3_5_config::read("/none"); }).starts_with(at(line + 0)));
-        CHECK(message([&] { qwen3_5_config::read(empty); }).starts_with(at(line + 1)));
-        CHECK(message([&] { qwen3_5_config::read(cut); }).starts_with(at(line + 2)));
-        CHECK(message([&] { qwen3_5_config::read(dup); }).starts_with(at(line + 3)));
-        CHECK(message([&] { qwen3_5_config::parse(other); }).starts_with(at(line + 4)));
-        CHECK(message([&] { qwen3_5_config::parse(wrong); }).starts_with(at(line + 5)));
-        CHECK(message([&] { qwen3_5_config::parse(less); }).starts_with(at(line + 6)));
+        CHECK(message([&] { qwen_config::read("/none"); }).starts_with(at(line + 0)));
+        CHECK(message([&] { qwen_config::read(empty); }).starts_with(at(line + 1)));
+        CHECK(message([&] { qwen_config::read(cut); }).starts_with(at(line + 2)));
+        CHECK(message([&] { qwen_config::read(dup); }).starts_with(at(line + 3)));
+        CHECK(message([&] { qwen_config::parse(other); }).starts_with(at(line + 4)));
+        CHECK(message([&] { qwen_config::parse(wrong); }).starts_with(at(line + 5)));
+        CHECK(message([&] { qwen_config::parse(less); }).starts_with(at(line + 6)));
     }
 
     TEST_CASE("a damaged config is read or refused with cpx::error") {
@@ -336,7 +408,7 @@ TEST_SUITE("model") {
             CAPTURE(text);
             bool other = false;
             try {
-                auto const read = [&] { qwen3_5_config::parse(cpx::json_value::parse(text, "x")); };
+                auto const read = [&] { qwen_config::parse(cpx::json_value::parse(text, "x")); };
                 refused += message(read) != "nothing thrown";
             } catch (...) {
                 other = true;

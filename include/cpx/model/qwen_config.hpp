@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sizes of a Qwen3.5 language model, read from its Hugging Face config.json and checked against each other.
+// The sizes of a Qwen3.5 or Qwen3-VL model, read from its Hugging Face config.json and checked against each other.
 #pragma once
 
 #include <cpx/core/error.hpp>
@@ -25,16 +25,18 @@ namespace cpx {
 /// How a layer mixes tokens: by the gated delta rule or by softmax attention.
 enum class layer_type { linear_attention, full_attention };
 
-/// The settings of a Qwen3.5 language model, dense or a mixture of experts, under the names that its config.json uses.
+/// The settings of a language model, under the names that its config.json uses: Qwen3.5, dense or a mixture of experts,
+/// or Qwen3-VL; and of its vision tower what the language model must know.
 ///
 /// Only what the file says counts: a setting that it leaves out is an error, never the default of some library version.
-struct qwen3_5_config {
+struct qwen_config {
     index_t hidden_size = 0;
     index_t intermediate_size = 0; // of a dense model; 0 in a mixture of experts
     index_t vocab_size = 0;
     index_t num_hidden_layers = 0;
     std::vector<layer_type> layer_types; // one a layer
     double rms_norm_eps = 0;
+    bool zero_centred_norms = false; // Qwen3.5: a norm multiplies by 1 + weight
     bool tie_word_embeddings = false;
 
     index_t num_experts = 0; // mixture of experts; all are 0 in a dense model
@@ -45,8 +47,9 @@ struct qwen3_5_config {
     index_t num_attention_heads = 0; // full attention
     index_t num_key_value_heads = 0;
     index_t head_dim = 0;
+    bool attn_output_gate = false; // Qwen3.5: projections of queries have a gate beside each head
 
-    index_t linear_num_key_heads = 0; // linear attention
+    index_t linear_num_key_heads = 0; // linear attention; all are 0 where no layer has it
     index_t linear_num_value_heads = 0;
     index_t linear_key_head_dim = 0;
     index_t linear_value_head_dim = 0;
@@ -54,29 +57,39 @@ struct qwen3_5_config {
 
     double rope_theta = 0;
     double partial_rotary_factor = 0;
-    std::vector<index_t> mrope_section; // rotary pairs of the axes t, h, w; empty if the file has none
+    std::vector<index_t> mrope_section; // rotary pairs of the axes t, h, w, interleaved; empty if the file has none
+
+    index_t image_token_id = -1, video_token_id = -1; // placeholders; of a model without vision_config there are none
+    index_t spatial_merge_size = 0;                   // 0 without vision_config
+    index_t deepstack_layers = 0;                     // how many layers, from the first, features are added behind
 
     /// Returns whether the MLPs are mixtures of experts.
     bool moe() const { return num_experts > 0; }
+    /// Returns whether there is a vision tower.
+    bool multimodal() const { return spatial_merge_size > 0; }
+    /// Returns whether there are layers of linear attention.
+    bool linear() const { return std::ranges::find(layer_types, layer_type::linear_attention) != layer_types.end(); }
     /// Returns how many of the first channels of a head are rotated: `head_dim * partial_rotary_factor`, rounded down.
     index_t rotary_dim() const { return static_cast<index_t>(static_cast<double>(head_dim) * partial_rotary_factor); }
 
     /// Reads a config.json. Throws `cpx::error` as `parse` does, and if the file is not readable or not JSON.
-    static qwen3_5_config read(std::filesystem::path const& path, caller here = caller::here()) {
+    static qwen_config read(std::filesystem::path const& path, caller here = caller::here()) {
         return parse(json_value::read(path, {}, here), here);
     }
 
     /// Reads the document of a config.json.
     ///
     /// model_type is "qwen3_5_text", or "qwen3_5" with the same in text_config, where tie_word_embeddings may stand
-    /// beside text_config; for a mixture of experts it is "qwen3_5_moe_text" and "qwen3_5_moe".
-    /// Rotary settings in rope_parameters win over those beside it, as in transformers.
+    /// beside text_config, as does vision_config if there is a tower; for a mixture of experts it is
+    /// "qwen3_5_moe_text" and "qwen3_5_moe", for Qwen3-VL "qwen3_vl_text" and "qwen3_vl".
+    /// Rotary settings in rope_parameters win over those beside it, as in transformers. Those of Qwen3-VL may be in
+    /// rope_scaling, as it was published; its heads are rotated whole and all its layers have full attention.
     /// Text gives the three axes of mrope_section equal positions, so that plain rotary embedding is the result.
     ///
     /// Throws one `cpx::error` that names the document and lists the settings, of very many the first 8, that are
     /// missing, of the wrong type, out of range, at odds with another or not supported; or says that the model is not
     /// known.
-    static qwen3_5_config parse(json_value const& document, caller here = caller::here());
+    static qwen_config parse(json_value const& document, caller here = caller::here());
 };
 
 namespace detail {
@@ -153,15 +166,14 @@ private:
     std::vector<error> found_; // the first `shown`
 };
 
-/// Returns the object that holds the language model's settings. Throws `cpx::error` if it is not one of Qwen3.5.
-inline json_value qwen3_5_text(json_value const& document, caller here) {
+/// Returns the object that holds the language model's settings. Throws `cpx::error` if the model is not known.
+inline json_value qwen_text(json_value const& document, caller here) {
     auto const type = [](json_value const& object) {
         return object.has("model_type") ? object.at("model_type").got() : std::string("no model_type");
     };
-    auto const expected =
-        R"(model_type "qwen3_5_text" or "qwen3_5_moe_text", or "qwen3_5" or "qwen3_5_moe" with it in )"
-        "text_config";
-    for (std::string const name : {"qwen3_5", "qwen3_5_moe"}) {
+    auto const expected = R"(model_type "qwen3_5_text", "qwen3_5_moe_text" or "qwen3_vl_text", or "qwen3_5", )"
+                          R"("qwen3_5_moe" or "qwen3_vl" with it in text_config)";
+    for (std::string const name : {"qwen3_5", "qwen3_5_moe", "qwen3_vl"}) {
         auto const wanted = quote(name + "_text");
         if (type(document) == wanted) return document;
         if (type(document) != quote(name) || !document.has("text_config")) continue;
@@ -173,8 +185,18 @@ inline json_value qwen3_5_text(json_value const& document, caller here) {
     throw error(document.where(), "a model this program does not know", expected, type(document), here);
 }
 
-inline void read_layers(qwen3_5_config& config, json_value const& text, config_problems& problems) {
+inline bool is_qwen3_vl(json_value const& text) { return text.at("model_type").got() == R"("qwen3_vl_text")"; }
+
+inline void read_layers(qwen_config& config, json_value const& text, config_problems& problems) {
     config.num_hidden_layers = problems.positive<index_t>(text, "num_hidden_layers");
+    if (is_qwen3_vl(text)) {
+        index_t const most = 1 << 20; // for which there is the memory
+        problems.require(config.num_hidden_layers <= most, text, "num_hidden_layers", "at most " + std::to_string(most),
+                         std::to_string(config.num_hidden_layers));
+        config.layer_types.assign(static_cast<std::size_t>(std::min(config.num_hidden_layers, most)),
+                                  layer_type::full_attention);
+        return;
+    }
     auto const before = problems.count();
     auto const names = problems.get<std::vector<std::string>>(text, "layer_types");
     if (problems.count() != before) return;
@@ -191,8 +213,8 @@ inline void read_layers(qwen3_5_config& config, json_value const& text, config_p
 }
 
 /// Reads the sizes of the MLPs: of a dense model, or of experts.
-inline void read_mlp(qwen3_5_config& config, json_value const& text, config_problems& problems) {
-    if (text.at("model_type").got() == R"("qwen3_5_text")") {
+inline void read_mlp(qwen_config& config, json_value const& text, config_problems& problems) {
+    if (text.at("model_type").got() != R"("qwen3_5_moe_text")") {
         config.intermediate_size = problems.positive<index_t>(text, "intermediate_size");
         return;
     }
@@ -209,9 +231,12 @@ inline void read_mlp(qwen3_5_config& config, json_value const& text, config_prob
                       "none or true: Qwen3.5 divides the weights of a token's experts by their sum");
 }
 
-inline void read_rotary(qwen3_5_config& config, json_value const& text, config_problems& problems) {
-    problems.require(!text.has("rope_scaling"), text, "rope_scaling", "rope_parameters instead", "a value");
-    auto const parameters = text.has("rope_parameters") ? text.at("rope_parameters") : text;
+inline void read_rotary(qwen_config& config, json_value const& text, config_problems& problems) {
+    bool const vl = is_qwen3_vl(text);
+    problems.require(vl || !text.has("rope_scaling"), text, "rope_scaling", "rope_parameters instead", "a value");
+    auto const parameters = text.has("rope_parameters")      ? text.at("rope_parameters")
+                            : vl && text.has("rope_scaling") ? text.at("rope_scaling")
+                                                             : text;
     if (!parameters.is_object()) return problems.add(parameters.pointer(), "an object", parameters.got());
     auto const holder = [&](char const* key) { return parameters.has(key) ? parameters : text; };
     for (auto const* key : {"rope_type", "type"})
@@ -219,7 +244,8 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
 
     config.rope_theta = problems.positive<double>(holder("rope_theta"), "rope_theta");
     auto const factor = holder("partial_rotary_factor");
-    config.partial_rotary_factor = problems.positive<double>(factor, "partial_rotary_factor");
+    config.partial_rotary_factor =
+        vl && !factor.has("partial_rotary_factor") ? 1 : problems.positive<double>(factor, "partial_rotary_factor");
     if (config.partial_rotary_factor == 0 || config.head_dim == 0) return;
     if (config.partial_rotary_factor > 1)
         return problems.add(factor.pointer() + "/partial_rotary_factor", "at most 1",
@@ -230,6 +256,7 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
                             "an even number of rotated channels, at least 2",
                             std::to_string(rotary) + " of head_dim " + std::to_string(config.head_dim));
 
+    if (parameters.has("mrope_interleaved")) problems.only(parameters, "mrope_interleaved", true, "true");
     if (!parameters.has("mrope_section")) return;
     auto const before = problems.count();
     auto const section = problems.get<std::vector<std::int32_t>>(parameters, "mrope_section");
@@ -241,33 +268,64 @@ inline void read_rotary(qwen3_5_config& config, json_value const& text, config_p
                      std::to_string(section.size()) + " with the sum " + std::to_string(sum));
 }
 
+/// Reads what stands beside text_config where there is a vision tower.
+inline void read_vision(qwen_config& config, json_value const& document, config_problems& problems) {
+    if (!document.has("vision_config")) return;
+    auto const tower = document.at("vision_config");
+    if (!tower.is_object()) return problems.add(tower.pointer(), "an object", tower.got());
+    for (auto const& [key, member] : {std::pair{"image_token_id", &qwen_config::image_token_id},
+                                      {"video_token_id", &qwen_config::video_token_id}}) {
+        auto const before = problems.count();
+        auto const id = problems.get<std::int32_t>(document, key);
+        if (problems.count() != before) continue;
+        config.*member = id;
+        problems.require(0 <= id && id < config.vocab_size, document, key,
+                         "0 to vocab_size - 1, " + std::to_string(config.vocab_size - 1), std::to_string(id));
+    }
+    problems.require(config.image_token_id != config.video_token_id || config.image_token_id < 0, document,
+                     "video_token_id", "another one than image_token_id", std::to_string(config.video_token_id));
+    config.spatial_merge_size = problems.positive<index_t>(tower, "spatial_merge_size");
+    problems.only(tower, "out_hidden_size", config.hidden_size,
+                  "hidden_size of text_config, " + std::to_string(config.hidden_size));
+    if (!tower.has("deepstack_visual_indexes")) return;
+    config.deepstack_layers = std::ssize(problems.get<std::vector<std::int32_t>>(tower, "deepstack_visual_indexes"));
+    problems.require(config.deepstack_layers <= config.num_hidden_layers, tower, "deepstack_visual_indexes",
+                     "as many as num_hidden_layers at most, " + std::to_string(config.num_hidden_layers),
+                     std::to_string(config.deepstack_layers));
+}
+
 } // namespace detail
 
-inline qwen3_5_config qwen3_5_config::parse(json_value const& document, caller here) {
-    auto const text = detail::qwen3_5_text(document, here);
+inline qwen_config qwen_config::parse(json_value const& document, caller here) {
+    auto const text = detail::qwen_text(document, here);
     detail::config_problems problems(document.where(), here);
-    qwen3_5_config config;
+    qwen_config config;
     detail::read_layers(config, text, problems);
-    for (auto const& [key, member] : {std::pair{"hidden_size", &qwen3_5_config::hidden_size},
-                                      {"vocab_size", &qwen3_5_config::vocab_size},
-                                      {"num_attention_heads", &qwen3_5_config::num_attention_heads},
-                                      {"num_key_value_heads", &qwen3_5_config::num_key_value_heads},
-                                      {"head_dim", &qwen3_5_config::head_dim},
-                                      {"linear_num_key_heads", &qwen3_5_config::linear_num_key_heads},
-                                      {"linear_num_value_heads", &qwen3_5_config::linear_num_value_heads},
-                                      {"linear_key_head_dim", &qwen3_5_config::linear_key_head_dim},
-                                      {"linear_value_head_dim", &qwen3_5_config::linear_value_head_dim},
-                                      {"linear_conv_kernel_dim", &qwen3_5_config::linear_conv_kernel_dim}})
+    for (auto const& [key, member] : {std::pair{"hidden_size", &qwen_config::hidden_size},
+                                      {"vocab_size", &qwen_config::vocab_size},
+                                      {"num_attention_heads", &qwen_config::num_attention_heads},
+                                      {"num_key_value_heads", &qwen_config::num_key_value_heads},
+                                      {"head_dim", &qwen_config::head_dim}})
         config.*member = problems.positive<index_t>(text, key);
+    bool const vl = detail::is_qwen3_vl(text);
+    if (!vl)
+        for (auto const& [key, member] : {std::pair{"linear_num_key_heads", &qwen_config::linear_num_key_heads},
+                                          {"linear_num_value_heads", &qwen_config::linear_num_value_heads},
+                                          {"linear_key_head_dim", &qwen_config::linear_key_head_dim},
+                                          {"linear_value_head_dim", &qwen_config::linear_value_head_dim},
+                                          {"linear_conv_kernel_dim", &qwen_config::linear_conv_kernel_dim}})
+            config.*member = problems.positive<index_t>(text, key);
+    config.attn_output_gate = config.zero_centred_norms = !vl;
     config.rms_norm_eps = problems.positive<double>(text, "rms_norm_eps");
     auto const& outer = document.has("tie_word_embeddings") ? document : text;
     config.tie_word_embeddings = problems.get<bool>(outer, "tie_word_embeddings");
     detail::read_mlp(config, text, problems);
     detail::read_rotary(config, text, problems);
+    detail::read_vision(config, document, problems);
 
     problems.only(text, "hidden_act", std::string("silu"), R"("silu")");
     if (text.has("attention_bias")) problems.only(text, "attention_bias", false, "false");
-    if (text.has("attn_output_gate")) problems.only(text, "attn_output_gate", true, "true");
+    if (text.has("attn_output_gate")) problems.only(text, "attn_output_gate", !vl, vl ? "false" : "true");
     auto const multiple = [&](char const* key, index_t many, char const* of, index_t few) {
         problems.require(many == 0 || few == 0 || many % few == 0, text, key,
                          "a multiple of " + std::string(of) + ", " + std::to_string(few), std::to_string(many));

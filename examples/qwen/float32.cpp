@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// The model in float32.
+#include "on_host.hpp"
+
+namespace qwen {
+
+template outcome run(checkpoint<float> const&, input const&, strategy const&, int, cpx::index_t, bool);
+
+} // namespace qwen

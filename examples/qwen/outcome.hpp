@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a pass gives, and how to run one on the host.
+#pragma once
+
+#include "checkpoint.hpp"
+#include "input.hpp"
+#include "needs.hpp"
+
+#include <cpx/ops/token_loss.hpp>
+#include <cpx/transport/counted.hpp>
+
+#include <map>
+
+namespace qwen {
+
+/// The gradient of a weight or of features, whole.
+template <class T>
+struct gradient {
+    cpx::index_t columns = 0;
+    std::vector<T> values = {};
+};
+
+struct outcome {
+    std::vector<double> log_probabilities; ///< by global row
+    cpx::token_loss loss;
+    std::map<std::string, gradient<double>> gradients = {}; ///< of the loss, by name in files; none unless asked for
+    bool exact = false;                                     ///< bitwise those of one rank, by construction
+    bool positions_equal = true;                            ///< to those of the input, on all ranks
+    cpx::tally rows, states; ///< what all ranks sent: rows (relayouts and halos) and recurrent states
+    needs counted;
+};
+
+/// Runs the model over `ranks` threads, forward and, if asked for, backward. Throws `cpx::error` on bad input.
+///
+/// Compiled for float and for double, each by a file of its own.
+template <class T>
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
+            bool backward);
+
+} // namespace qwen
