@@ -72,10 +72,15 @@ template <class T>
 std::string show(T value) {
     return std::to_string(value);
 }
+template <std::invocable F>
+std::string show(F const& text) {
+    return text();
+}
 
 } // namespace detail
 
-/// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers or texts, turned into text only on failure.
+/// Throws `cpx::error` unless `holds`. `expected` and `got` are numbers, texts or functions that return a text, which
+/// are called, as numbers are turned into text, only on failure.
 ///
 /// For checks made once a batch or once a call, never once a token. The location is the caller's.
 template <class E, class G>

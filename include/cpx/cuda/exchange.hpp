@@ -93,10 +93,12 @@ public:
         require(room_, where, "exchange", "one made with room for other plans", "one without", here);
         auto made = make(plans, here);
         index_t const most = (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle));
-        require(std::ssize(made.list) <= most, where, "rectangles of the plans", "at most " + std::to_string(most),
-                made.list.size(), here);
-        require(made.staged <= staged_out_.size(), where, "bytes that leave or come",
-                "at most " + std::to_string(staged_out_.size()), made.staged, here);
+        require(
+            std::ssize(made.list) <= most, where, "rectangles of the plans",
+            [&] { return "at most " + std::to_string(most); }, made.list.size(), here);
+        require(
+            made.staged <= staged_out_.size(), where, "bytes that leave or come",
+            [&] { return "at most " + std::to_string(staged_out_.size()); }, made.staged, here);
         std::uint64_t word = 0;
         for (plan const& p : plans) word = cpx::detail::mix(word, p.id.template for_elements<T>(width_).fingerprint());
         std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
@@ -118,8 +120,9 @@ public:
                     caller here = caller::here()) {
         require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
                 current_device(), here);
-        require(number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
-                "less than " + std::to_string(plans_.size()), number, here);
+        require(
+            number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
+            [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
         ready const& p = plans_[static_cast<std::size_t>(number)];
         require(!p.sums || (addable && !back), "cuda::exchange", "elements of a plan that sums",
                 "a type with +, and not back", std::string(cpx::detail::type_name<T>()), here);
@@ -228,9 +231,10 @@ private:
         char const* const where = "cuda::exchange";
         tables made;
         for (plan const& p : plans) {
-            require(p.ranks() == comm_.ranks() && p.rank == comm_.rank(), where, "rank of the plan",
-                    std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
-                    std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+            require(
+                p.ranks() == comm_.ranks() && p.rank == comm_.rank(), where, "rank of the plan",
+                [&] { return std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()); },
+                [&] { return std::to_string(p.rank) + " of " + std::to_string(p.ranks()); }, here);
             bool const sums = p.kind == flow::sums;
             auto const end_of = [&](index_t rows, index_t own_width, index_t stride,
                                     std::vector<message> const& messages) {
@@ -269,16 +273,16 @@ private:
     kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
     void check_buffer(char const* which, auto const& b, end const& like, caller here) const {
-        std::string const where = std::string("cuda::exchange, ") + which;
+        auto const where = [&] { return std::string("cuda::exchange, ") + which; };
         auto const text = [](index_t count, index_t width, index_t stride) {
             return std::to_string(count) + ", " + std::to_string(width) + ", " + std::to_string(stride);
         };
         if (b.count() != like.rows || b.width() != like.width || (b.stride() != like.stride && like.rows > 1))
-            throw error(where, "rows, width and stride", text(like.rows, like.width, like.stride),
+            throw error(where(), "rows, width and stride", text(like.rows, like.width, like.stride),
                         text(b.count(), b.width(), b.stride()), here);
         detail::require_memory("cuda::exchange", which, b, here);
-        require(b.count() * b.width() == 0 || detail::address(b.data()) % 16 == 0, where.c_str(),
-                "alignment of the buffer", "16 bytes", detail::address(b.data()) % 16, here);
+        if (index_t const beyond = detail::address(b.data()) % 16; b.count() * b.width() > 0 && beyond != 0)
+            throw error(where(), "alignment of the buffer", "16 bytes", std::to_string(beyond), here);
     }
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.

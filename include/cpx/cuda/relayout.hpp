@@ -169,15 +169,19 @@ public:
         require(from.width() == source_width_, where, "width of the source", source_width_, from.width(), here);
         require(from.count() >= source_rows_, where, "rows of the source", source_rows_, from.count(), here);
         int const peers = memory.meeting.ranks, ranks = static_cast<int>(targets_.size());
-        require(memory.first + memory.meeting.rank == rank_ && memory.first + peers <= ranks, where,
-                "ranks of the memory", std::to_string(rank_) + " of " + std::to_string(ranks),
-                std::to_string(memory.first + memory.meeting.rank) + " of " + std::to_string(memory.first + peers),
-                here);
+        require(
+            memory.first + memory.meeting.rank == rank_ && memory.first + peers <= ranks, where, "ranks of the memory",
+            [&] { return std::to_string(rank_) + " of " + std::to_string(ranks); },
+            [&] {
+                return std::to_string(memory.first + memory.meeting.rank) + " of " +
+                       std::to_string(memory.first + peers);
+            },
+            here);
         for (int rank = memory.first; rank < memory.first + peers; ++rank)
-            require(offset >= 0 && offset + target_bytes(rank) <= memory.bytes, where,
-                    ("bytes of rank " + std::to_string(rank) + "'s target").c_str(),
-                    "at most those after the offset, " + std::to_string(memory.bytes - offset), target_bytes(rank),
-                    here);
+            if (offset < 0 || offset + target_bytes(rank) > memory.bytes)
+                throw error(where, "bytes of rank " + std::to_string(rank) + "'s target",
+                            "at most those after the offset, " + std::to_string(memory.bytes - offset),
+                            std::to_string(target_bytes(rank)), here);
         detail::require_memory(where, "source", from, here);
         detail::require_memory(where, "offsets", batch.offsets, here);
         std::span const target(memory.base[memory.meeting.rank] + offset,
@@ -186,8 +190,10 @@ public:
         int most = 0;
         check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
               "cudaDeviceGetAttribute", here);
-        require(tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
-                "few enough for tables of " + std::to_string(most - 1024) + " bytes", batch.sequences, here);
+        require(
+            tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
+            [&] { return "few enough for tables of " + std::to_string(most - 1024) + " bytes"; }, batch.sequences,
+            here);
     }
 
     /// Returns what the kernel is told of the rows of a call; see there.
