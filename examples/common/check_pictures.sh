@@ -88,3 +88,8 @@ for name in zigzag_to_sequential images_and_videos; do
     eval "draw $command"
     cmp -s "$place/picture.svg" "$docs/$name.svg" || wrong "docs/$name.svg is not what inspect $command draws"
 done
+
+# What is too narrow to be seen is joined: a picture of many ranks by heads stays small.
+draw --cu 0,4096,10000,65536 --ranks 1024 --to head_sharded
+[ "$(wc -c <"$place/picture.svg")" -lt 2000000 ] || wrong "a picture of 1024 ranks by heads of more than 2 MB"
+grep -q "of several ranks, joined" "$place/picture.svg" || wrong "no key of what is joined"

@@ -5,6 +5,7 @@
 #include "canvas.hpp"
 #include "report.hpp"
 
+#include <utility>
 #include <vector>
 
 namespace inspect {
@@ -215,33 +216,59 @@ private:
             colour const sender = paint_of(0).ground;
             key(x, sender, sender, "received, in the colour of the sender");
             key(x, paint_of(0, true), sender, "stays");
-            bool const joins = report_.by_heads && report_.everywhere && report_.ranks > static_cast<int>(most_bands);
-            if (joins) key(x, paint_of(several), paint_of(several).ground, "heads of several ranks, joined");
         }
-        if (report_.by_heads)
-            canvas_.text(x, y_ + 4, "start", 11, grey,
-                         "↓ in every lane: " + count(report_.heads, "head") + " of a row");
+        if (report_.by_heads && room()) {
+            std::string const axis = "↓ in every lane: " + count(report_.heads, "head") + " of a row";
+            canvas_.text(x, y_ + 4, "start", 11, grey, axis);
+            x += 20 + canvas::width_of(axis, 11);
+        }
+        double const y_of_heading = y_;
         y_ += words.empty() && !report_.by_heads ? 0 : 20;
-        bool const room = lane_height_ >= 10;
-        if (!room) ground(lane_height_ * report_.ranks);
+        bool joins = after && report_.by_heads && report_.everywhere && report_.ranks > static_cast<int>(most_bands);
+        if (!room()) ground(lane_height_ * report_.ranks);
         for (int rank = 0; rank < report_.ranks; ++rank) {
             lane const& held = lanes[static_cast<std::size_t>(rank)];
             double const middle = y_ + lane_height_ / 2;
-            if (room) ground(lane_height_);
-            for (block const& b : held.blocks)
-                for_each_sequence(b.rows, [&](range rows) {
-                    draw({rows, b.heads, b.source}, after && b.source == rank);
-                });
-            if (room) {
+            if (room()) ground(lane_height_);
+            joins |= blocks(held, after, rank);
+            if (room()) {
                 paint const own = paint_of(rank);
                 canvas_.box(margin, middle - 5, 10, 10, own, own.ground);
                 canvas_.text(margin + 18, middle, "start", 12, black, "rank " + std::to_string(rank));
                 canvas_.text(x_.end() + 12, middle, "start", 11, grey, note(report_, held, after));
                 if (report_.by_heads) heads();
             }
-            y_ += lane_height_ + (room ? 4 : 0);
+            y_ += lane_height_ + (room() ? 4 : 0);
         }
-        y_ += 20;
+        double const next = std::exchange(y_, y_of_heading) + 20;
+        if (joins) key(x, paint_of(several), paint_of(several).ground, "of several ranks, joined");
+        y_ = next;
+    }
+
+    /// Draws what a lane holds. What is too narrow to be told from its neighbours is joined with them. Returns whether
+    /// that was of several ranks.
+    bool blocks(lane const& held, bool after, int rank) {
+        bool joins = false;
+        block thin{};
+        auto const flush = [&] {
+            if (!thin.rows.empty()) draw(thin, after && thin.source == rank);
+            thin.rows = {};
+        };
+        for (block const& b : held.blocks)
+            for_each_sequence(b.rows, [&](range rows) {
+                block const part{rows, b.heads, b.source};
+                bool const narrow = x_.width(rows) < 1.5, same_heads = part.heads == thin.heads;
+                if (narrow && same_heads && thin.rows.last == rows.first &&
+                    report_.batch.sequence(thin.rows.first) == report_.batch.sequence(rows.first)) {
+                    if (thin.source != part.source) thin.source = several, joins = true;
+                    thin.rows.last = rows.last;
+                    return;
+                }
+                flush();
+                narrow ? void(thin = part) : draw(part, after && part.source == rank);
+            });
+        flush();
+        return joins;
     }
 
     void ground(double height) {
@@ -249,6 +276,9 @@ private:
         for_each_sequence({0, report_.batch.tokens()},
                           [&](range rows) { canvas_.box(x_(rows.first), y_, x_.width(rows), height, paper, paper); });
     }
+
+    /// Returns whether lanes have room for heads, names and notes.
+    bool room() const { return lane_height_ >= 10; }
 
     /// Draws the axis of a lane.
     void heads() {
@@ -263,8 +293,9 @@ private:
         paint const fill = paint_of(b.source, stays);
         colour const rim = stays ? fill.ink : fill.ground, ink = fill.ground.dark() ? white : black;
         double const head = lane_height_ / static_cast<double>(report_.heads);
-        double const top = y_ + head * static_cast<double>(b.heads.first);
-        double const height = head * static_cast<double>(b.heads.size()), middle = top + height / 2;
+        double const top = room() ? y_ + head * static_cast<double>(b.heads.first) : y_;
+        double const height = room() ? head * static_cast<double>(b.heads.size()) : lane_height_,
+                     middle = top + height / 2;
         double const x = x_(b.rows.first), width = x_.width(b.rows), row = width / static_cast<double>(b.rows.size());
         double const edge = height < 6 ? 0 : 0.5;
         paint const thin(fill.ink.lighter(0.5), fill.ink, fill.pattern); // for what stays, where a rim has no room
