@@ -10,14 +10,17 @@ namespace cpx::kernels {
 
 namespace delta {
 
+/// Queries, keys and gates come long before they are wanted: first P and X are made of them.
 struct dstate_memory {
-    static constexpr int stages = 3;
-    char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes], inverse[stages][panel_bytes];
-    char dout[stages][panel_bytes]; ///< and then gradients of values: a warp writes where it alone has read
-    char p[2][panel_bytes], x[2][2 * panel_bytes];
-    traced_half trace;
+    static constexpr int stages = 4, dout_stages = 3;
+    char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes];
+    char inverse[dout_stages][panel_bytes];
+    char dout[dout_stages][panel_bytes]; ///< and then gradients of values: a warp writes where it alone has read
+    char p[panel_bytes], x[2][2 * panel_bytes];
     delta_gates gates[stages];
-    barrier full[stages], empty[stages], dout_empty[stages], dvalues_full[stages], aux_full[2], aux_empty[2], landed;
+    barrier full[stages], empty[stages], inverse_full[dout_stages], inverse_empty[dout_stages];
+    barrier dout_full[dout_stages], dout_empty[dout_stages], dvalues_full[dout_stages];
+    barrier p_full, p_empty, x_full[2], x_empty[2], landed, dout_landed;
 };
 
 } // namespace delta
@@ -31,22 +34,22 @@ struct delta_dvalues {
 namespace delta {
 
 /// Walks back along half the value channels of a sequence and value head, `block` of all of them; `initial` and `last`
-/// of the walk are the gradients of the states after the sequences and before them. By a warp that loads, two that
-/// store, warpgroups that make P and X, one that has the gradient.
+/// of the walk are the gradients of the states after the sequences and before them. By a warp that loads, one that
+/// stores, warpgroups that make P and X, one that has the gradient.
 __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
                                           CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
                                           int block) {
-    extern __shared__ __align__(1024) char raw[];
-    auto& memory = *reinterpret_cast<dstate_memory*>(raw);
-    constexpr int stages = dstate_memory::stages;
+    auto& memory = shared_memory<dstate_memory>();
+    constexpr int stages = dstate_memory::stages, dout_stages = dstate_memory::dout_stages;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) {
-            memory.full[i].init(1), memory.empty[i].init(12);
-            memory.dout_empty[i].init(1), memory.dvalues_full[i].init(4);
+        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
+        for (int i = 0; i < dout_stages; ++i) {
+            memory.inverse_full[i].init(1), memory.inverse_empty[i].init(8);
+            memory.dout_full[i].init(1), memory.dout_empty[i].init(1), memory.dvalues_full[i].init(4);
         }
-        for (int i = 0; i < 2; ++i) memory.aux_full[i].init(8), memory.aux_empty[i].init(4);
-        memory.landed.init(1);
-        memory.trace.init();
+        memory.p_full.init(4), memory.p_empty.init(4);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.x_empty[i].init(4);
+        memory.landed.init(1), memory.dout_landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -58,20 +61,25 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
         ring<stages> r;
+        ring<dout_stages> d;
         if (warp == 0) {
-            for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next()) {
+            int const column = 128 * (head / in.group);
+            for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next(), d.next()) {
                 int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
                 bool const whole = n == delta_chunk;
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
-                wait(memory.dout_empty[r.at], r.parity ^ 1);
                 if (lane == 0) {
-                    full.arrive_and_expect_tx(6 * panel_bytes + sizeof(delta_gates));
-                    load_panels<2>(queries, full, memory.queries[r.at], 128 * (head / in.group), row);
-                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at]);
-                    load_panels<1>(dout, full, memory.dout[r.at], channel, row);
+                    full.arrive_and_expect_tx(4 * panel_bytes + sizeof(delta_gates));
+                    load_panels<2>(queries, full, memory.queries[r.at], column, row);
+                    load_panels<2>(keys, full, memory.keys[r.at], column, row);
+                    load_gates(in.prepared, place, full, memory.gates[r.at]);
+                }
+                wait(memory.inverse_empty[d.at], d.parity ^ 1);
+                if (lane == 0) {
+                    memory.inverse_full[d.at].arrive_and_expect_tx(panel_bytes);
+                    load_inverse(in.prepared, place, memory.inverse_full[d.at], memory.inverse[d.at]);
                 }
                 __syncwarp();
                 if (whole) continue;
@@ -81,65 +89,84 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                     clear_rows(memory.queries[r.at] + p * panel_bytes, n);
                     clear_rows(memory.keys[r.at] + p * panel_bytes, n);
                 }
-                clear_rows(memory.dout[r.at], n);
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.full[r.at]);
             }
         } else if (warp == 1) {
-            if (lane == 0)
-                for (int c = chunks - 1; c >= 0; --c)
-                    memory.trace.send(in.states + in.half_of(sequence.first_chunk + c, head, half) * 2 * panel_bytes,
-                                      chunks - 1 - c);
+            for (int c = chunks - 1, landings = 0; c >= 0; --c, d.next()) {
+                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                bool const whole = n == delta_chunk;
+                barrier& full = whole ? memory.dout_full[d.at] : memory.dout_landed;
+                wait(memory.dout_empty[d.at], d.parity ^ 1);
+                if (lane == 0) {
+                    full.arrive_and_expect_tx(panel_bytes);
+                    load_panels<1>(dout, full, memory.dout[d.at], channel, row);
+                }
+                __syncwarp();
+                if (whole) continue;
+                wait(memory.dout_landed, landings++ % 2);
+                clear_rows(memory.dout[d.at], n);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.dout_full[d.at]);
+            }
         } else if (warp == 2) {
-            for (int c = chunks - 1; c >= 0; --c, r.next()) {
+            for (int c = chunks - 1; c >= 0; --c, d.next()) {
                 int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
-                wait(memory.dvalues_full[r.at], r.parity);
-                store_rows(dvalues, to.rows, memory.dout[r.at], channel, begin, n);
-                arrive_warp(memory.dout_empty[r.at]);
+                wait(memory.dvalues_full[d.at], d.parity);
+                store_rows(dvalues, to.rows, memory.dout[d.at], channel, begin, n);
+                arrive_warp(memory.dout_empty[d.at]);
             }
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         ring<stages> r;
-        ring<2> b;
-        for (int i = 0; i < chunks; ++i, r.next(), b.next()) {
+        ring<dout_stages> a;
+        for (int i = 0; i < chunks; ++i, r.next(), a.next()) {
             wait(memory.full[r.at], r.parity);
+            wait(memory.inverse_full[a.at], a.parity);
             std::uint32_t words[16];
-            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[r.at], memory.gates[r.at], in.scale,
+            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
                       words);
-            wait(memory.aux_empty[b.at], b.parity ^ 1);
-            store_operand(words, memory.p[b.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.aux_full[b.at]);
+            arrive_warp(memory.inverse_empty[a.at]);
             arrive_warp(memory.empty[r.at]);
+            wait(memory.p_empty, i & 1 ^ 1);
+            store_operand(words, memory.p);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.p_full);
         }
     } else if (group == 3) {
         cutlass::arch::warpgroup_reg_dealloc<128>();
         ring<stages> r;
-        ring<2> b;
-        for (int i = 0; i < chunks; ++i, r.next(), b.next()) {
+        ring<dout_stages> a;
+        ring<2> x;
+        for (int i = 0; i < chunks; ++i, r.next(), a.next(), x.next()) {
             wait(memory.full[r.at], r.parity);
-            wait(memory.aux_empty[b.at], b.parity ^ 1);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
+            wait(memory.inverse_full[a.at], a.parity);
+            wait(memory.x_empty[x.at], x.parity ^ 1);
+            compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
             cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.aux_full[b.at]);
+            arrive_warp(memory.x_full[x.at]);
+            arrive_warp(memory.inverse_empty[a.at]);
             arrive_warp(memory.empty[r.at]);
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+        char* trace = in.states + in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
         ring<stages> r;
+        ring<dout_stages> place;
         std::uint32_t d[16];
         float fading = 0;
         auto const await_chunk = [&] {
             wait(memory.full[r.at], r.parity);
-            load_transposed(memory.dout[r.at], d);
+            wait(memory.dout_full[place.at], place.parity);
+            load_transposed(memory.dout[place.at], d);
             fading = memory.gates[r.at].decay[delta_chunk - 1];
         };
         if (chunks > 0) await_chunk();
         for (int i = 0; i < chunks; ++i) {
-            int const at = r.at, side = i & 1;
+            int const at = r.at, dout_at = place.at, side = i & 1;
             std::uint32_t f[32], reading[16], erasing[16];
             round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
@@ -148,17 +175,19 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
 #pragma unroll
             for (int j = 0; j < 16; ++j)
                 reading[j] = two_bf16(in.scale * e[j / 2].x * low_half(d[j]), in.scale * e[j / 2].y * high_half(d[j]));
-            wait(memory.aux_full[side], i >> 1 & 1);
+            wait(memory.x_full[side], i >> 1 & 1);
+            wait(memory.p_full, i & 1);
             float dy[32];
             keep(dy);
             keep(s);
             cute::warpgroup_arrive();
             multiply_along<8>(dy, f, memory.x[side], false);
-            multiply_down(dy, d, memory.p[side], true);
+            multiply_down(dy, d, memory.p, true);
             cute::warpgroup_commit_batch();
             multiply_down(s, reading, memory.queries[at], true);
             cute::warpgroup_commit_batch();
-            memory.trace.put(f, i);
+            store_trace(f, trace);
+            trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
             cute::warpgroup_wait<1>();
             keep(dy);
 #pragma unroll
@@ -166,14 +195,16 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             cute::warpgroup_arrive();
             multiply_down(s, erasing, memory.keys[at], true);
             cute::warpgroup_commit_batch();
-            arrive_warp(memory.aux_empty[side]);
+            arrive_warp(memory.p_empty);
+            arrive_warp(memory.x_empty[side]);
             std::uint32_t dv[16];
             round_to_operand(dy, dv);
-            store_transposed(dv, memory.dout[at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.dvalues_full[at]);
+            store_transposed(dv, memory.dout[dout_at]);
             r.next();
+            place.next();
             if (i + 1 < chunks) await_chunk();
+            cutlass::arch::fence_view_async_shared(); // waits for what was written
+            arrive_warp(memory.dvalues_full[dout_at]);
             cute::warpgroup_wait<0>();
             keep(s);
             arrive_warp(memory.empty[at]);

@@ -17,17 +17,17 @@ static __global__ void __launch_bounds__(512, 1)
                     __grid_constant__ CUtensorMap const dvalues, delta_gradients const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    extern __shared__ __align__(1024) char raw[];
-    auto* memory = reinterpret_cast<grad_memory*>(raw);
+    auto* memory = &shared_memory<grad_memory>();
     if (threadIdx.x == 0) {
-        memory->tokens_full.init(1), memory->tokens_empty.init(12);
+        for (int i = 0; i < 2; ++i) memory->keys_full[i].init(1), memory->keys_empty[i].init(12);
+        memory->queries_full.init(1), memory->queries_empty.init(8);
         memory->values_full.init(1), memory->values_empty.init(12);
         memory->state_full.init(1), memory->state_empty.init(10);
         memory->dstate_full.init(1), memory->dstate_empty.init(6);
         for (int i = 0; i < 2; ++i) memory->prepared_full[i].init(1), memory->prepared_empty[i].init(13);
         memory->y_full.init(4), memory->dx_full.init(4), memory->dscores_full.init(4), memory->z_full.init(4);
-        memory->dx_empty.init(12), memory->z_empty.init(4), memory->sums_full.init(14), memory->sums_empty.init(1),
-            memory->landed.init(1);
+        memory->dx_empty.init(8), memory->z_empty.init(4), memory->sums_full.init(14), memory->sums_empty.init(1);
+        memory->landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -42,11 +42,11 @@ static __global__ void __launch_bounds__(512, 1)
         else
             block.write_gates(queries, keys, values, dout, dvalues);
     } else if (block.group == 1) {
-        cutlass::arch::warpgroup_reg_alloc<168>();
-        block.write_queries();
+        cutlass::arch::warpgroup_reg_dealloc<112>();
+        block.make_values();
     } else if (block.group == 2) {
-        cutlass::arch::warpgroup_reg_alloc<136>();
-        block.write_keys();
+        cutlass::arch::warpgroup_reg_alloc<192>();
+        block.write_rows();
     } else {
         cutlass::arch::warpgroup_reg_alloc<160>();
         block.multiply_tokens();

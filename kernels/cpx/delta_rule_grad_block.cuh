@@ -30,26 +30,26 @@ struct delta_gradients {
 namespace delta {
 
 struct grad_memory {
-    char queries[2 * panel_bytes], keys[2 * panel_bytes];
-    char values[2 * panel_bytes]; ///< and then Y: a warp writes where it alone has read
+    char keys[2][2 * panel_bytes], queries[2 * panel_bytes]; ///< keys of the task, and of the next one
+    char values[2 * panel_bytes];                            ///< and then Y: a warp writes where it alone has read
     char dout[2 * panel_bytes], dy[2 * panel_bytes];
-    char state[4 * panel_bytes], dstate[4 * panel_bytes]; ///< by halves of the value channels
-    char inverse[2][panel_bytes], weighted[panel_bytes];  ///< A, A'
-    char scores[panel_bytes];                             ///< B
-    char e[panel_bytes];                                  ///< E, and then N A'^T
-    char dscores[panel_bytes], z[panel_bytes];            ///< dB, Z
+    char state[state_bytes], dstate[state_bytes];
+    char inverse[2][panel_bytes]; ///< A
+    char scores[panel_bytes];     ///< B
+    char e[panel_bytes];          ///< E, then N A'^T, then Z
+    char dscores[panel_bytes];    ///< dB
     char dx[2 * panel_bytes];
     delta_gates gates[2];
     float reading[2][delta_chunk];                                         ///< sums along rows, of dg: of queries, keys
     float products[delta_chunk];                                           ///< and of db
     float t[4][delta_chunk], down[4][delta_chunk], across[4][delta_chunk]; ///< of 16 rows each: t, H's columns, dg's
     float inner[2];                                                        ///< <S, dS'>, of a half each
-    barrier tokens_full, tokens_empty;                                     ///< Q, K: of a key head
-    barrier values_full, values_empty;                                     ///< V, dO, dY
+    barrier keys_full[2], keys_empty[2], queries_full, queries_empty;
+    barrier values_full, values_empty; ///< V, dO, dY
     barrier state_full, state_empty, dstate_full, dstate_empty;
     barrier prepared_full[2], prepared_empty[2];
     barrier y_full, dx_full, dscores_full, z_full;
-    barrier dx_empty, z_empty; ///< A', dX and dB have been read, or Z
+    barrier dx_empty, z_empty;
     barrier sums_full, sums_empty, landed;
 };
 
@@ -77,13 +77,6 @@ __device__ __forceinline__ float add_row(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/// sum (64 tokens by 64) = a b^T of the 128 value channels; b has them down its rows, in halves.
-__device__ __forceinline__ void multiply_halves(float (&sum)[32], char const* a, char const* b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-        multiply_panels<Major::K, Major::MN, 4>(sum, a + half * panel_bytes, b + half * 2 * panel_bytes, half);
-}
-
 /// Asks for tensors of a chunk, 64 columns a panel; rows beyond the chunk's n are zeroed.
 template <class F>
 __device__ __forceinline__ void load_tokens(barrier& full, barrier& landed, int& landings, int n, int bytes, F&& load) {
@@ -105,7 +98,7 @@ __device__ __forceinline__ void add_states(float (&sum)[64], float (&along)[2], 
         float product[32];
         keep(product);
         cute::warpgroup_arrive();
-        multiply_halves(product, x, state + half * panel_bytes);
+        multiply_values(product, x, state + half * 8 * 128);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         keep(product);
@@ -182,7 +175,7 @@ struct grad_block {
              task += static_cast<int>(gridDim.x), ++task_turn) {
             begin_task(task);
             for (int h = 0; h < in.group; ++h, ++turn) {
-                asm volatile("" : "+l"(memory)); // or places in it would be kept in registers
+                memory = &shared_memory<grad_memory>(); // anew, or places in it would be kept in registers
                 body(task / in.key_heads, task % in.key_heads * in.group + h, memory->inverse[turn & 1],
                      memory->gates[turn & 1]);
             }
@@ -190,6 +183,8 @@ struct grad_block {
         }
     }
     static __device__ __forceinline__ void nothing(int) {}
+    __device__ __forceinline__ char* keys() const { return memory->keys[task_turn & 1]; }
+    __device__ __forceinline__ void await_keys() const { wait(memory->keys_full[task_turn & 1], task_turn >> 1 & 1); }
     /// Writes sums of rows, of which four lanes have parts.
     __device__ __forceinline__ void put_sums(float const (&along)[2], float* to) const {
         wait(memory->sums_empty, turn & 1 ^ 1);
@@ -207,8 +202,8 @@ struct grad_block {
     __device__ void write_gates(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
                                 CUtensorMap const& dout, CUtensorMap const& dvalues);
     // A warpgroup each:
-    __device__ void write_queries();
-    __device__ void write_keys();
+    __device__ void make_values();
+    __device__ void write_rows();
     __device__ void multiply_tokens();
 };
 

@@ -16,6 +16,21 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
     chunk_rows rows{};
     each([&](int task) { rows = rows_of(task); },
          [&](int chunk, int head, char* inverse, delta_gates& gates) {
+             bool const first = turn % in.group == 0;
+             int const column = 128 * (head / in.group);
+             auto const load_of_task = [&](barrier& full, CUtensorMap const& map, char* to) {
+                 load_tokens(full, memory->landed, landings, rows.n, 2 * panel_bytes,
+                             [&](barrier& b) { load_panels<2>(map, b, to, column, rows.begin); });
+                 if (rows.n == delta_chunk) return;
+                 clear_rows(to, rows.n);
+                 clear_rows(to + panel_bytes, rows.n);
+                 cutlass::arch::fence_view_async_shared();
+                 arrive_warp(full);
+             };
+             if (first) {
+                 wait(memory->keys_empty[task_turn & 1], task_turn >> 1 & 1 ^ 1);
+                 load_of_task(memory->keys_full[task_turn & 1], keys, this->keys());
+             }
              std::int64_t const place = std::int64_t{chunk} * heads + head;
              int const parity = turn & 1 ^ 1;
              barrier& prepared_full = memory->prepared_full[turn & 1];
@@ -27,9 +42,9 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
              auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
                  wait(empty, parity);
                  if (lane == 0) {
-                     full.arrive_and_expect_tx(4 * panel_bytes);
-                     cute::SM90_BULK_COPY_G2S::copy(from + place * 4 * panel_bytes,
-                                                    reinterpret_cast<std::uint64_t*>(&full), to, 4 * panel_bytes);
+                     full.arrive_and_expect_tx(state_bytes);
+                     cute::SM90_BULK_COPY_G2S::copy(from + place * state_bytes, reinterpret_cast<std::uint64_t*>(&full),
+                                                    to, state_bytes);
                  }
                  __syncwarp();
              };
@@ -47,18 +62,9 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
                  cutlass::arch::fence_view_async_shared();
                  arrive_warp(memory->values_full);
              }
-             if (turn % in.group != 0) return;
-             wait(memory->tokens_empty, task_turn & 1 ^ 1); // last: the others may come while a task ends
-             int const column = 128 * (head / in.group);
-             load_tokens(memory->tokens_full, memory->landed, landings, rows.n, 4 * panel_bytes, [&](barrier& b) {
-                 load_panels<2>(keys, b, memory->keys, column, rows.begin);
-                 load_panels<2>(queries, b, memory->queries, column, rows.begin);
-             });
-             if (rows.n == delta_chunk) return;
-#pragma unroll 1
-             for (int p = 0; p < 4; ++p) clear_rows(memory->queries + p * panel_bytes, rows.n); // and of the keys
-             cutlass::arch::fence_view_async_shared();
-             arrive_warp(memory->tokens_full);
+             if (!first) return;
+             wait(memory->queries_empty, task_turn & 1 ^ 1); // last: the others may come while a task ends
+             load_of_task(memory->queries_full, queries, memory->queries);
          },
          nothing);
 }
@@ -104,8 +110,8 @@ __device__ __forceinline__ void grad_block::write_gates(CUtensorMap const& queri
         if (task >= tasks()) return;
         int const key_head = task % in.key_heads, next = same_task ? head + 1 : key_head * in.group;
         std::int64_t const place = std::int64_t{task / in.key_heads} * heads + next;
-        SM90_BULK_COPY_G2S::PREFETCH::copy(in.dstates + place * 4 * panel_bytes, 4 * panel_bytes);
-        SM90_BULK_COPY_G2S::PREFETCH::copy(in.states + place * 4 * panel_bytes, 4 * panel_bytes);
+        SM90_BULK_COPY_G2S::PREFETCH::copy(in.dstates + place * state_bytes, state_bytes);
+        SM90_BULK_COPY_G2S::PREFETCH::copy(in.states + place * state_bytes, state_bytes);
         SM90_BULK_COPY_G2S::PREFETCH::copy(in.prepared.inverse + place * panel_bytes, panel_bytes);
         int const begin = same_task ? rows.begin : rows_of(task).begin;
 #pragma unroll 1

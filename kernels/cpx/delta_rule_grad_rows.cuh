@@ -8,144 +8,152 @@ namespace cpx::kernels::delta {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// Y, dX, A' and dQ.
-__device__ __forceinline__ void grad_block::write_queries() {
-    float dq[64];
-    each(
-        [&](int) {
-            wait(memory->tokens_full, task_turn & 1);
+/// Y and dX.
+__device__ __forceinline__ void grad_block::make_values() {
+    each([&](int) { await_keys(); },
+         [&](int, int, char*, delta_gates& gates) {
+             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+             wait(memory->state_full, turn & 1);
+             wait(memory->values_full, turn & 1);
+             std::uint32_t y[32];
+             float along[2] = {};
+             float const e[2] = {gates.decay[row], gates.decay[row + 8]};
 #pragma unroll
-            for (int i = 0; i < 64; ++i) dq[i] = 0;
+             for (int half = 0; half < 2; ++half) {
+                 float u[32];
+                 keep(u);
+                 cute::warpgroup_arrive();
+                 multiply_keys(u, keys(), memory->state + half * 8 * cores_bytes);
+                 cute::warpgroup_commit_batch();
+                 std::uint32_t words[16];
+                 load_operand(memory->values + half * panel_bytes, words);
+                 cute::warpgroup_wait<0>();
+                 keep(u);
+#pragma unroll
+                 for (int i = 0; i < 16; ++i)
+                     y[16 * half + i] = two_bf16(fmaf(-e[i % 2], u[2 * i], low_half(words[i])),
+                                                 fmaf(-e[i % 2], u[2 * i + 1], high_half(words[i])));
+                 store_operand(y + 16 * half, memory->values + half * panel_bytes);
+                 load_operand(memory->dy + half * panel_bytes, words);
+#pragma unroll
+                 for (int i = 0; i < 16; ++i)
+                     along[i % 2] =
+                         fmaf(u[2 * i + 1], high_half(words[i]), fmaf(u[2 * i], low_half(words[i]), along[i % 2]));
+             }
+             arrive_warp(memory->state_empty);
+             cutlass::arch::fence_view_async_shared();
+             arrive_warp(memory->y_full);
+             arrive_warp(memory->values_empty);
+             along[0] *= -e[0], along[1] *= -e[1];
+             put_sums(along, memory->reading[1]);
+             arrive_warp(memory->sums_full);
+             float const last = gates.sum[delta_chunk - 1];
+             float const onward[2] = {power_of_two(last - gates.sum[row]), power_of_two(last - gates.sum[row + 8])};
+             arrive_warp(memory->prepared_empty[turn & 1]);
+             wait(memory->dstate_full, turn & 1);
+#pragma unroll
+             for (int half = 0; half < 2; ++half) { // of the key channels
+                 float r[32];
+                 keep(r);
+                 cute::warpgroup_arrive();
+                 multiply_values(r, y, memory->dstate + half * 8 * 128, false);
+                 cute::warpgroup_commit_batch();
+                 if (half == 0) wait(memory->dx_empty, turn & 1 ^ 1);
+                 cute::warpgroup_wait<0>();
+                 keep(r);
+                 std::uint32_t words[16];
+#pragma unroll
+                 for (int i = 0; i < 16; ++i)
+                     words[i] = two_bf16(onward[i % 2] * r[2 * i], onward[i % 2] * r[2 * i + 1]);
+                 store_operand(words, memory->dx + half * panel_bytes);
+             }
+             arrive_warp(memory->dstate_empty);
+             cutlass::arch::fence_view_async_shared();
+             arrive_warp(memory->dx_full);
+         },
+         [&](int) { arrive_warp(memory->keys_empty[task_turn & 1]); });
+}
+
+/// dQ and dK.
+__device__ __forceinline__ void grad_block::write_rows() {
+    float dq[64], dk[64];
+    chunk_rows rows{};
+    each(
+        [&](int task) {
+            rows = rows_of(task);
+            await_keys();
+            wait(memory->queries_full, task_turn & 1);
+#pragma unroll
+            for (int i = 0; i < 64; ++i) dq[i] = dk[i] = 0;
         },
-        [&](int, int, char* inverse, delta_gates& gates) {
+        [&](int, int head, char* inverse, delta_gates& gates) {
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             wait(memory->state_full, turn & 1);
             wait(memory->values_full, turn & 1);
             float const e[2] = {gates.decay[row], gates.decay[row + 8]};
             {
-                std::uint32_t y[32];
+                std::uint32_t words[32];
+                load_operand(memory->dy, words);
+                load_operand(memory->dy + panel_bytes, words + 16);
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float u[32];
-                    keep(u);
-                    cute::warpgroup_arrive();
-                    multiply_panels<Major::K, Major::K, 8>(u, memory->keys, memory->state + half * 2 * panel_bytes,
-                                                           false);
-                    cute::warpgroup_commit_batch();
-                    std::uint32_t v[16];
-                    load_operand(memory->values + half * panel_bytes, v);
-                    cute::warpgroup_wait<0>();
-                    keep(u);
-#pragma unroll
-                    for (int i = 0; i < 16; ++i)
-                        y[16 * half + i] = two_bf16(fmaf(-e[i % 2], u[2 * i], low_half(v[i])),
-                                                    fmaf(-e[i % 2], u[2 * i + 1], high_half(v[i])));
-                    store_operand(y + 16 * half, memory->values + half * panel_bytes);
-                }
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory->y_full);
-                wait(memory->dstate_full, turn & 1);
-                float const last = gates.sum[delta_chunk - 1];
-                float const onward[2] = {power_of_two(last - gates.sum[row]), power_of_two(last - gates.sum[row + 8])};
-#pragma unroll
-                for (int half = 0; half < 2; ++half) { // of the key channels
-                    float r[32];
-                    keep(r);
-                    cute::warpgroup_arrive();
-                    multiply_down(r, y, memory->dstate + half * panel_bytes, false);
-                    multiply_down(r, y + 16, memory->dstate + (2 + half) * panel_bytes, true);
-                    cute::warpgroup_commit_batch();
-                    cute::warpgroup_wait<0>();
-                    keep(r);
-                    std::uint32_t words[16];
-#pragma unroll
-                    for (int i = 0; i < 16; ++i)
-                        words[i] = two_bf16(onward[i % 2] * r[2 * i], onward[i % 2] * r[2 * i + 1]);
-                    if (half == 0) wait(memory->dx_empty, turn & 1 ^ 1);
-                    store_operand(words, memory->dx + half * panel_bytes);
-                }
+                for (int i = 0; i < 32; ++i)
+                    words[i] = two_bf16(-e[i % 2] * low_half(words[i]), -e[i % 2] * high_half(words[i]));
+                keep(dk);
+                cute::warpgroup_arrive();
+                multiply_values(dk, words, memory->state, true);
+                cute::warpgroup_commit_batch();
+                cute::warpgroup_wait<0>();
+                keep(dk);
             }
-            arrive_warp(memory->dstate_empty);
             {
-                std::uint32_t words[16];
-                load_operand(inverse, words);
-#pragma unroll
-                for (int i = 0; i < 16; ++i) { // words 2 and 3 of 4 are 8 columns further
-                    float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
-                    words[i] = two_bf16(b.x * low_half(words[i]), b.y * high_half(words[i]));
-                }
-                store_operand(words, memory->weighted);
+                float along[2] = {};
+                float const reading[2] = {in.scale * e[0], in.scale * e[1]};
+                add_states(dq, along, memory->dout, memory->state, memory->queries, reading);
+                arrive_warp(memory->state_empty);
+                arrive_warp(memory->values_empty);
+                put_sums(along, memory->reading[0]);
             }
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory->dx_full);
-            arrive_warp(memory->prepared_empty[turn & 1]);
-            float along[2] = {};
-            float const reading[2] = {in.scale * e[0], in.scale * e[1]};
-            add_states(dq, along, memory->dout, memory->state, memory->queries, reading);
-            arrive_warp(memory->state_empty);
-            arrive_warp(memory->values_empty);
-            put_sums(along, memory->reading[0]);
             arrive_warp(memory->sums_full);
             wait(memory->dscores_full, turn & 1);
             keep(dq);
-            cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::MN, 4>(dq, memory->dscores, memory->keys, true);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(dq);
-            arrive_warp(memory->dx_empty);
-        },
-        [&](int task) {
-            arrive_warp(memory->tokens_empty);
-            auto const [begin, n] = rows_of(task);
-            store_gradient(dq, in.dq.at(begin) + 128 * (task % in.key_heads), in.dq.stride, n);
-        });
-}
-
-/// dK.
-__device__ __forceinline__ void grad_block::write_keys() {
-    float dk[64];
-    each(
-        [&](int) {
-            wait(memory->tokens_full, task_turn & 1);
-#pragma unroll
-            for (int i = 0; i < 64; ++i) dk[i] = 0;
-        },
-        [&](int, int, char*, delta_gates& gates) {
-            wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
-            wait(memory->state_full, turn & 1);
-            wait(memory->values_full, turn & 1);
-            float along[2] = {};
-            float const erasing[2] = {-gates.decay[row], -gates.decay[row + 8]};
-            add_states(dk, along, memory->dy, memory->state, memory->keys, erasing);
-            arrive_warp(memory->state_empty);
-            arrive_warp(memory->values_empty);
-            arrive_warp(memory->prepared_empty[turn & 1]);
-            put_sums(along, memory->reading[1]);
-            arrive_warp(memory->sums_full);
-            wait(memory->dx_full, turn & 1);
-            wait(memory->dscores_full, turn & 1);
             keep(dk);
             cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::MN, 4>(dk, memory->weighted, memory->dx, true);
             multiply_panels<Major::MN, Major::MN, 4>(dk, memory->dscores, memory->queries, true);
+            multiply_panels<Major::K, Major::MN, 4>(dq, memory->dscores, keys(), true);
+            cute::warpgroup_commit_batch();
+            std::uint32_t words[16];
+            load_operand(inverse, words);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) { // words 2 and 3 of 4 are 8 columns further
+                float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
+                words[i] = two_bf16(b.x * low_half(words[i]), b.y * high_half(words[i]));
+            }
+            wait(memory->dx_full, turn & 1);
+            cute::warpgroup_wait<0>();
+            keep(dq);
+            keep(dk);
+            if ((head + 1) % in.group == 0) arrive_warp(memory->queries_empty);
+            arrive_warp(memory->prepared_empty[turn & 1]);
+            cute::warpgroup_arrive();
+            multiply_down(dk, words, memory->dx, true); // A' dX
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(dk);
             arrive_warp(memory->dx_empty);
+            if ((head + 1) % in.group == 0) // while Z is made
+                store_gradient(dq, in.dq.at(rows.begin) + 128 * (head / in.group), in.dq.stride, rows.n);
             wait(memory->z_full, turn & 1);
             cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::MN, 4>(dk, memory->z, memory->keys, true);
-            multiply_panels<Major::MN, Major::MN, 4>(dk, memory->z, memory->keys, true);
+            multiply_panels<Major::K, Major::MN, 4>(dk, memory->e, keys(), true);
+            multiply_panels<Major::MN, Major::MN, 4>(dk, memory->e, keys(), true);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(dk);
             arrive_warp(memory->z_empty);
         },
         [&](int task) {
-            arrive_warp(memory->tokens_empty);
-            auto const [begin, n] = rows_of(task);
-            store_gradient(dk, in.dk.at(begin) + 128 * (task % in.key_heads), in.dk.stride, n);
+            arrive_warp(memory->keys_empty[task_turn & 1]);
+            store_gradient(dk, in.dk.at(rows.begin) + 128 * (task % in.key_heads), in.dk.stride, rows.n);
         });
 }
 

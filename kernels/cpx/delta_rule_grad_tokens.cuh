@@ -8,18 +8,48 @@ namespace cpx::kernels::delta {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+/// Sums of rows from their beginnings: `across` of column t is the sum over rows i >= t, of a thread's two, of x_ij over
+/// j < t. x: 64 x 64, 16 rows a warp, as an operand. By products with ones.
+__device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (&across)[16]) {
+    int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+    int const down = lane / 4, two = lane % 4 * 2;
+    std::uint32_t const ones = 0x3f803f80u, before = (two < down ? 0x3f80u : 0u) | (two + 1 < down ? 0x3f800000u : 0u);
+    auto const add = [&](float(&sum)[4], int k, std::uint32_t b0, std::uint32_t b1) {
+        cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], x[4 * k], x[4 * k + 1], x[4 * k + 2],
+                                                  x[4 * k + 3], b0, b1, sum[0], sum[1], sum[2], sum[3]);
+    };
+    float all[4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        float first[4] = {all[0], all[1], all[2], all[3]}, second[4] = {all[0], all[1], all[2], all[3]};
+        add(first, k, before, 0);
+        add(second, k, ones, before);
+        if (k < 3) add(all, k, ones, ones);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            bool const upper = two + i <= down; // on the diagonal block's diagonal blocks
+            across[4 * k + i] =
+                (k < warp || (k == warp && upper) ? first[i] : 0.0f) + (k <= warp ? first[2 + i] : 0.0f);
+            across[4 * k + 2 + i] =
+                (k < warp ? second[i] : 0.0f) + (k < warp || (k == warp && upper) ? second[2 + i] : 0.0f);
+        }
+    }
+}
+
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
 __device__ __forceinline__ void grad_block::multiply_tokens() {
     each(
         [&](int) {
-            wait(memory->tokens_full, task_turn & 1);
+            await_keys();
+            wait(memory->queries_full, task_turn & 1);
             float b[32];
             keep(b);
             cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::K, 8>(b, memory->queries, memory->keys, false);
+            multiply_panels<Major::K, Major::K, 8>(b, memory->queries, keys(), false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(b);
+            arrive_warp(memory->queries_empty);
             std::uint32_t words[16];
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
@@ -50,7 +80,8 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
                 keep(e);
                 arrive_warp(memory->values_empty);
                 float const g[2] = {gates.sum[row], gates.sum[row + 8]};
-                float down[16] = {}, across[16] = {}, before[2] = {};
+                float down[16] = {};
+                std::uint32_t weighted[16], h[16]; // E and H, times diag(b)
 #pragma unroll
                 for (int i = 0; i < 16; ++i) {
                     int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
@@ -59,45 +90,46 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
                     float const e0 = column <= token ? in.scale * power_of_two(g[r] - sum.x) * e[2 * i] : 0.0f;
                     float const e1 = column + 1 <= token ? in.scale * power_of_two(g[r] - sum.y) * e[2 * i + 1] : 0.0f;
                     words[i] = two_bf16(e0, e1);
+                    weighted[i] = two_bf16(b.x * e0, b.y * e1);
                     float const h0 = e0 * ba[2 * i], h1 = e1 * ba[2 * i + 1];
                     down[i / 2 * 2] += h0;
                     down[i / 2 * 2 + 1] += h1;
-                    float const x0 = b.x * h0, both = x0 + b.y * h1;
-                    float const near = __shfl_xor_sync(~0u, both, 1), pair = both + near;
-                    float const far = __shfl_xor_sync(~0u, pair, 2);
-                    float const until = before[r] + (lane & 1 ? near : 0.0f) + (lane & 2 ? far : 0.0f);
-                    if (column <= token) across[i / 2 * 2] += until;
-                    if (column + 1 <= token) across[i / 2 * 2 + 1] += until + x0;
-                    before[r] += pair + far;
+                    h[i] = two_bf16(b.x * h0, b.y * h1);
                 }
-                float2 const down_sums = add_columns(down), across_sums = add_columns(across);
+                wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
+                store_operand(words, memory->e);
+#pragma unroll
+                for (int i = 0; i < 16; ++i) words[i] = weighted[i];
+                float2 const down_sums = add_columns(down);
+                float across[16];
+                add_across(h, across);
+                float2 const across_sums = add_columns(across);
                 wait(memory->sums_empty, turn & 1 ^ 1);
                 reinterpret_cast<float2*>(memory->down[warp])[lane] = down_sums;
                 reinterpret_cast<float2*>(memory->across[warp])[lane] = across_sums;
             }
-            join_group(group); // the turn before has read it
-            store_operand(words, memory->e);
-            cutlass::arch::fence_view_async_shared();
-            join_group(group);
-            wait(memory->dx_full, turn & 1);
-            float n[32], x[32];
+            float x[32];
             keep(x);
-            keep(n);
             cute::warpgroup_arrive();
-            multiply_along<4>(x, words, memory->weighted, false); // dB
+            multiply_along<4>(x, words, inverse, false); // dB
             cute::warpgroup_commit_batch();
-            multiply_panels<Major::K, Major::K, 8>(n, memory->keys, memory->dx, false);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<1>();
+            cute::warpgroup_wait<0>();
             keep(x);
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
                 words[i] = two_bf16(column <= token ? x[2 * i] : 0.0f, column + 1 <= token ? x[2 * i + 1] : 0.0f);
             }
-            store_operand(words, memory->dscores); // read before: dX is full again
+            store_operand(words, memory->dscores); // read before, as Z was
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory->dscores_full);
+            join_group(group); // all have written E
+            wait(memory->dx_full, turn & 1);
+            float n[32];
+            keep(n);
+            cute::warpgroup_arrive();
+            multiply_panels<Major::K, Major::K, 8>(n, keys(), memory->dx, false);
+            cute::warpgroup_commit_batch();
             load_operand(inverse, words);
             cute::warpgroup_wait<0>();
             keep(n);
@@ -117,15 +149,19 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(n);
-            round_to_operand(n, words);
+            arrive_warp(memory->dx_empty);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
+                words[i] = two_bf16(b.x * n[2 * i], b.y * n[2 * i + 1]);
+            }
             keep(x);
             cute::warpgroup_arrive();
-            multiply_along<4>(x, words, memory->weighted, false);
+            multiply_along<4>(x, words, inverse, false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(x);
             round_to_operand(x, words);
-            arrive_warp(memory->dx_empty);
             join_group(group); // E has been read
             store_operand(words, memory->e);
             cutlass::arch::fence_view_async_shared();
@@ -134,7 +170,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             keep(n);
             cute::warpgroup_arrive();
             multiply_panels<Major::MN, Major::MN, 4>(x, inverse, memory->e, false);
-            multiply_panels<Major::K, Major::K, 8>(n, memory->keys, memory->keys, false);
+            multiply_panels<Major::K, Major::K, 8>(n, keys(), keys(), false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(x);
@@ -148,15 +184,15 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
                 along[r] = fmaf(-z1, n[2 * i + 1], fmaf(-z0, n[2 * i], along[r]));
                 words[i] = two_bf16(b[r] * z0, b[r] * z1);
             }
-            wait(memory->z_empty, turn & 1 ^ 1);
-            store_operand(words, memory->z);
+            join_group(group); // N A'^T has been read
+            store_operand(words, memory->e);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory->z_full);
             arrive_warp(memory->prepared_empty[turn & 1]);
             put_sums(along, memory->products);
             arrive_warp(memory->sums_full);
         },
-        [&](int) { arrive_warp(memory->tokens_empty); });
+        [&](int) { arrive_warp(memory->keys_empty[task_turn & 1]); });
 }
 
 #endif

@@ -16,7 +16,7 @@ struct delta_walk {
     float* snapshots; ///< (parts, value heads, 2, 64 * 128): states before the parts, as they lie in registers
     int key_heads, group;
     float scale;
-    char* states = nullptr; ///< (chunks, value heads, 2, 2) panels: states before chunks, 64 x 64 of (value, key) each
+    char* states = nullptr; ///< (chunks, value heads) of `state_bytes`: states before chunks
 
     __device__ __forceinline__ std::int64_t state_of(int sequence, int head) const {
         return (std::int64_t{sequence} * key_heads * group + head) * 128 * 128;
@@ -31,40 +31,12 @@ namespace delta {
 
 inline constexpr int snapshot_words = 64 * 128;
 
-/// Half a state of bfloat16 on its way to device memory.
-struct traced_half {
-    char panels[2 * panel_bytes];
-    barrier full, empty;
-
-    __device__ __forceinline__ void init() { full.init(4), empty.init(1); }
-    /// Takes what a warpgroup has rounded, for the i-th time.
-    __device__ __forceinline__ void put(std::uint32_t const (&words)[32], int i) {
-        wait(empty, i & 1 ^ 1);
-        store_operand(words, panels);
-        store_operand(words + 16, panels + panel_bytes);
-        cutlass::arch::fence_view_async_shared();
-        arrive_warp(full);
-    }
-    /// Sends it, by one thread.
-    __device__ __forceinline__ void send(char* to, int i) {
-        wait(full, i & 1);
-        cute::SM90_BULK_COPY_S2G::copy(panels, to, 2 * panel_bytes);
-        cute::tma_store_arrive();
-        cute::tma_store_wait<0>();
-        empty.arrive();
-    }
-};
-
 struct state_memory {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][panel_bytes],
         x[2][2 * panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read[2], written, landed;
-};
-/// Of a walk that leaves all states behind.
-struct traced_state_memory : state_memory {
-    alignas(1024) traced_half trace;
 };
 
 /// A place in a ring of N buffers, and the parity of the next fill of it.
@@ -86,11 +58,20 @@ __device__ __forceinline__ void await(int const* flag) {
 }
 
 /// Asks for the inverse and the gates of a chunk and head.
+__device__ __forceinline__ void load_inverse(delta_prepared const& from, std::int64_t place, barrier& full,
+                                             char* inverse) {
+    cute::SM90_BULK_COPY_G2S::copy(from.inverse + place * panel_bytes, reinterpret_cast<std::uint64_t*>(&full), inverse,
+                                   panel_bytes);
+}
+__device__ __forceinline__ void load_gates(delta_prepared const& from, std::int64_t place, barrier& full,
+                                           delta_gates& gates) {
+    cute::SM90_BULK_COPY_G2S::copy(from.gates + place, reinterpret_cast<std::uint64_t*>(&full), &gates,
+                                   sizeof(delta_gates));
+}
 __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::int64_t place, barrier& full,
                                               char* inverse, delta_gates& gates) {
-    auto* const b = reinterpret_cast<std::uint64_t*>(&full);
-    cute::SM90_BULK_COPY_G2S::copy(from.inverse + place * panel_bytes, b, inverse, panel_bytes);
-    cute::SM90_BULK_COPY_G2S::copy(from.gates + place, b, &gates, sizeof(delta_gates));
+    load_inverse(from, place, full, inverse);
+    load_gates(from, place, full, gates);
 }
 
 } // namespace delta
@@ -104,14 +85,13 @@ namespace delta {
 template <bool Traced>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                            int block) {
-    auto& memory = shared_memory<std::conditional_t<Traced, traced_state_memory, state_memory>>();
+    auto& memory = shared_memory<state_memory>();
     constexpr int stages = state_memory::stages;
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(8);
         for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4);
         memory.written.init(4);
         memory.landed.init(1);
-        if constexpr (Traced) memory.trace.init();
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -145,16 +125,11 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.full[r.at]);
             }
-        } else if (threadIdx.x == 32) { // to publish a state takes long
-            if constexpr (Traced)
-                for (int c = 0; c < chunks; ++c)
-                    memory.trace.send(in.states + in.half_of(sequence.first_chunk + c, head, half) * 2 * panel_bytes,
-                                      c);
-            else
-                for (int part = 1; part < sequence.parts; ++part) {
-                    wait(memory.written, (part - 1) % 2);
-                    publish(in.plan.flags + in.half_of(sequence.first_part + part, head, half));
-                }
+        } else if (!Traced && threadIdx.x == 32) { // to publish a state takes long
+            for (int part = 1; part < sequence.parts; ++part) {
+                wait(memory.written, (part - 1) % 2);
+                publish(in.plan.flags + in.half_of(sequence.first_part + part, head, half));
+            }
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<128>();
@@ -174,6 +149,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
         float* snapshot = in.snapshots + in.half_of(sequence.first_part + 1, head, half) * snapshot_words;
+        char* trace = in.states + in.half_of(sequence.first_chunk, head, half) * (state_bytes / 2);
         int left = in.plan.part_chunks;
         ring<stages> r;
         ring<2> x;
@@ -197,7 +173,10 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
             arrive_warp(memory.read[x.at]);
             token_decays e;
             load_decays(memory.gates[r.at], e);
-            if constexpr (Traced) memory.trace.put(f, c);
+            if constexpr (Traced) {
+                store_trace(f, trace);
+                trace += in.half_of(1, 0, 0) * (state_bytes / 2);
+            }
             wait(memory.x_full[x.at], x.parity);
             cute::warpgroup_wait<0>();
             keep(ks);

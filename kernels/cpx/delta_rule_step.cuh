@@ -102,4 +102,12 @@ __device__ __forceinline__ void store_words(half_state const& s, float* to) {
             make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
 }
 
+/// Writes half a state, as an operand, for other kernels' products: `along_cores`, `down_cores`.
+__device__ __forceinline__ void store_trace(std::uint32_t const (&words)[32], char* to) {
+    char* const first = to + threadIdx.x / 32 % 4 * 2 * cores_bytes + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) // a warp's word of this number is a core
+        *reinterpret_cast<std::uint32_t*>(first + i % 2 * cores_bytes + i / 2 * 128) = words[i];
+}
+
 } // namespace cpx::kernels::delta

@@ -93,6 +93,21 @@ __device__ __forceinline__ std::uint64_t step_along(std::uint64_t first, int k) 
 }
 __device__ __forceinline__ std::uint64_t step_down(std::uint64_t first, int k) { return further(first, k * 2048); }
 
+/// A state of bfloat16 in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores next to each
+/// other have all key channels of 8 value channels. A warp has a core as one word of an operand.
+inline constexpr int cores_bytes = 16 * 128, state_bytes = 16 * cores_bytes;
+
+/// Describes a state as an operand whose rows are key channels, 16 a step: 256 bytes.
+__device__ __forceinline__ std::uint64_t along_cores(void const* state) {
+    return cute::cast_smem_ptr_to_uint(state) >> 4 | std::uint64_t{128 >> 4} << 16 |
+           std::uint64_t{cores_bytes >> 4} << 32;
+}
+/// The same, transposed: the sum goes over value channels, 16 a step: two times `cores_bytes`.
+__device__ __forceinline__ std::uint64_t down_cores(void const* state) {
+    return cute::cast_smem_ptr_to_uint(state) >> 4 | std::uint64_t{cores_bytes >> 4} << 16 |
+           std::uint64_t{128 >> 4} << 32;
+}
+
 /// Keeps the compiler from moving uses of accumulators across.
 template <std::size_t N>
 __device__ __forceinline__ void keep(float (&x)[N]) {
@@ -153,6 +168,35 @@ __device__ __forceinline__ void multiply_panels(float (&sum)[N], void const* a, 
                                        add || k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
 }
 
+/// sum = a b^T over 128, of key channels: a in panels, b the value channels of a state from core row `state` on.
+template <std::size_t N>
+__device__ __forceinline__ void multiply_keys(float (&sum)[N], char const* a, char const* state) {
+    std::uint64_t const left = along_rows(a), right = along_cores(state);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+        fma_shared<shared_by<Major::K, Major::K, N>>(sum, step_along(left, k), further(right, 256 * k),
+                                                     k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
+}
+/// sum (+)= a b over 128, of value channels: b the key channels of a state from core `state` on, a in panels or registers.
+template <std::size_t N>
+__device__ __forceinline__ void multiply_values(float (&sum)[N], char const* a, char const* state) {
+    std::uint64_t const left = along_rows(a), right = down_cores(state);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+        fma_shared<shared_by<Major::K, Major::MN, N>>(sum, step_along(left, k), further(right, 2 * k * cores_bytes),
+                                                      k ? ScaleOut::One : ScaleOut::Zero,
+                                                      std::make_index_sequence<N>());
+}
+template <std::size_t N>
+__device__ __forceinline__ void multiply_values(float (&sum)[N], std::uint32_t const* a, char const* state, bool add) {
+    std::uint64_t const right = down_cores(state);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+        fma_registers<registers_by<Major::MN, N>>(sum, a + 4 * k, further(right, 2 * k * cores_bytes),
+                                                  add || k ? ScaleOut::One : ScaleOut::Zero,
+                                                  std::make_index_sequence<N>());
+}
+
 __device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
     __nv_bfloat162 const two = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<std::uint32_t const&>(two);
@@ -185,7 +229,7 @@ __device__ __forceinline__ void store_operand(std::uint32_t const* a, char* pane
         cute::SM90_U32x4_STSM_N::copy(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
                                       *reinterpret_cast<cute::uint128_t*>(panel + place_straight(i)));
 }
-__device__ __forceinline__ void load_operand(char const* panel, std::uint32_t (&a)[16]) {
+__device__ __forceinline__ void load_operand(char const* panel, std::uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(panel + place_straight(i)), a[4 * i],

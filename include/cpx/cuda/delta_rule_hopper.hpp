@@ -100,8 +100,8 @@ delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t to
     if (!has_delta_hopper<T>(shape, tokens)) return delta_plain_backward_space(shape, tokens, sequences);
     auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
     take_delta_prepared(shape, space);
-    space.states = space.take(space.chunks * shape.value_heads, 4 * kernels::delta::panel_bytes);
-    space.dstates = space.take(space.chunks * shape.value_heads, 4 * kernels::delta::panel_bytes);
+    space.states = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
+    space.dstates = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
     return space;
 }
 
@@ -205,8 +205,8 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
     back.initial = dlast.data();
     back.last = to.dstate.data();
     launch_hopper(kernels::delta_rule_walks, space.sequences * shape.value_heads * 4, 512,
-                  std::max(sizeof(delta::traced_state_memory), sizeof(delta::dstate_memory)), stream,
-                  "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
+                  std::max(sizeof(delta::state_memory), sizeof(delta::dstate_memory)), stream, "delta_rule_walks", here,
+                  q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
     index_t const tasks = space.chunks * shape.key_heads;
     launch_hopper(kernels::delta_rule_grad, std::min<index_t>(tasks, multiprocessors()), 512,
                   sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
