@@ -33,6 +33,8 @@
 #include <cpx/layout/tensor.hpp>
 #include <cpx/layout/zigzag.hpp>
 
+#include <cpx/mesh/mesh.hpp>
+
 #include <cpx/plan/capacity.hpp>
 #include <cpx/plan/carry.hpp>
 #include <cpx/plan/global_rows.hpp>

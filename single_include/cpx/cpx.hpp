@@ -2538,6 +2538,219 @@ struct zigzag : private extent<W> {
 
 } // namespace cpx
 
+// cpx/mesh/mesh.hpp
+// Where a world rank stands under every parallelism of a training job.
+
+namespace cpx {
+
+/// Axes of a mesh, and sets of them: `axis::dp | axis::cp`.
+///
+/// Dense layers have tensor, context, data and pipeline parallelism (tp, cp, dp, pp); layers of experts have etp, ep,
+/// edp and the same pp. cp is made of ulysses, its inner part, and ring.
+enum class axis : unsigned { tp = 1, ulysses = 2, ring = 4, cp = 6, dp = 8, pp = 16, etp = 32, ep = 64, edp = 128 };
+
+constexpr axis operator|(axis a, axis b) { return axis{static_cast<unsigned>(a) | static_cast<unsigned>(b)}; }
+
+/// Sizes of a mesh. dp and edp are what remains.
+struct mesh_sizes {
+    int world = 1;
+    int tp = 1, cp = 1, pp = 1;
+    int ep = 1, etp = 0; ///< of experts; etp 0: as tp
+    int ulysses = 1;     ///< inner part of cp: neighbours
+    int chunks = 1;      ///< of layers that a pipeline rank has: more than 1 is a virtual pipeline
+    /// Neighbours first, Megatron's by default. Experts have etp where tp stands, edp where dp does, and no cp.
+    std::array<axis, 5> order{axis::tp, axis::cp, axis::ep, axis::dp, axis::pp};
+};
+
+/// The ranks of a training job, arranged once for dense layers and once for experts.
+///
+/// Pure arithmetic, a constant where its sizes are: `constexpr mesh all({.world = 8, .cp = 2, .ep = 8, .etp = 1})`.
+/// World ranks count from 0 as torchrun's and MPI's do; `rank` elsewhere in cpx is a coordinate here, on cp.
+class mesh {
+public:
+    /// Throws `cpx::error` if sizes do not divide the world's, or if dense layers and experts would have other pipeline
+    /// groups, which an order that ends with pp does not let happen.
+    explicit constexpr mesh(mesh_sizes const& sizes, caller here = caller::here())
+        : world_(sizes.world), chunks_(sizes.chunks) {
+        int const etp = sizes.etp == 0 ? sizes.tp : sizes.etp;
+        for (int const size : {sizes.world, sizes.tp, sizes.cp, sizes.pp, sizes.ep, etp, sizes.ulysses, sizes.chunks})
+            if (size < 1) throw error("mesh", "sizes", "at least 1", std::to_string(size), here);
+        if (sizes.cp % sizes.ulysses != 0)
+            throw error("mesh", "cp", "a multiple of ulysses = " + std::to_string(sizes.ulysses),
+                        std::to_string(sizes.cp), here);
+        int const dp = remaining("tp, cp, pp", {sizes.tp, sizes.cp, sizes.pp}, here),
+                  edp = remaining("etp, ep, pp", {etp, sizes.ep, sizes.pp}, here);
+        for (axis const each : {axis::tp, axis::cp, axis::ep, axis::dp, axis::pp})
+            if (std::ranges::count(sizes.order, each) != 1)
+                throw error("mesh", "order", "tp, cp, ep, dp and pp, each once", "others", here);
+        for (axis const a : sizes.order) {
+            if (a == axis::tp) add(dense_, a, sizes.tp), add(experts_, axis::etp, etp);
+            if (a == axis::cp)
+                add(dense_, axis::ulysses, sizes.ulysses), add(dense_, axis::ring, sizes.cp / sizes.ulysses);
+            if (a == axis::ep) add(experts_, a, sizes.ep);
+            if (a == axis::dp) add(dense_, a, dp), add(experts_, axis::edp, edp);
+            if (a == axis::pp) add(dense_, a, sizes.pp), add(experts_, a, sizes.pp);
+        }
+        if (sizes.pp > 1 && dense_.of(axis::pp).stride != experts_.of(axis::pp).stride)
+            throw error("mesh", "order",
+                        "one that gives dense layers and experts the same pipeline groups, as with pp last",
+                        "groups of ranks " + std::to_string(dense_.of(axis::pp).stride) + " and " +
+                            std::to_string(experts_.of(axis::pp).stride) + " apart",
+                        here);
+    }
+
+    constexpr int world() const { return world_; }
+    /// Returns how many ranks a group of these axes has.
+    constexpr int size(axis set, caller here = caller::here()) const {
+        int product = 1;
+        for (digit const& d : grid_of(set, here).digits)
+            if (has(set, d.of)) product *= d.size;
+        return product;
+    }
+
+    /// Returns where a rank stands in its group of these axes, from 0: on the first axis of the order fastest.
+    constexpr int coordinate(axis set, int world_rank, caller here = caller::here()) const {
+        return number(set, true, world_rank, here);
+    }
+    /// Returns the number of its group: what the communicators' `split` take. From 0, without gaps.
+    constexpr int color(axis set, int world_rank, caller here = caller::here()) const {
+        return number(set, false, world_rank, here);
+    }
+    /// Returns the world rank that stands at `coordinate` in group `color` of these axes.
+    constexpr int rank(axis set, int color, int coordinate, caller here = caller::here()) const {
+        int const members = size(set, here);
+        require_below("coordinate", coordinate, members, here);
+        require_below("color", color, world_ / members, here);
+        int rank = 0;
+        for (digit const& d : grid_of(set, here).digits) {
+            int& rest = has(set, d.of) ? coordinate : color;
+            rank += rest % d.size * d.stride;
+            rest /= d.size;
+        }
+        return rank;
+    }
+    /// Returns the world ranks of the group of a rank, by their coordinates.
+    std::vector<int> group(axis set, int world_rank, caller here = caller::here()) const {
+        std::vector<int> ranks(static_cast<std::size_t>(size(set, here)));
+        int const own = color(set, world_rank, here);
+        for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = rank(set, own, static_cast<int>(i), here);
+        return ranks;
+    }
+
+    /// Returns a color of those of a group that share a node with a rank: the lowest world rank of them. Ranks of a
+    /// node are neighbours.
+    constexpr int color_in_node(axis set, int world_rank, int ranks_per_node, caller here = caller::here()) const {
+        if (ranks_per_node < 1)
+            throw error("mesh", "ranks of a node", "at least 1", std::to_string(ranks_per_node), here);
+        int const own = color(set, world_rank, here), node = world_rank / ranks_per_node;
+        int lowest = world_rank;
+        for (int i = 0; i < size(set, here); ++i)
+            if (int const other = rank(set, own, i, here); other / ranks_per_node == node && other < lowest)
+                lowest = other;
+        return lowest;
+    }
+    /// Returns whether all groups of these axes stay within nodes.
+    constexpr bool within_nodes(axis set, int ranks_per_node, caller here = caller::here()) const {
+        for (int r = 0; r < world_; ++r)
+            if (color_in_node(set, r, ranks_per_node, here) != rank(set, color(set, r, here), 0, here)) return false;
+        return true;
+    }
+
+    /// Returns the layers of a rank, of so many in all: those of one chunk of a virtual pipeline, which goes through
+    /// all pipeline ranks before the next chunk begins.
+    constexpr range layers(index_t all, int world_rank, int chunk = 0, caller here = caller::here()) const {
+        require_below("chunk of layers", chunk, chunks_, here);
+        index_t const pp = size(axis::pp), stage = chunk * pp + coordinate(axis::pp, world_rank, here);
+        return part("layers", all, "pipeline stages", pp * chunks_, stage, here);
+    }
+    /// Returns the experts of a rank, of so many a layer.
+    constexpr range experts(index_t all, int world_rank, caller here = caller::here()) const {
+        return part("experts", all, "ep", size(axis::ep), coordinate(axis::ep, world_rank, here), here);
+    }
+    /// Returns which sequences of a step a rank loads: tp, cp and pp do not multiply them, their ranks load the same.
+    constexpr range sequences(index_t step, int world_rank, caller here = caller::here()) const {
+        return part("sequences of a step", step, "dp", size(axis::dp), coordinate(axis::dp, world_rank, here), here);
+    }
+    /// Returns in how many micro-batches a rank takes its sequences of a step.
+    constexpr index_t accumulation_steps(index_t step, index_t micro_batch, caller here = caller::here()) const {
+        index_t const own = sequences(step, 0, here).size();
+        if (micro_batch < 1 || own % micro_batch != 0)
+            throw error("mesh", "sequences of a micro-batch", "a divisor of a rank's " + std::to_string(own),
+                        std::to_string(micro_batch), here);
+        return own / micro_batch;
+    }
+
+private:
+    /// World ranks that differ by one on an axis are `stride` apart.
+    struct digit {
+        axis of{};
+        int size = 1, stride = 1;
+    };
+    /// Axes from the innermost on; those that are not used have one rank.
+    struct grid {
+        std::array<digit, 5> digits{};
+        std::size_t count = 0;
+        int ranks = 1;
+        constexpr digit const& of(axis a) const {
+            std::size_t i = 0;
+            while (digits[i].of != a) ++i;
+            return digits[i];
+        }
+    };
+
+    static constexpr void add(grid& to, axis a, int size) {
+        to.digits[to.count++] = {a, size, to.ranks};
+        to.ranks *= size;
+    }
+    static constexpr bool has(axis set, axis one) {
+        return (static_cast<unsigned>(set) & static_cast<unsigned>(one)) != 0;
+    }
+    constexpr int remaining(char const* names, std::array<int, 3> const& sizes, caller here) const {
+        index_t product = 1;
+        for (int const size : sizes) product = product > world_ ? product : product * size;
+        if (world_ % product != 0)
+            throw error("mesh", "ranks of the world",
+                        "a multiple of " + std::string(names) + " = " + std::to_string(sizes[0]) + " x " +
+                            std::to_string(sizes[1]) + " x " + std::to_string(sizes[2]),
+                        std::to_string(world_), here);
+        return static_cast<int>(world_ / product);
+    }
+    constexpr grid const& grid_of(axis set, caller here) const {
+        bool const dense = has(set, axis::tp | axis::cp | axis::dp),
+                   experts = has(set, axis::etp | axis::ep | axis::edp);
+        if (dense && experts)
+            throw error("mesh", "axes", "those of dense layers or those of experts", "some of both", here);
+        return experts ? experts_ : dense_;
+    }
+    constexpr int number(axis set, bool inside, int world_rank, caller here) const {
+        require_below("world rank", world_rank, world_, here);
+        int result = 0, weight = 1;
+        for (digit const& d : grid_of(set, here).digits) {
+            if (has(set, d.of) != inside) continue;
+            result += world_rank / d.stride % d.size * weight;
+            weight *= d.size;
+        }
+        return result;
+    }
+    static constexpr void require_below(char const* what, int number, int count, caller here) {
+        if (number < 0 || number >= count)
+            throw error("mesh", what, "0 to " + std::to_string(count - 1), std::to_string(number), here);
+    }
+    /// Returns the part of so many things that one of `ranks` has.
+    static constexpr range part(char const* what, index_t all, char const* of, index_t ranks, index_t rank,
+                                caller here) {
+        if (all < 0 || all % ranks != 0)
+            throw error("mesh", what, "a multiple of " + std::string(of) + " = " + std::to_string(ranks),
+                        std::to_string(all), here);
+        return {rank * (all / ranks), (rank + 1) * (all / ranks)};
+    }
+
+    int world_, chunks_;
+    grid dense_, experts_;
+};
+
+} // namespace cpx
+
 // cpx/plan/segments.hpp
 // The maximal runs of consecutive tokens of one sequence among a rank's rows.
 

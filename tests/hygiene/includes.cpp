@@ -26,8 +26,8 @@ using names = std::set<std::string>;
 constexpr char const* promised = R"(
 algorithm all_of any_of binary_search clamp copy copy_n count count_if equal fill fill_n find find_if for_each
 algorithm includes is_sorted is_sorted_until lower_bound max max_element min min_element minmax mismatch none_of
-algorithm nth_element partial_sort remove_if replace reverse rotate search shuffle sort stable_sort transform unique
-algorithm upper_bound
+algorithm next_permutation nth_element partial_sort remove_if replace reverse rotate search shuffle sort stable_sort
+algorithm transform unique upper_bound
 array array begin data end get size ssize
 atomic atomic atomic_ref memory_order_acq_rel memory_order_acquire memory_order_relaxed memory_order_release
 barrier barrier

@@ -20,8 +20,8 @@ namespace fs = std::filesystem;
 fs::path const root = support::source_dir;
 
 /// Height of each floor: a header includes its own floor and lower ones. Floors of one height do not see each other.
-std::map<std::string, int> const floors = {{"core", 0},      {"layout", 1},  {"model", 1}, {"plan", 2},
-                                           {"transport", 3}, {"testing", 4}, {"cuda", 4},  {"ops", 5}};
+std::map<std::string, int> const floors = {{"core", 0},      {"layout", 1},  {"mesh", 1}, {"model", 1}, {"plan", 2},
+                                           {"transport", 3}, {"testing", 4}, {"cuda", 4}, {"ops", 5}};
 
 /// Third-party headers, and the only headers of cpx that may include them.
 struct third_party {

@@ -2,6 +2,7 @@
 // Plans run on processes: every rank compares its own rows with those of all ranks run on one thread, bit by bit.
 #include <cpx/transport/mpi.hpp>
 
+#include <cpx/mesh/mesh.hpp>
 #include <cpx/transport/counted.hpp>
 
 #include <law.hpp>
@@ -230,6 +231,28 @@ TEST_SUITE("mpi") {
             CHECK(size == comm.ranks());
             cpx::mpi again(comm.get()); // a group of a group
             CHECK(again.rank() == comm.rank());
+        }
+    }
+
+    TEST_CASE("the context-parallel and the experts' groups of a mesh relayout, each for itself") {
+        using cpx::axis;
+        int const ranks = job::ranks(), tp = ranks % 2 == 0 && ranks > 2 ? 2 : 1; // of 6, a group of cp is every other
+        cpx::mesh const all({.world = ranks, .tp = tp, .cp = ranks / tp, .ep = ranks / tp, .etp = 1});
+        int world = 0;
+        MPI_Comm_rank(MPI_COMM_WORLD, &world);
+        for (axis const set : {axis::cp, axis::ep}) {
+            cpx::mpi comm = cpx::mpi::split(all.color(set, world));
+            REQUIRE(comm.ranks() == all.size(set));
+            CHECK(comm.rank() == all.coordinate(set, world));
+            auto const batch = lengths({5 + all.color(set, world), 40, 0, 7}); // every group has its own
+            auto const zigzag = cpx::shard(batch, cpx::zigzag<>(comm.ranks()));
+            auto const sequential = cpx::shard(batch, cpx::sequential<>(comm.ranks()));
+            auto x = cpx::make_tensor<float>(zigzag, comm.rank(), 3);
+            splitmix numbers(static_cast<std::uint64_t>(world));
+            for (float& value : x.elements()) value = static_cast<float>(numbers.between(-99, 99));
+            auto const y = cpx::exchange(x, sequential, comm);
+            auto const z = cpx::exchange(y, zigzag, comm);
+            CHECK(std::ranges::equal(z.elements(), x.elements()));
         }
     }
 }
