@@ -16,5 +16,6 @@
 #include <cpx/ops/mrope.hpp>
 #include <cpx/ops/recurrence.hpp>
 #include <cpx/ops/rotary.hpp>
+#include <cpx/ops/shift_rows.hpp>
 #include <cpx/ops/token_loss.hpp>
 #include <cpx/ops/vision.hpp>

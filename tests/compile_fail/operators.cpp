@@ -182,6 +182,11 @@ void labels(cpx::halo_plan<other> const& plan, numbers ids, cpx::threads& comm) 
     cpx::next_token_labels(plan, ids, ids, comm);
 }
 
+// expect: shift_rows of tensors that are not sharded as the plan
+void shifted(cpx::halo_plan<other> const& plan, view<zigzag> x, view<zigzag> y, cpx::threads& comm) {
+    cpx::shift_rows(plan, x, y, comm);
+}
+
 // expect: mean_token_loss of logp and labels on two shardings
 void loss(view<other> logp, numbers of, cpx::threads& comm) { cpx::mean_token_loss(logp, of, comm); }
 

@@ -348,6 +348,48 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE("labels and embeddings k ahead are those of the whole batch, and gradients go back to one row each") {
+        constexpr index_t width = 4;
+        for (index_t k = 1; k <= 4; ++k) {
+            auto const batch = cpx::thd({0, 0, 1, 3, 6, 10, 15, 22, 35}, {0, 1, 2, 3, 4, k, 5, 13});
+            auto const p = random_problem<double>(batch, 50, false, static_cast<std::uint64_t>(k));
+            support::splitmix numbers(static_cast<std::uint64_t>(90 + k));
+            auto const tokens = static_cast<std::size_t>(batch.tokens()), all = tokens * width;
+            std::vector<double> const x = uniform<double>(numbers, static_cast<index_t>(all), 1),
+                                      dy = uniform<double>(numbers, static_cast<index_t>(all), 1);
+            std::vector<index_t> labels(tokens, cpx::ignored);
+            std::vector<double> ahead(all), home(all);
+            for (index_t s = 0; s < batch.sequences(); ++s)
+                for (index_t t = 0; t + k < batch.valid(s); ++t) {
+                    auto const from = static_cast<std::size_t>(batch.offset(s) + t + k),
+                               to = static_cast<std::size_t>(batch.offset(s) + t);
+                    labels[to] = p.tokens[from];
+                    std::copy_n(&x[from * width], width, &ahead[to * width]);
+                    std::copy_n(&dy[to * width], width, &home[from * width]); // the one row that it came from
+                }
+            for_each(batch, [&](std::string const& name, auto const& sharding) {
+                std::vector<index_t> got(tokens, poison<index_t>());
+                std::vector<double> y(all, poison<double>()), dx(all, poison<double>());
+                std::mutex guard;
+                cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
+                    int const rank = comm.rank();
+                    auto const after = cpx::halo(sharding, rank, k, cpx::side::after),
+                               before = cpx::halo(sharding, rank, k);
+                    auto own_labels = poisoned<index_t>(sharding, rank, 1);
+                    auto own_y = poisoned<double>(sharding, rank, width), own_dx = own_y;
+                    cpx::next_token_labels(after, rows_of(p.tokens, 1, sharding, rank), own_labels, comm);
+                    cpx::shift_rows(after, rows_of(x, width, sharding, rank), own_y, comm);
+                    cpx::shift_rows(before, rows_of(dy, width, sharding, rank), own_dx, comm);
+                    std::lock_guard const lock(guard);
+                    put(own_labels, rank, got);
+                    put(own_y, rank, y);
+                    put(own_dx, rank, dx);
+                });
+                CHECK_MESSAGE((got == labels && same_bits(y, ahead) && same_bits(dx, home)), name << ", k " << k);
+            });
+        }
+    }
+
     TEST_CASE("where every rank holds every row nothing is sent") {
         auto const p = random_problem<double>(support::lengths({5, 0, 8}), 3, false, 5);
         auto const silent = [&](auto const& sharding) {
@@ -386,9 +428,9 @@ TEST_SUITE("ops") {
         support::rejects({"token_loss.cpp", "next_token_labels: sharding of tokens: expected the plan's"},
                          label(plan, foreign, tokens));
         support::rejects({"sharding of labels: expected the plan's"}, label(plan, tokens, foreign));
-        support::rejects({"next_token_labels: rows after a segment in the plan: expected 1, got 2"},
-                         label(cpx::halo(sharding, 0, 2, cpx::side::after), tokens, tokens));
-        support::rejects({"rows after a segment in the plan: expected 1, got 0"},
+        support::rejects({"rows after a segment in the plan: expected at least 1, got 0"},
+                         label(cpx::halo(sharding, 0, 0, cpx::side::after), tokens, tokens));
+        support::rejects({"rows after a segment in the plan: expected at least 1, got 0"},
                          label(cpx::halo(sharding, 0, 1), tokens, tokens));
         support::rejects({"shape of tokens: expected (11, 1), got (10, 1)"}, label(plan, low, tokens));
         support::rejects({"shape of labels: expected (11, 1), got (11, 2)"}, label(plan, tokens, wide));

@@ -4,11 +4,9 @@
 
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/ops/local/log_probability.hpp>
-#include <cpx/plan/halo.hpp>
-#include <cpx/transport/exchange.hpp>
+#include <cpx/ops/shift_rows.hpp>
 
 #include <limits>
-
 #include <span>
 #include <type_traits>
 
@@ -22,41 +20,25 @@ void shift_labels(halo_plan<S> const& plan, sharded<index_t const, S> const& tok
     char const* const where = "next_token_labels";
     require_place(where, "tokens", tokens, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "labels", labels, plan.sharding, plan.rank, "the plan's", here);
-    require(plan.reach == 1 && plan.where == side::after, where, "rows after a segment in the plan", 1,
+    require(plan.reach >= 1 && plan.where == side::after, where, "rows after a segment in the plan", "at least 1",
             plan.where == side::after ? plan.reach : 0, here);
     index_t const count = plan.sharding.rows(plan.rank);
     require_shape(where, "tokens", tokens.data(), count, 1, here);
     require_shape(where, "labels", labels.data(), count, 1, here);
     require_apart(where, {{"labels", labels.data()}}, {{"tokens", tokens.data()}}, here);
-    auto received = zeros<index_t>(where, {plan.target_rows}, here);
-    rows<index_t> const halo(received.data(), plan.target_rows, 1);
-    exchange(plan, tokens.data(), halo, comm, here);
-
-    thd const& batch = plan.sharding.batch();
-    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
-        segment const& s = plan.segments[i];
-        for (index_t k = 0; k < s.count; ++k) {
-            index_t& label = labels.data()(s.row + k, 0);
-            if (s.token + k + 1 >= batch.valid(s.sequence)) {
-                label = ignored;
-            } else if (k + 1 < s.count) {
-                label = tokens.data()(s.row + k + 1, 0);
-            } else {
-                halo_run const next = plan.runs[plan.begin[i]];
-                label = (next.halo ? rows<index_t const>(halo) : tokens.data())(next.first, 0);
-            }
-        }
-    }
+    shift<index_t, S>(where, plan, tokens, labels, ignored, comm, here);
 }
 
 } // namespace detail
 
 /// Writes to every row the token that follows its own in its sequence, wherever that lives, and `ignored` to the last
-/// valid token of a sequence and to padding.
+/// valid token of a sequence and to padding. By a plan of k rows: the token k ahead, for a prediction of several tokens
+/// (arXiv 2412.19437, section 2.2); its embeddings come by `shift_rows`.
 ///
-/// `plan` is `halo(sharding, rank, 1, side::after)`; tokens, labels: (rows, 1) of the plan's sharding, not overlapping.
+/// `plan` is `halo(sharding, rank, 1, side::after)`, or of k rows instead of 1; tokens, labels: (rows, 1) of the plan's
+/// sharding, not overlapping.
 /// Tokens are not checked: `ignored` among them becomes the label of the row before it.
-/// Collective: one exchange of the halo, at most one token a segment; none where every rank holds every row.
+/// Collective: one exchange of the halo, at most one token a segment, or k; none where every rank holds every row.
 ///
 /// Throws `cpx::error` on shapes and shardings that do not fit and on overlapping memory, and what `exchange` throws.
 template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every token gets the row of the token k after it, or k before it, on any sharding.
+#pragma once
+
+#include <cpx/core/overlap.hpp>
+#include <cpx/ops/local/shape.hpp>
+#include <cpx/plan/halo.hpp>
+#include <cpx/transport/exchange.hpp>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+namespace cpx {
+
+namespace detail {
+
+template <class T, any_sharding S, class Comm>
+void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> const& x, sharded<T, S> const& y,
+           T const& fill, Comm& comm, caller here) {
+    index_t const count = plan.sharding.rows(plan.rank), width = x.data().width();
+    require_shape(where, "y", y.data(), count, width, here);
+    require_apart(where, {{"y", y.data()}}, {{"x", x.data()}}, here);
+    auto received = zeros<T>(where, {plan.target_rows, width}, here);
+    rows<T> const halo(received.data(), plan.target_rows, width);
+    exchange(plan, x.data(), halo, comm, here);
+
+    thd const& batch = plan.sharding.batch();
+    std::vector<T const*> beside; // the rows on that side of a segment, in the order of tokens
+    for (std::size_t i = 0; i < plan.segments.size(); ++i) {
+        segment const& s = plan.segments[i];
+        beside.clear();
+        for (std::size_t r = plan.begin[i]; r < plan.begin[i + 1]; ++r)
+            for (index_t row = plan.runs[r].first; row < plan.runs[r].first + plan.runs[r].count; ++row)
+                beside.push_back((plan.runs[r].halo ? rows<T const>(halo) : x.data()).row(row));
+        auto const row = [&](index_t k) -> T const* { // k counts from the segment's first
+            if (k >= s.count) return beside[static_cast<std::size_t>(k - s.count)];
+            return k < 0 ? beside[static_cast<std::size_t>(std::ssize(beside) + k)] : x.data().row(s.row + k);
+        };
+        index_t const valid = batch.valid(s.sequence), ahead = plan.where == side::after ? plan.reach : -plan.reach;
+        for (index_t k = 0; k < s.count; ++k) {
+            index_t const token = s.token + k;
+            T* const to = y.data().row(s.row + k);
+            if (token >= valid || token + ahead >= valid || token + ahead < 0)
+                std::fill_n(to, width, fill);
+            else
+                std::copy_n(row(k + ahead), width, to);
+        }
+    }
+}
+
+} // namespace detail
+
+/// Writes to every row of y the row of x that stands `plan.reach` tokens after it in its sequence, or before it,
+/// wherever that lives: `y_t = x_{t+k}` by the plan `halo(sharding, rank, k, side::after)`, `y_t = x_{t-k}` by
+/// `side::before`. Where either is no valid token of the sequence, y is `fill`.
+///
+/// Each is the backward of the other: gradients of embeddings that a prediction of several tokens looks ahead at go
+/// back by `side::before`, to one row each, so no bits depend on the ranks.
+/// x and y: (rows, width) of the plan's sharding, not overlapping. Collective: one exchange of the halo, at most k rows
+/// a segment; none where every rank holds every row.
+///
+/// Throws `cpx::error` on shapes and shardings that do not fit and on overlapping memory, and what `exchange` throws.
+template <any_sharding S, sharded_like X, sharded_like Y, transport Comm>
+void shift_rows(halo_plan<S> const& plan, X const& x, Y&& y, Comm& comm, element_of<X> fill = {},
+                caller here = caller::here()) {
+    constexpr bool fits = detail::sharded_as<S, X, Y>, writes = detail::writes<Y, X>;
+    static_assert(fits, "cpx: shift_rows of tensors that are not sharded as the plan; make the plan with "
+                        "halo(x.sharding(), ...) and y of the same sharding");
+    static_assert(writes, "cpx: shift_rows wants y of the elements of x, not const and with a name");
+    if constexpr (fits && writes) {
+        detail::require_place("shift_rows", "x", x.view(), plan.sharding, plan.rank, "the plan's", here);
+        detail::require_place("shift_rows", "y", y.view(), plan.sharding, plan.rank, "the plan's", here);
+        detail::require_shape("shift_rows", "x", x.view().data(), plan.sharding.rows(plan.rank),
+                              x.view().data().width(), here);
+        detail::shift<element_of<X>, S>("shift_rows", plan, x.view(), y.view(), fill, comm, here);
+    }
+}
+
+} // namespace cpx
