@@ -29,19 +29,9 @@ struct delta_prepared {
 
 namespace delta {
 
-/// A triangular matrix of 64 x 64 __half; the distance of its rows lets eight of them be read at once.
-struct triangle {
-    static constexpr int stride = 72;
-    __half value[64 * stride];
-    __device__ __forceinline__ __half* at(int row, int column) { return value + row * stride + column; }
-    __device__ __forceinline__ void set_two(int row, int column, float a, float b) {
-        *reinterpret_cast<__half2*>(at(row, column)) = __floats2half2_rn(a, b);
-    }
-};
-
 struct prep_memory {
-    char keys[2 * panel_bytes];
-    triangle lower, inverse;
+    char keys[2 * panel_bytes];    ///< and then inverses, of heads in turn
+    __half blocks[delta_chunk][8]; ///< the 8 x 8 blocks on the diagonal, and then their inverses
     float beta[4][delta_chunk];
     barrier full;
 };
@@ -55,42 +45,50 @@ __device__ __forceinline__ std::uint32_t two_halves(float low, float high) {
 __device__ __forceinline__ void load_left(void const* from, std::uint32_t (&a)[4]) {
     cute::SM75_U32x4_LDSM_N::copy(*static_cast<cute::uint128_t const*>(from), a[0], a[1], a[2], a[3]);
 }
-__device__ __forceinline__ void load_left(triangle& m, int row, int column, std::uint32_t (&a)[4]) {
-    int const lane = threadIdx.x % 32;
-    load_left(m.at(row + lane % 16, column + lane / 16 * 8), a);
-}
-/// Loads 16 x 16 as right operands of two products of eight columns.
-__device__ __forceinline__ void load_right(triangle& m, int row, int column, std::uint32_t (&b)[4]) {
-    int const lane = threadIdx.x % 32;
-    cute::SM75_U16x8_LDSM_T::copy(
-        *reinterpret_cast<cute::uint128_t const*>(m.at(row + lane % 16, column + lane / 16 * 8)), b[0], b[1], b[2],
-        b[3]);
-}
 /// sum += a b, 16 x 16 by 16 x 8 of __half.
 __device__ __forceinline__ void add_product(float (&sum)[4], std::uint32_t const (&a)[4], std::uint32_t b0,
                                             std::uint32_t b1) {
     cute::SM80_16x8x16_F32F16F16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b0, b1, sum[0],
                                             sum[1], sum[2], sum[3]);
 }
-/// Rounds 16 x 16 sums to a left operand.
-__device__ __forceinline__ void to_left(float const (&first)[4], float const (&second)[4], std::uint32_t (&a)[4]) {
-    a[0] = two_halves(first[0], first[1]);
-    a[1] = two_halves(first[2], first[3]);
-    a[2] = two_halves(second[0], second[1]);
-    a[3] = two_halves(second[2], second[3]);
-}
-__device__ __forceinline__ void store_negative(triangle& m, int row, int column, float const (&sum)[4]) {
-    int const lane = threadIdx.x % 32;
-    m.set_two(row + lane / 4, column + lane % 4 * 2, -sum[0], -sum[1]);
-    m.set_two(row + lane / 4 + 8, column + lane % 4 * 2, -sum[2], -sum[3]);
+/// sum += a b, 16 x 8 by 8 x 8.
+__device__ __forceinline__ void add_product(float (&sum)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t b) {
+    cute::SM80_16x8x8_F32F16F16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a0, a1, b, sum[0], sum[1], sum[2], sum[3]);
 }
 
-/// Inverts the eight 8 x 8 blocks on the diagonal of I + lower, one row a thread, by 64 threads.
-__device__ __forceinline__ void invert_blocks(triangle& lower, triangle& inverse, int row) {
-    int const block = row / 8 * 8, own = row % 8;
-    uint4 const bits = *reinterpret_cast<uint4 const*>(lower.at(row, block));
-    __half2 const* const halves = reinterpret_cast<__half2 const*>(&bits);
-    float x[8];
+/// Where block (i, j) of 16 x 16 is in a list of those on the diagonal and below.
+constexpr int lower_block(int i, int j) { return i * (i + 1) / 2 + j; }
+
+/// A triangular matrix of 64 x 64 in a warp's registers: of block `lower_block(i, j)` two times 8 columns, of 16 rows.
+using lower_sums = float[10][2][4];
+
+/// Computes K K^T of 64 keys by a warp, on the diagonal and below.
+__device__ __forceinline__ void multiply_keys_by_keys(char const* keys, lower_sums& sums) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        std::uint32_t a[4][4]; // words 0 and 2 are a right operand of the first 8 rows, 1 and 3 of the others
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            load_left(keys + k / 4 * panel_bytes + swizzled(16 * i + lane % 16, k % 4 * 2 + lane / 16), a[i]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j <= i; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float(&sum)[4] = sums[lower_block(i, j)][half];
+                    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[i][0], a[i][1], a[i][2],
+                                                              a[i][3], a[j][half], a[j][half + 2], sum[0], sum[1],
+                                                              sum[2], sum[3]);
+                }
+    }
+}
+
+/// Inverts a 8 x 8 block on the diagonal of I + L, one row a lane; `row`: L's, in __half. Returns the inverse's row.
+__device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
+    __half2 const* const halves = reinterpret_cast<__half2 const*>(&row);
+    int const own = threadIdx.x % 8;
 #pragma unroll
     for (int c = 0; c < 8; ++c) x[c] = c == own ? 1.0f : 0.0f;
 #pragma unroll
@@ -99,64 +97,99 @@ __device__ __forceinline__ void invert_blocks(triangle& lower, triangle& inverse
 #pragma unroll
         for (int c = 0; c <= k; ++c) x[c] = fmaf(-factor, __shfl_sync(~0u, x[c], k, 8), x[c]);
     }
-    *reinterpret_cast<uint4*>(inverse.at(row, block)) =
-        make_uint4(two_halves(x[0], x[1]), two_halves(x[2], x[3]), two_halves(x[4], x[5]), two_halves(x[6], x[7]));
 }
 
-/// Joins inverses D^-1 and A^-1 of neighbouring blocks on the diagonal: what lies below A becomes -(D^-1 C) A^-1. Of
-/// 8 x 8, a warp to a pair.
-__device__ __forceinline__ void join_8(triangle& lower, triangle& inverse, int warp) {
-    int const lane = threadIdx.x % 32, first = 16 * warp, row = lane / 4, two = lane % 4 * 2;
-    auto const right = [&](triangle& m, int r, int c) {
-        __half2 const pair = __halves2half2(*m.at(r + two, c + row), *m.at(r + two + 1, c + row));
-        return reinterpret_cast<std::uint32_t const&>(pair);
+/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), to a panel that has zeros above the diagonal's 8 x 8 blocks,
+/// by a warp. Operands are __half, sums float, and whatever is multiplied lies in registers: what is called transposed
+/// below is A^T, of which a product's sums are the next one's left operand.
+__device__ __forceinline__ void write_inverse(lower_sums const& products, float const* beta, __half (*blocks)[8],
+                                              char* panel) {
+    int const lane = threadIdx.x % 32;
+    float b[4][2]; // of a lane's rows
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i][0] = beta[16 * i + lane / 4], b[i][1] = beta[16 * i + lane / 4 + 8];
+    auto const lower = [&](int i, int j, int half, int down) { // 8 x 8 of L, which is a right operand of L^T
+        float const(&sum)[4] = products[lower_block(i, j)][half];
+        return two_halves(b[i][down] * sum[2 * down], b[i][down] * sum[2 * down + 1]);
     };
-    float t[4] = {}, result[4] = {};
-    cute::SM80_16x8x8_F32F16F16F32_TN::fma(
-        t[0], t[1], t[2], t[3], *reinterpret_cast<std::uint32_t const*>(inverse.at(first + 8 + row, first + 8 + two)),
-        0u, right(lower, first + 8, first), t[0], t[1], t[2], t[3]);
-    cute::SM80_16x8x8_F32F16F16F32_TN::fma(result[0], result[1], result[2], result[3], two_halves(t[0], t[1]), 0u,
-                                           right(inverse, first, first), result[0], result[1], result[2], result[3]);
-    inverse.set_two(first + 8 + row, first + two, -result[0], -result[1]);
-}
-/// The same of 16 x 16, two warps to a pair.
-__device__ __forceinline__ void join_16(triangle& lower, triangle& inverse, int warp) {
-    int const first = 32 * (warp / 2), half = warp % 2;
-    std::uint32_t a[4], b[4];
-    float t[2][4] = {}, result[4] = {};
-    load_left(inverse, first + 16, first + 16, a);
-    load_right(lower, first + 16, first, b);
-    add_product(t[0], a, b[0], b[1]);
-    add_product(t[1], a, b[2], b[3]);
-    to_left(t[0], t[1], a);
-    load_right(inverse, first, first, b);
-    add_product(result, a, half ? b[2] : b[0], half ? b[3] : b[1]);
-    store_negative(inverse, first + 16, first + 8 * half, result);
-}
-/// The same of 32 x 32, four warps.
-__device__ __forceinline__ void join_32(triangle& lower, triangle& inverse, int warp) {
-    int const rows = 32 + 16 * (warp / 2), columns = 16 * (warp % 2);
-    std::uint32_t a[4], b[4];
-    float t[4][4] = {}, result[2][4] = {};
+
+    // 8 x 8: a lane has a row of two blocks.
+    std::uint32_t const before =
+        (lane % 4 * 2 < lane / 4 ? 0xffffu : 0u) | (lane % 4 * 2 + 1 < lane / 4 ? ~0xffffu : 0u);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        load_left(inverse, rows, 32 + 16 * k, a);
+    for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            load_right(lower, 32 + 16 * k, 16 * c, b);
-            add_product(t[2 * c], a, b[0], b[1]);
-            add_product(t[2 * c + 1], a, b[2], b[3]);
+        for (int down = 0; down < 2; ++down)
+            reinterpret_cast<std::uint32_t*>(blocks)[(2 * i + down) * 32 + lane] = lower(i, i, down, down) & before;
+    __syncwarp();
+    float x[2][8];
+#pragma unroll
+    for (int t = 0; t < 2; ++t) invert_row(*reinterpret_cast<uint4 const*>(blocks[32 * t + lane]), x[t]);
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+        int const row = 32 * t + lane;
+        auto const pack = [&](auto two) {
+            return make_uint4(two(x[t][0], x[t][1]), two(x[t][2], x[t][3]), two(x[t][4], x[t][5]),
+                              two(x[t][6], x[t][7]));
+        };
+        *reinterpret_cast<uint4*>(blocks[row]) = pack(two_halves);
+        *reinterpret_cast<uint4*>(panel + swizzled(row, row / 8)) = pack(two_bf16);
+    }
+    __syncwarp();
+    std::uint32_t diagonal[8], transposed[10][4], corner[4], stored[4];
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+        std::uint32_t upper[4];
+        load_left(blocks[32 * t + lane], reinterpret_cast<std::uint32_t(&)[4]>(diagonal[4 * t]));
+        cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(blocks[32 * t + lane]), upper[0],
+                                      upper[1], upper[2], upper[3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            transposed[lower_block(2 * t + i, 2 * t + i)][0] = upper[2 * i];
+            transposed[lower_block(2 * t + i, 2 * t + i)][1] = 0;
+            transposed[lower_block(2 * t + i, 2 * t + i)][3] = upper[2 * i + 1];
         }
     }
+    // 16 x 16: what lies below one and left of the other is -(inverse of the other) L (inverse of the one).
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        to_left(t[2 * k], t[2 * k + 1], a);
-        load_right(inverse, 16 * k, columns, b);
-        add_product(result[0], a, b[0], b[1]);
-        add_product(result[1], a, b[2], b[3]);
+    for (int i = 0; i < 4; ++i) {
+        std::uint32_t(&inverse)[4] = transposed[lower_block(i, i)];
+        float first[4] = {}, second[4] = {};
+        add_product(first, inverse[0], 0, lower(i, i, 0, 1));
+        add_product(second, two_halves(first[0], first[1]), 0, diagonal[2 * i + 1]);
+        inverse[2] = two_halves(-second[0], -second[1]);
+        stored[i] = two_bf16(-second[0], -second[1]);
+        cute::SM75_U32x1_MOVM_T::copy(inverse[2], corner[i]);
     }
-    store_negative(inverse, rows, columns, result[0]);
-    store_negative(inverse, rows, columns + 8, result[1]);
+    auto const store = [&](std::uint32_t const(&words)[4], int row, int column) {
+        cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
+                                      *reinterpret_cast<cute::uint128_t*>(panel + swizzled(row + lane % 8, column)));
+    };
+    store(stored, 16 * (lane / 8) + 8, 2 * (lane / 8));
+
+    // Rows of blocks below: A_ij = -(inverse of I + L_ii) sum_k L_ik A_kj.
+#pragma unroll
+    for (int i = 1; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < i; ++j) {
+            float sum[2][4] = {}, result[2][4] = {};
+#pragma unroll
+            for (int k = j; k < i; ++k)
+#pragma unroll
+                for (int down = 0; down < 2; ++down)
+                    add_product(sum[down], transposed[lower_block(k, j)], lower(i, k, 0, down), lower(i, k, 1, down));
+            std::uint32_t const left[4] = {two_halves(sum[0][0], sum[0][1]), two_halves(sum[0][2], sum[0][3]),
+                                           two_halves(sum[1][0], sum[1][1]), two_halves(sum[1][2], sum[1][3])};
+            add_product(result[0], left[0], left[1], diagonal[2 * i]);
+            add_product(result[1], left, corner[i], diagonal[2 * i + 1]);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                float const low = -result[w / 2][w % 2 * 2], high = -result[w / 2][w % 2 * 2 + 1];
+                transposed[lower_block(i, j)][w] = two_halves(low, high);
+                stored[w] = two_bf16(low, high);
+            }
+            store(stored, 16 * i + lane / 16 * 8, 2 * j + lane / 8 % 2);
+        }
 }
 
 /// Computes the gates of n tokens by a warp, two tokens a lane.
@@ -204,21 +237,18 @@ struct delta_prep_input {
     int key_heads, group;            ///< value heads a key head
 };
 
-/// A block computes a chunk's inverses for a key head. A grid of (chunks at most) * key heads blocks of 128 threads.
-static __global__ void __launch_bounds__(128, 5)
+/// A warp computes a chunk's inverses for a key head. A grid of (chunks at most) * key heads blocks of 32 threads.
+static __global__ void __launch_bounds__(32, 11)
     delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input const in, delta_prepared const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    extern __shared__ __align__(1024) char raw[];
-    auto& memory = *reinterpret_cast<prep_memory*>(raw);
-    int const thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-    if (thread == 0) {
+    auto& memory = shared_memory<prep_memory>();
+    int const lane = static_cast<int>(threadIdx.x);
+    if (lane == 0) {
         memory.full.init(1);
         cutlass::arch::fence_barrier_init();
     }
-    for (int i = thread; i < 64 * triangle::stride / 8; i += 128)
-        reinterpret_cast<uint4*>(memory.inverse.value)[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads(); // the barrier has been made
+    __syncwarp();
     wait_for_previous_kernel();
     int const chunk = static_cast<int>(blockIdx.x) / in.key_heads,
               key_head = static_cast<int>(blockIdx.x) % in.key_heads;
@@ -226,82 +256,46 @@ static __global__ void __launch_bounds__(128, 5)
     delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
     int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
-    if (thread == 0) {
+    if (lane == 0) {
         memory.full.arrive_and_expect_tx(2 * panel_bytes);
         load_panels<2>(keys, memory.full, memory.keys, 128 * key_head, begin);
     }
-    int const value_heads = in.key_heads * in.group;
-    auto const gates = [&](int h) { // of four heads, a warp to each
-        if (int const head = key_head * in.group + h + warp; h + warp < in.group)
-            compute_gates(in.g.at(begin) + head, in.g.stride, in.beta.at(begin) + head, in.beta.stride, n,
-                          to.gates[std::int64_t{chunk} * value_heads + head], memory.beta[warp]);
+    std::int64_t const place = (std::int64_t{chunk} * in.key_heads + key_head) * in.group;
+    auto const gates = [&](int first) { // of four heads
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (int const head = key_head * in.group + first + i; first + i < in.group)
+                compute_gates(in.g.at(begin) + head, in.g.stride, in.beta.at(begin) + head, in.beta.stride, n,
+                              to.gates[place + first + i], memory.beta[i]);
     };
     gates(0);
-    __syncthreads();
     wait(memory.full, 0);
-
-    // K K^T, a warp to 16 rows, as far as the diagonal.
-    float products[4][2][4] = {};
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        char const* const panel = memory.keys + k / 4 * panel_bytes;
-        std::uint32_t a[4], b[4];
-        load_left(panel + swizzled(16 * warp + lane % 16, k % 4 * 2 + lane / 16), a);
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            if (c <= warp) {
-                load_left(panel + swizzled(16 * c + lane % 8 + lane / 16 * 8, k % 4 * 2 + lane / 8 % 2), b);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float(&sum)[4] = products[c][half];
-                    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3],
-                                                              b[2 * half], b[2 * half + 1], sum[0], sum[1], sum[2],
-                                                              sum[3]);
-                }
-            }
+    if (n < delta_chunk) {
+        clear_rows(memory.keys, n);
+        clear_rows(memory.keys + panel_bytes, n);
     }
-
+    __syncwarp();
+    lower_sums products = {};
+    multiply_keys_by_keys(memory.keys, products);
+    __syncwarp();
+    for (int i = lane; i < 1024; i += 32)
+        if (i % 8 > i / 8 % 64 / 8)
+            *reinterpret_cast<uint4*>(memory.keys + i / 512 * panel_bytes + swizzled(i / 8 % 64, i % 8)) =
+                make_uint4(0, 0, 0, 0);
     for (int h = 0; h < in.group; ++h) {
-        if (h > 0) __syncthreads(); // the head before has been read
-        if (h > 0 && h % 4 == 0) {
-            gates(h);
-            __syncthreads();
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            if (c <= warp) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-#pragma unroll
-                    for (int down = 0; down < 2; ++down) {
-                        int const i = 16 * warp + lane / 4 + 8 * down, j = 16 * c + 8 * half + lane % 4 * 2;
-                        float const b = memory.beta[h % 4][i];
-                        float const x = products[c][half][2 * down], y = products[c][half][2 * down + 1];
-                        memory.lower.set_two(i, j, j < i && i < n ? b * x : 0.0f, j + 1 < i && i < n ? b * y : 0.0f);
-                    }
-            }
-        __syncthreads();
-        if (warp < 2) invert_blocks(memory.lower, memory.inverse, thread);
-        __syncthreads();
-        join_8(memory.lower, memory.inverse, warp);
-        __syncthreads();
-        join_16(memory.lower, memory.inverse, warp);
-        __syncthreads();
-        join_32(memory.lower, memory.inverse, warp);
-        __syncthreads();
-        char* const panel = to.inverse + (std::int64_t{chunk} * value_heads + key_head * in.group + h) * panel_bytes;
-#pragma unroll
-        for (int i = thread; i < 512; i += 128) {
-            uint4 const halves = *reinterpret_cast<uint4 const*>(memory.inverse.at(i / 8, i % 8 * 8));
-            std::uint32_t word[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                float2 const two = __half22float2(reinterpret_cast<__half2 const*>(&halves)[w]);
-                word[w] = two_bf16(two.x, two.y);
-            }
-            *reinterpret_cast<uint4*>(panel + swizzled(i / 8, i % 8)) = make_uint4(word[0], word[1], word[2], word[3]);
+        if (h > 0 && h % 4 == 0) gates(h);
+        char* const panel = memory.keys + h % 2 * panel_bytes;
+        if (lane == 0 && h > 1) cute::tma_store_wait<1>(); // what it had has been read
+        __syncwarp();
+        write_inverse(products, memory.beta[h % 4], memory.blocks, panel);
+        cutlass::arch::fence_view_async_shared();
+        __syncwarp();
+        if (lane == 0) {
+            cute::SM90_BULK_COPY_S2G::copy(panel, to.inverse + (place + h) * panel_bytes, panel_bytes);
+            cute::tma_store_arrive();
         }
     }
+    if (lane == 0) cute::tma_store_wait<0>();
 #endif
 }
 

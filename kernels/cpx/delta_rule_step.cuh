@@ -41,14 +41,6 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
     }
 }
 
-/// Zeroes rows of a panel from n on, by a warp, before tensor cores read them: they may be another sequence's, and sums
-/// go over them.
-__device__ __forceinline__ void clear_rows(char* panel, int n) {
-#pragma unroll 1
-    for (int i = n * 8 + static_cast<int>(threadIdx.x % 32); i < 512; i += 32)
-        *reinterpret_cast<uint4*>(panel + swizzled(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
-}
-
 /// The decays from the chunk's beginning to the tokens of a thread's accumulators.
 using token_decays = float2[8];
 

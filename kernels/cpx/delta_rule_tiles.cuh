@@ -248,6 +248,14 @@ __device__ __forceinline__ void load_transposed(char const* panel, std::uint32_t
                                       a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
 }
 
+/// Zeroes rows of a panel from n on, by a warp, before tensor cores read them: they may be another sequence's, and sums
+/// go over them.
+__device__ __forceinline__ void clear_rows(char* panel, int n) {
+#pragma unroll 1
+    for (int i = n * 8 + static_cast<int>(threadIdx.x % 32); i < 512; i += 32)
+        *reinterpret_cast<uint4*>(panel + swizzled(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+}
+
 /// Copies panels of `map` at (column, row) and, side by side, those after it.
 template <int Panels>
 __device__ __forceinline__ void load_panels(CUtensorMap const& map, barrier& full, char* to, int column, int row) {

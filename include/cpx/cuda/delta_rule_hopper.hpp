@@ -139,7 +139,7 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
         delta_scale_of(shape),
         nullptr};
     launch_delta_plan(shape, in, space, workspace, stream, here);
-    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 128, sizeof(kernels::delta::prep_memory),
+    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 32, sizeof(kernels::delta::prep_memory),
                   stream, "delta_rule_prep", here, k,
                   kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
                   walk.prepared);
