@@ -8,8 +8,8 @@ namespace cpx::kernels::delta {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// Sums of rows from their beginnings: `across` of column t is the sum over rows i >= t, of a thread's two, of x_ij over
-/// j < t. x: 64 x 64, 16 rows a warp, as an operand. By products with ones.
+/// Sums of rows from their beginnings: `across` of column t is the sum over rows i >= t, of a thread's two, of x_ij
+/// over j < t. x: 64 x 64, 16 rows a warp, as an operand. By products with ones.
 __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (&across)[16]) {
     int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
     int const down = lane / 4, two = lane % 4 * 2;

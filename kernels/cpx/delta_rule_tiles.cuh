@@ -93,8 +93,8 @@ __device__ __forceinline__ std::uint64_t step_along(std::uint64_t first, int k) 
 }
 __device__ __forceinline__ std::uint64_t step_down(std::uint64_t first, int k) { return further(first, k * 2048); }
 
-/// A state of bfloat16 in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores next to each
-/// other have all key channels of 8 value channels. A warp has a core as one word of an operand.
+/// A state of bfloat16 in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores side by side
+/// have all key channels of 8 value channels. A warp has a core as one word of an operand.
 inline constexpr int cores_bytes = 16 * 128, state_bytes = 16 * cores_bytes;
 
 /// Describes a state as an operand whose rows are key channels, 16 a step: 256 bytes.
@@ -177,7 +177,8 @@ __device__ __forceinline__ void multiply_keys(float (&sum)[N], char const* a, ch
         fma_shared<shared_by<Major::K, Major::K, N>>(sum, step_along(left, k), further(right, 256 * k),
                                                      k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N>());
 }
-/// sum (+)= a b over 128, of value channels: b the key channels of a state from core `state` on, a in panels or registers.
+/// sum (+)= a b over 128, of value channels: b the key channels of a state from core `state` on, a in panels or in
+/// registers.
 template <std::size_t N>
 __device__ __forceinline__ void multiply_values(float (&sum)[N], char const* a, char const* state) {
     std::uint64_t const left = along_rows(a), right = down_cores(state);
