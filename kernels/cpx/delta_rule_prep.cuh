@@ -99,9 +99,9 @@ __device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
     }
 }
 
-/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a panel that has zeros above the 8 x 8 blocks
-/// on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is called transposed
-/// below is A^T, of which a product's sums are the next one's left operand.
+/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a panel that has zeros above the 8 x 8
+/// blocks on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is
+/// called transposed below is A^T, of which a product's sums are the next one's left operand.
 __device__ __forceinline__ void write_inverse(lower_sums const& products, float const* beta, __half (*blocks)[8],
                                               char* panel) {
     int const lane = threadIdx.x % 32;

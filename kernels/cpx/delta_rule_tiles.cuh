@@ -93,8 +93,8 @@ __device__ __forceinline__ std::uint64_t step_along(std::uint64_t first, int k) 
 }
 __device__ __forceinline__ std::uint64_t step_down(std::uint64_t first, int k) { return further(first, k * 2048); }
 
-/// A state of bfloat16 in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores side by side
-/// have all key channels of 8 value channels. A warp has a core as one word of an operand.
+/// A state of bfloat16 in memory: cores of 8 value channels by 8 key channels, 128 bytes, by rows; 16 cores side by
+/// side have all key channels of 8 value channels. A warp has a core as one word of an operand.
 inline constexpr int cores_bytes = 16 * 128, state_bytes = 16 * cores_bytes;
 
 /// Describes a state as an operand whose rows are key channels, 16 a step: 256 bytes.
