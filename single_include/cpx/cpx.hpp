@@ -5130,6 +5130,12 @@ inline std::string reason(std::exception const& e) {
     return own ? own->message() : e.what();
 }
 
+/// Returns `deadline`, or a year if it is longer. Throws `cpx::error` if it is not positive.
+inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono::milliseconds deadline, caller here) {
+    require(deadline.count() > 0, where, "deadline, ms", "more than 0", deadline.count(), here);
+    return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
+}
+
 /// The error of `rank`, which waits in an exchange for a rank that has left the group.
 inline error gone(char const* where, int rank, identity const& id, int peer) {
     std::string const who = "rank " + std::to_string(peer);
@@ -5148,10 +5154,38 @@ inline error apart(char const* where, identity const& mine, identity const& thei
             who_has_what(values)};
 }
 
-/// The error of `rank`, which has waited in an exchange for messages of the ranks `silent` and for the ranks `deaf` to
-/// take theirs. `missing`: those among them and among whom they wait for that are in no exchange, as far as is known.
-inline error late(char const* where, int rank, identity const& id, std::vector<int> const& silent,
-                  std::vector<int> const& deaf, std::vector<int> const& missing, std::chrono::milliseconds deadline) {
+/// The ranks that one waits for in an exchange: for their messages, and for them to take its own.
+struct waits {
+    std::vector<int> silent, deaf;
+
+    template <class F>
+    void each(F&& f) const {
+        for (auto const* peers : {&silent, &deaf})
+            for (int const peer : *peers) f(peer);
+    }
+};
+
+/// Returns the ranks that keep `rank` waiting, itself or by others, and do not wait themselves, as far as is known.
+/// `waits_of(rank)`: the waits of a rank, or null.
+template <class F>
+std::vector<int> missing(int rank, F&& waits_of) {
+    std::vector<int> seen{rank}, found;
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+        waits const* const of = waits_of(seen[i]);
+        if (!of) found.push_back(seen[i]);
+        if (!of) continue;
+        of->each([&](int peer) {
+            if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
+        });
+    }
+    std::ranges::sort(found);
+    return found;
+}
+
+/// The error of `rank`, which has waited in an exchange. `missing`: see above.
+inline error late(char const* where, int rank, identity const& id, waits const& of, std::vector<int> const& missing,
+                  std::chrono::milliseconds deadline) {
+    auto const& [silent, deaf] = of;
     return {where,
             "rank " + std::to_string(rank) + " waited in " + id.text() +
                 (silent.empty() ? "" : " for messages of " + names(silent)) +
@@ -5853,19 +5887,6 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
 
 } // namespace cpx
 
-// cpx/transport/deadline.hpp
-// How long a rank waits for the others.
-
-namespace cpx::detail {
-
-/// Returns `deadline`, or a year if it is longer. Throws `cpx::error` if it is not positive.
-inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono::milliseconds deadline, caller here) {
-    require(deadline.count() > 0, where, "deadline, ms", "more than 0", deadline.count(), here);
-    return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
-}
-
-} // namespace cpx::detail
-
 // cpx/transport/threads.hpp
 // W ranks as threads of one process: the whole of cpx without a GPU or a launcher.
 
@@ -5910,14 +5931,14 @@ public:
             for (incoming const& parcel : receives) open.push_back(&parcel);
             for (bool done = false; !done;) {
                 me.news = false;
-                check_failure();
+                if (world_.failed >= 0)
+                    throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
                 std::erase_if(open, [&](incoming const* parcel) { return receive(lock, id, *parcel); });
-                me.silent.clear();
-                me.deaf.clear();
-                for (incoming const* parcel : open) me.silent.push_back(parcel->peer);
+                me.waits.silent.clear(), me.waits.deaf.clear();
+                for (incoming const* parcel : open) me.waits.silent.push_back(parcel->peer);
                 for (outgoing const& parcel : sends)
-                    if (world_.at(rank_, parcel.peer).state != post::empty) me.deaf.push_back(parcel.peer);
-                done = me.silent.empty() && me.deaf.empty();
+                    if (world_.at(rank_, parcel.peer).state != post::empty) me.waits.deaf.push_back(parcel.peer);
+                done = me.waits.silent.empty() && me.waits.deaf.empty();
                 if (!done && !me.news) wait(lock, end, id);
             }
         } catch (std::exception const& e) {
@@ -5972,11 +5993,11 @@ private:
 
     struct member {
         std::condition_variable wake;
-        bool news = false;             ///< something has changed since it last looked
-        bool asleep = false;           ///< it waits, without news
-        bool left = false;             ///< its program has returned
-        identity const* in = nullptr;  ///< its present exchange
-        std::vector<int> silent, deaf; ///< whose messages it waits for, and who has not taken its own
+        bool news = false;            ///< something has changed since it last looked
+        bool asleep = false;          ///< it waits, without news
+        bool left = false;            ///< its program has returned
+        identity const* in = nullptr; ///< its present exchange
+        detail::waits waits;
     };
 
     struct world {
@@ -6057,13 +6078,12 @@ private:
     /// Waits for news from any rank. Throws if there cannot be any, or is none in time.
     void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point end, identity const& id) {
         member& me = world_.member_at(rank_);
-        for (auto const* peers : {&me.silent, &me.deaf})
-            for (int const peer : *peers) {
-                check_exchange(id, peer);
-                if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
-            }
+        me.waits.each([&](int peer) {
+            check_exchange(id, peer);
+            if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
+        });
         auto const late = [&](std::vector<int> const& missing) {
-            return detail::late("threads", rank_, id, me.silent, me.deaf, missing, world_.deadline);
+            return detail::late("threads", rank_, id, me.waits, missing, world_.deadline);
         };
         me.asleep = true;
         if (std::ranges::all_of(world_.members, [](member const& m) { return m.left || m.asleep; })) {
@@ -6072,7 +6092,11 @@ private:
         }
         me.wake.wait_until(lock, end, [&] { return me.news; });
         me.asleep = false;
-        if (!me.news) throw late(missing());
+        if (me.news) return;
+        throw late(detail::missing(rank_, [&](int rank) {
+            member const& m = world_.member_at(rank);
+            return rank == rank_ || m.asleep ? &m.waits : nullptr;
+        }));
     }
 
     /// Throws if `peer`, with whom a message is due, sends one of another exchange: it will not come to this one.
@@ -6087,28 +6111,6 @@ private:
         for (member const& m : world_.members) in.push_back(m.in);
         for (identity const* other : in)
             if (other && !id.same_exchange(*other)) throw detail::apart("threads", id, *other, in);
-    }
-
-    /// Returns the ranks that keep this one waiting and do not wait themselves.
-    std::vector<int> missing() const {
-        std::vector<int> seen{rank_}, found;
-        for (std::size_t i = 0; i < seen.size(); ++i) {
-            member const& m = world_.member_at(seen[i]);
-            if (i > 0 && !m.asleep) {
-                found.push_back(seen[i]);
-                continue;
-            }
-            for (auto const* peers : {&m.silent, &m.deaf})
-                for (int const peer : *peers)
-                    if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
-        }
-        std::ranges::sort(found);
-        return found;
-    }
-
-    void check_failure() const {
-        if (world_.failed >= 0)
-            throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
     }
 
     /// Takes back what nobody has taken yet, because the caller is about to free it.

@@ -5,6 +5,7 @@
 #include <cpx/layout/tensor.hpp>
 #include <cpx/plan/plan.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -215,6 +216,12 @@ inline std::string reason(std::exception const& e) {
     return own ? own->message() : e.what();
 }
 
+/// Returns `deadline`, or a year if it is longer. Throws `cpx::error` if it is not positive.
+inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono::milliseconds deadline, caller here) {
+    require(deadline.count() > 0, where, "deadline, ms", "more than 0", deadline.count(), here);
+    return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
+}
+
 /// The error of `rank`, which waits in an exchange for a rank that has left the group.
 inline error gone(char const* where, int rank, identity const& id, int peer) {
     std::string const who = "rank " + std::to_string(peer);
@@ -233,10 +240,38 @@ inline error apart(char const* where, identity const& mine, identity const& thei
             who_has_what(values)};
 }
 
-/// The error of `rank`, which has waited in an exchange for messages of the ranks `silent` and for the ranks `deaf` to
-/// take theirs. `missing`: those among them and among whom they wait for that are in no exchange, as far as is known.
-inline error late(char const* where, int rank, identity const& id, std::vector<int> const& silent,
-                  std::vector<int> const& deaf, std::vector<int> const& missing, std::chrono::milliseconds deadline) {
+/// The ranks that one waits for in an exchange: for their messages, and for them to take its own.
+struct waits {
+    std::vector<int> silent, deaf;
+
+    template <class F>
+    void each(F&& f) const {
+        for (auto const* peers : {&silent, &deaf})
+            for (int const peer : *peers) f(peer);
+    }
+};
+
+/// Returns the ranks that keep `rank` waiting, itself or by others, and do not wait themselves, as far as is known.
+/// `waits_of(rank)`: the waits of a rank, or null.
+template <class F>
+std::vector<int> missing(int rank, F&& waits_of) {
+    std::vector<int> seen{rank}, found;
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+        waits const* const of = waits_of(seen[i]);
+        if (!of) found.push_back(seen[i]);
+        if (!of) continue;
+        of->each([&](int peer) {
+            if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
+        });
+    }
+    std::ranges::sort(found);
+    return found;
+}
+
+/// The error of `rank`, which has waited in an exchange. `missing`: see above.
+inline error late(char const* where, int rank, identity const& id, waits const& of, std::vector<int> const& missing,
+                  std::chrono::milliseconds deadline) {
+    auto const& [silent, deaf] = of;
     return {where,
             "rank " + std::to_string(rank) + " waited in " + id.text() +
                 (silent.empty() ? "" : " for messages of " + names(silent)) +

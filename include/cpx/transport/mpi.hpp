@@ -4,7 +4,6 @@
 
 #include <cpx/core/error.hpp>
 #include <cpx/transport/concept.hpp>
-#include <cpx/transport/deadline.hpp>
 #include <cpx/transport/mpi_environment.hpp>
 #include <cpx/transport/mpi_notes.hpp>
 
@@ -244,12 +243,11 @@ private:
             if (open.empty()) return;
             auto const now = clock::now();
             if (round % 16 == 0 || now > end) {
-                detail::mpi_wait mine{id, {}, {}};
+                detail::mpi_wait mine{{}, id};
                 for (shipment const* t : open) (t->target ? mine.silent : mine.deaf).push_back(t->peer);
                 read_notes(&mine);
                 if (auto const in = notes_->locked(mine); !in.empty()) throw stuck(mine, in);
-                if (now > end)
-                    throw detail::late("mpi", rank_, id, mine.silent, mine.deaf, notes_->missing(), deadline_);
+                if (now > end) throw detail::late("mpi", rank_, id, mine, notes_->missing(), deadline_);
                 if (now > next_ask) {
                     notes_->ask(mine);
                     next_ask = now < last_ask ? std::min(last_ask, now + (now - start)) : end;
@@ -263,7 +261,7 @@ private:
     error stuck(detail::mpi_wait const& mine, std::vector<identity const*> const& in) const {
         auto const other =
             std::ranges::find_if(in, [&](identity const* id) { return id && !mine.id.same_exchange(*id); });
-        return other == in.end() ? detail::late("mpi", rank_, mine.id, mine.silent, mine.deaf, {}, deadline_)
+        return other == in.end() ? detail::late("mpi", rank_, mine.id, mine, {}, deadline_)
                                  : detail::apart("mpi", mine.id, **other, in);
     }
 

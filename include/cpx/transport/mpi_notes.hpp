@@ -17,10 +17,9 @@
 
 namespace cpx::detail {
 
-/// What a rank waits for in an exchange: messages of some ranks, and that others take its own.
-struct mpi_wait {
+/// What a rank waits for in an exchange.
+struct mpi_wait : waits {
     identity id;
-    std::vector<int> silent, deaf;
 };
 
 /// Notes from rank to rank, read while a rank waits: that one fails; and, when another asks, what it waits for.
@@ -97,17 +96,10 @@ public:
 
     /// Returns the ranks that keep this one waiting, itself or by others, and have not answered.
     std::vector<int> missing() const {
-        std::vector<int> seen{rank_}, found;
-        for (std::size_t i = 0; i < seen.size(); ++i) {
-            auto const& waits = at(known_, seen[i]).waits;
-            if (!waits) found.push_back(seen[i]);
-            if (!waits) continue;
-            for (auto const* peers : {&waits->silent, &waits->deaf})
-                for (int const peer : *peers)
-                    if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
-        }
-        std::ranges::sort(found);
-        return found;
+        return detail::missing(rank_, [&](int rank) -> waits const* {
+            auto const& of = at(known_, rank).waits;
+            return of ? &*of : nullptr;
+        });
     }
 
     /// Returns the exchanges of ranks that wait for each other and for nothing that is on its way, null for others; or
@@ -210,10 +202,10 @@ private:
                   "MPI_Isend");
     }
     void ask_on(mpi_wait const& waits) {
-        for (auto const* peers : {&waits.silent, &waits.deaf})
-            for (int const peer : *peers)
-                if (peer != rank_ && !std::exchange(at(known_, peer).asked, true))
-                    write(peer, "ask " + std::to_string(question_));
+        waits.each([&](int peer) {
+            if (peer != rank_ && !std::exchange(at(known_, peer).asked, true))
+                write(peer, "ask " + std::to_string(question_));
+        });
     }
 
     MPI_Comm comm_;

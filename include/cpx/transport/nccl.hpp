@@ -2,7 +2,6 @@
 // One rank of an NCCL communicator, with deadlines and errors that say who is missing.
 #pragma once
 
-#include <cpx/transport/deadline.hpp>
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/nccl_environment.hpp>
 #include <cpx/transport/nccl_found.hpp>

@@ -4,7 +4,6 @@
 
 #include <cpx/core/error.hpp>
 #include <cpx/transport/concept.hpp>
-#include <cpx/transport/deadline.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -55,14 +54,14 @@ public:
             for (incoming const& parcel : receives) open.push_back(&parcel);
             for (bool done = false; !done;) {
                 me.news = false;
-                check_failure();
+                if (world_.failed >= 0)
+                    throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
                 std::erase_if(open, [&](incoming const* parcel) { return receive(lock, id, *parcel); });
-                me.silent.clear();
-                me.deaf.clear();
-                for (incoming const* parcel : open) me.silent.push_back(parcel->peer);
+                me.waits.silent.clear(), me.waits.deaf.clear();
+                for (incoming const* parcel : open) me.waits.silent.push_back(parcel->peer);
                 for (outgoing const& parcel : sends)
-                    if (world_.at(rank_, parcel.peer).state != post::empty) me.deaf.push_back(parcel.peer);
-                done = me.silent.empty() && me.deaf.empty();
+                    if (world_.at(rank_, parcel.peer).state != post::empty) me.waits.deaf.push_back(parcel.peer);
+                done = me.waits.silent.empty() && me.waits.deaf.empty();
                 if (!done && !me.news) wait(lock, end, id);
             }
         } catch (std::exception const& e) {
@@ -117,11 +116,11 @@ private:
 
     struct member {
         std::condition_variable wake;
-        bool news = false;             ///< something has changed since it last looked
-        bool asleep = false;           ///< it waits, without news
-        bool left = false;             ///< its program has returned
-        identity const* in = nullptr;  ///< its present exchange
-        std::vector<int> silent, deaf; ///< whose messages it waits for, and who has not taken its own
+        bool news = false;            ///< something has changed since it last looked
+        bool asleep = false;          ///< it waits, without news
+        bool left = false;            ///< its program has returned
+        identity const* in = nullptr; ///< its present exchange
+        detail::waits waits;
     };
 
     struct world {
@@ -202,13 +201,12 @@ private:
     /// Waits for news from any rank. Throws if there cannot be any, or is none in time.
     void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point end, identity const& id) {
         member& me = world_.member_at(rank_);
-        for (auto const* peers : {&me.silent, &me.deaf})
-            for (int const peer : *peers) {
-                check_exchange(id, peer);
-                if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
-            }
+        me.waits.each([&](int peer) {
+            check_exchange(id, peer);
+            if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
+        });
         auto const late = [&](std::vector<int> const& missing) {
-            return detail::late("threads", rank_, id, me.silent, me.deaf, missing, world_.deadline);
+            return detail::late("threads", rank_, id, me.waits, missing, world_.deadline);
         };
         me.asleep = true;
         if (std::ranges::all_of(world_.members, [](member const& m) { return m.left || m.asleep; })) {
@@ -217,7 +215,11 @@ private:
         }
         me.wake.wait_until(lock, end, [&] { return me.news; });
         me.asleep = false;
-        if (!me.news) throw late(missing());
+        if (me.news) return;
+        throw late(detail::missing(rank_, [&](int rank) {
+            member const& m = world_.member_at(rank);
+            return rank == rank_ || m.asleep ? &m.waits : nullptr;
+        }));
     }
 
     /// Throws if `peer`, with whom a message is due, sends one of another exchange: it will not come to this one.
@@ -232,28 +234,6 @@ private:
         for (member const& m : world_.members) in.push_back(m.in);
         for (identity const* other : in)
             if (other && !id.same_exchange(*other)) throw detail::apart("threads", id, *other, in);
-    }
-
-    /// Returns the ranks that keep this one waiting and do not wait themselves.
-    std::vector<int> missing() const {
-        std::vector<int> seen{rank_}, found;
-        for (std::size_t i = 0; i < seen.size(); ++i) {
-            member const& m = world_.member_at(seen[i]);
-            if (i > 0 && !m.asleep) {
-                found.push_back(seen[i]);
-                continue;
-            }
-            for (auto const* peers : {&m.silent, &m.deaf})
-                for (int const peer : *peers)
-                    if (std::ranges::find(seen, peer) == seen.end()) seen.push_back(peer);
-        }
-        std::ranges::sort(found);
-        return found;
-    }
-
-    void check_failure() const {
-        if (world_.failed >= 0)
-            throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
     }
 
     /// Takes back what nobody has taken yet, because the caller is about to free it.
