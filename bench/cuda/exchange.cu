@@ -2,9 +2,8 @@
 // Relayouts between GPUs by one kernel and by send and receive, beside NCCL's own collectives and the three steps of
 // trainers. One process a GPU: `bench.cuda.exchange [RANKS [BLOCKS]]`; exit code 1 if a result is wrong.
 #include <cpx/cpx.hpp>
-#include <cpx/cuda/exchange.hpp>
 #include <cpx/cuda/row_gather.hpp>
-#include <cpx/cuda/shared_memory.hpp>
+#include <cpx/cuda/shared_communicator.hpp>
 
 #include "../../harness/processes.hpp"
 #include "../../harness/whole.hpp"
@@ -69,12 +68,13 @@ public:
 
         row ways;
         if (memory_.one_kernel()) {
-            std::vector<std::int64_t> const host(from.batch().offsets().begin(), from.batch().offsets().end());
-            cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
-            cuda::packed_offsets const batch(offsets.data(), static_cast<int>(host.size()) - 1);
-            auto const push = cuda::make_relayout<element>(plan, width);
-            ways.one_kernel = time(sent, reinterpret_cast<element*>(memory_.data()), target,
-                                   [&] { push(from_rows, memory_.peers(), 0, batch, stream_); });
+            cuda::shared_communicator comm(memory_, stream_);
+            cpx::capacity largest{0, from.batch().sequences()};
+            for (int r = 0; r < ranks; ++r) largest.rows = std::max({largest.rows, from.rows(r), to.rows(r)});
+            auto push = cpx::make_movement<element>(from, to, width, largest, comm);
+            auto shared = push.make_tensor(to);
+            cpx::sharded const given(from_rows, from, rank, comm.memory());
+            ways.one_kernel = time(sent, shared.data().data(), target, [&] { push(given, shared); });
         }
         cuda::exchange<element> move(plan, width, comm_);
         ways.send_receive = time(sent, y.data(), target, [&] { move(from_rows, to_rows, stream_); });

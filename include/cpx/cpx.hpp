@@ -37,6 +37,7 @@
 
 #include <cpx/plan/capacity.hpp>
 #include <cpx/plan/carry.hpp>
+#include <cpx/plan/edges.hpp>
 #include <cpx/plan/global_rows.hpp>
 #include <cpx/plan/halo.hpp>
 #include <cpx/plan/media.hpp>

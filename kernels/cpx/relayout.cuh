@@ -43,12 +43,11 @@ CPX_HOST_DEVICE inline std::uint32_t offset_digest(std::int64_t i, std::int64_t 
     return static_cast<std::uint32_t>(mixed >> 32);
 }
 
-/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of int64, or of
-/// int32 unless `wide`. Peers are the ranks that meet, from `first` on.
+/// What one rank moves, `lanes` threads a row. `offsets`: cu_seqlens in device memory, `sequences` + 1 of them. Peers
+/// are the ranks that meet, from `first` on.
 struct relayout_rows {
-    void const* offsets;
+    std::int64_t const* offsets;
     int sequences;
-    bool wide;
     std::uint32_t place; ///< stands for the plan, and where in every rank's memory its target begins and ends
     int first;
     int runs, lanes;
@@ -184,13 +183,10 @@ __device__ inline void copy_columns(column_run const* columns, int count, char c
 /// Reads cu_seqlens into shared memory and adds to `digest` what tells them from others. Returns whether this thread's
 /// begin with 0, ascend and fit 31 bits.
 __device__ inline bool read_offsets(relayout_rows const& r, std::int32_t* offsets, std::uint32_t& digest) {
-    auto const offset = [&](int i) {
-        return r.wide ? static_cast<std::int64_t const*>(r.offsets)[i] : static_cast<std::int32_t const*>(r.offsets)[i];
-    };
     bool ascend = true;
     std::uint32_t sum = 0;
     for (int i = static_cast<int>(threadIdx.x); i <= r.sequences; i += static_cast<int>(blockDim.x)) {
-        std::int64_t const here = offset(i), before = i > 0 ? offset(i - 1) : 0;
+        std::int64_t const here = r.offsets[i], before = i > 0 ? r.offsets[i - 1] : 0;
         ascend = ascend && (i > 0 ? before <= here : here == 0) && here <= INT32_MAX;
         offsets[i] = static_cast<std::int32_t>(here);
         sum += offset_digest(i, here);

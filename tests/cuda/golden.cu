@@ -107,7 +107,7 @@ void put(cpx::tensor<T, S> const& local, index_t offset, std::vector<char>& byte
 /// Where the ranks of one GPU meet, and the batch there.
 struct place {
     one_gpu::ranks const& gpu;
-    cuda::packed_offsets batch;
+    std::span<index_t const> batch;
 };
 
 /// Moves all ranks' rows, `source(rank)`, to `offset` of their memory, in one launch.
@@ -210,11 +210,8 @@ void for_each_pair(cpx::thd const& batch, int ranks, std::vector<cpx::section> c
 /// Moves every tensor of a file over every number of ranks.
 void check_moves(cpx::safetensors const& file) {
     auto const offsets = file.read<index_t>("cu_seqlens");
-    std::vector<std::int32_t> const narrow(offsets.begin(), offsets.end());
-    cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
-    cuda::buffer<std::int32_t> const device_narrow{std::span<std::int32_t const>(narrow)};
     cpx::thd const batch(offsets);
-    int const sequences = static_cast<int>(batch.sequences());
+    one_gpu::offsets const on_device(batch);
     auto const tensors = tensors_of(file, batch.tokens());
     REQUIRE(tensors.size() >= 4);
     index_t widest = 0;
@@ -222,14 +219,13 @@ void check_moves(cpx::safetensors const& file) {
         REQUIRE(std::ranges::none_of(x.values, is_nan<double>));
         widest = std::max(widest, on_ranks::width(x.sections));
     }
-    int turn = 0; // elements and offsets take turns: each tensor meets each pair with each of them on some W
+    int turn = 0; // elements take turns: each tensor meets each pair with each of them on some W
     for (int const ranks : on_ranks::rank_counts) {
         one_gpu::ranks const gpu(ranks, 2 * (batch.tokens() * widest * 8 + 256), 4);
         for (auto const& x : tensors)
             for_each_pair(batch, ranks, x.sections, [&](std::string const& name, auto const& from, auto const& to) {
                 ++turn;
-                place const at{gpu, turn % 2 ? cuda::packed_offsets(device_offsets.data(), sequences)
-                                             : cuda::packed_offsets(device_narrow.data(), sequences)};
+                place const at{gpu, on_device.list()};
                 std::string const problem = turn % 3 == 0   ? round_trip<float>(x, from, to, at)
                                             : turn % 3 == 1 ? round_trip<double>(x, from, to, at)
                                                             : round_trip<__nv_bfloat16>(x, from, to, at);

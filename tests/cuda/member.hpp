@@ -56,3 +56,36 @@ struct member {
         comm->gather(&here, all.data(), 1);
     }
 };
+
+/// A communicator between the ranks of another one, as a framework makes and keeps it.
+class framework {
+public:
+    explicit framework(cpx::nccl& world, bool blocks = true) {
+        cpx::detail::comm_id_for_now const own; // which NCCL makes
+        ncclUniqueId const mine = cpx::nccl::new_id();
+        auto const all = std::make_unique<ncclUniqueId[]>(static_cast<std::size_t>(world.ranks()));
+        world.gather(&mine, all.get(), sizeof mine);
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        config.blocking = blocks;
+        done(ncclCommInitRankConfig(&comm_, world.ranks(), all[0], world.rank(), &config));
+    }
+    framework(framework const&) = delete;
+    framework& operator=(framework const&) = delete;
+    ~framework() {
+        if (!comm_) return;
+        done(ncclCommFinalize(comm_));
+        static_cast<void>(ncclCommDestroy(comm_));
+    }
+    ncclComm_t get() const { return comm_; }
+    /// It is gone, or is to go at once.
+    void forget() { comm_ = nullptr; }
+    void abort() { static_cast<void>(ncclCommAbort(std::exchange(comm_, nullptr))); }
+    /// Waits for a call that may be in progress.
+    void done(ncclResult_t result) const {
+        while (result == ncclInProgress) ncclCommGetAsyncError(comm_, &result);
+        cpx::nccl::check(result, "a framework's call");
+    }
+
+private:
+    ncclComm_t comm_ = nullptr;
+};

@@ -13,6 +13,32 @@ namespace {
 using cpx::index_t;
 using namespace std::chrono_literals;
 
+/// Moves a whole tensor through the memory that peers write, twice, and compares every byte.
+template <class T, class From, class To>
+void move_in_groups(member& me, cpx::cuda::shared_memory& memory, From const& from, To const& to,
+                    std::vector<cpx::section> const& sections, std::string const& what) {
+    int const rank = me.comm->rank();
+    index_t width = 0;
+    for (cpx::section const& s : sections) width += s.heads * s.width;
+    cpx::capacity most{0, from.batch().sequences()};
+    for (int r = 0; r < me.comm->ranks(); ++r) most.rows = std::max({most.rows, from.rows(r), to.rows(r)});
+    auto const source = whole::take<T>(from, rank, sections), target = whole::take<T>(to, rank, sections);
+    cpx::cuda::shared_communicator comm(memory, me.stream);
+    auto move = cpx::make_movement<T>(from, to, width, most, comm);
+    auto x = cpx::make_tensor<T>(from, comm, std::ssize(whole::columns(from, rank, sections)));
+    x.write(source);
+    auto y = move.make_tensor(to);
+    std::vector<T> poison(target.size());
+    std::memset(static_cast<void*>(poison.data()), 0xff, poison.size() * sizeof(T));
+    for (int again = 0; again < 2; ++again) {
+        y.write(poison);
+        me.meet(); // nobody stores into memory that is being poisoned
+        move(x, y);
+        comm.wait();
+        me.check(y.read(), target, what);
+    }
+}
+
 /// Moves a whole tensor both ways by both paths and compares every byte.
 template <class T, class From, class To>
 void move_whole(member& me, From const& from, To const& to, std::vector<cpx::section> const& sections,
@@ -42,19 +68,7 @@ void move_whole(member& me, From const& from, To const& to, std::vector<cpx::sec
         me.comm->wait(me.stream);
         if constexpr (!From::every_row) me.check(z.read(), source, what + ", back,");
     }
-    std::vector<std::int64_t> const host(from.batch().offsets().begin(), from.batch().offsets().end());
-    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
-    poison(me.window->data(), static_cast<std::size_t>(me.window->bytes()));
-    if (!me.window->one_kernel()) return;
-    me.meet(); // nobody stores into memory that is being poisoned
-    cpx::cuda::make_relayout<T>(plan, width)(cpx::rows<T const>(x.data(), from.rows(rank), in), me.window->peers(), 0,
-                                             {offsets.data(), static_cast<int>(host.size()) - 1}, me.stream);
-    me.window->wait(me.stream);
-    std::vector<T> got(target.size());
-    if (!got.empty())
-        cpx::cuda::check(cudaMemcpy(got.data(), me.window->data(), got.size() * sizeof(T), cudaMemcpyDeviceToHost),
-                         "cudaMemcpy");
-    me.check(got, target, what + ", one kernel,");
+    move_in_groups<T>(me, *me.window, from, to, sections, what + ", through the window,");
 }
 
 std::string movements(int) {
@@ -86,31 +100,6 @@ std::string movements(int) {
     return me.problem;
 }
 
-/// Moves a tensor by a movement in groups of `most` ranks, twice, and compares every byte.
-template <class From, class To>
-void move_in_groups(member& me, cpx::cuda::shared_memory& memory, From const& from, To const& to,
-                    std::vector<cpx::section> const& sections, std::string const& what) {
-    int const rank = me.comm->rank();
-    using element = std::uint16_t;
-    index_t width = 0;
-    for (cpx::section const& s : sections) width += s.heads * s.width;
-    cpx::capacity most{0, from.batch().sequences()};
-    for (int r = 0; r < me.comm->ranks(); ++r) most.rows = std::max({most.rows, from.rows(r), to.rows(r)});
-    auto const source = whole::take<element>(from, rank, sections), target = whole::take<element>(to, rank, sections);
-    cpx::cuda::shared_communicator comm(memory, me.stream);
-    auto move = cpx::make_movement<element>(from, to, width, most, comm);
-    auto x = cpx::make_tensor<element>(from, comm, std::ssize(whole::columns(from, rank, sections)));
-    x.write(source);
-    auto y = move.make_tensor(to);
-    for (int again = 0; again < 2; ++again) {
-        y.write(std::vector<element>(target.size(), 0xffff));
-        me.meet(); // nobody stores into memory that is being poisoned
-        move(x, y);
-        comm.wait();
-        me.check(y.read(), target, what);
-    }
-}
-
 /// The same program wherever ranks do and do not reach each other's memory: all, groups of them, none.
 std::string in_groups(int) {
     member me;
@@ -129,18 +118,20 @@ std::string in_groups(int) {
             auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
             auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
             cpx::head_sharded<> const heads(ranks, batch, sections);
-            move_in_groups(me, memory, zigzag, sequential, plain, what + ", zigzag to sequential");
-            move_in_groups(me, memory, sequential, zigzag, plain, what + ", sequential to zigzag");
-            move_in_groups(me, memory, zigzag, cpx::replicated<>(ranks, batch), plain, what + ", to replicated");
-            move_in_groups(me, memory, zigzag, heads, sections, what + ", zigzag to heads");
-            move_in_groups(me, memory, heads, sequential, sections, what + ", heads to sequential");
+            move_in_groups<std::uint16_t>(me, memory, zigzag, sequential, plain, what + ", zigzag to sequential");
+            move_in_groups<std::uint16_t>(me, memory, sequential, zigzag, plain, what + ", sequential to zigzag");
+            move_in_groups<std::uint16_t>(me, memory, zigzag, cpx::replicated<>(ranks, batch), plain,
+                                          what + ", to replicated");
+            move_in_groups<std::uint16_t>(me, memory, zigzag, heads, sections, what + ", zigzag to heads");
+            move_in_groups<std::uint16_t>(me, memory, heads, sequential, sections, what + ", heads to sequential");
             // whose addresses no device computes
             auto const owners = cpx::shard(batch, cpx::table(ranks, {ranks - 1, 0, 0, ranks / 2, 0}));
             auto const either = cpx::shard(batch, cpx::by_length{cpx::zigzag<>(ranks), cpx::sequential<>(ranks),
                                                                  [](index_t n) { return n % 2 == 0; }});
-            move_in_groups(me, memory, zigzag, owners, plain, what + ", zigzag to a table");
-            move_in_groups(me, memory, owners, heads, sections, what + ", a table to heads");
-            move_in_groups(me, memory, either, sequential, plain, what + ", zigzag by length to sequential");
+            move_in_groups<std::uint16_t>(me, memory, zigzag, owners, plain, what + ", zigzag to a table");
+            move_in_groups<std::uint16_t>(me, memory, owners, heads, sections, what + ", a table to heads");
+            move_in_groups<std::uint16_t>(me, memory, either, sequential, plain,
+                                          what + ", zigzag by length to sequential");
         }
     }
     return me.problem;
@@ -174,8 +165,8 @@ std::string in_one_process(int) {
                 me.comm->wait(me.stream);
                 me.check(y.read(), target, "send and receive");
                 if (!me.window->one_kernel()) me.problem = "not one kernel";
-                move_in_groups(me, *me.window, from, to, plain, "one kernel");
-                move_in_groups(me, *me.window, to, from, plain, "one kernel, back,");
+                move_in_groups<std::uint16_t>(me, *me.window, from, to, plain, "one kernel");
+                move_in_groups<std::uint16_t>(me, *me.window, to, from, plain, "one kernel, back,");
                 problem = me.problem;
             } catch (std::exception const& e) {
                 problem = e.what();
@@ -202,12 +193,46 @@ std::string in_every_second(int rank) {
     auto const zigzag = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const sequential = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
     move_whole<float>(me, zigzag, sequential, {{1, 9}}, "some ranks of the world");
-    move_in_groups(me, *me.window, sequential, zigzag, {{1, 10}}, "some ranks of the world");
+    move_in_groups<std::uint16_t>(me, *me.window, sequential, zigzag, {{1, 10}}, "some ranks of the world");
     auto const all = cpx::thd::from_lengths(std::vector<index_t>{19, 90});
     int const everyone = world.comm->ranks();
     move_whole<float>(world, cpx::shard(all, cpx::zigzag<>(everyone)), cpx::shard(all, cpx::sequential<>(everyone)),
                       {{1, 3}}, "the world");
     return me.problem.empty() ? world.problem : me.problem;
+}
+
+/// A framework's communicator moves rows, through the window, too, and is its owner's afterwards.
+std::string adopted(int rank, bool blocks) {
+    auto const world = cpx::nccl::from_environment(60s);
+    int const ranks = world->ranks();
+    framework const of(*world, blocks);
+    auto const batch = cpx::thd::from_lengths(std::vector<index_t>{300, 41, 7});
+    auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
+    auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
+    {
+        auto const comm = cpx::nccl::adopt(of.get(), cpx::adopted::is_left, 60s);
+        if (comm->rank() != rank || comm->ranks() != ranks || comm->device() != cpx::cuda::current_device())
+            return "another rank, number of ranks or device";
+        for (int peer = 0; peer < ranks; ++peer)
+            if (!comm->on_this_host(peer)) return "ranks of this host have not found each other";
+        cpx::cuda::stream const stream;
+        cpx::cuda::communicator gpus(*comm, stream);
+        auto x = cpx::make_tensor<float>(from, gpus, 9);
+        x.write(whole::take<float>(from, rank, {{1, 9}}));
+        auto const y = cpx::exchange(x, to, gpus);
+        gpus.wait();
+        if (y.read() != whole::take<float>(to, rank, {{1, 9}})) return "other rows";
+    }
+    if (blocks) {
+        member me(cpx::nccl::adopt(of.get(), cpx::adopted::is_left, 60s));
+        move_whole<float>(me, from, to, {{1, 9}}, "a framework's communicator");
+        if (!me.problem.empty()) return me.problem;
+    }
+    cpx::cuda::stream const stream;
+    cpx::cuda::buffer<float> const ones{std::span<float const>(std::vector<float>(1, 1.0f))};
+    of.done(ncclAllReduce(ones.data(), ones.data(), 1, ncclFloat, ncclSum, of.get(), stream));
+    stream.synchronize();
+    return ones.read()[0] == static_cast<float>(ranks) ? "" : "the framework's sum is another";
 }
 
 /// What has been captured moves new rows each time.
@@ -260,20 +285,21 @@ std::string large(int rank) {
     });
     cpx::cuda::buffer<unsigned char> const x{std::span<unsigned char const>(source)};
     cpx::cuda::buffer<unsigned char> y(plan.target_rows * width);
-    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
-    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
     cpx::rows<unsigned char const> const rows(x.data(), plan.source_rows, width);
     cpx::cuda::exchange<unsigned char> move(plan, width, *me.comm);
     move(rows, cpx::rows<unsigned char>(y.data(), plan.target_rows, width), me.stream);
     me.comm->wait(me.stream);
-    auto const push = cpx::cuda::make_relayout<unsigned char>(plan, width);
-    push(rows, me.window->peers(), 0, {offsets.data(), 2}, me.stream);
-    me.window->wait(me.stream);
+    cpx::cuda::shared_communicator comm(*me.window, me.stream);
+    cpx::capacity const most{std::max(plan.source_rows, plan.target_rows), 2};
+    auto push = cpx::make_movement<unsigned char>(from, to, width, most, comm);
+    auto z = push.make_tensor(to);
+    push(cpx::sharded(rows, from, rank, comm.memory()), z);
+    comm.wait();
     std::vector<unsigned char> got(static_cast<std::size_t>(y.size()));
     for (bool const kernel : {false, true}) {
-        cpx::cuda::check(cudaMemcpy(got.data(), kernel ? static_cast<void*>(me.window->data()) : y.data(), got.size(),
-                                    cudaMemcpyDeviceToHost),
-                         "cudaMemcpy");
+        cpx::cuda::check(
+            cudaMemcpy(got.data(), kernel ? z.data().data() : y.data(), got.size(), cudaMemcpyDeviceToHost),
+            "cudaMemcpy");
         row = 0;
         to.for_each_piece(rank, [&](cpx::range piece) {
             for (index_t g = piece.first; g < piece.last; ++g, ++row)
@@ -327,25 +353,22 @@ std::string delays(int) {
     auto const from = cpx::shard(batch, cpx::zigzag<>(ranks));
     auto const to = cpx::shard<cpx::scope::batch>(batch, cpx::sequential<>(ranks));
     std::vector<cpx::section> const plain{{1, 64}};
-    auto const there = cpx::cuda::make_relayout<float>(cpx::relayout(from, to, rank), 64);
-    auto const back = cpx::cuda::make_relayout<float>(cpx::relayout(to, from, rank), 64);
+    cpx::cuda::shared_communicator comm(*me.window, me.stream);
+    auto move = cpx::make_movement<float>(from, to, 64, {batch.tokens(), 3}, comm);
     auto const source = whole::take<float>(from, rank, plain);
-    cpx::cuda::buffer<float> x{std::span<float const>(source)};
-    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
-    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+    auto x = cpx::make_tensor<float>(from, comm, 64), z = move.make_tensor(from);
+    auto y = move.make_tensor(to);
+    x.write(source);
     support::splitmix numbers(static_cast<std::uint64_t>(rank) + 1);
-    index_t const half = me.window->bytes() / 2;
     for (int i = 0; i < 5000; ++i) {
         if (numbers.between(0, 9) == 0) ::usleep(static_cast<unsigned>(numbers.between(0, 300)));
-        there(cpx::rows<float const>(x.data(), from.rows(rank), 64), me.window->peers(), 0, {offsets.data(), 3},
-              me.stream);
-        auto* const y = reinterpret_cast<float const*>(me.window->data());
-        back(cpx::rows<float const>(y, to.rows(rank), 64), me.window->peers(), half, {offsets.data(), 3}, me.stream);
-        cpx::cuda::check(cudaMemcpyAsync(x.data(), me.window->data() + half, source.size() * sizeof(float),
+        move(x, y);
+        move.transposed(y, z);
+        cpx::cuda::check(cudaMemcpyAsync(x.data().data(), z.data().data(), source.size() * sizeof(float),
                                          cudaMemcpyDeviceToDevice, me.stream),
                          "cudaMemcpyAsync");
     }
-    me.window->wait(me.stream);
+    comm.wait();
     me.check(x.read(), source, "the tensor after 10000 exchanges");
     return me.problem;
 }
@@ -369,6 +392,12 @@ TEST_SUITE("cuda") {
     TEST_CASE("ranks may be some of a world's") {
         if (!enough_gpus(2)) return;
         check_codes(processes::run(std::min(processes::gpus(), 4), in_every_second));
+    }
+    TEST_CASE("a framework's communicator is adopted, and stays the framework's") {
+        if (!enough_gpus(2)) return;
+        for (bool const blocks : {true, false})
+            check_codes(
+                processes::run(std::min(processes::gpus(), 4), [=](int rank) { return adopted(rank, blocks); }));
     }
     TEST_CASE("exchanges are captured, and replayed with other rows") {
         if (!enough_gpus(2)) return;

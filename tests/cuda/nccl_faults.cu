@@ -142,8 +142,8 @@ std::string bad_buffers(int rank) {
     };
     rejects("memory of the current device", {host.data(), plan.source_rows, 4}, to);
     rejects("alignment of the buffer", {memory.data() + 1, plan.source_rows, 4}, to);
-    rejects("rows, width and stride", from, {memory.data() + 500, plan.target_rows + 1, 4});
-    rejects("rows, width and stride", {memory.data(), plan.source_rows, 3}, to);
+    rejects("shape of target", from, {memory.data() + 500, plan.target_rows + 1, 4});
+    rejects("shape of source", {memory.data(), plan.source_rows, 3}, to);
     int const other = (me.comm->device() + 1) % cpx::cuda::devices();
     cpx::cuda::use_device(other);
     cpx::cuda::buffer<float> elsewhere(1000);
@@ -274,6 +274,33 @@ std::string stays_away(int rank) {
     return expect_missing(1, 6, [&] { send_to(*comm, 1); });
 }
 
+/// Rank 1 dies, in a communicator that is a framework's: the others are told, and what waits ends with an abort.
+std::string dies_in_a_framework(int rank, cpx::adopted then) {
+    auto const world = cpx::nccl::from_environment(20s);
+    framework of(*world);
+    auto const comm = cpx::nccl::adopt(of.get(), then, 3s);
+    cpx::cuda::buffer<char> const bytes(2);
+    cpx::cuda::stream const stream;
+    auto const meet = [&] {
+        comm->begin_call();
+        comm->call("ncclSend and ncclRecv", [&] {
+            static_cast<void>(ncclGroupStart());
+            static_cast<void>(ncclSend(bytes.data(), 1, ncclInt8, 1 - rank, comm->get(), stream));
+            static_cast<void>(ncclRecv(bytes.data() + 1, 1, ncclInt8, 1 - rank, comm->get(), stream));
+            return ncclGroupEnd();
+        });
+        comm->wait(stream);
+    };
+    meet(); // from now on no call of NCCL's blocks
+    if (rank == 1) ::raise(SIGKILL);
+    auto problem = expect_missing(1, 6, meet);
+    if (problem.empty()) problem = expect_error({"communicator: expected one that has not failed"}, 1, meet);
+    if (comm->get()) problem = "a communicator that has failed is given out";
+    then == cpx::adopted::is_left ? of.abort() : of.forget();
+    if (cudaStreamSynchronize(stream) != cudaSuccess) return "the device is broken";
+    return problem;
+}
+
 enum class dies_at { rest, work };
 
 /// Rank 1 dies before an exchange or in the middle of many: by send and receive, or by the kernel.
@@ -286,18 +313,19 @@ std::string dies(int rank, bool by_kernel, dies_at when) {
     auto const to = cpx::shard(batch, cpx::sequential<>(ranks));
     auto const plan = cpx::relayout(from, to, rank);
     cpx::cuda::exchange<float> move(plan, width, *me.comm);
-    auto const push = cpx::cuda::make_relayout<float>(plan, width);
+    cpx::cuda::shared_communicator comm(*me.window, me.stream);
+    cpx::capacity const most{std::max(plan.source_rows, plan.target_rows), 2};
+    auto push = cpx::make_movement<float>(from, to, width, most, comm);
+    auto z = push.make_tensor(to);
     cpx::cuda::buffer<float> const x(plan.source_rows * width), y(plan.target_rows * width);
-    std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
-    cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
     auto const enqueue = [&] {
         cpx::rows<float const> const source(x.data(), plan.source_rows, width);
         if (by_kernel)
-            push(source, me.window->peers(), 0, {offsets.data(), 2}, me.stream);
+            push(cpx::sharded(source, from, rank, comm.memory()), z);
         else
             move(source, cpx::rows<float>(y.data(), plan.target_rows, width), me.stream);
     };
-    auto const wait = [&] { by_kernel ? me.window->wait(me.stream) : me.comm->wait(me.stream); };
+    auto const wait = [&] { by_kernel ? comm.wait() : me.comm->wait(me.stream); };
     enqueue();
     wait();
     if (when == dies_at::work) {
@@ -362,6 +390,11 @@ TEST_SUITE("cuda") {
                 for (bool const by_kernel : {true, false})
                     check_codes(processes::run(ranks, [=](int rank) { return dies(rank, by_kernel, when); }), 1);
         }
+    }
+    TEST_CASE("a rank that dies is named in a framework's communicator, too") {
+        if (!enough_gpus(2)) return;
+        for (auto const then : {cpx::adopted::is_left, cpx::adopted::is_aborted})
+            check_codes(processes::run(2, [=](int rank) { return dies_in_a_framework(rank, then); }), 1);
     }
     TEST_CASE("a rank that dies is named in groups, too") {
         if (!enough_gpus(4)) return;

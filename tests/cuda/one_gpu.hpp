@@ -15,6 +15,17 @@ namespace one_gpu {
 
 using cpx::index_t;
 
+/// cu_seqlens in device memory.
+class offsets {
+public:
+    explicit offsets(cpx::thd const& batch)
+        : device_(std::vector<index_t>(batch.offsets().begin(), batch.offsets().end())) {}
+    std::span<index_t const> list() const { return {device_.data(), static_cast<std::size_t>(device_.size())}; }
+
+private:
+    cpx::cuda::buffer<index_t> device_;
+};
+
 /// Each rank has a stream and memory that the others reach; it begins with bytes of 0x7f.
 struct ranks {
     ranks(int how_many, index_t bytes, int blocks, std::uint64_t patience = 20'000'000'000) : count(how_many) {
@@ -31,6 +42,7 @@ struct ranks {
         *found = {};
         for (int r = 0; r < count; ++r) {
             cpx::cuda::peer_memory p;
+            p.device = cpx::cuda::current_device();
             p.bytes = bytes;
             p.blocks = blocks;
             for (int peer = 0; peer < count; ++peer) {

@@ -20,7 +20,7 @@ using cpx::index_t;
 using whole::columns, whole::take;
 
 template <class T, class From, class To>
-void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index_t pad, bool wide,
+void check_relayout(From const& from, To const& to, std::vector<cpx::section> const& sections, index_t pad,
                     bool streams) {
     int const ranks = from.ranks();
     INFO(std::string(cpx::detail::type_name<From>())
@@ -34,16 +34,11 @@ void check_relayout(From const& from, To const& to, std::vector<cpx::section> co
         auto const stride = std::ssize(columns(from, r, sections)) + pad;
         sources.emplace_back(std::span<T const>(take<T>(from, r, sections, stride)));
         moves.emplace_back(cpx::relayout(from, to, r), width);
-        for (int peer = 0; peer < ranks; ++peer) bytes = std::max(bytes, moves.back().target_bytes(peer));
+        bytes = std::max(bytes, moves.back().target_bytes());
     }
-    std::vector<std::int64_t> const offsets(from.batch().offsets().begin(), from.batch().offsets().end());
-    std::vector<std::int32_t> const narrow(offsets.begin(), offsets.end());
-    cpx::cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
-    cpx::cuda::buffer<std::int32_t> const device_narrow{std::span<std::int32_t const>(narrow)};
-    int const n = static_cast<int>(from.batch().sequences());
     one_gpu::ranks gpu(ranks, offset + bytes + 64, 4);
-    auto const batch =
-        wide ? cpx::cuda::packed_offsets(device_offsets.data(), n) : cpx::cuda::packed_offsets(device_narrow.data(), n);
+    one_gpu::offsets const on_device(from.batch());
+    auto const batch = on_device.list();
     std::vector<cpx::kernels::relayout_rows> arguments;
     for (int r = 0; r < ranks; ++r) {
         auto const i = static_cast<std::size_t>(r);
@@ -81,10 +76,9 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
     for (int r = first; r < first + ranks; ++r) {
         sources.emplace_back(std::span<T const>(take<T>(from, r, sections)));
         moves.emplace_back(cpx::relayout(from, to, r), width);
-        bytes = std::max(bytes, moves.back().target_bytes(r));
+        bytes = std::max(bytes, moves.back().target_bytes());
     }
-    std::vector<std::int64_t> const offsets(from.batch().offsets().begin(), from.batch().offsets().end());
-    cpx::cuda::buffer<std::int64_t> const device_offsets{std::span<std::int64_t const>(offsets)};
+    one_gpu::offsets const offsets(from.batch());
     one_gpu::ranks gpu(ranks, bytes + 64, 3);
     std::vector<cpx::kernels::relayout_rows> arguments;
     for (int i = 0; i < ranks; ++i) {
@@ -92,8 +86,7 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
         gpu.peers[at].first = first;
         cpx::rows<T const> const rows(sources[at].data(), from.rows(first + i),
                                       std::ssize(columns(from, first + i, sections)));
-        arguments.push_back(moves[at].arguments(rows, gpu.peers[at], 0,
-                                                {device_offsets.data(), static_cast<int>(std::ssize(offsets)) - 1}));
+        arguments.push_back(moves[at].arguments(rows, gpu.peers[at], 0, offsets.list()));
     }
     one_gpu::run(moves, arguments, gpu, 2);
     CHECK(gpu.faults() == "");
@@ -121,23 +114,23 @@ void check_group(From const& from, To const& to, std::vector<cpx::section> const
 }
 
 template <int W>
-void check_all(cpx::thd const& batch, index_t width, bool wide, bool streams) {
+void check_all(cpx::thd const& batch, index_t width, bool streams) {
     using cpx::scope, cpx::shard;
     auto const zigzag = shard(batch, cpx::zigzag<W>{});
     auto const sequential = shard<scope::batch>(batch, cpx::sequential<W>{});
     auto const striped = shard(batch, cpx::striped<>(W), cpx::aligned<cpx::dynamic>(4));
     auto const aligned = shard<scope::batch>(batch, cpx::zigzag<>(W), cpx::aligned<8>{});
     std::vector<cpx::section> const whole{{1, width}};
-    check_relayout<float>(zigzag, sequential, whole, 0, wide, streams);
-    check_relayout<std::uint16_t>(sequential, zigzag, whole, 3, !wide, streams);
-    check_relayout<double>(striped, aligned, whole, 1, wide, streams);
-    check_relayout<std::uint16_t>(aligned, striped, whole, 0, wide, streams);
-    check_relayout<std::uint16_t>(zigzag, cpx::replicated<>(W, batch), whole, 0, wide, streams);
+    check_relayout<float>(zigzag, sequential, whole, 0, streams);
+    check_relayout<std::uint16_t>(sequential, zigzag, whole, 3, streams);
+    check_relayout<double>(striped, aligned, whole, 1, streams);
+    check_relayout<std::uint16_t>(aligned, striped, whole, 0, streams);
+    check_relayout<std::uint16_t>(zigzag, cpx::replicated<>(W, batch), whole, 0, streams);
     std::vector<cpx::section> const sections{{4, width}, {2, width}, {8, width}, {8, 1}};
     cpx::head_sharded<> const heads(W, batch, sections);
-    check_relayout<std::uint16_t>(zigzag, heads, sections, 0, wide, streams);
-    check_relayout<float>(heads, sequential, sections, 2, !wide, streams);
-    check_relayout<float>(aligned, heads, sections, 5, wide, streams);
+    check_relayout<std::uint16_t>(zigzag, heads, sections, 0, streams);
+    check_relayout<float>(heads, sequential, sections, 2, streams);
+    check_relayout<float>(aligned, heads, sections, 5, streams);
 }
 
 /// Runs many packings, layouts and widths; in streams of their own the ranks are kernels, else blocks of one.
@@ -150,16 +143,15 @@ void check_packings(bool streams) {
         for (index_t k = numbers.between(1, 12); k > 0; --k) lengths.push_back(numbers.between(0, 70));
         packings.push_back(lengths);
     }
-    bool wide = true;
     for (auto const& lengths : packings) {
         auto const batch = cpx::thd::from_lengths(lengths);
         CAPTURE(support::text(batch));
         index_t const width = numbers.between(1, 40);
         CAPTURE(width);
-        check_all<1>(batch, width, wide, streams);
-        check_all<3>(batch, 8 * width, wide = !wide, streams);
-        check_all<4>(batch, width, wide, streams);
-        check_all<8>(batch, 16, wide, streams);
+        check_all<1>(batch, width, streams);
+        check_all<3>(batch, 8 * width, streams);
+        check_all<4>(batch, width, streams);
+        check_all<8>(batch, 16, streams);
     }
 }
 
@@ -187,11 +179,12 @@ TEST_SUITE("cuda") {
         auto const to = [](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, cpx::sequential<ranks>{}); };
         for (int r = 0; r < ranks; ++r) {
             sources.emplace_back(200 * 24);
-            auto const move = cpx::cuda::make_relayout<float>(cpx::relayout(from(batches[0]), to(batches[0]), r), 24);
+            cpx::cuda::relayout<float, decltype(from(batches[0])), decltype(to(batches[0]))> const move(
+                cpx::relayout(from(batches[0]), to(batches[0]), r), 24);
             auto const& stream = gpu.streams[static_cast<std::size_t>(r)];
             graphs.emplace_back(stream, [&] {
                 move(cpx::rows<float const>(sources.back().data(), 200, 24), gpu.peers[static_cast<std::size_t>(r)], 0,
-                     {offsets.data(), 3}, stream);
+                     std::span<index_t const>(offsets.data(), 4), stream);
             });
         }
         for (int round = 0; round < 6; ++round) {
@@ -219,13 +212,13 @@ TEST_SUITE("cuda") {
         auto const from = cpx::shard(batch, cpx::zigzag<ranks>{});
         auto const to = cpx::shard(batch, cpx::sequential<ranks>{});
         one_gpu::ranks gpu(ranks, 41 * 4, 2, 50'000'000);
-        std::vector<std::int64_t> const host(batch.offsets().begin(), batch.offsets().end());
-        cpx::cuda::buffer<std::int64_t> const offsets{std::span<std::int64_t const>(host)};
+        one_gpu::offsets const offsets(batch);
         cpx::cuda::buffer<float> const source{std::span<float const>(std::vector<float>(64, 1.0f))};
         for (int r : {0, 2}) {
-            auto const move = cpx::cuda::make_relayout<float>(cpx::relayout(from, to, r), 1);
+            cpx::cuda::relayout<float, std::remove_const_t<decltype(from)>, std::remove_const_t<decltype(to)>> const
+                move(cpx::relayout(from, to, r), 1);
             move(cpx::rows<float const>(source.data(), from.rows(r), 1), gpu.peers[static_cast<std::size_t>(r)], 0,
-                 {offsets.data(), 2}, gpu.streams[static_cast<std::size_t>(r)]);
+                 offsets.list(), gpu.streams[static_cast<std::size_t>(r)]);
         }
         auto const untouched = gpu.memory[0].read(); // waits for both kernels
         CHECK(gpu.faults() == "missing 1");
@@ -275,7 +268,7 @@ TEST_SUITE("cuda") {
                 device.emplace_back(std::span<std::int64_t const>(of_ranks[i]));
                 cpx::index_t const rows = r == 2 ? source_rows_of_2 : 16;
                 arguments.push_back(moves[i].arguments(cpx::rows<float const>(source.data(), rows, 4), gpu.peers[i], 0,
-                                                       {device.back().data(), 2}));
+                                                       std::span<index_t const>(device.back().data(), 3)));
             }
             one_gpu::run(moves, arguments, gpu);
             for (auto const& memory : gpu.memory)

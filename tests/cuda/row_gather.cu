@@ -154,7 +154,7 @@ void adds(std::uint64_t seed, bool repeats) {
             if (repeats)
                 for (I& row : list) row = static_cast<I>(numbers.between(-2, others - 1) / 2);
             if (others == 0) std::ranges::fill(list, I{-1});
-            auto const sorted = cuda::grouped(std::span<I const>(list));
+            auto const sorted = cpx::grouped(std::span<I const>(list));
             CHECK(std::ranges::is_sorted(sorted.list));
             buffer<I> const device_list{std::span<I const>(repeats ? sorted.list : list)};
             buffer<I> const device_order{std::span<I const>(sorted.order)};
@@ -239,10 +239,10 @@ TEST_SUITE("cuda") {
 
     TEST_CASE("a grouped list has equal numbers side by side, each with where it stood, ascending") {
         std::vector<std::int64_t> const list{3, -1, 0, 3, 0, 7, 3};
-        auto const sorted = cuda::grouped(std::span<std::int64_t const>(list));
+        auto const sorted = cpx::grouped(std::span<std::int64_t const>(list));
         CHECK(sorted.list == std::vector<std::int64_t>{-1, 0, 0, 3, 3, 3, 7});
         CHECK(sorted.order == std::vector<std::int64_t>{1, 2, 4, 0, 3, 6, 5});
-        CHECK(cuda::grouped(std::span<std::int32_t const>()).list.empty());
+        CHECK(cpx::grouped(std::span<std::int32_t const>()).list.empty());
     }
 
     TEST_CASE("gathered and scattered rows are the host's, to the byte, and no other byte changes") {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/plan/halo.hpp>
+#include <cpx/plan/edges.hpp>
 
 #include <doctest/doctest.h>
 
@@ -133,6 +133,38 @@ TEST_SUITE("plan") {
         REQUIRE(p.runs.size() == 2);
         CHECK(p.runs[0] == cpx::halo_run{false, 1, 1}); // token 1, its own
         CHECK(p.runs[1] == cpx::halo_run{true, 0, 2});
+    }
+
+    TEST_CASE(
+        "edge rows are those that segments need of others, each once, and stand where their plan looks for them") {
+        auto const batch = lengths({9, 0, 14, 1, 30});
+        for (int r = 0; r < 3; ++r) {
+            auto const p = cpx::halo(cpx::shard(batch, cpx::zigzag<3>{}), r, 4, cpx::side::after);
+            auto const edges = cpx::edges_of(p);
+            CHECK(edges.exchange.source_rows == std::ssize(edges.rows));
+            CHECK(std::ranges::is_sorted(edges.rows));
+            REQUIRE(edges.exchange.sends.size() == p.sends.size());
+            std::set<index_t> needed;
+            for (std::size_t m = 0; m < p.sends.size(); ++m)
+                for (std::size_t k = 0; k < p.sends[m].rows.size(); ++k)
+                    for (index_t i = 0; i < p.sends[m].rows[k].count; ++i) {
+                        index_t const row = p.sends[m].rows[k].first + i;
+                        needed.insert(row);
+                        CHECK(edges.rows[static_cast<std::size_t>(edges.exchange.sends[m].rows[k].first + i)] == row);
+                    }
+            CHECK(needed == std::set<index_t>(edges.rows.begin(), edges.rows.end()));
+            CHECK(needed.size() == edges.rows.size());
+            // beside a segment the rows follow one another, those of this rank as edge rows
+            auto const own = cpx::rows_beside(p, [](index_t row, bool halo) { return halo ? -2 : row; });
+            REQUIRE(own.size() == edges.beside.size());
+            for (std::size_t i = 0; i < own.size(); ++i) {
+                index_t const is = edges.beside[i], count = std::ssize(edges.rows);
+                if (own[i] == -2)
+                    CHECK(is >= count);
+                else
+                    CHECK((own[i] == -1 ? is == -1 : edges.rows[static_cast<std::size_t>(is)] == own[i]));
+            }
+        }
     }
 
     TEST_CASE("halos of shardings in which every rank holds every row are empty") {

@@ -226,6 +226,25 @@ TEST_SUITE("transport") {
         CHECK(call.missing() == " 11");
     }
 
+    TEST_CASE("ranks whose plans differ are told in what, and who gave up because of that is not missing") {
+        cpx::roll_call first(page(), 0, numbers(3)), second(page(), 1, numbers(3));
+        first.everyone_is_here();
+        second.everyone_is_here();
+        cpx::identity plan;
+        plan[cpx::identity::tokens] = 24;
+        first.runs(plan);
+        CHECK(first.differences() == ""); // the other has none
+        plan[cpx::identity::tokens] = 30;
+        second.runs(plan);
+        CHECK(first.differences() == ": tokens 24 on rank 10, 30 on rank 11");
+        CHECK(second.differences() == first.differences());
+        second.give_up();
+        CHECK(first.missing() == "");
+        first.runs(plan);
+        CHECK(first.differences() == "");
+        CHECK(first.missing() == " 11");
+    }
+
     TEST_CASE("who has not come is missing until everyone is here; then it is on another host") {
         cpx::roll_call call(page(), 0, numbers(3));
         CHECK(call.missing() == " 11 12");

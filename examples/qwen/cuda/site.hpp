@@ -144,7 +144,7 @@ class movement {
 public:
     /// `width`: of rows that move whole; `stride`: from row to row of the source, 0 for dense.
     movement(site& at, cpx::plan const& plan, index_t width = 0, index_t stride = 0)
-        : at_(at), each_(tally_of(plan, width)), exchange_(met(at, plan), width, at.comm, stride) {}
+        : at_(at), each_(tally_of(plan, width)), exchange_(met(at, plan), width, at.comm, {stride}) {}
 
     void operator()(rows<float const> from, rows<float> to) {
         exchange_(from, to, at_.stream);

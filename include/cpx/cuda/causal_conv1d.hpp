@@ -76,9 +76,10 @@ void launch_convolution(void (*kernel)(P...), index_t blocks, dim3 threads, cuda
 /// Checks what all calls are given and returns it as the kernels want it.
 template <class T, class W>
 kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows<T const> x, rows<T const> halo,
-                                  rows<W const> weight, std::span<W const> bias, caller here) {
+                                  rows<W> weight, std::type_identity_t<std::span<W const>> bias, caller here) {
+    using number = std::remove_const_t<W>;
     static_assert(conv_element<T>, "cpx: causal_conv1d of elements that are not float, __nv_bfloat16 or __half");
-    static_assert(std::same_as<W, float> || std::same_as<W, T>,
+    static_assert(std::same_as<number, float> || std::same_as<number, T>,
                   "cpx: causal_conv1d with a weight that is neither float nor of the elements of x");
     index_t const channels = weight.count();
     require(current_device() == plan.device(), where, "current device", plan.device(), current_device(), here);
@@ -100,25 +101,19 @@ kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows
     in.first = plan.first();
     in.before = plan.before();
     in.taps = static_cast<int>(plan.taps());
-    in.float_weight = std::same_as<W, float>;
+    in.float_weight = std::same_as<number, float>;
     return in;
 }
 
-/// Returns whether x, its halo and the weight can be read in vectors of 16 bytes: there are 4 taps, the weight is
-/// dense, and everything is aligned.
-template <class T, class W>
-bool conv_in_vectors(rows<T const> x, rows<T const> halo, rows<W const> weight) {
-    index_t const row = weight.count() * static_cast<index_t>(sizeof(T));
-    return weight.width() == 4 && weight.stride() == 4 && vector_bytes({address(weight.data()), row}) == 16 &&
-           in_vectors(x) && in_vectors(halo);
-}
-
-/// The same with `y`, a result or its gradient, which is rows or parts. Throws `cpx::error` if heads of `y` are to be
-/// normalised and vectors cannot be used.
+/// Returns whether x, its halo, the weight, and `y`, a result or its gradient, can be read and written in vectors of 16
+/// bytes: there are 4 taps, the weight is dense, and everything is aligned. Throws `cpx::error` if they cannot, and
+/// heads of `y` are to be normalised.
 template <class T, class W, class Y>
-bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, rows<W const> weight, Y const& y,
-                     caller here) {
-    bool const vectors = conv_in_vectors<T, W>(x, halo, weight) && in_vectors(y);
+bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, rows<W> weight, Y const& y, caller here) {
+    index_t const row = weight.count() * static_cast<index_t>(sizeof(T));
+    bool const vectors = weight.width() == 4 && weight.stride() == 4 &&
+                         vector_bytes({address(weight.data()), row}) == 16 && in_vectors(x) && in_vectors(halo) &&
+                         in_vectors(y);
     require(vectors || !normalises(y), where, "taps and alignment for heads to be normalised",
             "4, and rows at multiples of 16 bytes", "others", here);
     return vectors;
@@ -127,7 +122,7 @@ bool conv_in_vectors(char const* where, rows<T const> x, rows<T const> halo, row
 /// Throws `cpx::error` if what a call writes, such as `y`, overlaps what it reads or something else that it writes.
 template <class T, class W, class Written>
 void require_apart_from_inputs(char const* where, Written const& written, rows<T const> x, rows<T const> halo,
-                               rows<W const> weight, std::span<W const> bias, caller here) {
+                               rows<W> weight, std::type_identity_t<std::span<W const>> bias, caller here) {
     require_apart(where, written,
                   std::array{operand("x", x), operand("halo", halo), operand("weight", weight), operand("bias", bias)},
                   here);
@@ -139,15 +134,44 @@ void with_activation(activation act, F&& f) {
     act == activation::silu ? f(std::true_type{}) : f(std::false_type{});
 }
 
-/// Computes `y`, which is rows or parts.
-template <class T, class W, class Y>
-void convolve(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight, std::span<W const> bias,
-              activation act, Y const& y, cudaStream_t in, caller here) {
+/// Returns a result, or its gradient, as rows if it is not in parts.
+template <class T, class Y>
+auto in_form(Y const& y) {
+    if constexpr (std::same_as<Y, conv_parts<T>>)
+        return y;
+    else
+        return rows<T>(y);
+}
+
+} // namespace detail
+
+/// Where the result of a convolution goes, or its gradient comes from: rows, or `conv_parts` of which some may be
+/// normalised by heads, as a gated delta net does with q, k and v, in one pass.
+template <class Y, class T>
+concept conv_result = std::same_as<Y, conv_parts<T>> || std::convertible_to<Y const&, rows<T>>;
+
+/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
+/// begins. For K from 1 to 8, 4 being fastest; sums are float.
+///
+/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping; halo: what an exchange with the
+/// plan of rows before brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias:
+/// (channels) or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if
+/// K is 4 and all rows begin at multiples of 16 bytes.
+/// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
+///
+/// Throws `cpx::error` on shapes that do not fit and memory or a plan of another device, before anything is launched.
+template <class A, class W, conv_result<std::remove_const_t<A>> Y>
+void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                   std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, cudaStream_t in,
+                   caller here = caller::here()) {
+    using namespace detail;
+    using T = std::remove_const_t<A>;
     char const* const where = "cuda::causal_conv1d";
-    auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
-    auto const out = result_given(where, "y", y, plan.rows(), given.channels, here);
-    bool const vectors = conv_in_vectors<T, W>(where, x, halo, weight, y, here);
-    require_apart_from_inputs<T, W>(where, operands("y", y), x, halo, weight, bias, here);
+    auto const result = in_form<T>(y);
+    auto given = conv_given<T>(where, plan, x, halo, weight, bias, here);
+    auto const out = result_given(where, "y", result, plan.rows(), given.channels, here);
+    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, result, here);
+    require_apart_from_inputs<T>(where, operands("y", result), x, halo, weight, bias, here);
     if (given.rows * given.channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d">();
     with_activation(act, [&](auto silu) {
@@ -165,58 +189,6 @@ void convolve(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W
     });
 }
 
-/// Computes edge rows of dz from `dy`, which is rows or parts.
-template <class T, class W, class Dy>
-void convolve_backward_edge(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight,
-                            std::span<W const> bias, activation act, Dy const& dy, rows<float> edge, cudaStream_t in,
-                            caller here) {
-    char const* const where = "cuda::causal_conv1d_backward_edge";
-    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
-    auto const given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
-    auto const from = result_given(where, "dy", dy, plan.rows(), given.channels, here);
-    require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
-    static_cast<void>(conv_in_vectors<T, W>(where, x, halo, weight, dy, here)); // refused here, not after an exchange
-    require_apart_from_inputs<T, W>(where, std::array{operand("edge", edge)}, x, halo, weight, bias, here);
-    require_apart(where, std::array{operand("edge", edge)}, operands("dy", dy), here);
-    if (edge.count() * given.channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
-    with_activation(act, [&](auto silu) {
-        launch_convolution(kernels::causal_conv1d_edge<T, silu, std::remove_const_t<decltype(from)>>,
-                           (given.channels + 127) / 128 * edge.count(), dim3(128), in, here, given, from,
-                           plan.edge_places(), conv_view(edge));
-    });
-}
-
-} // namespace detail
-
-/// Computes `y_t = activation(bias + sum_j weight_j x_{t-K+1+j})` for every channel, with zeros before a sequence
-/// begins. For K from 1 to 8, 4 being fastest; sums are float.
-///
-/// All is in device memory. x, y: (rows, channels) of the plan's rank, not overlapping; halo: what an exchange with the
-/// plan of rows before brought, (plan.halo_rows(), channels), or empty if that is none; weight: (channels, K), bias:
-/// (channels) or empty, both float or of the elements of x. Any strides and alignment; 16 bytes are loaded at once if
-/// K is 4 and all rows begin at multiples of 16 bytes.
-/// Enqueues one kernel. The same bits on every sharding, whatever the strides. Cost: x and y through memory once.
-///
-/// Throws `cpx::error` on shapes that do not fit and memory or a plan of another device, before anything is launched.
-template <class A, class W>
-void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
-                   std::type_identity_t<std::span<W const>> bias, activation act,
-                   std::type_identity_t<rows<std::remove_const_t<A>>> y, cudaStream_t in,
-                   caller here = caller::here()) {
-    detail::convolve<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, y, in, here);
-}
-
-/// The same into parts of their own, of which some may be normalised by heads: what a gated delta net does with q, k
-/// and v, in one pass.
-template <class A, class W>
-void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
-                   std::type_identity_t<std::span<W const>> bias, activation act,
-                   std::type_identity_t<conv_parts<std::remove_const_t<A>>> const& y, cudaStream_t in,
-                   caller here = caller::here()) {
-    detail::convolve<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, y, in, here);
-}
-
 /// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
 /// the first half of the backward.
 ///
@@ -224,22 +196,28 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
 /// bits on every sharding; the rest as in `causal_conv1d`. Enqueues one kernel, or none if there are no such rows.
 ///
 /// Throws `cpx::error` as the forward does, and if the plan has no rows after.
-template <class A, class W>
+template <class A, class W, conv_result<A const> Dy>
 void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
                                  rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
-                                 std::type_identity_t<rows<A const>> dy, rows<float> edge, cudaStream_t in,
-                                 caller here = caller::here()) {
-    detail::convolve_backward_edge<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
-                                                                                   edge, in, here);
-}
-/// The same of a result in parts.
-template <class A, class W>
-void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo,
-                                 rows<W> weight, std::type_identity_t<std::span<W const>> bias, activation act,
-                                 std::type_identity_t<conv_parts<A const>> const& dy, rows<float> edge, cudaStream_t in,
-                                 caller here = caller::here()) {
-    detail::convolve_backward_edge<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
-                                                                                   edge, in, here);
+                                 Dy const& dy, rows<float> edge, cudaStream_t in, caller here = caller::here()) {
+    using namespace detail;
+    using T = std::remove_const_t<A>;
+    char const* const where = "cuda::causal_conv1d_backward_edge";
+    require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
+    auto const given_dy = in_form<T const>(dy);
+    auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);
+    auto const from = result_given(where, "dy", given_dy, plan.rows(), given.channels, here);
+    require_rows(where, "edge", edge, plan.edge_rows(), given.channels, here);
+    conv_in_vectors<T>(where, x, halo, weight, given_dy, here); // refused here, not after an exchange
+    require_apart_from_inputs<T>(where, std::array{operand("edge", edge)}, x, halo, weight, bias, here);
+    require_apart(where, std::array{operand("edge", edge)}, operands("dy", given_dy), here);
+    if (edge.count() * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
+    with_activation(act, [&](auto silu) {
+        launch_convolution(kernels::causal_conv1d_edge<T, silu, std::remove_const_t<decltype(from)>>,
+                           (given.channels + 127) / 128 * edge.count(), dim3(128), in, here, given, from,
+                           plan.edge_places(), conv_view(edge));
+    });
 }
 
 /// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
@@ -293,30 +271,44 @@ bool conv_gradients_given(char const* where, conv_plan const& plan, index_t chan
 /// Throws `cpx::error` if gradients overlap each other or what the backward reads; `dy` is rows or parts.
 template <class T, class W, class Dy>
 void require_apart_gradients(char const* where, causal_conv1d_gradients<T> const& to, rows<T const> x,
-                             rows<T const> halo, rows<W const> weight, std::span<W const> bias, Dy const& dy,
-                             caller here) {
+                             rows<T const> halo, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
+                             Dy const& dy, caller here) {
     std::array const written{operand("dx", to.dx), operand("dweight", to.dweight), operand("dbias", to.dbias),
                              operand("workspace", to.workspace)};
-    require_apart_from_inputs<T, W>(where, written, x, halo, weight, bias, here);
+    require_apart_from_inputs<T>(where, written, x, halo, weight, bias, here);
     require_apart(where, written, operands("dy", dy), here);
 }
 
-/// Computes the gradients from `dy`, which is rows or parts.
-template <class T, class W, class Dy>
-void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W const> weight,
-                       std::span<W const> bias, activation act, Dy const& dy, rows<float const> edge,
-                       rows<float const> dz_halo, causal_conv1d_gradients<T> const& to, cudaStream_t in, caller here) {
+} // namespace detail
+
+/// Computes the gradients of `causal_conv1d`: the second half of the backward.
+///
+/// edge: what `causal_conv1d_backward_edge` computed; dz_halo: (plan.dz_halo_rows(), channels), what an exchange with
+/// `plan.edge_exchange()` brought, or empty if that is none; the rest as there. dx overlaps nothing.
+/// Enqueues one kernel, two with dweight or dbias. dx has the same bits on every sharding; dweight and dbias always the
+/// same on one kind of device, added in a fixed order. Cost: x, dy and dx through memory once.
+///
+/// Throws `cpx::error` as the first half does, and on a workspace that is too small.
+template <class A, class W, conv_result<A const> Dy>
+void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
+                            std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
+                            rows<float const> edge, rows<float const> dz_halo,
+                            std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
+                            cudaStream_t in, caller here = caller::here()) {
+    using namespace detail;
+    using T = std::remove_const_t<A>;
     char const* const where = "cuda::causal_conv1d_backward";
-    auto given = conv_given<T, W>(where, plan, x, halo, weight, bias, here);
+    auto const given_dy = in_form<T const>(dy);
+    auto given = conv_given<T>(where, plan, x, halo, weight, bias, here);
     index_t const channels = given.channels;
     bool const sums = conv_gradients_given(where, plan, channels, to, here);
-    auto const from = result_given(where, "dy", dy, plan.rows(), channels, here);
+    auto const from = result_given(where, "dy", given_dy, plan.rows(), channels, here);
     require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
     require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
-    bool const vectors = conv_in_vectors<T, W>(where, x, halo, weight, dy, here) && in_vectors(to.dx);
-    require(vectors || !normalises(dy), where, "alignment of dx", "16 bytes, for heads that were normalised", "another",
-            here);
-    require_apart_gradients<T, W>(where, to, x, halo, weight, bias, dy, here);
+    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, given_dy, here) && in_vectors(to.dx);
+    require(vectors || !normalises(given_dy), where, "alignment of dx", "16 bytes, for heads that were normalised",
+            "another", here);
+    require_apart_gradients<T>(where, to, x, halo, weight, bias, given_dy, here);
     require_apart(where, {{"dx", to.dx}}, {{"edge", edge}, {"dz_halo", dz_halo}}, here);
     if (given.rows * channels == 0) return;
     auto const range = named_range<"cpx causal_conv1d_backward">();
@@ -331,7 +323,8 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
     with_activation(act, [&](auto silu) {
         auto const launch = [&](auto* kernel, int vector) {
             auto const grid =
-                cut_backward(plan, plan.rows(), channels, vector, vector > 1 && !std::same_as<Dy, rows<T const>>);
+                cut_backward(plan, plan.rows(), channels, vector,
+                             vector > 1 && !std::same_as<std::remove_const_t<decltype(given_dy)>, rows<T const>>);
             given.strip = grid.strip;
             launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
             if (!sums) return;
@@ -346,37 +339,6 @@ void convolve_backward(conv_plan const& plan, rows<T const> x, rows<T const> hal
         else
             launch(kernels::causal_conv1d_backward<T, 0, 1, silu, dy_type>, 1);
     });
-}
-
-} // namespace detail
-
-/// Computes the gradients of `causal_conv1d`: the second half of the backward.
-///
-/// edge: what `causal_conv1d_backward_edge` computed; dz_halo: (plan.dz_halo_rows(), channels), what an exchange with
-/// `plan.edge_exchange()` brought, or empty if that is none; the rest as there. dx overlaps nothing.
-/// Enqueues one kernel, two with dweight or dbias. dx has the same bits on every sharding; dweight and dbias always the
-/// same on one kind of device, added in a fixed order. Cost: x, dy and dx through memory once.
-///
-/// Throws `cpx::error` as the first half does, and on a workspace that is too small.
-template <class A, class W>
-void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
-                            std::type_identity_t<std::span<W const>> bias, activation act,
-                            std::type_identity_t<rows<A const>> dy, rows<float const> edge, rows<float const> dz_halo,
-                            std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
-                            cudaStream_t in, caller here = caller::here()) {
-    detail::convolve_backward<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
-                                                                              edge, dz_halo, to, in, here);
-}
-/// The same of a result in parts: dy holds the gradients of the parts, those of normalised heads included.
-template <class A, class W>
-void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
-                            std::type_identity_t<std::span<W const>> bias, activation act,
-                            std::type_identity_t<conv_parts<A const>> const& dy, rows<float const> edge,
-                            rows<float const> dz_halo,
-                            std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
-                            cudaStream_t in, caller here = caller::here()) {
-    detail::convolve_backward<std::remove_const_t<A>, std::remove_const_t<W>>(plan, x, halo, weight, bias, act, dy,
-                                                                              edge, dz_halo, to, in, here);
 }
 
 } // namespace cpx::cuda

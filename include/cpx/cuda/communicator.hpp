@@ -42,8 +42,8 @@ public:
     template <class T>
     void exchange(plan const& p, rows<T const> const& from, rows<T> const& to, caller here = caller::here()) {
         auto const stride = [](auto const& r) { return r.count() > 1 ? r.stride() : 0; };
-        auto made =
-            std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, stride(from), stride(to), range{}, here);
+        exchange_options const of{stride(from), stride(to)};
+        auto made = std::make_unique<cuda::exchange<T>>(p, from.width(), comm_, of, here);
         (*made)(from, to, stream(), 0, false, here);
         keep(std::move(made), here);
     }
@@ -68,26 +68,6 @@ private:
     cuda::memory memory_;
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
 };
-
-namespace detail {
-
-/// Makes ready to send and receive by plans, and by those of other batches.
-template <class T>
-std::unique_ptr<exchange<T>> ready_to_send(std::span<plan const> plans, index_t width, movement_room room,
-                                           communicator const& comm, range others, caller here) {
-    index_t const element = static_cast<index_t>(sizeof(T));
-    index_t columns = 1, elements = width;
-    for (plan const& each : plans) {
-        elements = std::max(elements, std::max(each.source_width, each.target_width));
-        for (message const& m : each.sends) columns = std::max(columns, std::ssize(m.columns) + 1);
-        for (message const& m : each.receives) columns = std::max(columns, std::ssize(m.columns) + 1);
-    }
-    index_t const bytes = cpx::detail::product("movement", "bytes", {room.rows, elements, element}, here);
-    exchange_room const all{2 * columns * (room.runs + 2 * comm.ranks()), bytes + 256 * comm.ranks()};
-    return std::make_unique<exchange<T>>(plans, width, comm.nccl_communicator(), all, 0, others, here);
-}
-
-} // namespace detail
 
 /// What a `cpx::movement` prepares on devices: to send and receive rows. `others`: ranks whose rows go from and to this
 /// one in another way.
@@ -120,9 +100,9 @@ private:
     }
     std::unique_ptr<exchange<T>> ready(Plan const& p, bool back, capacity const& most, communicator const& comm,
                                        range others, caller here) const {
-        auto const room = kind::room(p, width_, most, here);
+        exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
-            return detail::ready_to_send<T>(plans, kind::row_width(width_), room, comm, others, here);
+            return std::make_unique<exchange<T>>(plans, kind::row_width(width_), comm.nccl_communicator(), of, here);
         });
     }
 

@@ -52,24 +52,23 @@ bool in_vectors(conv_parts<T> const& parts) {
     return true;
 }
 
-template <class T>
-bool normalises(rows<T>) {
-    return false;
-}
-template <class T>
-bool normalises(conv_parts<T> const& parts) {
-    return std::ranges::any_of(parts.part, [](auto const& part) { return part.head_dim != 0; });
+/// Whether heads of a result are normalised, which is rows or parts.
+template <class Y>
+bool normalises(Y const& y) {
+    if constexpr (requires { y.part; })
+        return std::ranges::any_of(y.part, [](auto const& part) { return part.head_dim != 0; });
+    else
+        return false;
 }
 
 /// Returns where a result is, or its gradient.
-template <class T>
-std::array<operand, kernels::conv_most_parts> operands(char const* what, rows<T> whole) {
-    return {operand(what, whole)};
-}
-template <class T>
-std::array<operand, kernels::conv_most_parts> operands(char const* what, conv_parts<T> const& parts) {
+template <class Y>
+std::array<operand, kernels::conv_most_parts> operands(char const* what, Y const& y) {
     std::array<operand, kernels::conv_most_parts> list;
-    for (std::size_t p = 0; p < list.size(); ++p) list[p] = {what, parts.part[p].data};
+    if constexpr (requires { y.part; })
+        for (std::size_t p = 0; p < list.size(); ++p) list[p] = {what, y.part[p].data};
+    else
+        list[0] = {what, y};
     return list;
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/write_numbers.hpp>
-#include <cpx/plan/halo.hpp>
+#include <cpx/plan/edges.hpp>
 
 #include <cpx/causal_conv1d.cuh>
 
@@ -51,10 +51,8 @@ public:
               "cudaDeviceGetAttribute", here);
         // a row after a segment of another one is an edge row, of as many places as there are taps
         index_t const a_segment = 1 + reach_ + (after ? reach_ + reach_ * taps() : 0);
-        tables_ = buffer<index_t>(std::max(std::ssize(tables), most.segments * a_segment + 1), here);
-        check(cudaMemcpy(tables_.data(), tables.data(), tables.size() * sizeof tables[0], cudaMemcpyHostToDevice),
-              "cudaMemcpy", here);
-        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", here); // what was staged may not be there yet
+        tables.resize(static_cast<std::size_t>(std::max(std::ssize(tables), most.segments * a_segment + 1)));
+        tables_ = buffer<index_t>(std::span<index_t const>(tables), here);
         room_ = most.segments > 0;
         if (room_) load_write_numbers(here);
     }
@@ -104,7 +102,8 @@ private:
     };
 
     /// Adds to `tables` where segments begin, then (segments, reach) rows before. Rows of the halo are numbered after
-    /// the rank's own; -1: none. Then what `add_after` adds.
+    /// the rank's own; -1: none. Then (segments, reach) rows after, those of the halo after the edge rows, and what
+    /// edge rows are computed from.
     template <any_sharding S>
     batch make(halo_plan<S> const& p, halo_plan<S> const* after, std::vector<index_t>& tables, caller here) const {
         require(p.where == side::before, "cuda::conv_plan", "side of the halo", "before", "after", here);
@@ -113,62 +112,32 @@ private:
         require(std::ssize(p.segments) < index_t{1} << 31, "cuda::conv_plan", "segments", "less than 2^31",
                 p.segments.size(), here);
         batch made{p.source_rows, p.target_rows, std::ssize(p.segments), {}};
+        auto const add = [&](std::vector<index_t> const& list) {
+            tables.insert(tables.end(), list.begin(), list.end());
+        };
         tables = offsets(p.segments);
-        std::vector<index_t> beside(p.segments.size() * static_cast<std::size_t>(reach_), -1);
-        for (std::size_t i = 0; i < p.segments.size(); ++i) {
-            auto to = beside.begin() + static_cast<index_t>(i + 1) * reach_;
-            for (std::size_t k = p.begin[i + 1]; k-- > p.begin[i];)
-                for (index_t row = p.runs[k].count; row-- > 0;)
-                    *--to = p.runs[k].first + row + (p.runs[k].halo ? made.rows : 0);
-        }
-        tables.insert(tables.end(), beside.begin(), beside.end());
+        auto const before = rows_beside(p, [&](index_t row, bool halo) { return row + (halo ? made.rows : 0); });
+        add(before);
         if (!after) return made;
         require(after->sharding == p.sharding && after->rank == p.rank, "cuda::conv_plan", "plan of rows after",
                 "the sharding and the rank of that of rows before", "another", here);
         require(after->where == side::after && after->reach == p.reach, "cuda::conv_plan",
                 "rows after a segment in the plan", p.reach, after->where == side::after ? after->reach : 0, here);
-        made.edge_exchange = add_after(*after, p.segments, beside, tables);
-        return made;
-    }
+        auto edges = edges_of(*after);
+        add(edges.beside);
+        made.edge_exchange = std::move(edges.exchange);
 
-    /// Adds to `tables` (segments, reach) rows after, and what edge rows are computed from. Returns the plan that moves
-    /// these.
-    template <any_sharding S>
-    plan add_after(halo_plan<S> const& p, std::vector<segment> const& segments, std::vector<index_t> const& before,
-                   std::vector<index_t>& tables) const {
-        // Own rows, ascending. A row that another segment of this rank needs is among those that are sent, because the
-        // rank that holds the rows between needs it, too.
-        std::vector<index_t> edge;
-        for (message const& m : p.sends)
-            for (run const r : m.rows)
-                for (index_t row = r.first; row < r.first + r.count; ++row) edge.push_back(row);
-        std::ranges::sort(edge);
-        edge.erase(std::ranges::unique(edge).begin(), edge.end());
-        auto const place = [&](index_t row) -> index_t { return std::ranges::lower_bound(edge, row) - edge.begin(); };
-
-        plan moved = p;
-        moved.source_rows = std::ssize(edge);
-        for (message& m : moved.sends)
-            for (run& r : m.rows) r.first = place(r.first); // its rows follow one another among the edge rows, too
-
-        std::vector<index_t> beside(segments.size() * static_cast<std::size_t>(reach_), -1);
-        for (std::size_t i = 0; i < segments.size(); ++i) {
-            auto to = beside.begin() + static_cast<index_t>(i) * reach_;
-            for (std::size_t k = p.begin[i]; k < p.begin[i + 1]; ++k)
-                for (index_t row = p.runs[k].first; row < p.runs[k].first + p.runs[k].count; ++row)
-                    *to++ = p.runs[k].halo ? std::ssize(edge) + row : place(row);
-        }
-        tables.insert(tables.end(), beside.begin(), beside.end());
-
-        index_t s = 0; // (edge rows, taps): what each is computed from
-        for (index_t const row : edge) {
-            while (segments[static_cast<std::size_t>(s)].row + segments[static_cast<std::size_t>(s)].count <= row) ++s;
+        std::size_t s = 0; // (edge rows, taps): what each is computed from
+        for (index_t const row : edges.rows) {
+            while (p.segments[s].row + p.segments[s].count <= row) ++s;
             for (index_t from = row - reach_; from <= row; ++from) {
-                index_t const token = from - segments[static_cast<std::size_t>(s)].row;
-                tables.push_back(token >= 0 ? from : before[static_cast<std::size_t>((s + 1) * reach_ + token)]);
+                index_t const token = from - p.segments[s].row;
+                tables.push_back(
+                    token >= 0 ? from
+                               : before[(s + 1) * static_cast<std::size_t>(reach_) - static_cast<std::size_t>(-token)]);
             }
         }
-        return moved;
+        return made;
     }
 
     int device_ = 0, multiprocessors_ = 1;

@@ -6,12 +6,13 @@
 #include <cpx/cuda/message_tables.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/write_numbers.hpp>
-#include <cpx/plan/plan.hpp>
+#include <cpx/plan/capacity.hpp>
 #include <cpx/transport/agree.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -31,10 +32,11 @@ inline void agree(nccl& comm, identity const& mine, plan const& p, caller here) 
 
 } // namespace detail
 
-/// What an exchange keeps for plans that it is given later.
-struct exchange_room {
-    index_t rectangles = 0; ///< that rows are copied by, of all plans: one for each run of rows and columns
-    index_t bytes = 0;      ///< of the rows that leave, and of those that come, by one plan
+/// What an exchange is made for beside its first plans.
+struct exchange_options {
+    index_t from_stride = 0, to_stride = 0; ///< elements from row to row, 0 for dense
+    range others = {};                      ///< ranks whose rows go from and to this one in another way
+    std::optional<movement_room> room = {}; ///< what plans that come later take; none: none come
 };
 
 /// Plans made ready for device buffers of elements T: tables and staging memory, made once, used by every call.
@@ -48,38 +50,43 @@ struct exchange_room {
 template <class T>
 class exchange {
 public:
-    /// One plan. `width`: elements a row if the plan moves whole rows, else ignored; strides: elements from row to row,
-    /// 0 for dense; `others`: ranks whose rows go from and to this one in another way. Collective: ranks compare what
-    /// they are about to run.
+    /// `width`: elements a row of plans that move whole rows, else ignored. Collective: ranks compare what they are
+    /// about to run, those that plans connect, and all with room for others.
     ///
-    /// Throws `cpx::error` if plan and communicator do not fit, or if the ranks' plans differ.
-    exchange(plan const& p, index_t width, nccl& comm, index_t from_stride = 0, index_t to_stride = 0,
-             range others = {}, caller here = caller::here())
-        : exchange(width, comm, from_stride, to_stride, others, here) {
-        auto made = reserve({&p, 1}, {}, here);
-        if (!made.list.empty())
-            check(cudaMemcpy(list(), made.list.data(), made.list.size() * sizeof made.list[0], cudaMemcpyHostToDevice),
-                  "cudaMemcpy", here);
-        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", here); // what was staged may not be there yet
-        connect(made.plans[0].tables.sends, made.plans[0].tables.receives, here);
-        take(std::move(made.plans), true);
-    }
-
-    /// Also for plans that come later, see `set`, of the same widths. Connects all ranks.
-    exchange(std::span<plan const> plans, index_t width, nccl& comm, exchange_room room, index_t from_stride = 0,
-             range others = {}, caller here = caller::here())
-        : exchange(width, comm, from_stride, 0, others, here) {
-        reserve(plans, room, here);
-        room_ = true;
+    /// Throws `cpx::error` if plans and communicator do not fit, or if the ranks' plans differ.
+    exchange(std::span<plan const> plans, index_t width, nccl& comm, exchange_options const& of = {},
+             caller here = caller::here())
+        : comm_(comm), width_(width), of_(of) {
+        require(width >= 0, "cuda::exchange", "width", "not negative", width, here);
+        require_device(here);
+        auto made = make(plans, here);
+        if (!plans.empty() && !plans[0].local)
+            detail::agree(comm, plans[0].id.template for_elements<T>(width), plans[0], here);
+        index_t rectangles = std::ssize(made.list), staged = made.staged;
+        if (of.room) { // a rectangle for each run of rows and columns
+            index_t columns = 1, elements = width;
+            for (plan const& p : plans) {
+                elements = std::max(elements, std::max(p.source_width, p.target_width));
+                for (auto const* const messages : {&p.sends, &p.receives})
+                    for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+            }
+            rectangles = std::max(rectangles, 2 * columns * (of.room->runs + 2 * comm.ranks()));
+            index_t const element = static_cast<index_t>(sizeof(T)), space = 256 * comm.ranks();
+            index_t const bytes = cpx::detail::product("exchange", "bytes", {of.room->rows, elements, element}, here);
+            staged = std::max(staged, bytes + space);
+        }
+        list_ = buffer<char>(head() + rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
+        staged_out_ = buffer<char>(staged, here);
+        staged_in_ = buffer<char>(staged, here);
         load_write_numbers(here);
-        std::vector<detail::wire> all;
-        for (int peer = 0; peer < comm.ranks(); ++peer)
-            if (peer != comm.rank()) all.push_back({peer, 0, 0, 1});
-        connect(all, all, here);
         cuda::stream const stream;
-        set(plans, stream, here);
+        connect(made.plans, stream, here);
+        put(std::move(made), plans, !of.room, stream, here);
         settle(stream, here);
     }
+    /// The same of one plan.
+    exchange(plan const& p, index_t width, nccl& comm, exchange_options const& of = {}, caller here = caller::here())
+        : exchange(std::span<plan const>(&p, 1), width, comm, of, here) {}
 
     /// Replaces the plans from the next call on, in the order of the stream: uploads their tables, and neither
     /// allocates device memory nor waits for the device or for another rank. All ranks do so between the same calls.
@@ -90,7 +97,7 @@ public:
     /// more.
     void set(std::span<plan const> plans, cudaStream_t stream, caller here = caller::here()) {
         char const* const where = "cuda::exchange";
-        require(room_, where, "exchange", "one made with room for other plans", "one without", here);
+        require(of_.room.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
         auto made = make(plans, here);
         index_t const most = (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle));
         require(
@@ -99,15 +106,7 @@ public:
         require(
             made.staged <= staged_out_.size(), where, "bytes that leave or come",
             [&] { return "at most " + std::to_string(staged_out_.size()); }, made.staged, here);
-        std::uint64_t word = 0;
-        for (plan const& p : plans) word = cpx::detail::mix(word, p.id.template for_elements<T>(width_).fingerprint());
-        std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
-                          bytes = made.list.size() * sizeof(kernels::rectangle);
-        std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
-        if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
-        write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
-        comm_.runs(word);
-        take(std::move(made.plans), false);
+        put(std::move(made), plans, false, stream, here);
     }
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`, by plan `number`; they must not
@@ -118,8 +117,7 @@ public:
     /// is enqueued if a buffer does not fit or is not memory of this device, or if the communicator is broken.
     void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, index_t number = 0, bool back = false,
                     caller here = caller::here()) {
-        require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
-                current_device(), here);
+        require_device(here);
         require(
             number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
             [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
@@ -207,34 +205,16 @@ private:
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
     static unsigned grid(detail::launch_size size) { return static_cast<unsigned>(std::clamp(size.slices, 1, 1056)); }
 
-    exchange(index_t width, nccl& comm, index_t from_stride, index_t to_stride, range others, caller here)
-        : comm_(comm), width_(width), from_stride_(from_stride), to_stride_(to_stride), others_(others) {
-        require(width >= 0, "cuda::exchange", "width", "not negative", width, here);
-        require(current_device() == comm.device(), "cuda::exchange", "current device", comm.device(), current_device(),
-                here);
-    }
-
-    /// Lets ranks compare the first of plans of one kind and batch, and allocates what these or `room` want. Returns
-    /// their tables.
-    tables reserve(std::span<plan const> plans, exchange_room room, caller here) {
-        auto first = make(plans, here);
-        if (!plans.empty() && !plans[0].local)
-            detail::agree(comm_, plans[0].id.template for_elements<T>(width_), plans[0], here);
-        index_t const rectangles = std::max(room.rectangles, std::ssize(first.list));
-        list_ = buffer<char>(head() + rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
-        staged_out_ = buffer<char>(std::max(room.bytes, first.staged), here);
-        staged_in_ = buffer<char>(staged_out_.size(), here);
-        return first;
+    void require_device(caller here) const {
+        require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
+                current_device(), here);
     }
     /// Returns the tables of plans. Throws if they do not fit.
     tables make(std::span<plan const> plans, caller here) const {
         char const* const where = "cuda::exchange";
         tables made;
         for (plan const& p : plans) {
-            require(
-                p.ranks() == comm_.ranks() && p.rank == comm_.rank(), where, "rank of the plan",
-                [&] { return std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()); },
-                [&] { return std::to_string(p.rank) + " of " + std::to_string(p.ranks()); }, here);
+            cpx::detail::require_own(where, "rank of the plan", p.rank, p.ranks(), comm_.rank(), comm_.ranks(), here);
             bool const sums = p.kind == flow::sums;
             auto const end_of = [&](index_t rows, index_t own_width, index_t stride,
                                     std::vector<message> const& messages) {
@@ -244,24 +224,36 @@ private:
                     cells += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
                 return end{rows, width, stride ? stride : width, cells == rows * width};
             };
-            end const source = end_of(p.source_rows, p.source_width, from_stride_, p.sends),
-                      target = end_of(p.target_rows, p.target_width, to_stride_, p.receives);
-            require(others_.empty() || (target.covered && !sums), where, "plan of which some rows move in another way",
-                    "one that fills the target and does not add", "another", here);
+            end const source = end_of(p.source_rows, p.source_width, of_.from_stride, p.sends),
+                      target = end_of(p.target_rows, p.target_width, of_.to_stride, p.receives);
+            require(of_.others.empty() || (target.covered && !sums), where,
+                    "plan of which some rows move in another way", "one that fills the target and does not add",
+                    "another", here);
             require(source.stride >= source.width && target.stride >= target.width, where, "strides",
                     "at least the widths", std::min(source.stride, target.stride), here);
             std::size_t const first = made.list.size();
             detail::row_shapes const shape{source.width, target.width, source.stride, target.stride,
                                            static_cast<index_t>(sizeof(T))};
-            auto t = detail::tables_of(p, shape, others_, made.list);
+            auto t = detail::tables_of(p, shape, of_.others, made.list);
             made.staged = std::max(made.staged, std::max(t.packed, t.unpacked));
-            ready one{source, target, sums, first, std::move(t)};
-            made.plans.push_back(std::move(one));
+            made.plans.push_back(ready{source, target, sums, first, std::move(t)});
         }
         return made;
     }
-    void take(std::vector<ready> plans, bool compared) {
-        plans_ = std::move(plans);
+    /// Gives the tables of `plans` to the device, in the order of the stream. `compared`: no rank has others.
+    void put(tables made, std::span<plan const> plans, bool compared, cudaStream_t stream, caller here) {
+        std::uint64_t word = 0;
+        for (plan const& p : plans) {
+            identity const id = p.id.template for_elements<T>(width_);
+            if (&p == plans.data()) comm_.runs(id);
+            word = cpx::detail::mix(word, id.fingerprint());
+        }
+        std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
+                          bytes = made.list.size() * sizeof(kernels::rectangle);
+        std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
+        if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
+        write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
+        plans_ = std::move(made.plans);
         fresh_ = !compared;
         told_.assign(static_cast<std::size_t>(comm_.ranks()), compared);
         heard_ = told_;
@@ -272,17 +264,13 @@ private:
     std::uint64_t* word() const { return reinterpret_cast<std::uint64_t*>(list_.data()); }
     kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
-    void check_buffer(char const* which, auto const& b, end const& like, caller here) const {
-        auto const where = [&] { return std::string("cuda::exchange, ") + which; };
-        auto const text = [](index_t count, index_t width, index_t stride) {
-            return std::to_string(count) + ", " + std::to_string(width) + ", " + std::to_string(stride);
-        };
-        if (b.count() != like.rows || b.width() != like.width || (b.stride() != like.stride && like.rows > 1))
-            throw error(where(), "rows, width and stride", text(like.rows, like.width, like.stride),
-                        text(b.count(), b.width(), b.stride()), here);
-        detail::require_memory("cuda::exchange", which, b, here);
-        if (index_t const beyond = detail::address(b.data()) % 16; b.count() * b.width() > 0 && beyond != 0)
-            throw error(where(), "alignment of the buffer", "16 bytes", std::to_string(beyond), here);
+    static void check_buffer(char const* which, auto const& b, end const& like, caller here) {
+        detail::require_rows("cuda::exchange", which, b, like.rows, like.width, here);
+        if (b.stride() != like.stride && like.rows > 1)
+            throw error("cuda::exchange", std::string("stride of ") + which, std::to_string(like.stride),
+                        std::to_string(b.stride()), here);
+        require(b.count() == 0 || detail::address(b.data()) % 16 == 0, "cuda::exchange", "alignment of the buffer",
+                "16 bytes", detail::address(b.data()) % 16, here);
     }
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.
@@ -317,12 +305,21 @@ private:
         return compares;
     }
     /// Sends a byte for every message: NCCL connects two ranks when they first meet, which waits for both on the host.
-    void connect(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives, caller here) {
+    void connect(std::vector<ready> const& plans, cudaStream_t stream, caller here) {
+        std::vector<detail::wire> sends, receives;
+        for (int peer = 0; of_.room && peer < comm_.ranks(); ++peer)
+            if (peer != comm_.rank()) sends.push_back({peer, 0, 0, 1});
+        if (of_.room) receives = sends;
+        for (std::size_t i = 0; !of_.room && i < plans.size(); ++i) {
+            auto const& t = plans[i].tables;
+            sends.insert(sends.end(), t.sends.begin(), t.sends.end());
+            receives.insert(receives.end(), t.receives.begin(), t.receives.end());
+        }
         comm_.begin_call(here);
-        take({}, true);
-        cuda::stream const stream;
-        buffer<char> const room(std::ssize(sends) + std::ssize(receives), here);
-        char* next = room.data();
+        told_.assign(static_cast<std::size_t>(comm_.ranks()), true);
+        heard_ = told_;
+        buffer<char> const bytes(std::ssize(sends) + std::ssize(receives), here);
+        char* next = bytes.data();
         send_and_receive(
             sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
         settle(stream, here);
@@ -336,13 +333,13 @@ private:
 
     nccl& comm_;
     event done_; ///< the end of the last call
-    index_t width_, from_stride_, to_stride_;
-    range others_;
+    index_t width_;
+    exchange_options of_;
     std::vector<ready> plans_;
     std::vector<char> told_, heard_; ///< of every rank: whether its word has gone there, or come, since plans were set
     buffer<char> list_;              ///< words, then rectangles
     buffer<char> staged_out_, staged_in_;
-    bool room_ = false, fresh_ = false; ///< for other plans; whether the list has just been written
+    bool fresh_ = false; ///< whether the list has just been written
 };
 
 } // namespace cpx::cuda

@@ -17,31 +17,13 @@
 
 namespace cpx::cuda {
 
-/// The batch in device memory: cu_seqlens, `sequences` + 1 offsets from 0, ascending.
-struct packed_offsets {
-    template <class Integer>
-        requires std::same_as<Integer, std::int32_t> || std::same_as<Integer, std::int64_t>
-    packed_offsets(Integer const* device, int count)
-        : offsets(device), sequences(count), wide(sizeof(Integer) == sizeof(std::int64_t)) {}
-
-    /// Returns the bytes of the offsets.
-    std::span<char const> list() const {
-        std::size_t const count = static_cast<std::size_t>(sequences) + 1;
-        return {static_cast<char const*>(offsets), count * (wide ? sizeof(std::int64_t) : sizeof(std::int32_t))};
-    }
-
-    void const* offsets;
-    int sequences;
-    bool wide;
-};
-
 /// Memory of the ranks that this device reaches, and where their kernels meet; see `shared_memory`.
 struct peer_memory {
-    char* base[kernels::most_ranks]; ///< of the same place in every peer's memory
-    int first = 0;                   ///< the rank that base[0] belongs to; the next ones follow
-    int device = current_device();   ///< of this rank
-    index_t bytes = 0;               ///< from there on, the same on every rank
-    kernels::meeting meeting;
+    char* base[kernels::most_ranks] = {}; ///< of the same place in every peer's memory
+    int first = 0;                        ///< the rank that base[0] belongs to; the next ones follow
+    int device = -1;                      ///< of this rank
+    index_t bytes = 0;                    ///< from there on, the same on every rank
+    kernels::meeting meeting{};
     int blocks = 128; ///< a launch, the same on every rank, all of them resident
 };
 
@@ -58,7 +40,7 @@ template <layout_policy P, scope Scope, cut Cut>
 auto device_side(sharding<P, Scope, Cut> const& s) {
     static_assert(computed_on_device<sharding<P, Scope, Cut>>,
                   "cpx: the one-kernel relayout computes addresses on the device and wants layouts and cuts without "
-                  "memory of their own (zigzag, sequential, striped; balanced, aligned); use cuda::exchange");
+                  "memory of their own (zigzag, sequential, striped; balanced, aligned); move by send and receive");
     return kernels::token_side<P, Scope, Cut>{s.policy(), s.cut()};
 }
 template <any_sharding S>
@@ -115,8 +97,6 @@ public:
             }
         }
         set(plan.from, plan.to);
-        for (int rank = 0; rank < plan.ranks(); ++rank)
-            targets_[static_cast<std::size_t>(rank)].rows = plan.to.rows(rank);
     }
 
     /// Moves tensors of other shardings from now on, of as many ranks and the same sections.
@@ -124,32 +104,21 @@ public:
         from_ = detail::device_side(from);
         to_ = detail::device_side(to);
         source_rows_ = from.rows(rank_);
-        for (peer_target& p : targets_) p.rows = 0; // the kernel knows
-        targets_[static_cast<std::size_t>(rank_)].rows = to.rows(rank_);
+        target_rows_ = to.rows(rank_);
         fingerprint_ = static_cast<std::uint32_t>(cpx::detail::identify("relayout", from, to).fingerprint());
     }
 
-    /// Returns the bytes of the target of `rank`; 0 of others than this one, once shardings have been set.
-    index_t target_bytes(int rank) const {
-        peer_target const& p = targets_[static_cast<std::size_t>(rank)];
-        return p.rows * p.pitch;
-    }
+    /// Returns the bytes of this rank's target. Of the others the kernel knows.
+    index_t target_bytes() const { return target_rows_ * targets_[static_cast<std::size_t>(rank_)].pitch; }
 
     /// Stores this rank's rows of `from` into the targets of the ranks of the memory, `offset` bytes from its
-    /// beginning.
+    /// beginning. The arguments are such that `check_call` passes.
     ///
-    /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense.
-    /// batch: of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered by
-    /// events. Throws `cpx::error` before anything is enqueued if the buffers do not fit.
-    void operator()(rows<T const> from, peer_memory const& memory, index_t offset, packed_offsets batch,
+    /// from: (rows, width), any stride, memory of this device. Rows of the targets are dense. batch: cu_seqlens in
+    /// device memory, of as many sequences as offsets are to be read. Calls on one memory are in one stream, or ordered
+    /// by events.
+    void operator()(rows<T const> from, peer_memory const& memory, index_t offset, std::span<index_t const> batch,
                     cudaStream_t stream, caller here = caller::here()) const {
-        check_call(from, memory, offset, batch, here);
-        enqueue(from, memory, offset, batch, stream, here);
-    }
-
-    /// The same for arguments that `check_call` has passed.
-    void enqueue(rows<T const> from, peer_memory const& memory, index_t offset, packed_offsets batch,
-                 cudaStream_t stream, caller here = caller::here()) const {
         kernels::relayout_rows const r = arguments(from, memory, offset, batch);
         auto const range = named_range<"cpx relayout, one kernel">();
         auto const kernel = kernels::relayout_push<source_side, target_side>;
@@ -161,48 +130,39 @@ public:
                      here, from_, to_, r, memory.meeting);
     }
 
-    /// Throws `cpx::error` if a call with these arguments would.
-    void check_call(rows<T const> from, peer_memory const& memory, index_t offset, packed_offsets batch,
+    /// Throws `cpx::error` if the buffers of a call do not fit.
+    void check_call(rows<T const> from, peer_memory const& memory, index_t offset, std::span<index_t const> batch,
                     caller here = caller::here()) const {
         char const* const where = "cuda::relayout";
         require(current_device() == memory.device, where, "current device", memory.device, current_device(), here);
         require(from.width() == source_width_, where, "width of the source", source_width_, from.width(), here);
         require(from.count() >= source_rows_, where, "rows of the source", source_rows_, from.count(), here);
         int const peers = memory.meeting.ranks, ranks = static_cast<int>(targets_.size());
+        cpx::detail::require_own(where, "ranks of the memory", memory.first + memory.meeting.rank,
+                                 std::max(ranks, memory.first + peers), rank_, ranks, here);
         require(
-            memory.first + memory.meeting.rank == rank_ && memory.first + peers <= ranks, where, "ranks of the memory",
-            [&] { return std::to_string(rank_) + " of " + std::to_string(ranks); },
-            [&] {
-                return std::to_string(memory.first + memory.meeting.rank) + " of " +
-                       std::to_string(memory.first + peers);
-            },
+            offset >= 0 && offset + target_bytes() <= memory.bytes, where, "bytes of the target",
+            [&] { return "at most those after the offset, " + std::to_string(memory.bytes - offset); }, target_bytes(),
             here);
-        for (int rank = memory.first; rank < memory.first + peers; ++rank)
-            if (offset < 0 || offset + target_bytes(rank) > memory.bytes)
-                throw error(where, "bytes of rank " + std::to_string(rank) + "'s target",
-                            "at most those after the offset, " + std::to_string(memory.bytes - offset),
-                            std::to_string(target_bytes(rank)), here);
         detail::require_memory(where, "source", from, here);
-        detail::require_memory(where, "offsets", batch.offsets, here);
-        std::span const target(memory.base[memory.meeting.rank] + offset,
-                               static_cast<std::size_t>(target_bytes(rank_)));
-        detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch.list()}}, here);
+        detail::require_memory(where, "offsets", batch, here);
+        std::span const target(memory.base[memory.meeting.rank] + offset, static_cast<std::size_t>(target_bytes()));
+        detail::require_apart(where, {{"target", target}}, {{"source", from}, {"offsets", batch}}, here);
         int most = 0;
         check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, memory.device),
               "cudaDeviceGetAttribute", here);
         require(
             tables(memory, batch) + 1024 <= static_cast<std::size_t>(most), where, "sequences",
-            [&] { return "few enough for tables of " + std::to_string(most - 1024) + " bytes"; }, batch.sequences,
+            [&] { return "few enough for tables of " + std::to_string(most - 1024) + " bytes"; }, std::ssize(batch) - 1,
             here);
     }
 
     /// Returns what the kernel is told of the rows of a call; see there.
     kernels::relayout_rows arguments(rows<T const> from, peer_memory const& memory, index_t offset,
-                                     packed_offsets batch) const {
+                                     std::span<index_t const> batch) const {
         kernels::relayout_rows r{};
-        r.offsets = batch.offsets;
-        r.sequences = batch.sequences;
-        r.wide = batch.wide;
+        r.offsets = batch.data();
+        r.sequences = static_cast<int>(std::ssize(batch)) - 1;
         r.place = fingerprint_ + kernels::offset_digest(offset, memory.bytes);
         r.first = memory.first;
         r.runs = runs_;
@@ -235,15 +195,16 @@ public:
 private:
     using source_side = detail::device_side_of<From>;
     using target_side = detail::device_side_of<To>;
-    static std::size_t tables(peer_memory const& memory, packed_offsets batch) {
-        return kernels::relayout_memory<source_side, target_side>(batch.sequences, memory.meeting.ranks);
+    static std::size_t tables(peer_memory const& memory, std::span<index_t const> batch) {
+        return kernels::relayout_memory<source_side, target_side>(static_cast<int>(std::ssize(batch)) - 1,
+                                                                  memory.meeting.ranks);
     }
     struct column_run {
         index_t source, target, bytes; ///< from the beginnings of rows
     };
     /// What one rank gets of this one's rows.
     struct peer_target {
-        index_t rows, pitch; ///< of its target; bytes
+        index_t pitch; ///< of its target, bytes
         std::array<column_run, kernels::most_sections> columns;
     };
 
@@ -267,14 +228,8 @@ private:
     detail::device_side_of<To> to_;
     int rank_, runs_ = 0;
     std::uint32_t fingerprint_ = 0;
-    index_t source_rows_, source_width_ = 0;
-    std::vector<peer_target> targets_; ///< of every rank's target
+    index_t source_rows_, target_rows_, source_width_ = 0;
+    std::vector<peer_target> targets_; ///< of every rank
 };
-
-/// Returns the relayout of a plan: `make_relayout<float>(cpx::relayout(from, to, rank), width)`.
-template <class T, any_sharding From, any_sharding To>
-relayout<T, From, To> make_relayout(relayout_plan<From, To> const& plan, index_t width, caller here = caller::here()) {
-    return {plan, width, here};
-}
 
 } // namespace cpx::cuda

@@ -122,14 +122,14 @@ private:
 /// Owns nothing. Three a row for pairs that have axes; one a row counts for all axes.
 class rotary_positions {
 public:
-    rotary_positions(std::span<std::int64_t const> list) : rotary_positions(rows(list.data(), 1, std::ssize(list))) {}
-    rotary_positions(std::span<std::int32_t const> list) : rotary_positions(rows(list.data(), 1, std::ssize(list))) {}
-    rotary_positions(rows<std::int64_t const> axes) : rotary_positions(axes.count(), axes.width()) {
-        view_.wide = axes.data();
-        view_.axis_stride = axes.count() > 1 ? axes.stride() : 0;
-    }
-    rotary_positions(rows<std::int32_t const> axes) : rotary_positions(axes.count(), axes.width()) {
-        view_.narrow = axes.data();
+    template <row_number I>
+    rotary_positions(std::span<I const> list) : rotary_positions(rows<I const>(list.data(), 1, std::ssize(list))) {}
+    template <row_number I>
+    rotary_positions(rows<I const> axes) : rotary_positions(axes.count(), axes.width()) {
+        if constexpr (sizeof(I) == 8)
+            view_.wide = axes.data();
+        else
+            view_.narrow = axes.data();
         view_.axis_stride = axes.count() > 1 ? axes.stride() : 0;
     }
     rotary_positions(segment_table const& table) : rotary_positions(1, table.rows()) {

@@ -2,6 +2,7 @@
 // Gathers and scatters rows of GPU memory by a list of rows.
 #pragma once
 
+#include <cpx/core/row_list.hpp>
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/nvtx.hpp>
@@ -11,16 +12,10 @@
 #include <algorithm>
 #include <bit>
 #include <concepts>
-#include <numeric>
 #include <span>
 #include <type_traits>
-#include <vector>
 
 namespace cpx::cuda {
-
-/// A type of the numbers of a list of rows.
-template <class I>
-concept row_number = std::same_as<I, std::int32_t> || std::same_as<I, std::int64_t>;
 
 /// A type with which the GPU's operators calculate; they do so in float.
 template <class T>
@@ -141,22 +136,6 @@ void scatter_add_rows(std::type_identity_t<rows<T const>> from, std::span<I cons
                                              order.empty() ? nullptr : order.data(), from.count(), to.count(),
                                              from.width(), from.stride() * element, to.stride() * element});
     });
-}
-
-/// A list of rows with equal numbers side by side, and where each of its numbers stood before, ascending where equal.
-template <row_number I>
-struct grouped_rows {
-    std::vector<I> list, order;
-};
-
-/// Returns a list on the host as `scatter_add_rows` wants it: sorted, stably. Cost: O(n log n).
-template <row_number I>
-grouped_rows<I> grouped(std::span<I const> list) {
-    grouped_rows<I> result{{}, std::vector<I>(list.size())};
-    std::iota(result.order.begin(), result.order.end(), I{0});
-    std::ranges::stable_sort(result.order, {}, [&](I i) { return list[static_cast<std::size_t>(i)]; });
-    for (I const i : result.order) result.list.push_back(list[static_cast<std::size_t>(i)]);
-    return result;
 }
 
 } // namespace cpx::cuda

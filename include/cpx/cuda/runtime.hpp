@@ -9,8 +9,9 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <memory>
 #include <span>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 namespace cpx::cuda {
@@ -51,57 +52,61 @@ inline int device_of(void const* pointer) {
     return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged ? attributes.device : -1;
 }
 
+namespace detail {
+
+template <auto End>
+struct ended_by {
+    void operator()(auto* handle) const { static_cast<void>(End(handle)); }
+};
+/// A handle of CUDA's, with the call that ends it.
+template <class Handle, auto End>
+using owned = std::unique_ptr<std::remove_pointer_t<Handle>, ended_by<End>>;
+
+} // namespace detail
+
 /// A stream of the current device that does not wait for the default stream.
 class stream {
 public:
-    stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
-    stream(stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
-    stream& operator=(stream&& other) noexcept {
-        std::swap(stream_, other.stream_);
-        return *this;
+    stream() {
+        cudaStream_t made = nullptr;
+        check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+        stream_.reset(made);
     }
-    ~stream() {
-        if (stream_) static_cast<void>(cudaStreamDestroy(stream_));
-    }
-    operator cudaStream_t() const { return stream_; }
+    operator cudaStream_t() const { return stream_.get(); }
     void synchronize(caller here = caller::here()) const {
-        check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize", here);
+        check(cudaStreamSynchronize(stream_.get()), "cudaStreamSynchronize", here);
     }
 
 private:
-    cudaStream_t stream_ = nullptr;
+    detail::owned<cudaStream_t, cudaStreamDestroy> stream_;
 };
 
 /// A point in a stream.
 class event {
 public:
-    event() { check(cudaEventCreate(&event_), "cudaEventCreate"); }
-    event(event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-    event& operator=(event&& other) noexcept {
-        std::swap(event_, other.event_);
-        return *this;
+    event() {
+        cudaEvent_t made = nullptr;
+        check(cudaEventCreate(&made), "cudaEventCreate");
+        event_.reset(made);
     }
-    ~event() {
-        if (event_) static_cast<void>(cudaEventDestroy(event_));
-    }
-    operator cudaEvent_t() const { return event_; }
+    operator cudaEvent_t() const { return event_.get(); }
     void record(cudaStream_t in, caller here = caller::here()) {
-        check(cudaEventRecord(event_, in), "cudaEventRecord", here);
+        check(cudaEventRecord(*this, in), "cudaEventRecord", here);
     }
     /// Lets what `in` is given from now on wait for this point.
     void before(cudaStream_t in, caller here = caller::here()) const {
-        check(cudaStreamWaitEvent(in, event_, 0), "cudaStreamWaitEvent", here);
+        check(cudaStreamWaitEvent(in, *this, 0), "cudaStreamWaitEvent", here);
     }
     /// Returns the milliseconds from `start` to this point; waits until it has been reached.
     float since(event const& start, caller here = caller::here()) const {
         float milliseconds = 0;
-        check(cudaEventSynchronize(event_), "cudaEventSynchronize", here);
-        check(cudaEventElapsedTime(&milliseconds, start.event_, event_), "cudaEventElapsedTime", here);
+        check(cudaEventSynchronize(*this), "cudaEventSynchronize", here);
+        check(cudaEventElapsedTime(&milliseconds, start, *this), "cudaEventElapsedTime", here);
         return milliseconds;
     }
 
 private:
-    cudaEvent_t event_ = nullptr;
+    detail::owned<cudaEvent_t, cudaEventDestroy> event_;
 };
 
 /// Owns `size()` elements of the current device's memory, not initialised.
@@ -113,31 +118,22 @@ public:
         index_t const bytes =
             cpx::detail::product("cuda::buffer", "bytes", {count, static_cast<index_t>(sizeof(T))}, here);
         if (count == 0) return;
-        cudaError_t const result = cudaMalloc(reinterpret_cast<void**>(&data_), static_cast<std::size_t>(bytes));
+        void* made = nullptr;
+        cudaError_t const result = cudaMalloc(&made, static_cast<std::size_t>(bytes));
         if (result != cudaSuccess) check(result, ("cudaMalloc of " + std::to_string(bytes) + " bytes").c_str(), here);
+        data_.reset(static_cast<T*>(made));
     }
     /// Copies `values` to the device; returns when they are there.
     explicit buffer(std::span<T const> values, caller here = caller::here()) : buffer(std::ssize(values), here) {
         write(values, here);
     }
-    buffer(buffer&& other) noexcept
-        : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
-    buffer& operator=(buffer&& other) noexcept {
-        std::swap(data_, other.data_);
-        std::swap(count_, other.count_);
-        return *this;
-    }
-    ~buffer() {
-        if (data_) static_cast<void>(cudaFree(data_));
-    }
-
-    T* data() const { return data_; }
+    T* data() const { return data_.get(); }
     index_t size() const { return count_; }
 
     void write(std::span<T const> values, caller here = caller::here()) {
         require(std::ssize(values) == count_, "cuda::buffer", "elements to write", count_, values.size(), here);
         if (count_ == 0) return;
-        check(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyHostToDevice), "cudaMemcpy", here);
+        check(cudaMemcpy(data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice), "cudaMemcpy", here);
         check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize", here); // what was staged may not be there yet
     }
     /// Returns the elements once the device has done all it was given.
@@ -145,13 +141,13 @@ public:
         auto values = cpx::detail::zeros<T>("cuda::buffer", {count_}, here);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", here);
         if (count_ > 0)
-            check(cudaMemcpy(values.data(), data_, values.size() * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy",
+            check(cudaMemcpy(values.data(), data(), values.size() * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy",
                   here);
         return values;
     }
 
 private:
-    T* data_ = nullptr;
+    detail::owned<T*, cudaFree> data_;
     index_t count_ = 0;
 };
 
@@ -172,24 +168,18 @@ public:
             throw;
         }
         check(cudaStreamEndCapture(in, &captured), "cudaStreamEndCapture", here);
-        cudaError_t const result = cudaGraphInstantiate(&graph_, captured, 0);
+        cudaGraphExec_t made = nullptr;
+        cudaError_t const result = cudaGraphInstantiate(&made, captured, 0);
         static_cast<void>(cudaGraphDestroy(captured));
         check(result, "cudaGraphInstantiate", here);
-    }
-    graph(graph&& other) noexcept : graph_(std::exchange(other.graph_, nullptr)) {}
-    graph& operator=(graph&& other) noexcept {
-        std::swap(graph_, other.graph_);
-        return *this;
-    }
-    ~graph() {
-        if (graph_) static_cast<void>(cudaGraphExecDestroy(graph_));
+        graph_.reset(made);
     }
     void launch(cudaStream_t in, caller here = caller::here()) const {
-        check(cudaGraphLaunch(graph_, in), "cudaGraphLaunch", here);
+        check(cudaGraphLaunch(graph_.get(), in), "cudaGraphLaunch", here);
     }
 
 private:
-    cudaGraphExec_t graph_ = nullptr;
+    detail::owned<cudaGraphExec_t, cudaGraphExecDestroy> graph_;
 };
 
 } // namespace cpx::cuda

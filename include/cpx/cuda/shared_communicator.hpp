@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 namespace cpx::cuda {
@@ -34,19 +33,21 @@ private:
     shared_memory& shared_;
 };
 
-/// What its movements prepare.
+/// What its movements prepare: to send and receive, but for relayouts between shardings whose addresses can be computed
+/// on a device (not of `table` and `by_length`).
 template <class T, class Plan>
 class shared_plans : public prepared_plans<T, Plan> {
 public:
     using prepared_plans<T, Plan>::prepared_plans;
 };
 
-/// Relayouts: by one kernel between ranks that reach each other's memory, where addresses can be computed on a device
-/// (not of `table` and `by_length`); rows are sent and received elsewhere, and where they are added.
+/// Relayouts by one kernel between ranks that reach each other's memory. Elsewhere, and where rows are added, they are
+/// sent and received.
 ///
 /// By the kernel alone, a call that is captured moves, when it is replayed, rows of the batch that was set last before
 /// the replay; its tensors have room for every batch that fits. Else the batch is captured, too.
 template <class T, any_sharding From, any_sharding To>
+    requires(detail::computed_on_device<From> && detail::computed_on_device<To>)
 class shared_plans<T, relayout_plan<From, To>> {
 public:
     using plan_type = relayout_plan<From, To>;
@@ -55,32 +56,28 @@ public:
         : comm_(comm), most_(most) {
         bool const adds = p.kind == flow::sums || p.kind == flow::copies; // there, or back
         shared_memory const& all = comm.shared();
-        bool const by_kernel = computed && (all.one_kernel() || (all.any_kernel() && !adds));
-        if constexpr (computed)
-            if (by_kernel) {
-                detail::agree(comm.nccl_communicator(), p.id.template for_elements<T>(width), p, here);
-                if (p.kind != flow::sums) there_.emplace(p, width, here);
-                if (p.kind != flow::copies) back_.emplace(p.transposed(), width, here);
-                offsets_ = buffer<index_t>(most.sequences + 1, here);
-                load_write_numbers(here);
-                upload(p.from, p.to, here);
-            }
+        bool const by_kernel = all.one_kernel() || (all.any_kernel() && !adds);
+        if (by_kernel) {
+            detail::agree(comm.nccl_communicator(), p.id.template for_elements<T>(width), p, here);
+            if (p.kind != flow::sums) there_.emplace(p, width, here);
+            if (p.kind != flow::copies) back_.emplace(p.transposed(), width, here);
+            offsets_ = buffer<index_t>(most.sequences + 1, here);
+            load_write_numbers(here);
+            upload(p.from, p.to, here);
+        }
         if (!by_kernel || !all.one_kernel() || adds)
             sent_.emplace(p, width, most, comm, here, by_kernel && !all.one_kernel() ? all.group() : range{});
     }
     template <class F>
     void set(batch const& of, F&& plan_of, caller here) {
-        if constexpr (computed)
-            if (there_ || back_) upload(std::get<0>(of), std::get<1>(of), here);
+        if (there_ || back_) upload(std::get<0>(of), std::get<1>(of), here);
         if (sent_) sent_->set(of, plan_of, here);
     }
     template <class F>
     void operator()(F&& plan_of, bool back, index_t, rows<T const> const& from, rows<T> const& to, caller here) {
         auto const send = [&] { (*sent_)(plan_of, back, 0, from, to, here); };
-        if constexpr (computed) {
-            if (!back && there_) return push(*there_, from, to, send, here);
-            if (back && back_) return push(*back_, from, to, send, here);
-        }
+        if (!back && there_) return push(*there_, from, to, send, here);
+        if (back && back_) return push(*back_, from, to, send, here);
         send();
     }
     cuda::memory memory() const {
@@ -88,11 +85,6 @@ public:
     }
 
 private:
-    static constexpr bool computed = detail::computed_on_device<From> && detail::computed_on_device<To>;
-    struct none {};
-    template <any_sharding A, any_sharding B>
-    using kernel = std::optional<std::conditional_t<computed, relayout<T, A, B>, none>>;
-
     /// Gives the kernels the batch, behind whose sequences empty ones stand.
     void upload(From const& from, To const& to, caller here) {
         thd const& given = from.batch();
@@ -124,7 +116,7 @@ private:
         range const place = shared.place(to.data(), here);
         auto peers = shared.peers(here);
         peers.bytes = place.last;
-        packed_offsets const batch(offsets_.data(), static_cast<int>(most_.sequences));
+        std::span<index_t const> const batch(offsets_.data(), static_cast<std::size_t>(offsets_.size()));
         move.check_call(from, peers, place.first, batch, here);
         if (sent_ && !shared.one_kernel()) {
             // Before the kernel, not beside it: its blocks wait for those of other ranks, so all must find room at
@@ -132,14 +124,14 @@ private:
             send();
             shared.sent(comm_.stream(), here);
         }
-        move.enqueue(from, peers, place.first, batch, comm_.stream(), here);
+        move(from, peers, place.first, batch, comm_.stream(), here);
         shared.begin_call(here); // counted once it is enqueued: what was refused was no call
     }
 
     shared_communicator& comm_;
     capacity most_;
-    kernel<From, To> there_;
-    kernel<To, From> back_;
+    std::optional<relayout<T, From, To>> there_;
+    std::optional<relayout<T, To, From>> back_;
     buffer<index_t> offsets_; ///< of the batch, in device memory
     std::optional<prepared_plans<T, plan_type>> sent_;
 };

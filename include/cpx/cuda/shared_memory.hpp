@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cpx/cuda/memory.hpp>
-#include <cpx/cuda/relayout.hpp>
 #include <cpx/cuda/window.hpp>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,7 +27,9 @@ public:
     shared_memory(nccl& comm, index_t bytes, int most = kernels::most_ranks, int blocks = 0,
                   caller here = caller::here())
         : comm_(comm) {
-        auto const groups = find_groups(comm, most, here);
+        require(bytes >= 0, "cuda::shared_memory", "bytes", "not negative", bytes, here);
+        blocks = window::resident(comm, blocks, here);
+        auto const groups = find_groups(comm, {most, bytes, blocks}, here);
         bool const alone = std::ranges::all_of(groups, [](range g) { return g.size() == 1; });
         group_ = groups[static_cast<std::size_t>(comm.rank())];
         if (group_.size() < comm.ranks() && !alone) near_ = comm.split(static_cast<int>(group_.first), here);
@@ -80,12 +82,8 @@ public:
     peer_memory peers(caller here = caller::here()) const {
         require(window_ != nullptr, "cuda::shared_memory", "ranks whose memory this one reaches", "some", "none", here);
         peer_memory m;
-        m.device = comm_.device();
+        named([&] { m = window_->peers(here); }, here);
         m.first = static_cast<int>(group_.first);
-        for (int peer = 0; peer < static_cast<int>(group_.size()); ++peer) m.base[peer] = window_->of(peer);
-        m.bytes = window_->bytes();
-        m.blocks = window_->blocks();
-        named([&] { m.meeting = window_->meeting(here); }, here);
         return m;
     }
     /// Counts a kernel that the group has been given, so that who is late can be named.
@@ -130,10 +128,11 @@ private:
         }
     }
 
+    using numbers = std::array<index_t, 3>; ///< ranks of a group at most, bytes, blocks
     /// Returns for every rank the neighbouring ranks of its host, `most` at most.
-    static std::vector<range> find_groups(nccl& comm, int most, caller here) {
-        require(most >= 1, "cuda::shared_memory", "ranks of a group", "at least 1", most, here);
-        index_t const rank = comm.rank(), size = std::min(most, kernels::most_ranks);
+    static std::vector<range> find_groups(nccl& comm, numbers const& mine, caller here) {
+        require(mine[0] >= 1, "cuda::shared_memory", "ranks of a group", "at least 1", mine[0], here);
+        index_t const rank = comm.rank(), size = std::min<index_t>(mine[0], kernels::most_ranks);
         range group{rank, rank + 1};
         while (group.first > 0 && comm.on_this_host(static_cast<int>(group.first - 1))) --group.first;
         while (group.last < comm.ranks() && comm.on_this_host(static_cast<int>(group.last))) ++group.last;
@@ -142,14 +141,17 @@ private:
 
         struct answer {
             range group;
-            index_t most;
-        } const mine{group, most};
+            numbers wanted;
+        } const own{group, mine};
         std::vector<answer> all(static_cast<std::size_t>(comm.ranks()));
-        comm.gather(&mine, all.data(), sizeof mine, here);
+        comm.gather(&own, all.data(), sizeof own, here);
         std::vector<range> groups;
         for (index_t r = 0; r < comm.ranks(); ++r) {
             answer const& a = all[static_cast<std::size_t>(r)];
-            require(a.most == most, "cuda::shared_memory", "ranks of a group, on all ranks", most, a.most, here);
+            for (std::size_t i = 0; i < mine.size(); ++i)
+                require(a.wanted[i] == mine[i], "cuda::shared_memory",
+                        std::array{"ranks of a group, on all ranks", "bytes, on all ranks", "blocks, on all ranks"}[i],
+                        mine[i], a.wanted[i], here);
             bool agreed = true; // else hosts look different from different ranks
             for (index_t peer = a.group.first; peer < a.group.last; ++peer)
                 agreed = agreed && all[static_cast<std::size_t>(peer)].group == a.group;

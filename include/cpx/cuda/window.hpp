@@ -2,6 +2,7 @@
 // Memory of every rank that the others' kernels can store to, by NCCL's symmetric windows.
 #pragma once
 
+#include <cpx/cuda/relayout.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #if !__has_include(<nccl_device.h>)
@@ -9,10 +10,7 @@
 #endif
 #include <nccl_device.h>
 
-#include <cpx/meeting.cuh>
-
 #include <algorithm>
-#include <array>
 #include <cstdint>
 
 namespace cpx::cuda {
@@ -61,34 +59,28 @@ public:
         return std::find(all.begin(), all.end(), 0) == all.end();
     }
 
-    /// Allocates `bytes` on every rank, the same number. `blocks`: how many blocks every kernel has that meets others
-    /// here; 0: as many as pay, up to 128. Collective.
-    ///
-    /// Throws `cpx::error` if the ranks ask for different sizes or cannot reach each other.
-    window(nccl& comm, index_t bytes, int blocks = 0, caller here = caller::here())
-        : window(comm) { // now the object is complete: its destructor runs if what follows throws
-        require(bytes >= 0, "cuda::window", "bytes", "not negative", bytes, here);
-        bytes_ = (bytes + 255) / 256 * 256;
+    /// Returns how many blocks a kernel has that meets others here: as many as `wanted`; if that is 0, as many as pay,
+    /// up to 128. Throws `cpx::error` if the device has fewer multiprocessors.
+    static int resident(nccl& comm, int wanted, caller here = caller::here()) {
         int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
-        done(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
-             here);
-        if (blocks == 0) blocks = std::min(128, most);
-        require(blocks >= 1 && blocks <= most, "cuda::window", "blocks",
-                "1 to the multiprocessors, " + std::to_string(most), blocks, here);
-        std::vector<std::array<index_t, 2>> all(static_cast<std::size_t>(comm.ranks()));
-        std::array<index_t, 2> const mine{bytes, blocks};
-        comm.gather(&mine, all.data(), sizeof mine, here);
-        for (std::size_t r = 0; r < all.size(); ++r)
-            require(all[r] == mine, "cuda::window", "bytes and blocks of all ranks",
-                    std::to_string(bytes) + ", " + std::to_string(blocks),
-                    std::to_string(all[r][0]) + ", " + std::to_string(all[r][1]) + " on rank " + std::to_string(r),
-                    here);
-        require(supported(comm, here), "cuda::window", "GPUs", "ranks that reach each other's memory", "others", here);
+        check(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
+              here);
+        if (wanted == 0) return std::min(128, most);
+        require(wanted >= 1 && wanted <= most, "cuda::window", "blocks",
+                "1 to the multiprocessors, " + std::to_string(most), wanted, here);
+        return wanted;
+    }
 
-        blocks_ = blocks;
+    /// Allocates `bytes`, where windows are `supported`. Bytes and blocks are the same on all ranks. Collective. Throws
+    /// `cpx::error` if there is not so much memory.
+    window(nccl& comm, index_t bytes, int blocks, caller here = caller::here())
+        : window(comm) { // now the object is complete: its destructor runs if what follows throws
+        own_.device = comm.device();
+        own_.bytes = (bytes + 255) / 256 * 256;
+        own_.blocks = blocks;
         auto const flags =
             sizeof(std::uint64_t) * static_cast<std::size_t>(kernels::meeting::count(blocks, comm.ranks()));
-        std::size_t const total = (static_cast<std::size_t>(bytes_) + flags + 4095) / 4096 * 4096;
+        std::size_t const total = (static_cast<std::size_t>(own_.bytes) + flags + 4095) / 4096 * 4096;
         comm.call(
             "ncclMemAlloc", [&] { return ncclMemAlloc(&memory_, total); }, here);
         done(cudaMemset(memory_, 0, total), "cudaMemset", here);
@@ -99,27 +91,27 @@ public:
 
         // The memory of the epochs holds the pointers first, so that there is one allocation to free.
         std::size_t const epochs = static_cast<std::size_t>(blocks + 1) * 4;
-        done(cudaMalloc(reinterpret_cast<void**>(&meeting_.epochs), std::max(sizeof base_, epochs)), "cudaMalloc",
-             here);
-        auto* const pointers = reinterpret_cast<void**>(meeting_.epochs);
+        done(cudaMalloc(reinterpret_cast<void**>(&own_.meeting.epochs), std::max(sizeof own_.base, epochs)),
+             "cudaMalloc", here);
+        auto* const pointers = reinterpret_cast<void**>(own_.meeting.epochs);
         detail::window_pointers<><<<1, 1>>>(window_, comm.ranks(), pointers);
         done(cudaGetLastError(), "window_pointers", here);
-        done(
-            cudaMemcpy(base_, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()), cudaMemcpyDeviceToHost),
-            "window_pointers", here);
+        done(cudaMemcpy(own_.base, pointers, sizeof(void*) * static_cast<std::size_t>(comm.ranks()),
+                        cudaMemcpyDeviceToHost),
+             "window_pointers", here);
         for (int r = 0; r < comm.ranks(); ++r) {
             // this rank's own memory by the address that it has without NCCL, which survives an abort
-            char* const memory = r == comm.rank() ? data() : base_[r];
-            meeting_.flags[r] = reinterpret_cast<std::uint64_t*>(memory + bytes_);
+            char* const memory = r == comm.rank() ? data() : own_.base[r];
+            own_.meeting.flags[r] = reinterpret_cast<std::uint64_t*>(memory + own_.bytes);
         }
-        done(cudaMemset(meeting_.epochs, 0, epochs), "cudaMemset", here);
+        done(cudaMemset(own_.meeting.epochs, 0, epochs), "cudaMemset", here);
         done(cudaHostAlloc(reinterpret_cast<void**>(&page_), sizeof(host_page), cudaHostAllocPortable), "cudaHostAlloc",
              here);
         *page_ = {};
-        meeting_.found = &page_->found;
-        meeting_.rank = comm.rank();
-        meeting_.ranks = comm.ranks();
-        meeting_.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
+        own_.meeting.found = &page_->found;
+        own_.meeting.rank = comm.rank();
+        own_.meeting.ranks = comm.ranks();
+        own_.meeting.patience = static_cast<std::uint64_t>(comm.deadline().count()) * 1'000'000;
         done(cudaStreamCreateWithFlags(&stopper_, cudaStreamNonBlocking), "cudaStreamCreate", here);
         comm.synchronize_device(here); // now what was set to 0 is 0
         comm.before_abort(this, [this] { stop(); });
@@ -141,22 +133,20 @@ public:
         comm_.forget(this);
         if (stopper_) static_cast<void>(cudaStreamDestroy(stopper_));
         if (memory_) static_cast<void>(ncclMemFree(memory_));
-        static_cast<void>(cudaFree(meeting_.epochs));
+        static_cast<void>(cudaFree(own_.meeting.epochs));
         static_cast<void>(cudaFreeHost(page_));
     }
 
     /// Returns this rank's memory.
     char* data() const { return static_cast<char*>(memory_); }
-    index_t bytes() const { return bytes_; }
-    int blocks() const { return blocks_; }
-    /// Returns the memory of `rank` as this device reaches it.
-    char* of(int rank) const { return base_[rank]; }
+    index_t bytes() const { return own_.bytes; }
     nccl& comm() const { return comm_; }
 
-    /// Returns where kernels meet. Throws `cpx::error` if an earlier kernel has missed ranks, which it names.
-    kernels::meeting const& meeting(caller here = caller::here()) const {
+    /// Returns the memory of all ranks as this device reaches it. Throws `cpx::error` if an earlier kernel has missed
+    /// ranks, which it names.
+    peer_memory const& peers(caller here = caller::here()) const {
         if (missed()) check_faults(here);
-        return meeting_;
+        return own_;
     }
 
     /// Waits until `stream` has done all it was given. Throws `cpx::error` that names the ranks that did not come; or
@@ -186,7 +176,7 @@ private:
         static_cast<void>(cudaGetDevice(&before));
         static_cast<void>(cudaSetDevice(comm_.device()));
         // By a copy, which does not queue behind kernels that wait for their turn, however few queues the device has.
-        static_cast<void>(cudaMemcpyAsync(meeting_.epochs + blocks_, &page_->one, sizeof page_->one,
+        static_cast<void>(cudaMemcpyAsync(own_.meeting.epochs + own_.blocks, &page_->one, sizeof page_->one,
                                           cudaMemcpyHostToDevice, stopper_));
         for (int ms = 0; ms < 1000 && cudaStreamQuery(stopper_) == cudaErrorNotReady; ++ms)
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -196,7 +186,7 @@ private:
 
     /// Returns the ranks that kernels have found at fault, each after a space.
     std::string found(std::uint8_t (kernels::faults::*fault)[kernels::most_ranks]) const {
-        std::uint8_t const volatile* const ranks = meeting_.found->*fault; // kernels may be writing
+        std::uint8_t const volatile* const ranks = own_.meeting.found->*fault; // kernels may be writing
         std::string names;
         for (int r = 0; r < comm_.ranks(); ++r)
             if (ranks[r]) names += ' ' + std::to_string(comm_.number(r));
@@ -229,14 +219,11 @@ private:
     };
 
     nccl& comm_;
-    index_t bytes_ = 0;
-    int blocks_ = 0;
     void* memory_ = nullptr;
     ncclWindow_t window_ = nullptr;
     cudaStream_t stopper_ = nullptr; ///< of its own: the others may be waiting for what is to be stopped
-    char* base_[kernels::most_ranks] = {};
     host_page* page_ = nullptr;
-    kernels::meeting meeting_{};
+    peer_memory own_{}; ///< its base[0] is rank 0's
 };
 
 } // namespace cpx::cuda

@@ -35,6 +35,11 @@ inline void require_rank(char const* where, int rank, int ranks, caller here) {
     if (rank < 0 || rank >= ranks) // the text is made only when it is needed
         throw error(where, "rank", "0 to " + std::to_string(ranks - 1), std::to_string(rank), here);
 }
+/// Throws `cpx::error` unless `rank` of `ranks` is the caller's own place, `own` of `all`.
+inline void require_own(char const* where, char const* what, int rank, int ranks, int own, int all, caller here) {
+    auto const text = [](int r, int of) { return std::to_string(r) + " of " + std::to_string(of); };
+    if (rank != own || ranks != all) throw error(where, what, text(own, all), text(rank, ranks), here);
+}
 
 /// Returns the columns of all sections. Throws `cpx::error` that names the first that has no heads or no width, or too
 /// many to count.

@@ -120,9 +120,7 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) 
 
 template <class A, class B, class Comm>
 void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
-    require(p.ranks() == comm.ranks() && p.rank == comm.rank(), "exchange", "rank of the plan",
-            std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
-            std::to_string(p.rank) + " of " + std::to_string(p.ranks()), here);
+    require_own("exchange", "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
     check_buffer("source", from, p.source_rows, p.source_width, here);
     check_buffer("target", to, p.target_rows, p.target_width, here);
     require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),

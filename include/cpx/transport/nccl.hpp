@@ -5,20 +5,20 @@
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/nccl_environment.hpp>
 #include <cpx/transport/nccl_found.hpp>
-#include <cpx/transport/nccl_watchdog.hpp>
+#include <cpx/transport/nccl_join.hpp>
 #include <cpx/transport/roll_call.hpp>
 
 #include <nccl.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <optional>
+#include <random>
 #include <span>
 #include <thread>
 #include <utility>
@@ -106,6 +106,37 @@ public:
         return joined;
     }
 
+    /// Takes a communicator that is there, such as a framework's, with its rank, ranks and device, which is current.
+    /// Collective: its ranks of one host find each other. It may be one that does not block.
+    ///
+    /// It stays its owner's, who destroys it after this object, and uses it only between calls here, in the same order
+    /// on all ranks. What differs: the watch begins here; who has died before is not known. After an error a
+    /// communicator that `is_left` is as it was: every later call here throws, but what the device was given may wait
+    /// for other ranks until its owner aborts it, and so do memory that is freed and a call of NCCL's that blocks (as
+    /// the first messages between two ranks do): none of them has a deadline. One that `is_aborted` is gone after an
+    /// error, as NCCL's abort leaves it: then `get()` is null, and its owner does not touch it any more.
+    static std::unique_ptr<nccl> adopt(ncclComm_t comm, adopted then = adopted::is_left,
+                                       std::chrono::milliseconds deadline = default_deadline,
+                                       caller here = caller::here()) {
+        int rank = 0, ranks = 0, device = 0;
+        check(ncclCommUserRank(comm, &rank), "ncclCommUserRank", here);
+        check(ncclCommCount(comm, &ranks), "ncclCommCount", here);
+        check(ncclCommCuDevice(comm, &device), "ncclCommCuDevice", here);
+        std::array<char, 16> mine; // a name for the page of all ranks, which is that of rank 0
+        std::random_device random;
+        for (char& part : mine) part = static_cast<char>(random());
+        std::unique_ptr<nccl> made(new nccl(rank, count_to(ranks, here), deadline, detail::page_name(mine), here));
+        require(made->device_ == device, "nccl::adopt", "current device", device, made->device_, here);
+        made->comm_ = std::make_unique<detail::watched_comm>(comm, device, made->deadline_, nullptr, then);
+        made->present_->everyone_is_here(); // this rank alone
+        std::vector<std::array<char, 16>> all(static_cast<std::size_t>(ranks));
+        made->gather(mine.data(), all.data(), sizeof mine, here);
+        made->present_ = std::make_shared<roll_call>(detail::page_name(all[0]), rank, made->numbers_);
+        made->gather(mine.data(), all.data(), sizeof mine, here);
+        made->present_->everyone_is_here();
+        return made;
+    }
+
     /// Returns the id of a new communicator, for one rank to make and give to the others.
     static ncclUniqueId new_id(caller here = caller::here()) {
         ncclUniqueId id;
@@ -145,11 +176,6 @@ public:
 
     nccl(nccl const&) = delete;
     nccl& operator=(nccl const&) = delete;
-    ~nccl() {
-        std::lock_guard const lock(joining_->guard); // perhaps nobody has waited for the thread that joins
-        if (!comm_ && joining_->comm && !joining_->abandoned) static_cast<void>(ncclCommAbort(joining_->comm));
-        joining_->abandoned = true;
-    }
 
     int rank() const { return rank_; }
     int ranks() const { return ranks_; }
@@ -170,8 +196,9 @@ public:
         present_->begin_call();
     }
 
-    /// Says by which plan this rank moves rows from now on: where ranks wait for each other, it tells who has another.
-    void runs(std::uint64_t fingerprint) { present_->runs(fingerprint); }
+    /// Says by which plan this rank moves rows from now on: where ranks wait for each other, it tells who has another,
+    /// and in what they differ.
+    void runs(identity const& id) { present_->runs(id); }
     /// Returns a number for every rank, for kernels to write: not 0 if it moves rows by another plan, as the next wait
     /// reports.
     std::uint32_t* others(caller here = caller::here()) {
@@ -213,7 +240,8 @@ public:
         std::string names;
         for (int const r : others_.take()) names += ' ' + std::to_string(number(r));
         if (!names.empty())
-            throw error("nccl", "plan by which rows move", "that of this rank", "another on ranks" + names, here);
+            throw error("nccl", "plan by which rows move", "that of this rank",
+                        "another on ranks" + names + present_->differences(), here);
     }
     /// Waits until `event` has been reached, or at once if it was never recorded; leaves what was found to the above.
     void wait(cudaEvent_t event, caller here = caller::here()) {
@@ -223,14 +251,7 @@ public:
     /// Gathers `bytes` of every rank into `all`, in rank order, both in host memory; for records at set-up. Collective.
     void gather(void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
         begin_call(here);
-        struct scratch { // freed when an error is thrown, too: by then the abort has ended what used it
-            char* memory = nullptr;
-            cudaStream_t stream = nullptr;
-            ~scratch() {
-                if (stream) static_cast<void>(cudaStreamDestroy(stream));
-                static_cast<void>(cudaFree(memory));
-            }
-        } on_device;
+        detail::scratch on_device{*comm_};
         auto const cuda = [&](cudaError_t result, char const* call) {
             if (result != cudaSuccess) fail(call, result, here);
         };
@@ -268,16 +289,18 @@ public:
         auto const names = of_others ? present_->missing() : comm_ ? present_->dead() : std::string();
         if (names.empty() && (!of_others || (comm_ && present_->all_on_this_host()))) leave(&roll_call::fail);
         fail(what, "success",
-             std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(get()) + ')' + missed(names), here);
+             std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(get()) + ')' +
+                 (names.empty() ? present_->differences() : missed(names)),
+             here);
     }
     /// The same because the deadline has passed; names the ranks that were not there, and `where` they were looked for.
     [[noreturn]] void fail_late(char const* what, std::chrono::milliseconds deadline, caller here,
                                 char const* where = "") {
-        auto const names = present_->missing(), others = present_->others();
+        auto const names = present_->missing(), differences = present_->differences();
         fail(what, "an end within " + std::to_string(deadline.count()) + " ms",
-             !names.empty()   ? "nothing from ranks" + names + where
-             : others.empty() ? "no end, with all ranks of this host present"
-                              : "no end, and other plans on ranks" + others,
+             !names.empty()        ? "nothing from ranks" + names + where
+             : differences.empty() ? "no end, with all ranks of this host present"
+                                   : "no end, and other plans" + differences,
              here);
     }
 
@@ -324,45 +347,26 @@ private:
         std::iota(numbers.begin(), numbers.end(), 0);
         return numbers;
     }
-    /// What the thread that joins leaves behind. NCCL does not give up joining, so that thread may outlive this object.
-    struct joining {
-        std::mutex guard;
-        std::condition_variable changed;
-        bool done = false, abandoned = false;
-        ncclResult_t result = ncclInProgress;
-        ncclComm_t comm = nullptr;
-    };
-
-    /// `numbers`: by which errors call the ranks; `again`: tells communicators of one id from each other.
-    nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here,
-         int again = 0)
+    /// `numbers`: by which errors call the ranks; `page`: of the ranks of a host.
+    nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, std::string const& page, caller here)
         : rank_(rank), ranks_(static_cast<int>(numbers.size())), numbers_(std::move(numbers)),
-          deadline_(detail::checked_deadline("nccl", deadline, here)), joining_(std::make_shared<joining>()) {
+          deadline_(detail::checked_deadline("nccl", deadline, here)) {
         require(rank >= 0 && rank < ranks_, "nccl", "rank", "0 to " + std::to_string(ranks_ - 1), rank, here);
         require(done(cudaGetDevice(&device_)), "nccl", "cudaGetDevice", "a device", "none", here);
-        present_ = std::make_shared<roll_call>(page_name(id, again), rank, numbers_);
-        std::thread([state = joining_, id, rank, ranks = ranks_, device = device_] {
-            ncclComm_t comm = nullptr;
-            ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-            config.blocking = 1;
-            ncclResult_t result = ncclUnhandledCudaError;
-            if (cudaSetDevice(device) == cudaSuccess) result = ncclCommInitRankConfig(&comm, ranks, id, rank, &config);
-            std::lock_guard const lock(state->guard);
-            state->result = result;
-            state->comm = comm;
-            state->done = true;
-            if (state->abandoned && result == ncclSuccess) static_cast<void>(ncclCommAbort(comm));
-            state->changed.notify_all();
-        }).detach();
+        present_ = std::make_shared<roll_call>(page, rank, numbers_);
+    }
+    /// Begins to join.
+    nccl(int rank, std::vector<int> numbers, std::chrono::milliseconds deadline, ncclUniqueId const& id, caller here,
+         int again = 0)
+        : nccl(rank, std::move(numbers), deadline, detail::page_name(id.internal, again), here) {
+        joining_.emplace(id, rank, ranks_, device_);
     }
 
     void join(caller here, std::shared_ptr<detail::ended_together> together = nullptr) {
-        std::unique_lock lock(joining_->guard);
-        bool const done = joining_->changed.wait_for(lock, deadline_, [&] { return joining_->done; });
-        joining_->abandoned = !done;
-        if (!done) fail_late("ncclCommInitRankConfig", deadline_, here, " on this host");
-        if (joining_->result != ncclSuccess) fail("ncclCommInitRankConfig", joining_->result, here);
-        comm_ = std::make_unique<detail::watched_comm>(joining_->comm, device_, deadline_, std::move(together));
+        auto const result = joining_->wait(deadline_);
+        if (!result) fail_late("ncclCommInitRankConfig", deadline_, here, " on this host");
+        if (*result != ncclSuccess) fail("ncclCommInitRankConfig", *result, here);
+        comm_ = std::make_unique<detail::watched_comm>(joining_->take(), device_, deadline_, std::move(together));
         present_->everyone_is_here();
     }
 
@@ -379,11 +383,6 @@ private:
         for (auto const& page : above_) ((*page).*why)();
     }
 
-    static std::string page_name(ncclUniqueId const& id, int again) {
-        std::uint64_t hash = 14695981039346656037ull;
-        for (char const c : id.internal) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
-        return "cpx." + std::to_string(hash) + '.' + std::to_string(again);
-    }
     int rank_, ranks_, device_ = 0;
     std::vector<int> numbers_;
     std::chrono::milliseconds deadline_;
@@ -391,7 +390,7 @@ private:
     std::vector<std::shared_ptr<roll_call>> above_; ///< of the communicators that this one was split from
     std::string broken_;
     detail::found_ranks others_; ///< that move rows by another plan
-    std::shared_ptr<joining> joining_;
+    std::optional<detail::joining_comm> joining_;
     std::unique_ptr<detail::watched_comm> comm_; ///< once it has joined
 };
 

@@ -21,7 +21,12 @@
 #include <utility>
 #include <vector>
 
-namespace cpx::detail {
+namespace cpx {
+
+/// What becomes of a communicator that was adopted when a call has failed, or has lasted for the deadline.
+enum class adopted { is_left, is_aborted };
+
+namespace detail {
 
 /// The communicators of one process. NCCL ends one of them only together with all others, so the last that leaves ends
 /// all.
@@ -60,8 +65,8 @@ public:
     using clock = std::chrono::steady_clock;
 
     watched_comm(ncclComm_t comm, int device, std::chrono::milliseconds deadline,
-                 std::shared_ptr<ended_together> together)
-        : comm_(comm), deadline_(deadline), together_(std::move(together)), watchdog_([this, device] {
+                 std::shared_ptr<ended_together> together, std::optional<adopted> lent = {})
+        : comm_(comm), deadline_(deadline), together_(std::move(together)), lent_(lent), watchdog_([this, device] {
               static_cast<void>(cudaSetDevice(device));
               while (watching_) {
                   std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -74,15 +79,17 @@ public:
     watched_comm(watched_comm const&) = delete;
     watched_comm& operator=(watched_comm const&) = delete;
     ~watched_comm() {
-        if (!aborted_ && !together_) static_cast<void>(in_time([this] { return ncclCommFinalize(comm_); }));
+        if (!lent_ && !aborted_ && !together_) static_cast<void>(in_time([this] { return ncclCommFinalize(comm_); }));
         watching_ = false;
         watchdog_.join();
-        if (aborted_) return;
+        if (lent_ || aborted_) return;
         together_ ? together_->leave(comm_) : static_cast<void>(ncclCommDestroy(comm_));
     }
 
     /// Returns NCCL's handle, or null after an abort.
     ncclComm_t get() const { return aborted_ ? nullptr : comm_; }
+    /// Returns whether what the device was given may wait for other ranks for ever: `lent`, it was not aborted.
+    bool left_waiting() const { return aborted_ && lent_ == adopted::is_left; }
 
     /// Returns what `f()`, a call of NCCL's, returns, or nothing if the deadline passed meanwhile: then it is aborted.
     template <class F>
@@ -100,15 +107,20 @@ public:
                 return late;
             }
         } now(*this);
-        ncclResult_t const result = f();
+        ncclResult_t result = f();
+        while (result == ncclInProgress && !aborted_ && busy_until_ != late) { // one that does not block
+            std::this_thread::sleep_for(std::chrono::microseconds(10));
+            static_cast<void>(ncclCommGetAsyncError(comm_, &result));
+        }
         return now.end() ? std::nullopt : std::optional(result);
     }
 
-    /// Aborts, once; returns when it has been done, by whichever thread came first.
+    /// Aborts, once, what may be aborted; returns when it has been done, by whichever thread came first.
     void abort() {
         std::lock_guard const lock(guard_);
         if (aborted_.exchange(true)) return;
         for (auto const& [who, stop] : stops_) stop();
+        if (lent_ == adopted::is_left) return;
         // In a group, NCCL tells all calls that wait to give up at once, but frees what they use only at the end of the
         // group: by then the call in flight has returned.
         static_cast<void>(ncclGroupStart());
@@ -133,6 +145,7 @@ private:
     ncclComm_t comm_;
     std::chrono::milliseconds deadline_;
     std::shared_ptr<ended_together> together_; ///< of all communicators of a process, or none
+    std::optional<adopted> lent_;              ///< by its owner
     std::atomic<clock::rep> busy_until_ = 0; ///< when the call in flight must have ended; 0 if there is none, or `late`
     std::atomic<bool> aborted_ = false, watching_ = true;
     std::mutex guard_;
@@ -140,4 +153,18 @@ private:
     std::thread watchdog_; ///< last: it uses the others
 };
 
-} // namespace cpx::detail
+/// What a call has on the device. Freed when an error is thrown, too: by then an abort has ended what used it.
+struct scratch {
+    watched_comm const& user;
+    char* memory = nullptr;
+    cudaStream_t stream = nullptr;
+    ~scratch() {
+        if (user.left_waiting()) return;
+        if (stream) static_cast<void>(cudaStreamDestroy(stream));
+        static_cast<void>(cudaFree(memory));
+    }
+};
+
+} // namespace detail
+
+} // namespace cpx

@@ -2,22 +2,20 @@
 // Which ranks of this host are alive and how far they have come.
 #pragma once
 
-#include <cpx/core/error.hpp>
-#include <cpx/core/index.hpp>
+#include <cpx/core/process.hpp>
+#include <cpx/plan/identity.hpp>
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <iterator>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,9 +44,9 @@ public:
         for (int r = 0; r < ranks(); ++r)
             before_.push_back(alive(r) ? person{} : person{entries_[r].process.load(), entries_[r].began.load()});
         mine().calls.store(0);
-        mine().plan.store(0);
+        for (auto& word : mine().plan) word.store(0);
         mine().fate.store(fate::well);
-        mine().began.store(look_at(::getpid()).began);
+        mine().began.store(detail::look_at(::getpid()).began);
         mine().process.store(static_cast<std::int64_t>(::getpid()));
     }
     roll_call(roll_call const&) = delete;
@@ -71,17 +69,32 @@ public:
     bool all_on_this_host() const { return std::ranges::find(here_, false) == here_.end(); }
     void begin_call() { mine().calls.fetch_add(1); }
     /// Says by which plan this rank moves rows from now on.
-    void runs(std::uint64_t fingerprint) { mine().plan.store(fingerprint); }
-    /// Returns " 1 3", the ranks of this host that move rows by other plans.
-    std::string others() const {
-        return list([&](int r) { return entries_[r].plan.load() != mine().plan.load(); });
+    void runs(identity const& id) {
+        auto const words = std::bit_cast<plan_words>(id);
+        for (std::size_t i = 0; i < words.size(); ++i)
+            if (std::exchange(plan_[i], words[i]) != words[i])
+                mine().plan[i].store(words[i], std::memory_order_relaxed);
+    }
+    /// Returns ": tokens 24 on rank 0, 30 on rank 1", the first field in which the plans of this host's ranks differ
+    /// from this one's; "" if there is none.
+    std::string differences() const {
+        identity const own = plan_of(rank_), none{};
+        int field = -1; // the first, unless ranks have none
+        for (int r = 0; r < ranks() && field < 0 && own != none; ++r)
+            if (plan_of(r) != none) field = own.first_difference(plan_of(r));
+        if (field < 0) return "";
+        std::string text = ": " + identity::name(field);
+        for (int r = 0; r < ranks(); ++r)
+            if (plan_of(r) != none)
+                text += ' ' + plan_of(r).value(field) + " on rank " +
+                        std::to_string(numbers_[static_cast<std::size_t>(r)]) + ',';
+        text.pop_back();
+        return text;
     }
 
     /// Returns whether `rank` is alive on this host, once everyone has come.
     bool alive(int rank) const {
-        std::int64_t const process = entries_[rank].process.load();
-        if (process <= 0 || (::kill(static_cast<pid_t>(process), 0) != 0 && errno != EPERM)) return false;
-        auto const found = look_at(process);
+        auto const found = detail::look_at(entries_[rank].process.load());
         return !found.dead && found.began == entries_[rank].began.load();
     }
     /// Says that this rank leaves because other ranks failed. Of `give_up` and `fail`, the first call counts.
@@ -109,17 +122,20 @@ public:
         auto const gave_up = [&](int r) { return entries_[r].fate.load() == fate::gave_up; };
         std::string names = list([&](int r) { return at_fault(r) && !has_done_all(r); });
         if (names.empty()) names = list([&](int r) { return !gave_up(r) && behind(r); });
-        if (names.empty()) names = list([&](int r) { return r != rank_ && (!alive(r) || behind(r) || gave_up(r)); });
+        if (names.empty() && differences().empty()) // else ranks gave up because plans differ
+            names = list([&](int r) { return r != rank_ && (!alive(r) || behind(r) || gave_up(r)); });
         return names;
     }
 
 private:
     static constexpr std::int64_t gone = -1;
+    using plan_words = std::array<std::uint64_t, sizeof(identity) / sizeof(std::uint64_t)>;
     enum class fate : std::int64_t { well, gave_up, failed };
     struct entry {
         std::atomic<std::int64_t> process;
-        std::atomic<std::uint64_t> began, calls, plan;
+        std::atomic<std::uint64_t> began, calls;
         std::atomic<roll_call::fate> fate;
+        std::array<std::atomic<std::uint64_t>, plan_words().size()> plan; ///< as `identity`; zeros: none
     };
     static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<fate>::is_always_lock_free);
 
@@ -147,30 +163,12 @@ private:
         return lives ? said == fate::failed : said != fate::gave_up;
     }
 
-    /// What the system knows of a process.
-    struct appearance {
-        bool dead = true;        ///< or dying, which takes seconds where much of a device's memory is given back
-        std::uint64_t began = 0; ///< when it was started; a later process of the same number began later
-    };
-    static appearance look_at(std::int64_t process) {
-        std::ifstream status("/proc/" + std::to_string(process) + "/stat"); // "17 (name) S ...", the name may hold any
-        std::string const text{std::istreambuf_iterator<char>(status), {}};
-        auto const name_end = text.rfind(')');
-        if (name_end == std::string::npos) return {};
-        std::istringstream fields(text.substr(name_end + 1)); // from the third on, the state
-        appearance a;
-        char state = 'Z'; // a zombie: dead, and its parent has not asked for it yet
-        std::string passed;
-        std::uint64_t flags = 0;
-        fields >> state;
-        for (int field = 4; field < 9; ++field) fields >> passed;
-        fields >> flags; // 4: exits, 1024: a signal has ended it; as in Linux's sched.h, where they never changed
-        for (int field = 10; field < 22; ++field) fields >> passed;
-        fields >> a.began;
-        a.dead = state == 'Z' || (flags & (4 | 1024)) != 0;
-        return a;
+    identity plan_of(int rank) const {
+        plan_words words;
+        for (std::size_t i = 0; i < words.size(); ++i)
+            words[i] = entries_[rank].plan[i].load(std::memory_order_relaxed);
+        return std::bit_cast<identity>(words);
     }
-
     int ranks() const { return static_cast<int>(numbers_.size()); }
     std::size_t bytes() const { return numbers_.size() * sizeof(entry); }
     template <class F>
@@ -190,6 +188,7 @@ private:
     std::vector<int> numbers_;
     std::vector<person> before_; ///< who was in the page, and dead, when this rank came
     std::vector<bool> here_;     ///< which ranks are on this host, once everyone has come
+    plan_words plan_{};          ///< of this rank, as the page has it
     entry* entries_ = nullptr;
 };
 

@@ -94,9 +94,8 @@ private:
     static S const& compared(halo_plan<S> const& before, index_t channels, nccl& comm, char const* operation,
                              caller here) {
         char const* const where = "cuda::conv_exchange";
-        require(before.ranks() == comm.ranks() && before.rank == comm.rank(), where, "rank of the plan",
-                std::to_string(comm.rank()) + " of " + std::to_string(comm.ranks()),
-                std::to_string(before.rank) + " of " + std::to_string(before.ranks()), here);
+        cpx::detail::require_own(where, "rank of the plan", before.rank, before.ranks(), comm.rank(), comm.ranks(),
+                                 here);
         require(channels >= 0, where, "channels", "not negative", channels, here);
         require(current_device() == comm.device(), where, "current device", comm.device(), current_device(), here);
         if (before.local) return before.sharding;
@@ -109,13 +108,9 @@ private:
     void make(std::optional<exchange<U>>& to, cpx::plan moved, nccl& comm, index_t stride, caller here) {
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
-        if (!later_) {
-            to.emplace(moved, channels_, comm, stride, index_t{0}, range{}, here);
-            return;
-        }
-        index_t const bytes = beside_ * channels_ * static_cast<index_t>(sizeof(U));
-        exchange_room const room{4 * beside_ + 2 * comm.ranks(), bytes + 256 * comm.ranks()};
-        to.emplace(std::span<cpx::plan const>(&moved, 1), channels_, comm, room, stride, range{}, here);
+        exchange_options of{.from_stride = stride};
+        if (later_) of.room = {2 * beside_, beside_};
+        to.emplace(moved, channels_, comm, of, here);
     }
 
     S sharding_;
@@ -157,10 +152,10 @@ template <class T, any_sharding S, class W, class Y>
 void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
               activation act, Y const& y, cudaStream_t in, caller here) {
     char const* const where = "cuda::causal_conv1d";
-    static_cast<void>(conv_given<T, std::remove_const_t<W>>(where, by.plan(), x, by.halo(), weight, bias, here));
+    conv_given<T>(where, by.plan(), x, by.halo(), weight, bias, here);
     static_cast<void>(result_given(where, "y", y, by.plan().rows(), by.channels(), here));
-    static_cast<void>(conv_in_vectors<T, std::remove_const_t<W>>(where, x, by.halo(), weight, y, here));
-    require_apart_from_inputs<T, std::remove_const_t<W>>(where, operands("y", y), x, by.halo(), weight, bias, here);
+    conv_in_vectors<T>(where, x, by.halo(), weight, y, here);
+    require_apart_from_inputs<T>(where, operands("y", y), x, by.halo(), weight, bias, here);
     by.exchange_halo(x, in, here);
     causal_conv1d(by.plan(), x, by.halo(), weight, bias, act, y, in, here);
 }
@@ -173,13 +168,13 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "dx", by, to.dx, here);
     causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    static_cast<void>(conv_given<T, std::remove_const_t<W>>(where, by.plan(), x, by.halo(), weight, bias, here));
+    conv_given<T>(where, by.plan(), x, by.halo(), weight, bias, here);
     conv_gradients_given(where, by.plan(), by.channels(), local, here);
     static_cast<void>(result_given(where, "dy", dy, by.plan().rows(), by.channels(), here));
-    static_cast<void>(conv_in_vectors<T, std::remove_const_t<W>>(where, x, by.halo(), weight, dy, here));
+    conv_in_vectors<T>(where, x, by.halo(), weight, dy, here);
     require(in_vectors(to.dx.data()) || !normalises(dy), where, "alignment of dx",
             "16 bytes, for heads that were normalised", "another", here);
-    require_apart_gradients<T, std::remove_const_t<W>>(where, local, x, by.halo(), weight, bias, dy, here);
+    require_apart_gradients<T>(where, local, x, by.halo(), weight, bias, dy, here);
     by.exchange_halo(x, in, here);
     causal_conv1d_backward_edge(by.plan(), x, by.halo(), weight, bias, act, dy, by.edge(), in, here);
     by.exchange_edge(in, here);

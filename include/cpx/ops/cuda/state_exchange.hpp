@@ -35,9 +35,8 @@ public:
     template <carry_kind How, any_sharding S>
     void prepare(carry_plan<How, S> const& plan, state_shape const& shape, caller here = caller::here()) {
         using kind = cpx::detail::moved<carry_plan<How, S>>;
-        require(plan.sharding.ranks() == comm_.ranks() && plan.rank == comm_.rank(), "cuda::state_exchange",
-                "rank of the plan", std::to_string(comm_.rank()) + " of " + std::to_string(comm_.ranks()),
-                std::to_string(plan.rank) + " of " + std::to_string(plan.sharding.ranks()), here);
+        cpx::detail::require_own("cuda::state_exchange", "rank of the plan", plan.rank, plan.sharding.ranks(),
+                                 comm_.rank(), comm_.ranks(), here);
         carry_widths const widths{shape.state_width(), shape.map_width()};
         auto const batch = plan.id.fingerprint();
         if (plan.steps == 0 || (move_ && batch == batch_)) return;
@@ -51,7 +50,8 @@ public:
         } else {
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
             room.runs *= 2;
-            move_ = detail::ready_to_send<float>(plans, kind::row_width(widths), room, comm_, range{}, here);
+            move_ = std::make_unique<cuda::exchange<float>>(plans, kind::row_width(widths), comm_.nccl_communicator(),
+                                                            exchange_options{.room = room}, here);
         }
         batch_ = batch;
     }
