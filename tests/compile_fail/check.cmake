@@ -1,13 +1,18 @@
-# Checks that the mistakes of one file do not compile, and that each draws the message that was promised, and no other.
+# Checks that the mistakes of files do not compile, and that each draws the message that was promised, and no other.
 #
-# `// expect: REGEX` stands above every mistake of SOURCE: the line with its error, of g++, clang++ and nvcc, matches this
+# `// expect: REGEX` stands above every mistake of SOURCES: the line with its error, of g++, clang++ and nvcc, matches this
 # regular expression of CMake, without semicolons. There are as many errors as mistakes, and at most 15 lines from one to
 # the next, or as many as `// expect 30:` says. The mistakes stand where CPX_GOOD is not defined, so that a file that
-# fails for another reason is noticed.
-file(STRINGS ${SOURCE} marks REGEX "^ *// expect( [0-9]+)?: ")
-if(NOT marks)
-    message(FATAL_ERROR "${SOURCE}: there is no `// expect: REGEX`")
-endif()
+# fails for another reason is noticed. OUTPUT is the unit that has them all, each in a namespace of its own.
+set(marks)
+foreach(source IN LISTS SOURCES)
+    file(STRINGS ${source} more REGEX "^ *// expect( [0-9]+)?: ")
+    if(NOT more)
+        message(FATAL_ERROR "${source}: there is no `// expect: REGEX`")
+    endif()
+    list(APPEND marks ${more})
+endforeach()
+include(${CMAKE_CURRENT_LIST_DIR}/../unite.cmake)
 
 list(REMOVE_ITEM INCLUDES /usr/include)
 if(COMPILER MATCHES "nvcc")
@@ -16,7 +21,7 @@ else()
     list(TRANSFORM INCLUDES PREPEND -isystem)
 endif()
 set(ENV{LC_ALL} C)
-set(compile ${COMPILER} -std=c++20 ${INCLUDES} ${SOURCE})
+set(compile ${COMPILER} -std=c++20 ${INCLUDES} ${OUTPUT})
 if(COMPILER MATCHES "nvcc")
     list(APPEND compile --expt-relaxed-constexpr -ptx -o /dev/null)
 elseif(COMPILER MATCHES "clang")
@@ -28,7 +33,7 @@ endif()
 execute_process(COMMAND ${compile} -DCPX_GOOD RESULT_VARIABLE good OUTPUT_VARIABLE text ERROR_VARIABLE text)
 if(NOT good EQUAL 0)
     message("${text}")
-    message(FATAL_ERROR "${SOURCE} does not compile with -DCPX_GOOD")
+    message(FATAL_ERROR "${OUTPUT} does not compile with -DCPX_GOOD")
 endif()
 
 execute_process(COMMAND ${compile} RESULT_VARIABLE bad OUTPUT_VARIABLE text ERROR_VARIABLE text)
@@ -73,5 +78,5 @@ if(marks)
 endif()
 if(wrong OR bad EQUAL 0)
     message("${text}")
-    message(FATAL_ERROR "${SOURCE}:\n${wrong}")
+    message(FATAL_ERROR "${OUTPUT}:\n${wrong}")
 endif()

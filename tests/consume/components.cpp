@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Uses what the components ops and model add to cpx.
-#include <cpx/cpx.hpp>
-#include <cpx/model/safetensors.hpp>
-#include <cpx/ops.hpp>
+#include <cpx/model/json.hpp>
+#include <cpx/ops/eigen.hpp>
 
 #include <Eigen/Core>
 #include <nlohmann/json.hpp>
