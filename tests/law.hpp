@@ -77,10 +77,12 @@ inline std::vector<index_t> columns(subject const& a, int rank, std::vector<cpx:
 /// Returns what each rank's buffer holds if every element is its global row * 1000 + its column.
 inline matrix tagged(subject const& a, std::vector<cpx::section> const& sections) {
     matrix buffers;
+    buffers.reserve(a.rows.size());
     for (int r = 0; r < a.ranks; ++r) {
         auto const held = columns(a, r, sections);
-        buffers.emplace_back();
-        for (index_t const row : a.rows[static_cast<std::size_t>(r)])
+        auto const& rows = a.rows[static_cast<std::size_t>(r)];
+        buffers.emplace_back().reserve(rows.size() * held.size());
+        for (index_t const row : rows)
             for (index_t const column : held) buffers.back().push_back(row * 1000 + column);
     }
     return buffers;

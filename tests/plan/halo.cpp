@@ -22,10 +22,15 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index_t rea
     auto const& sharding = std::get<0>(a.sharding);
     std::vector<cpx::halo_plan<any_tokens>> halos;
     std::vector<cpx::plan> plans;
+    halos.reserve(a.rows.size());
+    plans.reserve(a.rows.size());
+    std::uint64_t common = 0;
     for (int r = 0; r < a.ranks; ++r) {
         halos.push_back(cpx::halo(sharding, r, reach, where));
         plans.push_back(halos.back());
-        if (plans.back().fingerprint() != plans[0].fingerprint()) return "fingerprints differ";
+        std::uint64_t const fingerprint = plans.back().fingerprint();
+        if (r == 0) common = fingerprint;
+        if (fingerprint != common) return "fingerprints differ";
     }
     if (std::string const problem = disagreement(plans); !problem.empty()) return problem;
     auto const arrived = execute(plans, a.rows, 1, index_t{-1});
@@ -34,10 +39,10 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index_t rea
     law::matrix gradients, expected(a.rows.size());
     for (std::size_t r = 0; r < a.rows.size(); ++r) expected[r].assign(a.rows[r].size(), 0);
     for (std::size_t r = 0; r < a.rows.size(); ++r) {
-        std::string const who = "rank " + std::to_string(r);
+        auto const who = [&] { return "rank " + std::to_string(r); };
         auto const& halo = halos[r];
         std::set<index_t> foreign;
-        if (halo.begin.size() != halo.segments.size() + 1) return who + ": a beginning for each segment is missing";
+        if (halo.begin.size() != halo.segments.size() + 1) return who() + ": a beginning for each segment is missing";
         for (std::size_t i = 0; i < halo.segments.size(); ++i) {
             cpx::segment const& s = halo.segments[i];
             index_t const start = batch.offset(s.sequence) + s.token, end = start + s.count;
@@ -53,11 +58,11 @@ std::string problem_of(cpx::thd const& batch, law::subject const& a, index_t rea
                 for (index_t k = 0; k < halo.runs[h].count; ++k)
                     got.push_back((halo.runs[h].halo ? arrived[r] : a.rows[r])
                                       .at(static_cast<std::size_t>(halo.runs[h].first + k)));
-            if (got != want) return who + ", segment " + std::to_string(i) + " has the wrong rows beside it";
+            if (got != want) return who() + ", segment " + std::to_string(i) + " has the wrong rows beside it";
         }
         if (arrived[r] != std::vector<index_t>(foreign.begin(), foreign.end()))
-            return who + " receives a row twice, or in vain";
-        if (halo.source_rows != static_cast<index_t>(a.rows[r].size())) return who + ": wrong number of source rows";
+            return who() + " receives a row twice, or in vain";
+        if (halo.source_rows != static_cast<index_t>(a.rows[r].size())) return who() + ": wrong number of source rows";
         received += static_cast<index_t>(foreign.size());
 
         gradients.emplace_back();

@@ -12,10 +12,10 @@ namespace support {
 
 /// Returns "" if what every rank sends is what its peers receive, message by message and run by run.
 inline std::string disagreement(std::vector<cpx::plan> const& plans) {
-    auto const counts = [](std::vector<cpx::run> const& runs) {
-        std::vector<cpx::index_t> list;
-        for (cpx::run const& r : runs) list.push_back(r.count);
-        return list;
+    auto const alike = [](std::vector<cpx::run> const& a, std::vector<cpx::run> const& b) {
+        bool same = a.size() == b.size();
+        for (std::size_t i = 0; same && i < a.size(); ++i) same = a[i].count == b[i].count;
+        return same;
     };
     std::size_t sent = 0, received = 0;
     for (cpx::plan const& p : plans) {
@@ -28,13 +28,13 @@ inline std::string disagreement(std::vector<cpx::plan> const& plans) {
         for (cpx::message const& out : p.sends) {
             auto const& receives = plans[static_cast<std::size_t>(out.peer)].receives;
             auto const in = std::ranges::find(receives, p.rank, &cpx::message::peer);
-            std::string const who = std::to_string(p.rank) + " to " + std::to_string(out.peer);
-            if (in == receives.end()) return "nobody expects the message " + who;
-            if (counts(in->rows) != counts(out.rows) || counts(in->columns) != counts(out.columns))
-                return "the two ends of the message " + who + " list other runs";
-            for (std::vector<cpx::run> const& runs : {out.rows.all(), out.columns, in->rows.all(), in->columns})
-                for (cpx::run const& r : runs)
-                    if (r.count <= 0 || r.first < 0) return "an empty run in the message " + who;
+            auto const who = [&] { return std::to_string(p.rank) + " to " + std::to_string(out.peer); };
+            if (in == receives.end()) return "nobody expects the message " + who();
+            if (!alike(in->rows, out.rows) || !alike(in->columns, out.columns))
+                return "the two ends of the message " + who() + " list other runs";
+            for (auto const* runs : {&out.rows.all(), &out.columns, &in->rows.all(), &in->columns})
+                for (cpx::run const& r : *runs)
+                    if (r.count <= 0 || r.first < 0) return "an empty run in the message " + who();
         }
     }
     return sent == received ? "" : "somebody expects a message that nobody sends";
@@ -55,24 +55,24 @@ template <class T>
 std::vector<std::vector<T>> execute(std::vector<cpx::plan> const& plans, std::vector<std::vector<T>> const& sources,
                                     cpx::index_t width, T untouched) {
     std::vector<std::vector<T>> targets;
-    cpx::run const whole{0, width};
+    targets.reserve(plans.size());
+    std::vector<cpx::run> const all{{0, width}};
     for (cpx::plan const& p : plans) {
         bool const zero = p.kind == cpx::flow::sums || !p.covers_target();
         cpx::index_t const target_width = p.target_width ? p.target_width : width;
-        targets.emplace_back(static_cast<std::size_t>(p.target_rows * target_width), zero ? T{} : untouched);
+        std::vector<T>& target =
+            targets.emplace_back(static_cast<std::size_t>(p.target_rows * target_width), zero ? T{} : untouched);
         for (cpx::message const& in : p.receives) {
             cpx::plan const& sender = plans[static_cast<std::size_t>(in.peer)];
             auto const out = std::ranges::find(sender.sends, p.rank, &cpx::message::peer);
             std::vector<T> const& source = sources[static_cast<std::size_t>(in.peer)];
             cpx::index_t const source_width = sender.source_width ? sender.source_width : width;
-            std::vector<cpx::run> const all(1, whole);
             for_each_cell(out->rows, in.rows, [&](cpx::index_t from_row, cpx::index_t to_row) {
                 for_each_cell(out->columns.empty() ? all : out->columns, in.columns.empty() ? all : in.columns,
                               [&](cpx::index_t from_column, cpx::index_t to_column) {
                                   T const value =
                                       source.at(static_cast<std::size_t>(from_row * source_width + from_column));
-                                  T& place =
-                                      targets.back().at(static_cast<std::size_t>(to_row * target_width + to_column));
+                                  T& place = target.at(static_cast<std::size_t>(to_row * target_width + to_column));
                                   if (p.kind == cpx::flow::sums)
                                       place += value;
                                   else
@@ -87,6 +87,7 @@ std::vector<std::vector<T>> execute(std::vector<cpx::plan> const& plans, std::ve
 /// Returns the plans that move everything back.
 inline std::vector<cpx::plan> transposed(std::vector<cpx::plan> const& plans) {
     std::vector<cpx::plan> list;
+    list.reserve(plans.size());
     for (cpx::plan const& p : plans) list.push_back(p.transposed());
     return list;
 }

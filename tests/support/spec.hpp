@@ -66,6 +66,7 @@ inline std::vector<int> chunk_owners(spec const& s, cpx::index_t n) {
     int const w = s.ranks;
     bool const folded = s.layout == shape::zigzag || (s.layout == shape::by_length && even(n));
     if (s.layout == shape::table) return s.owners;
+    owners.reserve(4 * static_cast<std::size_t>(w));
     if (s.layout == shape::striped)
         for (int deal = 0; deal < 4; ++deal)
             for (int r = 0; r < w; ++r) owners.push_back(r);
@@ -87,10 +88,12 @@ inline cpx::index_t nearest_multiple(cpx::index_t t, cpx::index_t unit, cpx::ind
 /// Returns the rank of every global row, from the definitions alone: cut the run, move the cuts, count those before.
 inline std::vector<int> brute_owners(cpx::thd const& batch, spec const& s) {
     std::vector<int> result;
+    result.reserve(static_cast<std::size_t>(batch.tokens()));
+    std::vector<cpx::index_t> cuts;
     auto const cut_run = [&](cpx::index_t first, cpx::index_t last) {
         std::vector<int> const owners = chunk_owners(s, last - first);
         cpx::index_t const chunks = static_cast<cpx::index_t>(owners.size());
-        std::vector<cpx::index_t> cuts;
+        cuts.clear();
         for (cpx::index_t c = 1; c < chunks; ++c) {
             cpx::index_t at = first + (last - first) * c / chunks;
             if (s.unit > 0 && at < last) {
