@@ -122,7 +122,8 @@ inline std::string describe(sharding_spec const& spec) {
 }
 
 /// The type of all shardings by tokens that are known at run time only: any layout is a table of owners, and a cut at
-/// multiples of 1 token is balanced. Programs that know their layout write its own type instead, as new_layout does.
+/// multiples of 1 token is balanced. Programs that know their layout write its own type instead, as new_layout does, or
+/// choose one by `with_layout`.
 template <cpx::scope Scope>
 using token_sharding = cpx::sharding<cpx::table, Scope, cpx::aligned<cpx::dynamic>>;
 
@@ -142,6 +143,21 @@ auto with_token_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_s
     cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
     if (spec.scope == cpx::scope::batch) return f(token_sharding<cpx::scope::batch>(batch, layout, where));
     return f(token_sharding<cpx::scope::sequence>(batch, layout, where));
+}
+
+/// As `with_token_sharding`, but layouts over sequences have their own types: 4 types. The cut is a value.
+template <class F>
+auto with_layout(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
+    auto const bind = [&]<class L>(L const& layout) {
+        cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
+        return f(cpx::sharding<L, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>(batch, layout, where));
+    };
+    if (spec.scope == cpx::scope::sequence && spec.name == "sequential") return bind(cpx::sequential<>(ranks));
+    if (spec.scope == cpx::scope::sequence && spec.name == "zigzag") return bind(cpx::zigzag<>(ranks));
+    if (spec.scope == cpx::scope::sequence && spec.name == "striped") return bind(cpx::striped<>(ranks));
+    cpx::require(spec.scope == cpx::scope::batch, spec.option, "layout", "sequential, zigzag or striped", spec.name);
+    return f(token_sharding<cpx::scope::batch>(batch, make_layout(spec, ranks),
+                                               cpx::aligned<cpx::dynamic>(std::max(cut.unit, 1))));
 }
 
 /// As `with_token_sharding`, for head_sharded and replicated, too: 4 types.

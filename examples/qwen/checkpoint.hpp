@@ -2,9 +2,9 @@
 // A checkpoint in memory: its settings and its weights in the type of the computation.
 #pragma once
 
+#include <cpx/core/rows.hpp>
 #include <cpx/model/qwen_config.hpp>
 #include <cpx/model/safetensors.hpp>
-#include <cpx/ops.hpp>
 
 #include <map>
 #include <string>
@@ -77,32 +77,6 @@ public:
     }
     /// Returns the weight of a norm.
     std::span<T const> gain(std::string const& name) const { return weights_.at(name).values; }
-    /// Returns the weights of the gated delta net in layer `i`.
-    cpx::gated_delta_net_weights<T> delta_net(cpx::index_t i) const {
-        auto const w = [&](char const* name) {
-            return weight("model.layers." + std::to_string(i) + ".linear_attn." + name);
-        };
-        return {w("in_proj_qkv.weight"),
-                w("in_proj_z.weight"),
-                w("in_proj_b.weight"),
-                w("in_proj_a.weight"),
-                w("conv1d.weight"),
-                w("A_log"),
-                w("dt_bias"),
-                w("norm.weight"),
-                w("out_proj.weight")};
-    }
-    /// Returns the weights of the mixture of experts in layer `i`.
-    cpx::moe_weights<T> moe(cpx::index_t i) const {
-        auto const w = [&](char const* name) { return weight("model.layers." + std::to_string(i) + ".mlp." + name); };
-        return {w("gate.weight"),
-                w("experts.gate_up_proj"),
-                w("experts.down_proj"),
-                w("shared_expert.gate_proj.weight"),
-                w("shared_expert.up_proj.weight"),
-                w("shared_expert.down_proj.weight"),
-                w("shared_expert_gate.weight")};
-    }
     /// Calls `f(name, weight)` for every weight, in the order of their names.
     template <class F>
     void each(F f) const {

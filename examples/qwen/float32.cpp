@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model in float32.
+// The model in float32, on the host and on GPUs.
+#include "on_gpus.hpp"
 #include "on_host.hpp"
 
 namespace qwen {

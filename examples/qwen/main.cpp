@@ -2,7 +2,8 @@
 // The main job of cpx: a checkpoint of Hugging Face transformers, its packed batch of text, images and videos sharded
 // over ranks, must give the log-probabilities that transformers gives, whatever the strategy.
 
-#include "on_gpus.hpp"
+#include "gpus.hpp"
+#include "outcome.hpp"
 
 #include "../common/run.hpp"
 
@@ -17,7 +18,7 @@ namespace {
 struct options {
     std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64",
                                   features = "by_item";
-    bool json = false, backward = false;
+    bool json = false, backward = false, all = false;
 
     bool on_gpus() const { return device == "cuda"; }
 };
@@ -139,7 +140,15 @@ qwen::input read_input(cpx::safetensors const& file, cpx::qwen_config const& con
     return in;
 }
 
-/// Returns the strategies that the options leave open: one if `--linear` is given, else all.
+/// Returns whether a strategy is of the five that a table shows: one a way to run linear attention.
+bool shown(qwen::strategy const& s) {
+    if (s.by_heads()) return s.attention == qwen::attention_by::heads;
+    bool const a_way = s.linear.name == "sequential" || s.linear.name == "zigzag";
+    return s.attention == qwen::attention_by::gather && a_way && s.linear.scope == cpx::scope::sequence &&
+           s.serial == (s.cut.unit > 0);
+}
+
+/// Returns the strategies that the options leave open: one if `--linear` is given, else all, or those to be shown.
 std::vector<qwen::strategy> choose(options const& o) {
     auto const one_of = [](std::string const& text, std::vector<std::string> const& all, char const* where,
                            bool table) {
@@ -171,6 +180,8 @@ std::vector<qwen::strategy> choose(options const& o) {
                         s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
                     if (!again) list.push_back(s); // by heads there is no carry and no cut to choose
                 }
+    bool const open = o.attention.empty() && o.linear.empty() && o.carry.empty() && o.cut.empty();
+    if (open && !o.json && !o.all) std::erase_if(list, [](qwen::strategy const& s) { return !shown(s); });
     return list;
 }
 
@@ -248,7 +259,7 @@ std::vector<report> run(options const& o) {
 void print_json(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
     auto list = nlohmann::json::array();
     for (auto const& r : reports) {
-        auto const& [least, all_gather] = r.outcome.counted;
+        auto const& [least, all_gather, imbalance] = r.outcome.counted;
         nlohmann::json item{{"device", o.device},
                             {"attention", r.attention},
                             {"linear", r.linear},
@@ -261,6 +272,7 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
                             {"max_abs_delta_to_one_rank", r.max_delta_to_one_rank},
                             {"loss", r.outcome.loss.mean},
                             {"loss_delta", r.loss_delta},
+                            {"imbalance", imbalance},
                             {"rows_sent", r.outcome.rows.rows},
                             {"rows_lower_bound", least.rows},
                             {"rows_all_gather", all_gather.rows},
@@ -283,21 +295,22 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
 void print_table(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
     std::printf("%d %s in %s: |delta log-probability| to the reference and to one rank, and what moved\n\n", ranks,
                 o.on_gpus() ? "GPUs" : "ranks", o.dtype.c_str());
-    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %9s %8s %6s %6s %6s %7s %7s %7s";
-    std::printf(header, "", "", "", "", "max", "max to", "", "loss", "rows", "lower", "all-", "KiB", "all-", "state");
+    char const* const header = "%-12s %-16s %-6s %-10s %8s %8s %9s %8s %6s %6s %6s %6s %7s %7s %7s";
+    std::printf(header, "", "", "", "", "max", "max to", "", "loss", "imbal-", "rows", "lower", "all-", "KiB", "all-",
+                "state");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "gradient", "to one");
-    std::printf(header, "attention", "linear", "carry", "cut", "delta", "one rank", "loss", "delta", "sent", "bound",
-                "gather", "sent", "gather", "KiB");
+    std::printf(header, "attention", "linear", "carry", "cut", "delta", "one rank", "loss", "delta", "ance", "sent",
+                "bound", "gather", "sent", "gather", "KiB");
     std::printf(o.backward ? " %8s %8s\n" : "\n", "error", "rank");
     auto const kib = [](cpx::index_t bytes) { return static_cast<double>(bytes) / 1024; };
     for (auto const& r : reports) {
-        auto const& [least, all_gather] = r.outcome.counted;
+        auto const& [least, all_gather, imbalance] = r.outcome.counted;
         char to_one[16];
         std::snprintf(to_one, sizeof to_one, r.outcome.exact && r.max_delta_to_one_rank == 0 ? "0 exact" : "%.1e",
                       r.max_delta_to_one_rank);
-        std::printf("%-12s %-16s %-6s %-10s %8.1e %8s %9.6f %8.1e %6lld %6lld %6lld %7.1f %7.1f %7.1f",
+        std::printf("%-12s %-16s %-6s %-10s %8.1e %8s %9.6f %8.1e %6.2f %6lld %6lld %6lld %7.1f %7.1f %7.1f",
                     r.attention.c_str(), r.linear.c_str(), r.carry.c_str(), r.cut.c_str(), r.max_delta, to_one,
-                    r.outcome.loss.mean, r.loss_delta, static_cast<long long>(r.outcome.rows.rows),
+                    r.outcome.loss.mean, r.loss_delta, imbalance, static_cast<long long>(r.outcome.rows.rows),
                     static_cast<long long>(least.rows), static_cast<long long>(all_gather.rows),
                     kib(r.outcome.rows.bytes), kib(all_gather.elements * element), kib(r.outcome.states.bytes));
         if (o.backward)
@@ -305,10 +318,22 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
         std::printf("\n");
     }
     std::printf(
-        "\nexact: bitwise equal to one rank by construction; all-gather: the same, had every tensor been gathered\n");
+        "\nattention    gather: keys and values on every rank; head_sharded: queries, keys and values by heads\n"
+        "linear       how rows are sharded where linear attention runs; head_sharded: its recurrence by heads\n"
+        "carry        scan: segments' maps of the state are joined; serial: the state is handed on\n"
+        "cut          sequences are cut evenly, or at multiples of so many tokens\n"
+        "delta        |log-probability - reference|; to one rank: 0 exact where it is so by construction\n"
+        "imbalance    most rows of a rank where linear attention runs, by the mean; 1: all have as many\n"
+        "rows, KiB    sent by all ranks; lower bound: rows whose owner changes; all-gather: had every tensor "
+        "been gathered\n");
     if (o.backward)
-        std::printf("gradient error: the largest relative error (2-norm) of a weight's gradient of the loss; to one "
-                    "rank: all of them bitwise equal, or within rounding\n");
+        std::printf("gradient     largest relative error (2-norm) of a gradient of the loss; to one rank: all of them "
+                    "bitwise equal, or within rounding\n");
+    if (std::ranges::any_of(reports, &report::positions))
+        std::printf("positions    on three axes, of text, images and videos: %s\n",
+                    std::ranges::all_of(reports, [](report const& r) { return r.outcome.positions_equal; })
+                        ? "those of the reference"
+                        : "others than those of the reference");
 }
 
 } // namespace
@@ -337,7 +362,8 @@ int main(int argc, char** argv) {
                    "who has the features of images and videos: by_item, of each image or frame one rank, or replicated")
         ->capture_default_str();
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
-    app.add_flag("--json", o.json, "print JSON");
+    app.add_flag("--all", o.all, "a table of all strategies, not of one a way to run linear attention");
+    app.add_flag("--json", o.json, "print JSON, of all strategies");
     return examples::run_example(argc, argv, app, [&] {
         complete(app, o);
         bool const wide = o.dtype == "float64";

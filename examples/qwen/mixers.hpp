@@ -8,6 +8,21 @@
 
 namespace qwen {
 
+/// Returns the weights of the gated delta net in a layer.
+template <class T>
+cpx::gated_delta_net_weights<T> delta_net_weights(checkpoint<T> const& model, cpx::index_t layer) {
+    auto const w = [&](char const* name) { return model.weight(layer_name(layer, "linear_attn.") + name); };
+    return {w("in_proj_qkv.weight"),
+            w("in_proj_z.weight"),
+            w("in_proj_b.weight"),
+            w("in_proj_a.weight"),
+            w("conv1d.weight"),
+            w("A_log"),
+            w("dt_bias"),
+            w("norm.weight"),
+            w("out_proj.weight")};
+}
+
 /// h += linear_attention(norm(h)), by `net`, which knows on which sharding its recurrence runs.
 template <class Site, class Net>
 typename Site::backward linear_attention(Site& at, Net const& net, cpx::index_t layer, typename Site::tensor& h) {
@@ -17,7 +32,7 @@ typename Site::backward linear_attention(Site& at, Net const& net, cpx::index_t 
     auto x = h, y = h;
     at.norm(norm, h.view(), x.view());
     typename Net::template saved_of<T> saved;
-    net(at.model.delta_net(layer), x.view(), y.view(), at.comm, {{}, &saved});
+    net(delta_net_weights(at.model, layer), x.view(), y.view(), at.comm, {{}, &saved});
     at.add(y.data(), h.data());
 
     return [=, &at, &net, saved = std::move(saved)](typename Site::tensor& dh) mutable {
@@ -26,7 +41,7 @@ typename Site::backward linear_attention(Site& at, Net const& net, cpx::index_t 
         for_each_parameter(to.weights, net.config(), [&](char const* name, auto& gradient, auto...) {
             gradient = at.grads.of(layer_name(layer, "linear_attn.") + name);
         });
-        gated_delta_net_backward(net, at.model.delta_net(layer), std::as_const(x).view(), saved,
+        gated_delta_net_backward(net, delta_net_weights(at.model, layer), std::as_const(x).view(), saved,
                                  std::as_const(dh).view(), to, at.comm);
         at.norm_backward(norm, before.view(), dx.view(), dx.view());
         at.add(dx.data(), dh.data());

@@ -35,6 +35,19 @@ typename Site::backward dense_mlp(Site& at, cpx::index_t layer, typename Site::t
     };
 }
 
+/// Returns the weights of the mixture of experts in a layer.
+template <class T>
+cpx::moe_weights<T> expert_weights(checkpoint<T> const& model, cpx::index_t layer) {
+    auto const w = [&](char const* name) { return model.weight(layer_name(layer, "mlp.") + name); };
+    return {w("gate.weight"),
+            w("experts.gate_up_proj"),
+            w("experts.down_proj"),
+            w("shared_expert.gate_proj.weight"),
+            w("shared_expert.up_proj.weight"),
+            w("shared_expert.down_proj.weight"),
+            w("shared_expert_gate.weight")};
+}
+
 /// h += experts(x), x = norm(h).
 template <class Site>
 typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
@@ -44,14 +57,14 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
     auto const before = h;
     auto x = h, y = h;
     at.norm(norm, h.view(), x.view());
-    auto saved = cpx::moe<T>(at.model.moe(layer), x.data(), config.num_experts_per_tok, y.data());
+    auto saved = cpx::moe<T>(expert_weights(at.model, layer), x.data(), config.num_experts_per_tok, y.data());
     at.add(y.data(), h.data());
 
     return [=, &at, saved = std::move(saved)](typename Site::tensor& dh) {
         auto const name = [&](char const* suffix) { return layer_name(layer, "mlp.") + suffix; };
         auto const on_site = [&](auto const& rows) { return cpx::sharded(rows.view(), at.sharding, at.rank()); };
         auto dx = at.make(x.width());
-        auto const d = cpx::moe_backward<T>(at.model.moe(layer), saved, dh.data(), dx.data());
+        auto const d = cpx::moe_backward<T>(expert_weights(at.model, layer), saved, dh.data(), dx.data());
 
         auto const linear = [&](char const* weight, cpx::summed_rows<T> const& input, auto const& dy) {
             at.sums.linear(input, dy, at.grads.of(name(weight)), at.comm);
@@ -78,6 +91,12 @@ typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::
         at.norm_backward(norm, before.view(), dx.view(), dx.view());
         at.add(dx.data(), dh.data());
     };
+}
+
+/// The MLP of the model, which is one of these.
+template <class Site>
+typename Site::backward mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
+    return at.model.config.moe() ? expert_mlp(at, layer, h) : dense_mlp(at, layer, h);
 }
 
 } // namespace qwen

@@ -25,14 +25,31 @@ struct strategy {
 };
 
 /// Calls `f(carry, linear, mix)`: the shardings on which linear attention and its recurrence run, the same unless that
-/// runs by heads, of these `sections`. Hidden states enter on `entry`.
-template <class Entry, class F>
-auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections, F&& f) {
+/// runs by heads, of these `sections`. Hidden states enter on `entry`. `by_tokens` makes a sharding of a description:
+/// `examples::with_layout`, or `with_token_sharding`.
+template <class Entry, class Make, class F>
+auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections,
+                 Make const& by_tokens, F const& f) {
     if (how.by_heads()) return f(cpx::serial(), entry, cpx::head_sharded<>(entry.ranks(), entry.batch(), sections));
-    if (how.without()) return f(cpx::serial(), entry, entry);
-    return examples::with_token_sharding(entry.batch(), how.linear, how.cut, entry.ranks(), [&](auto const& linear) {
+    return by_tokens(entry.batch(), how.linear, how.cut, entry.ranks(), [&](auto const& linear) {
         return how.serial ? f(cpx::serial(), linear, linear) : f(cpx::scan(), linear, linear);
     });
+}
+
+inline constexpr auto by_layout = [](auto const&... of) { return examples::with_layout(of...); };
+
+/// Where hidden states enter on the host: the type of linear attention on zigzag, too.
+using entry_sharding = cpx::sharding<cpx::zigzag<>, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;
+
+inline entry_sharding enter(cpx::thd const& batch, int ranks) {
+    return entry_sharding(batch, cpx::zigzag<>(ranks), cpx::aligned<cpx::dynamic>(1));
+}
+
+/// The same of tables, of which there are fewer types.
+template <class Entry, class F>
+auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections, F const& f) {
+    return with_linear(
+        how, entry, sections, [](auto const&... of) { return examples::with_token_sharding(of...); }, f);
 }
 
 inline std::string layer_name(cpx::index_t layer, char const* suffix) {

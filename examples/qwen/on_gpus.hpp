@@ -5,10 +5,11 @@
 #include "gpus.hpp"
 #include "outcome.hpp"
 
+#include <cpx/ops/token_loss.hpp>
+
 namespace qwen {
 
-/// Runs the forward pass over `ranks` GPUs. Throws what they report.
-inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks) {
+outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks) {
     using whole_batch = cpx::replicated<>;
     whole_batch const whole(1, in.batch);
     auto const count = static_cast<std::size_t>(in.batch.tokens());
@@ -29,11 +30,7 @@ inline outcome run_on_gpus(checkpoint<float> const& model, input const& in, stra
         result.loss = mean_token_loss(std::as_const(logp).view(), std::as_const(labels).view(), host);
     });
     result.log_probabilities.assign(logp.data().data(), logp.data().data() + count);
-    auto const net = delta_net_config(model.config, 64);
-    auto const entry = cpx::shard(in.batch, cpx::zigzag<>(ranks));
-    result.counted = with_linear(how, entry, net.sections(), [&](auto, auto const& linear, auto const& mix) {
-        return count_forward(model.config, how.attention, entry, linear, mix, net);
-    });
+    result.counted = count_forward(model.config, how, in.batch, ranks, 64);
     return result;
 }
 

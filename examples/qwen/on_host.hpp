@@ -2,6 +2,7 @@
 // Runs a model over threads under one strategy and accounts for what moved.
 #pragma once
 
+#include "delta_net.hpp"
 #include "outcome.hpp"
 #include "pass.hpp"
 
@@ -21,35 +22,51 @@ cpx::rotary_pairs<T> rotary_pairs(checkpoint<T> const& model) {
     return pairs;
 }
 
-using entry_sharding = examples::token_sharding<cpx::scope::sequence>;
+/// How layers of linear attention are made, and whether their results are bitwise those of one rank.
+template <class T>
+struct linear_choice {
+    typename pass<T>::make_linear make = {};
+    bool exact = true;
+};
 
-template <class How, class T, class Linear, class Mix>
-outcome run(checkpoint<T> const& model, input const& in, attention_by attention, bool backward,
-            entry_sharding const& entry, Linear const& linear, Mix const& mix, cpx::gated_delta_net_config const& net) {
-    int const ranks = linear.ranks();
+/// The only place that knows all types of shardings: 9 kinds of layers for each type of numbers.
+template <class T>
+linear_choice<T> choose_linear(strategy const& how, entry_sharding const& entry,
+                               cpx::gated_delta_net_config const& net) {
+    if (how.without()) return {};
+    auto const choose = [&]<class How, class Linear, class Mix>(How, Linear const& linear, Mix const& mix) {
+        auto const make = [=](on_rank<T> const& of) -> std::unique_ptr<linear_layers<T>> {
+            return std::make_unique<linear_layers_on<T, How, Linear, Mix>>(of, linear, mix, net);
+        };
+        return linear_choice<T>{make, cpx::is_exact<How>(mix, net.chunk)};
+    };
+    return with_linear(how, entry, net.sections(), by_layout, choose);
+}
+
+} // namespace detail
+
+template <class T>
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
+            bool backward) {
+    auto const entry = enter(in.batch, ranks);
+    auto const linear = detail::choose_linear<T>(how, entry, delta_net_config(model.config, chunk));
     outcome result;
-    bool const linear_layers = model.config.linear();
-    result.exact = !linear_layers || cpx::is_exact<How>(mix, net.chunk);
-    result.counted = count_forward(model.config, attention, entry, linear, mix, net);
+    result.exact = linear.exact;
+    result.counted = count_forward(model.config, how, in.batch, ranks, chunk);
     std::mutex guard;
     cpx::threads::run(ranks, [&](cpx::threads& threads) {
-        cpx::counted comm(threads);
+        host_ranks comm(threads);
         int const rank = comm.rank();
         cpx::tensor<cpx::index_t, entry_sharding> ids(entry, rank, 1), labels = ids;
         auto const rows = global_rows(entry, rank);
         for (std::size_t row = 0; row < rows.size(); ++row)
             ids.data().data()[row] = in.ids[static_cast<std::size_t>(rows[row])];
         next_token_labels(halo(entry, rank, 1, cpx::side::after), std::as_const(ids).view(), labels.view(), threads);
-        std::optional<cpx::gated_delta_net<How, Linear, Mix>> delta_net;
-        if constexpr (Mix::every_row)
-            delta_net.emplace(linear, mix, Mix(ranks, in.batch, net.output_sections()), rank, net);
-        else if (linear_layers)
-            delta_net.emplace(linear, rank, net);
         cpx::media_tokens const tokens{model.config.image_token_id, model.config.video_token_id};
-        rotation<T, entry_sharding> const turn{mrope_positions(in.media, ids, tokens, comm), rotary_pairs(model)};
+        rotation<T, entry_sharding> const turn{mrope_positions(in.media, ids, tokens, comm),
+                                               detail::rotary_pairs(model)};
         auto const order = result.exact ? cpx::sum_order::by_row : cpx::sum_order::by_rank;
-        pass<T, How, entry_sharding, Linear, Mix, cpx::counted<cpx::threads>> step(model, in, turn, linear, delta_net,
-                                                                                   attention, order, comm);
+        pass<T> step(model, in, turn, linear.make, how.attention, order, comm);
         auto const local = step.forward(ids, labels);
         auto const sent = [&](char const* operation) { return comm.sent(operation); };
         cpx::tally const relayouts = sent("relayout"), halos = sent("halo");
@@ -81,18 +98,6 @@ outcome run(checkpoint<T> const& model, input const& in, attention_by attention,
             result.gradients[model.file_name(name)] = {of.columns, {of.values.begin(), of.values.end()}};
     });
     return result;
-}
-
-} // namespace detail
-
-template <class T>
-outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
-            bool backward) {
-    auto const net = delta_net_config(model.config, chunk);
-    detail::entry_sharding const entry(in.batch, cpx::table(cpx::zigzag<>(ranks)), cpx::aligned<cpx::dynamic>(1));
-    return with_linear(how, entry, net.sections(), [&]<class How>(How, auto const& linear, auto const& mix) {
-        return detail::run<How>(model, in, how.attention, backward, entry, linear, mix, net);
-    });
 }
 
 } // namespace qwen

@@ -37,4 +37,7 @@ template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
             bool backward);
 
+/// Runs the forward pass over `ranks` GPUs. Throws what they report.
+outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks);
+
 } // namespace qwen

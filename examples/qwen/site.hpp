@@ -69,6 +69,9 @@ private:
     std::vector<T> values_;
 };
 
+/// The ranks on the host, and what they have sent.
+using host_ranks = cpx::counted<cpx::threads>;
+
 /// One rank's rows of the residual stream on the sharding `S`.
 ///
 /// A block is a function of a site and hidden states h; it adds to h and returns its backward, which adds to dh.

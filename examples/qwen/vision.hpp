@@ -10,13 +10,14 @@
 namespace qwen {
 
 /// Moves each row of features to the rank of its placeholder, and its gradient back, by one plan a kind for all layers.
-template <class T, cpx::any_sharding S, cpx::transport Comm>
+template <class T>
 class vision {
 public:
-    using tensor = cpx::tensor<T, S>;
+    using positions = cpx::sharded_positions<entry_sharding>;
+    using tensor = cpx::tensor<T, entry_sharding>;
 
-    vision(input const& in, cpx::sharded_positions<S> const& positions, gradients<T>& grads, Comm& comm)
-        : in_(in), positions_(positions), grads_(grads), comm_(comm), images_(plan(cpx::media_kind::image)),
+    vision(input const& in, positions const& where, gradients<T>& grads, host_ranks& comm)
+        : in_(in), positions_(where), grads_(grads), comm_(comm), images_(plan(cpx::media_kind::image)),
           videos_(plan(cpx::media_kind::video)) {}
 
     /// Puts the features in the rows of h that are for the embedding, or for behind a layer.
@@ -57,7 +58,7 @@ public:
     }
 
 private:
-    using at_placeholders = typename cpx::sharded_positions<S>::features_sharding;
+    using at_placeholders = typename positions::features_sharding;
     using any_plan = std::variant<cpx::relayout_plan<cpx::piecewise<cpx::by_item>, at_placeholders>,
                                   cpx::relayout_plan<cpx::replicated<>, at_placeholders>>;
 
@@ -84,9 +85,9 @@ private:
     }
 
     input const& in_;
-    cpx::sharded_positions<S> const& positions_;
+    positions const& positions_;
     gradients<T>& grads_;
-    Comm& comm_;
+    host_ranks& comm_;
     any_plan images_, videos_;
 };
 
