@@ -46,7 +46,7 @@ void convolves(cpx::halo_plan<zigzag> const& p, view<given, device> x, view<zigz
     cpx::causal_conv1d(p, x, w, {}, cpx::activation::none, y, comm);
 }
 
-// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport of their memory
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
 void convolves_on_host(cpx::halo_plan<zigzag> const& p, view<zigzag, place> x, view<zigzag, place> y,
                        cpx::rows<float const> w, cpx::cuda::communicator& comm) {
     cpx::causal_conv1d(p, x, w, {}, cpx::activation::none, y, comm);
@@ -72,7 +72,7 @@ void carries_back(cpx::carry_plan<cpx::scan, zigzag> const& p, cpx::delta_rule_t
     cpx::gated_delta_rule_backward(p, t, to, {}, {}, comm);
 }
 
-// expect: gated_delta_rule wants a carry_plan first and a cpx::transport last
+// expect: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a cpx::transport
 void carries_on_host(cpx::carry_plan<cpx::serial, zigzag> const& p, cpx::delta_rule_tensors<float, zigzag> const& t,
                      cpx::cuda::communicator& comm) {
     cpx::gated_delta_rule(p, t, {}, {}, comm);

@@ -26,6 +26,8 @@ using carries = cpx::carry_plan<cpx::scan, zigzag>;
 using held = cpx::tensor<float, zigzag>;
 using written = held;
 using group = cpx::threads;
+using taps = std::vector<float>;
+using labelled = cpx::tensor<cpx::index_t, zigzag>;
 #else
 using other = sequential;
 using of_sequences = sequential;
@@ -36,6 +38,8 @@ using brings = cpx::relayout_plan<zigzag, sequential>;
 using carries = cpx::halo_plan<zigzag>;
 using held = cpx::rows<float>;
 using written = cpx::tensor<float, zigzag> const;
+using taps = std::vector<double>;
+using labelled = std::vector<cpx::index_t>;
 struct group {
     int rank() const { return 0; }
     int ranks() const { return 4; }
@@ -54,18 +58,18 @@ void packed_convolution(cpx::halo_plan<packed> const& plan, view<of_sequences> x
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
-// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
 void plan_convolution(brings const& plan, view<zigzag> x, list w, cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
-// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
 void rows_convolution(cpx::halo_plan<zigzag> const& plan, held& x, list w, cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, w, silu, x, comm);
 }
 
-// expect: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport
-void lone_convolution(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, list w, group& comm) {
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
+void lone_convolution(cpx::halo_plan<packed> const& plan, view<packed> x, list w, group& comm) {
     cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
 }
 
@@ -83,7 +87,7 @@ auto gradients(cpx::tensor<float, other>& dx, std::vector<float>& dw) {
 // expect: a struct of tensors is given one of other elements or memory, or one to write that is const
 auto gradients_of_constants(written& dx, std::vector<float>& dw) { return cpx::causal_conv1d_gradients{dx, dw, dw}; }
 
-// expect: gated_delta_rule wants a carry_plan first and a cpx::transport last
+// expect: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a cpx::transport
 void plan_recurrence(carries const& plan, cpx::tensor<float, zigzag>& x, cpx::threads& comm) {
     cpx::gated_delta_rule(plan, cpx::delta_rule_tensors<float, zigzag>{x, x, x, x, x, x}, {}, {}, comm);
 }
@@ -179,6 +183,41 @@ void rotary_backward(view<zigzag> dy, view<other> dx) { cpx::rotary_backward(dy,
 
 // expect: next_token_labels of tensors that are not sharded as the plan
 void labels(cpx::halo_plan<other> const& plan, numbers ids, cpx::threads& comm) {
+    cpx::next_token_labels(plan, ids, ids, comm);
+}
+
+// expect: causal_conv1d_backward wants two halo_plans
+void of_another_plan(brings const& plan, view<zigzag> x, list w, cpx::threads& comm) {
+    cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, x, cpx::causal_conv1d_gradients<float, zigzag>{x}, comm);
+}
+
+// expect: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements
+void of_other_weights(cpx::halo_plan<everywhere> const& plan, view<everywhere> x, taps& w, cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, {}, silu, x, comm);
+}
+
+// expect: gated_delta_rule_backward wants a carry_plan
+void of_a_halo(carries const& plan, cpx::delta_rule_tensors<float, zigzag> const& t,
+               cpx::delta_rule_gradient_tensors<float, zigzag> const& to, cpx::threads& comm) {
+    cpx::gated_delta_rule_backward(plan, t, to, {}, {}, comm);
+}
+
+// expect: recur wants a carry_plan
+// expect: recur_backward wants a carry_plan
+void recurrence_of_a_halo(carries const& plan, cpx::head_decay_attention const& r,
+                          cpx::recurrence_tensors<float, zigzag, 4> const& t,
+                          cpx::recurrence_gradients<float, zigzag, 4> const& to, cpx::threads& comm) {
+    cpx::recur(plan, r, t, comm);
+    cpx::recur_backward(plan, r, t, to, comm);
+}
+
+// expect: shift_rows wants a halo_plan
+void of_rows(cpx::halo_plan<zigzag> const& plan, held& x, view<zigzag> y, cpx::threads& comm) {
+    cpx::shift_rows(plan, x, y, comm);
+}
+
+// expect: next_token_labels wants a halo_plan
+void of_lists(cpx::halo_plan<zigzag> const& plan, labelled& ids, cpx::threads& comm) {
     cpx::next_token_labels(plan, ids, ids, comm);
 }
 

@@ -325,7 +325,7 @@ TEST_SUITE("cuda") {
             {
                 cuda::stream const stream;
                 cuda::communicator comm(joined, stream);
-                move_many(comm, "bytes that leave or come: expected at most", meet);
+                move_many(comm, "rows and sequences of the batch: expected at most 700, 12", meet);
             }
             meet();
             cuda::shared_memory memory(joined, 1 << 20);

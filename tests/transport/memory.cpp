@@ -190,6 +190,9 @@ TEST_SUITE("transport") {
                     hand_on(series, 4, [&](index_t k, cpx::side s) { return series.plan().step(k, s); });
                     hand_on(scans, 2, [&](index_t k, cpx::side s) { return scans.plan().step(k, s, 4, 6); });
                 }
+            rejects({"memory.cpp", "tensor: elements of the sharding: expected not negative"}, [&] {
+                cpx::tensor<float, decltype(to(lengths({5})))>(to(lengths({5})), 0, -2, cpx::host_memory(), 100);
+            });
             rejects({"memory.cpp", "tensor: elements of the sharding: expected at most 80, got"},
                     [&] { y.hold(to(lengths({200}))); });
             auto const x = cpx::make_tensor<float>(from(lengths({9})), comm, 2);
@@ -198,6 +201,28 @@ TEST_SUITE("transport") {
             rejects({"memory.cpp", "movement: runs: expected not negative"}, [&] {
                 cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, {40, -7}, comm);
             });
+            rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 40, 4, got "},
+                    [&] { move.set(from(lengths({200})), to(lengths({200}))); });
+            rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 40, 4, got "}, [&] {
+                halos.set(from(lengths({1, 1, 1, 1, 1})));
+            });
+            rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 0, 4, got "}, [&] {
+                cpx::make_movement<float>(from(lengths({5, 5})), to(lengths({5, 5})), 2, {0, 4}, comm);
+            });
+            rejects({"memory.cpp", "movement: elements of a tensor: expected not negative, got 2 x -5"}, [&] {
+                cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), 2, {-5, 4}, comm);
+            });
+            rejects({"memory.cpp", "movement: elements of a tensor: expected not negative, got -2 x 40"}, [&] {
+                cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), -2, {40, 4}, comm);
+            });
+            rejects({"memory.cpp", "movement: elements of a tensor: expected less than 2^62"}, [&] {
+                cpx::make_movement<float>(from(lengths({5})), to(lengths({5})), index_t{1} << 40, {1 << 30, 4}, comm);
+            });
+            {
+                auto wide = cpx::make_tensor<float>(from(lengths({9})), comm, 5);
+                auto also = cpx::make_tensor<float>(to(lengths({9})), comm, 5);
+                rejects({"memory.cpp", "movement: width of the rows: expected 2, got 5"}, [&] { move(wide, also); });
+            }
         };
         cpx::threads::run(3, [&](cpx::threads& comm) {
             check(comm);

@@ -89,11 +89,6 @@ private:
     void upload(From const& from, To const& to, caller here) {
         thd const& given = from.batch();
         cpx::detail::require_batch("relayout", "batch of the target", "the source's", given, to.batch(), here);
-        index_t const rows = std::max(from.rows(comm_.rank()), to.rows(comm_.rank()));
-        require(
-            given.sequences() <= most_.sequences && rows <= most_.rows, "movement", "rows and sequences of the batch",
-            [&] { return "at most " + std::to_string(most_.rows) + ", " + std::to_string(most_.sequences); },
-            [&] { return std::to_string(rows) + ", " + std::to_string(given.sequences()); }, here);
         if (there_) there_->set(from, to);
         if (back_) back_->set(to, from);
         std::vector<index_t> offsets(given.offsets().begin(), given.offsets().end());

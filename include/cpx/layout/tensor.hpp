@@ -45,8 +45,10 @@ public:
     void hold(S const& sharding, caller here = caller::here()) {
         index_t const count = detail::rows_of_rank("tensor", sharding, rank_, here);
         auto const most = static_cast<index_t>(values_.size());
-        require(count * width_ <= most, "tensor", "elements of the sharding", "at most " + std::to_string(most),
-                count * width_, here);
+        index_t const elements = detail::product("tensor", "elements of the sharding", {count, width_}, here);
+        require(
+            elements <= most, "tensor", "elements of the sharding", [&] { return "at most " + std::to_string(most); },
+            elements, here);
         sharding_ = sharding;
         count_ = count;
     }

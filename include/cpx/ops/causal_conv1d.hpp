@@ -144,14 +144,13 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
                                            states, here);
 }
 
-template <class Plan, class X, class Y, class Comm>
-    requires(!(detail::is_halo_plan<Plan> && detail::moves<Comm, X, Y>))
-void causal_conv1d(Plan const&, X const&, detail::anything, detail::anything, activation, Y&&, Comm&,
-                   detail::anything = {}, caller = caller::here()) {
+template <class Plan>
+void causal_conv1d(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {},
+                   detail::anything = {}, detail::anything = {}, detail::anything = {}, detail::anything = {}) {
     constexpr bool fits = detail::never<Plan>;
-    static_assert(
-        fits, "cpx: causal_conv1d wants a halo_plan, tensors x and y, and a cpx::transport of their memory; make the "
-              "plan with halo(x.sharding(), ...)");
+    static_assert(fits, "cpx: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements, an "
+                        "activation, a tensor y, and a cpx::transport of their memory; make the plan with "
+                        "halo(x.sharding(), ...)");
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
@@ -257,6 +256,16 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
     if constexpr (fits && same)
         detail::convolve_backward<T, S>(before, after, x.view(), weight.of_width(before.reach + 1), bias, act,
                                         dy.view(), to, comm, here);
+}
+template <class Plan>
+void causal_conv1d_backward(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
+                            detail::anything = {}, detail::anything = {}, detail::anything = {}, detail::anything = {},
+                            detail::anything = {}, detail::anything = {}) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: causal_conv1d_backward wants two halo_plans, a tensor x, weight and bias of its elements, "
+                  "an activation, a tensor dy, gradients and a cpx::transport of their memory; make the plans "
+                  "with halo(x.sharding(), ...)");
 }
 
 } // namespace cpx

@@ -105,12 +105,12 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
                         "carry(q.sharding(), ...)");
     if constexpr (fits) detail::recur_on_host(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
 }
-template <class Plan, class T, any_sharding S, class Comm>
-void gated_delta_rule(Plan const&, delta_rule_tensors<T, S> const&, delta_rule_heads const&, delta_rule_options const&,
-                      Comm&, caller = caller::here()) {
+template <class Plan>
+void gated_delta_rule(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
+                      detail::anything = {}, detail::anything = {}) {
     constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: gated_delta_rule wants a carry_plan first and a cpx::transport last; make the plan with "
-                        "carry<scan>(q.sharding(), ...)");
+    static_assert(fits, "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "
+                        "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");
 }
 
 } // namespace cpx

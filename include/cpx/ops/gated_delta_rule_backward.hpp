@@ -37,5 +37,13 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
             recurrence_gradients<T, S, 5>{to.dout, {to.dq, to.dk, to.dv, to.dg, to.dbeta}, to.dfinal, to.dinitial},
             comm, here);
 }
+template <class Plan>
+void gated_delta_rule_backward(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
+                               detail::anything = {}, detail::anything = {}, detail::anything = {}) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits, "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "
+                        "delta_rule_gradient_tensors, heads, options and a cpx::transport; make the plan with "
+                        "carry<scan>(q.sharding(), ...)");
+}
 
 } // namespace cpx

@@ -170,6 +170,13 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
                           "ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && models) detail::recur_on_host(plan, r, t, comm, here);
 }
+template <class Plan>
+void recur(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {}) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits,
+                  "cpx: recur wants a carry_plan, a recurrence, recurrence_tensors and a cpx::transport; make the "
+                  "plan with carry<scan>(sharding, rank)");
+}
 
 /// Computes the gradients of `recur`.
 ///
@@ -192,6 +199,13 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
     static_assert(models, "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
                           "inputs; ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && same && models) detail::recur_backward_on_host(plan, r, t, to, comm, here);
+}
+template <class Plan>
+void recur_backward(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {},
+                    detail::anything = {}) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits, "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "
+                        "recurrence_gradients and a cpx::transport; make the plan with carry<scan>(sharding, rank)");
 }
 
 } // namespace cpx

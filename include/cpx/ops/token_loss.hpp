@@ -53,6 +53,13 @@ void next_token_labels(halo_plan<S> const& plan, X const& tokens, Y&& labels, Co
                   "have a name");
     if constexpr (fits && writes) detail::shift_labels<S>(plan, tokens.view(), labels.view(), comm, here);
 }
+template <class Plan>
+void next_token_labels(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
+                       detail::anything = {}) {
+    constexpr bool fits = detail::never<Plan>;
+    static_assert(fits, "cpx: next_token_labels wants a halo_plan, tensors of tokens and labels, and a cpx::transport; "
+                        "make the plan with halo(tokens.sharding(), rank, 1, side::after)");
+}
 
 /// The weighted mean of -log p over the tokens of the whole batch, and the sum of their weights: without weights, the
 /// number of labels. The same bits on every rank.

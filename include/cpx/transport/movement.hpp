@@ -72,10 +72,8 @@ public:
     /// has sections, or those of states and maps; the same for all batches. Collective. Throws `cpx::error` as
     /// `exchange` does.
     movement(Plan first, typename kind::width width, capacity most, Comm& comm, caller here = caller::here())
-        : plan_(std::move(first)), now_(kind::batch_of(plan_)), width_(width), most_(most),
-          prepared_(plan_, width, most, comm, here) {
-        static_cast<void>(kind::room(plan_, width, most, here)); // throws if that is no capacity, also on the host
-    }
+        : plan_(std::move(first)), now_(kind::batch_of(plan_)), width_(width), most_(checked(most, here)),
+          prepared_(plan_, width, most, comm, here) {}
 
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
     /// it is not what this movement was prepared for; then all is as before. If ranks have different batches, the wait
@@ -84,6 +82,7 @@ public:
         requires std::same_as<std::tuple<S...>, typename kind::batch>
     void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
         if (shardings == now_) return;
+        require_room(shardings, here);
         std::optional<Plan> made;
         auto const plan_of = [&]() -> Plan const& {
             if (!made) made.emplace(kind::next(plan_, shardings, here));
@@ -164,18 +163,46 @@ public:
         auto const width = [&](int rank) {
             return sections.empty() ? width_ : detail::local_width(sharding, rank, sections);
         };
-        index_t most = 0; // the same on all ranks, so that the next one is at the same place, too
-        for (int rank = 0; rank < sharding.ranks(); ++rank) most = std::max(most, width(rank) * most_.rows);
+        index_t widest = 0; // of all ranks, so that the next one is at the same place, too
+        for (int rank = 0; rank < sharding.ranks(); ++rank) widest = std::max(widest, width(rank));
+        index_t const most = detail::product("movement", "elements of a tensor", {widest, most_.rows}, here);
         return tensor<T, S, decltype(prepared_.memory())>(sharding, plan_.rank, width(plan_.rank), prepared_.memory(),
                                                           most, here);
     }
 
 private:
+    /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
+    capacity const& checked(capacity const& most, caller here) const {
+        static_cast<void>(kind::room(plan_, width_, most, here));
+        static_cast<void>(
+            detail::product("movement", "elements of a tensor", {kind::row_width(width_), most.rows}, here));
+        require_room(now_, most, here);
+        return most;
+    }
+    void require_room(typename kind::batch const& shardings, caller here) const {
+        require_room(shardings, most_, here);
+    }
+    void require_room(typename kind::batch const& shardings, capacity const& most, caller here) const {
+        index_t const sequences = std::get<0>(shardings).batch().sequences();
+        index_t const rows = std::apply(
+            [&](auto const&... s) {
+                return std::max({index_t{0}, s.rows(plan_.rank)...});
+            },
+            shardings);
+        require(
+            rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
+            [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
+            [&] { return std::to_string(rows) + ", " + std::to_string(sequences); }, here);
+    }
     template <class X>
     void require_place(char const* what, X const& x, caller here) const {
         detail::require_place("movement", what, x, plan_.sharding, plan_.rank, "the plan's", here);
     }
     void run(bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
+        if constexpr (std::same_as<typename kind::width, index_t>) // of a carry, the exchange checks
+            if (std::apply([](auto const&... s) { return (s.sections().empty() && ...); }, now_))
+                require(from.width() == width_ && to.width() == width_, "movement", "width of the rows", width_,
+                        from.width() == width_ ? to.width() : from.width(), here);
         prepared_([&]() -> Plan const& { return plan(here); }, back, number, from, to, here);
     }
     template <bool Back, any_sharding From, any_sharding To, sharded_anywhere X, sharded_anywhere Y>
