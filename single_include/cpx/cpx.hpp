@@ -5513,9 +5513,6 @@ std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> con
 /// Whether all of `X` are in the memory of the ranks of a transport.
 template <class Comm, class... X>
 inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
-/// The same of anything.
-template <class Comm, class... X>
-concept moves = any_transport<Comm> && (sharded_anywhere<X> && ...) && in_memory_of<Comm, X...>;
 
 /// Moves out of `list` the message to `rank` itself, if there is one.
 template <class Byte>
@@ -5841,7 +5838,9 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(k >= 0 && k < plan_.steps, "movement", "exchange", "less than " + std::to_string(plan_.steps), k, here);
+        require(
+            k >= 0 && k < plan_.steps, "movement", "exchange",
+            [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
         run(from == side::after, k, given, got, here);
     }
 

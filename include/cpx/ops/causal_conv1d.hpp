@@ -14,11 +14,6 @@ namespace cpx {
 
 namespace detail {
 
-template <class P>
-inline constexpr bool is_halo_plan = false;
-template <any_sharding S>
-inline constexpr bool is_halo_plan<halo_plan<S>> = true;
-
 /// Copies the rows beside segment `i`, after those that precede them all, into `buffer` and returns them, in token
 /// order.
 template <class T, any_sharding S>

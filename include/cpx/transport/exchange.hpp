@@ -28,9 +28,6 @@ std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> con
 /// Whether all of `X` are in the memory of the ranks of a transport.
 template <class Comm, class... X>
 inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
-/// The same of anything.
-template <class Comm, class... X>
-concept moves = any_transport<Comm> && (sharded_anywhere<X> && ...) && in_memory_of<Comm, X...>;
 
 /// Moves out of `list` the message to `rank` itself, if there is one.
 template <class Byte>

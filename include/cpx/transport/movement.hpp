@@ -151,7 +151,9 @@ public:
     }
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
-        require(k >= 0 && k < plan_.steps, "movement", "exchange", "less than " + std::to_string(plan_.steps), k, here);
+        require(
+            k >= 0 && k < plan_.steps, "movement", "exchange",
+            [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
         run(from == side::after, k, given, got, here);
     }
 
