@@ -117,7 +117,7 @@ std::string bad_arguments(int) {
         if (me.problem.empty()) me.problem = expect_error({passage}, 5, [&] { small.move(from, small.y); });
     };
     rejects("source: expected memory of the current device", host.data(), 16);
-    rejects("width of the source", small.x.data().data(), 15);
+    rejects("width of the rows", small.x.data().data(), 15);
     int const other = (me.comm->device() + 1) % cpx::cuda::devices();
     cpx::cuda::use_device(other);
     rejects("current device", small.x.data().data(), 16);
