@@ -13,6 +13,7 @@
 #include <cpx/core/memory.hpp>
 #include <cpx/core/overlap.hpp>
 #include <cpx/core/packing.hpp>
+#include <cpx/core/refused.hpp>
 #include <cpx/core/rotary_axes.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/core/search.hpp>

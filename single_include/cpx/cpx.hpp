@@ -37,18 +37,13 @@
 #include <utility>
 #include <vector>
 
-// cpx/core/activation.hpp
-// The names of activations, for operators of the host and of GPUs.
-
-namespace cpx {
-
-/// Which function follows a linear operator.
-enum class activation { none, silu };
-
-} // namespace cpx
-
 // cpx/core/config.hpp
 // Version, and the one marker that lets the same arithmetic run on host and device.
+
+#if __cplusplus < 202002L
+#error "cpx: this is a library for C++20; compile with -std=c++20 or a newer one"
+#include "end of compilation" // what would follow is of no use
+#endif
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
 
@@ -61,79 +56,6 @@ enum class activation { none, silu };
 #define CPX_HOST_DEVICE
 #define CPX_CALLS_BACK
 #endif
-
-// cpx/core/element_name.hpp
-// The name by which ranks agree on the type of what they exchange.
-
-namespace cpx {
-
-namespace detail {
-
-/// Returns the name of a type without "cpx::", as the compiler spells it.
-template <class T>
-constexpr std::string_view type_name() {
-    std::string_view name = __PRETTY_FUNCTION__;
-    auto const first = name.find("T = ");
-    if (first == std::string_view::npos) return name;
-    name.remove_prefix(first + 4);
-    name = name.substr(0, name.find_first_of(";]"));
-    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
-}
-
-template <class T>
-constexpr std::string_view number_name() {
-    using limits = std::numeric_limits<T>;
-    if (std::same_as<T, bool>) return "bool";
-    int bits = limits::digits; // of a floating-point number those of the fraction, with the hidden one
-    if (std::floating_point<T>) {
-        switch (bits) {
-        case 8: return "bfloat16";
-        case 11: return "float16";
-        case 24: return "float32";
-        case 53: return "float64";
-        default: break;
-        }
-    } else {
-        switch (bits += limits::is_signed) {
-        case 8: return limits::is_signed ? "int8" : "uint8";
-        case 16: return limits::is_signed ? "int16" : "uint16";
-        case 32: return limits::is_signed ? "int32" : "uint32";
-        case 64: return limits::is_signed ? "int64" : "uint64";
-        default: break;
-        }
-    }
-    return type_name<T>();
-}
-
-/// Returns `spelled`, or what stands for the same numbers in every library.
-constexpr std::string_view known_element(std::string_view spelled) {
-    for (std::string_view const half : {"__half", "_Float16", "Eigen::half"})
-        if (spelled == half) return "float16";
-    for (std::string_view const brain : {"__nv_bfloat16", "__bf16", "Eigen::bfloat16"})
-        if (spelled == brain) return "bfloat16";
-    return spelled;
-}
-
-template <class T>
-constexpr std::string_view default_element_name() {
-    if constexpr (std::integral<T> || std::floating_point<T>)
-        return number_name<T>();
-    else
-        return known_element(type_name<T>());
-}
-
-} // namespace detail
-
-/// "float32", "int64", "bool"; "float16" and "bfloat16", whatever library's; of another type the name that the compiler
-/// spells. Ranks that exchange elements of T have one name for it. Specialise it for a type of your own whose name
-/// compilers spell in different ways, or that has the numbers of another one:
-///
-///     template <>
-///     inline constexpr std::string_view cpx::element_name<my::half> = "float16";
-template <class T>
-inline constexpr std::string_view element_name = detail::default_element_name<T>();
-
-} // namespace cpx
 
 // cpx/core/printable.hpp
 // Bytes of unknown origin as text that is safe to print: errors show names and values from files and command lines.
@@ -295,6 +217,122 @@ void require(bool holds, char const* where, char const* what, E const& expected,
 
 } // namespace cpx
 
+// cpx/core/activation.hpp
+// The names of activations, for operators of the host and of GPUs.
+
+namespace cpx {
+
+/// Which function follows a linear operator.
+enum class activation { none, silu };
+
+namespace detail {
+
+inline void require_activation(char const* where, activation act, caller here) {
+    require(act == activation::none || act == activation::silu, where, "activation", "none or silu",
+            static_cast<int>(act), here);
+}
+
+} // namespace detail
+
+} // namespace cpx
+
+// cpx/core/element_name.hpp
+// The name by which ranks agree on the type of what they exchange.
+
+namespace cpx {
+
+namespace detail {
+
+/// Returns the name of a type without "cpx::", as the compiler spells it.
+template <class T>
+constexpr std::string_view type_name() {
+    std::string_view name = __PRETTY_FUNCTION__;
+    auto const first = name.find("T = ");
+    if (first == std::string_view::npos) return name;
+    name.remove_prefix(first + 4);
+    name = name.substr(0, name.find_first_of(";]"));
+    return name.substr(0, 5) == "cpx::" ? name.substr(5) : name;
+}
+
+template <class T>
+constexpr std::string_view number_name() {
+    using limits = std::numeric_limits<T>;
+    if (std::same_as<T, bool>) return "bool";
+    int bits = limits::digits; // of a floating-point number those of the fraction, with the hidden one
+    if (std::floating_point<T>) {
+        switch (bits) {
+        case 8: return "bfloat16";
+        case 11: return "float16";
+        case 24: return "float32";
+        case 53: return "float64";
+        default: break;
+        }
+    } else {
+        switch (bits += limits::is_signed) {
+        case 8: return limits::is_signed ? "int8" : "uint8";
+        case 16: return limits::is_signed ? "int16" : "uint16";
+        case 32: return limits::is_signed ? "int32" : "uint32";
+        case 64: return limits::is_signed ? "int64" : "uint64";
+        default: break;
+        }
+    }
+    return type_name<T>();
+}
+
+/// Returns `spelled`, or what stands for the same numbers in every library.
+constexpr std::string_view known_element(std::string_view spelled) {
+    for (std::string_view const half : {"__half", "_Float16", "Eigen::half"})
+        if (spelled == half) return "float16";
+    for (std::string_view const brain : {"__nv_bfloat16", "__bf16", "Eigen::bfloat16"})
+        if (spelled == brain) return "bfloat16";
+    return spelled;
+}
+
+template <class T>
+constexpr std::string_view default_element_name() {
+    if constexpr (std::integral<T> || std::floating_point<T>)
+        return number_name<T>();
+    else
+        return known_element(type_name<T>());
+}
+
+} // namespace detail
+
+/// "float32", "int64", "bool"; "float16" and "bfloat16", whatever library's; of another type the name that the compiler
+/// spells. Ranks that exchange elements of T have one name for it. Specialise it for a type of your own whose name
+/// compilers spell in different ways, or that has the numbers of another one:
+///
+///     template <>
+///     inline constexpr std::string_view cpx::element_name<my::half> = "float16";
+template <class T>
+inline constexpr std::string_view element_name = detail::default_element_name<T>();
+
+} // namespace cpx
+
+// cpx/core/refused.hpp
+// How a call that fits no function is refused in one sentence.
+
+// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
+// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
+namespace cpx::detail {
+
+/// A parameter that takes any argument, lists in braces too, where no other overload does.
+struct any {
+    any() = default;
+    template <class X>
+    any(X const&) {}
+    any(std::initializer_list<any>) {}
+};
+
+/// The result of a call that has been refused.
+struct refused {};
+
+/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
+template <class X>
+inline constexpr bool never = std::same_as<X, refused>;
+
+} // namespace cpx::detail
+
 // cpx/core/extent.hpp
 // A size that is known at compile time or only at run time, under one name.
 
@@ -311,6 +349,11 @@ struct extent {
     static_assert(N > 0,
                   "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
     constexpr extent() = default;
+    template <class I>
+    CPX_HOST_DEVICE constexpr explicit extent(I) {
+        static_assert(detail::never<I>, "cpx: a size that the type tells takes no other; leave the number out, or "
+                                        "leave it out of the type, as in zigzag<>(4)");
+    }
     CPX_HOST_DEVICE constexpr int get() const { return N; }
     friend constexpr bool operator==(extent, extent) = default;
 };
@@ -540,6 +583,12 @@ public:
         : thd(numbers("thd", "offset ", offsets, here), numbers("thd", "valid length of sequence ", valid, here),
               here) {}
 
+    template <class X>
+        requires(!integers<X> && !std::convertible_to<X, index_t>) // {0, 7} may not be one of these
+    explicit thd(X const&, detail::any = {}, detail::any = {}) {
+        not_integers<X>();
+    }
+
     /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
@@ -578,6 +627,13 @@ public:
         return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
 
+    template <class X>
+        requires(!integers<X>)
+    static thd from_lengths(X const&, detail::any = {}) {
+        not_integers<X>();
+        return {};
+    }
+
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
     /// Returns all tokens, padding included: the global rows of the batch.
     index_t tokens() const { return data_->offsets.back(); }
@@ -605,6 +661,12 @@ public:
     }
 
 private:
+    template <class X>
+    static void not_integers() {
+        static_assert(detail::never<X>, "cpx: thd wants a vector, array or span of integers, the offsets of its "
+                                        "sequences: thd({0, 7, 20}); of lengths, thd::from_lengths");
+    }
+
     struct lengths {
         std::vector<index_t> offsets, valid;
         std::uint64_t hash;
@@ -765,22 +827,15 @@ public:
 #endif
     }
 
-    /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
-    template <class V>
-        requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V>& values, index_t width, caller here = caller::here())
-        : rows(values.data(), width > 0 ? std::ssize(values) / width : 0, std::max<index_t>(width, 0), here) {
-        require(width >= 0 && count_ * width == std::ssize(values), "rows", "size of the vector",
-                "a multiple of the width " + std::to_string(width), values.size(), here);
+    /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
+    template <std::ranges::contiguous_range R>
+    rows(R&& list, index_t width, caller here = caller::here())
+        : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
+        constexpr bool stays = std::ranges::borrowed_range<R>;
+        static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
+        require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
+                "a multiple of the width " + std::to_string(width), std::ssize(list), here);
     }
-    template <class V>
-        requires std::is_same_v<T, V const>
-    rows(std::vector<V> const& values, index_t width, caller here = caller::here())
-        : rows(const_cast<std::vector<V>&>(values), width, here) {}
-    /// A vector that ends with the expression cannot be viewed.
-    template <class V>
-        requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V> const&&, index_t, caller = caller::here()) = delete;
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
@@ -802,11 +857,23 @@ public:
     }
 
 private:
+    template <class R>
+    static T* elements(R& list) {
+        constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
+        static_assert(fits,
+                      "cpx: rows of a list of other elements, or of one that is const; rows<T const> view the latter");
+        if constexpr (fits)
+            return std::ranges::data(list);
+        else
+            return nullptr;
+    }
+
     T* data_ = nullptr;
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
-/// What an operator takes that knows the width of the rows: rows, or their elements in a vector, array or span.
+/// What an operator takes that knows the width of the rows: rows, or a
+/// tensor of them, or their elements in a vector, array or span.
 template <class T>
 class rows_or_list {
 public:
@@ -815,6 +882,9 @@ public:
     rows_or_list(rows<std::remove_const_t<T>> r)
         requires std::is_const_v<T>
         : rows_(r) {}
+    template <class X>
+        requires requires(X& x) { rows<T>(x.data()); }
+    rows_or_list(X& tensor) : rows_(tensor.data()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>
     rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
@@ -1881,6 +1951,13 @@ template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
 sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}, caller here = caller::here()) {
     return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut, here);
 }
+template <scope = scope::sequence, class X>
+detail::refused shard(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: shard(batch, layout) wants a cpx::thd and a layout, whose ranks(), chunks() and owner(chunk) "
+                  "return int, or a rule that chooses layouts; shard<scope::batch>(batch, layout, cut)");
+    return {};
+}
 
 } // namespace cpx
 
@@ -2149,6 +2226,12 @@ piecewise<sequence_parallel_of<S>> sequence_parallel(S const& sharding, int tp, 
     std::ranges::sort(pieces, {}, [](owned_piece const& p) { return p.rows.first; });
     return piecewise<sequence_parallel_of<S>>(tp * sharding.ranks(), sharding.batch(), pieces, here);
 }
+template <class X>
+detail::refused sequence_parallel(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: sequence_parallel(sharding, tp) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
+}
 
 } // namespace cpx
 
@@ -2161,9 +2244,7 @@ namespace cpx {
 template <int W = dynamic>
 struct sequential : private extent<W> {
     constexpr sequential() = default;
-    CPX_HOST_DEVICE constexpr explicit sequential(int ranks)
-        requires(W == dynamic)
-        : extent<W>(ranks) {}
+    CPX_HOST_DEVICE constexpr explicit sequential(int ranks) : extent<W>(ranks) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
@@ -2189,11 +2270,14 @@ namespace cpx {
 template <class T, any_sharding S, any_memory M = host_memory>
 class sharded {
 public:
-    sharded(rows<T> data, S sharding, int rank, M memory)
-        : data_(data), sharding_(std::move(sharding)), rank_(rank), memory_(memory) {}
-    sharded(rows<T> data, S sharding, int rank)
+    /// Throws `cpx::error` if there is no such rank.
+    sharded(rows<T> data, S sharding, int rank, M memory, caller here = caller::here())
+        : data_(data), sharding_(std::move(sharding)), rank_(rank), memory_(memory) {
+        detail::require_rank("sharded", rank, sharding_.ranks(), here);
+    }
+    sharded(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
-        : sharded(data, std::move(sharding), rank, M()) {}
+        : sharded(data, std::move(sharding), rank, M(), here) {}
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -2266,17 +2350,36 @@ namespace detail {
 /// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
 template <class T, any_sharding S, any_memory M = host_memory, class X>
 sharded<T, S, M> field(X&& x) {
-    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
-    static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
-    static_assert(
-        !fits || holds,
-        "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
-        "one that ends with the expression; give it a name");
-    if constexpr (fits && holds)
-        return std::forward<X>(x);
-    else
-        throw;
+    constexpr bool views = sharded_anywhere<X> || std::same_as<std::remove_const_t<T>, refused>;
+    static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                         "sharded(rows, sharding, rank)");
+    if constexpr (sharded_anywhere<X>) {
+        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
+        static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+        static_assert(
+            !fits || holds,
+            "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
+            "one that ends with the expression; give it a name");
+        if constexpr (fits && holds) return std::forward<X>(x);
+    }
+    throw;
 }
+
+/// What a struct of tensors deduces from its first one.
+template <class X>
+struct first_field {
+    static_assert(never<X>, "cpx: a struct of tensors is given first what is none; view other memory as sharded(rows, "
+                            "sharding, rank)");
+    using element = refused;
+    using sharding = cpx::sharding<sequential<1>>;
+    using memory = host_memory;
+};
+template <sharded_anywhere X>
+struct first_field<X> {
+    using element = element_of<X>;
+    using sharding = sharding_of<X>;
+    using memory = memory_of<X>;
+};
 
 } // namespace detail
 
@@ -2286,7 +2389,8 @@ sharded<T, S, M> field(X&& x) {
 template <class T, any_sharding S, any_memory M = host_memory>
 struct sharded_field : sharded<T, S, M> {
     using sharded<T, S, M>::sharded;
-    template <sharded_anywhere X>
+    sharded_field() : sharded_field(detail::any()) {}
+    template <class X>
     sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
 };
 
@@ -2324,17 +2428,6 @@ void require_place(char const* where, char const* what, sharded<T, S, M> const& 
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
 
-/// A parameter that takes any argument, where no other overload does.
-struct anything {
-    anything() = default;
-    template <class X>
-    anything(X const&) {}
-};
-
-/// False, but only where the template that asserts it is used.
-template <class>
-inline constexpr bool never = false;
-
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 
 template <class S, class... X>
@@ -2364,7 +2457,6 @@ struct striped : private extent<W> {
     static_assert(Stripes > 0, "cpx: striped needs at least 1 stripe a rank");
     constexpr striped() = default;
     CPX_HOST_DEVICE constexpr explicit striped(int ranks, caller here = caller::here())
-        requires(W == dynamic)
         : extent<W>(detail::ranks_with(Stripes, ranks, "striped", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
@@ -2460,6 +2552,14 @@ public:
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
 
+    template <class X>
+    explicit tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : tensor(unfit<X>()) {}
+    template <class X>
+    tensor& operator=(X const&) {
+        return unfit<X>();
+    }
+
     /// Holds rows of this sharding from now on; what they are is not said. Throws `cpx::error` if they are too many.
     void hold(S const& sharding, caller here = caller::here()) {
         index_t const count = detail::rows_of_rank("tensor", sharding, rank_, here);
@@ -2474,14 +2574,26 @@ public:
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
-    rows<T const> data() const&& = delete;
+    template <class X = T>
+    rows<T const> data() const&& {
+        ends<X>();
+        throw;
+    }
     /// Returns all elements, row after row, in the tensor's memory.
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
-    std::span<T const> elements() const&& = delete;
+    template <class X = T>
+    std::span<T const> elements() const&& {
+        ends<X>();
+        throw;
+    }
     sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
     sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
-    sharded<T const, S, M> view() const&& = delete;
+    template <class X = T>
+    sharded<T const, S, M> view() const&& {
+        ends<X>();
+        throw;
+    }
     operator sharded<T, S, M>() & { return view(); }
     operator sharded<T const, S, M>() const& { return view(); }
     operator sharded<T const, S, M>() const&& = delete;
@@ -2500,6 +2612,18 @@ public:
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
+    template <class X>
+    static tensor& unfit() {
+        static_assert(detail::never<X>, "cpx: a tensor is made of a sharding of its type, a rank and a width; rows of "
+                                        "another sharding come by exchange(x, sharding, comm)");
+        throw;
+    }
+    template <class X>
+    static void ends() {
+        static_assert(detail::never<X>,
+                      "cpx: a view of a tensor that ends with the expression; give the tensor a name");
+    }
+
     S sharding_;
     int rank_;
     index_t width_, count_ = 0;
@@ -2517,6 +2641,13 @@ template <class T, any_sharding S, any_memory M>
 tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
     return {sharding, rank, width, memory, here};
 }
+template <class T, class X>
+detail::refused make_tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: make_tensor<T>(sharding, rank, width) wants a sharding, such as shard(batch, zigzag<4>{}) "
+                  "returns, and then perhaps a memory; or a cpx::transport in place of the rank");
+    return {};
+}
 
 } // namespace cpx
 
@@ -2532,7 +2663,6 @@ template <int W = dynamic>
 struct zigzag : private extent<W> {
     constexpr zigzag() = default;
     CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
-        requires(W == dynamic)
         : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
@@ -2727,6 +2857,8 @@ private:
                    experts = has(set, axis::etp | axis::ep | axis::edp);
         if (dense && experts)
             throw error("mesh", "axes", "those of dense layers or those of experts", "some of both", here);
+        if (auto const unknown = static_cast<unsigned>(set) >> 8; unknown != 0)
+            throw error("mesh", "axes", "tp, cp, dp, pp, etp, ep or edp", "bit " + std::to_string(unknown << 8), here);
         return experts ? experts_ : dense_;
     }
     constexpr int number(axis set, bool inside, int world_rank, caller here) const {
@@ -2951,10 +3083,10 @@ struct identity {
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{
-        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)",   "source sharding", "target sharding",
-        "source width", "target width", "parameter", "bytes of an element", "agreement"};
+        "ranks",        "sequences",    "tokens", "cu_seqlens (hash)",   "source sharding", "target sharding",
+        "source width", "target width", "reach",  "bytes of an element", "agreement"};
 
-    std::array<char, 24> operation{};
+    std::array<char, 48> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
     std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
@@ -3020,11 +3152,12 @@ struct identity {
     }
     /// Returns whether the value of a field ends in a hash; who has the sharding can say more of it.
     static bool cut_short(std::string_view value) { return value.find("hash ") != value.npos; }
-    static std::string name(int field) {
+    std::string name(int field) const {
         static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
                                                               "element type"};
-        return field < texts ? names[static_cast<std::size_t>(field)]
-                             : number_names[static_cast<std::size_t>(field - texts)];
+        if (field < texts) return names[static_cast<std::size_t>(field)];
+        if (field == texts + static_cast<int>(parameter)) return parameter_name();
+        return number_names[static_cast<std::size_t>(field - texts)];
     }
     std::string value(int field) const {
         if (field < texts)
@@ -3042,6 +3175,9 @@ struct identity {
                source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
+    /// Says for which operator a plan is run: the operation is then "shift_rows: halo after".
+    void run_by(char const* name) { set(operation, name + std::string(": ") + operation.data()); }
+
     /// A text that is too long is cut, and ends in a hash of all of it.
     template <std::size_t N>
         requires(N > 9)
@@ -3051,6 +3187,23 @@ struct identity {
         if (text.size() < N) return;
         std::uint64_t hash = detail::mix_all(0, text);
         for (std::size_t i = N - 9; i < N - 1; ++i, hash >>= 4) field[i] = "0123456789abcdef"[hash & 15];
+    }
+
+private:
+    /// What the parameter of an operation is; of a halo, its reach.
+    char const* parameter_name() const {
+        struct meaning {
+            std::string_view operation;
+            char const* name;
+        };
+        std::string_view const of = operation.data();
+        for (meaning const m : {meaning{"carry", "elements of a map"},
+                                {"sum_over_ranks", "number of values"},
+                                {"media counts", "grids (hash)"},
+                                {"gather", "bytes"},
+                                {"broadcast", "bytes"}})
+            if (of.starts_with(m.operation)) return m.name;
+        return number_names[parameter];
     }
 };
 
@@ -3578,6 +3731,12 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
     }
     return c;
 }
+template <class = void, class X>
+detail::refused carry(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: carry<scan>(sharding, rank), or carry<serial>, wants a sharding, such as "
+                                    "shard(batch, zigzag<4>{}) returns, and this rank");
+    return {};
+}
 
 } // namespace cpx
 
@@ -3769,6 +3928,13 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     }
     p.sends = sends.finish();
     return p;
+}
+template <class X>
+detail::refused halo(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: halo(sharding, rank, reach) wants a sharding, such as shard(batch, zigzag<4>{}) returns, this "
+                  "rank and a number of rows, and then perhaps side::after");
+    return {};
 }
 
 } // namespace cpx
@@ -4146,6 +4312,13 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
             "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;
 }
+template <class X>
+detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(
+        detail::never<X>,
+        "cpx: relayout(from, to, rank) wants two shardings, such as shard(batch, zigzag<4>{}) returns, and this rank");
+    return {};
+}
 
 } // namespace cpx
 
@@ -4356,6 +4529,12 @@ std::vector<range> pieces(S const& sharding, int rank, caller here = caller::her
     sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
     return list;
 }
+template <class X>
+detail::refused pieces(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: pieces(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
+}
 
 /// Returns the global row of every local row of a rank: its rows of a batch that the loader has whole, as gathers and
 /// scatters by index want them. Local row i is row `global_rows(sharding, rank)[i]` of the batch.
@@ -4371,6 +4550,12 @@ std::vector<index_t> global_rows(S const& sharding, int rank, caller here = call
         for (index_t row = piece.first; row < piece.last; ++row) *next++ = row;
     });
     return list;
+}
+template <class X>
+detail::refused global_rows(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
 }
 
 /// Returns the way back: for every global row the rank that holds it and its local row there. Where every rank holds
@@ -4388,6 +4573,12 @@ std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
         });
     }
     return list;
+}
+template <class X>
+    requires(!any_sharding<X>)
+detail::refused slots(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
 }
 
 } // namespace cpx
@@ -5172,7 +5363,7 @@ inline void require_same_exchange(char const* where, identity const& mine, int r
     auto const place = [&](identity const& id, char const* on, int r) {
         return id.value(field) + on + std::to_string(r) + " (" + id.text() + ")";
     };
-    throw error(where, "ranks are in different exchanges: " + identity::name(field), place(mine, " as on rank ", rank),
+    throw error(where, "ranks are in different exchanges: " + mine.name(field), place(mine, " as on rank ", rank),
                 place(theirs, " on rank ", peer));
 }
 
@@ -5210,8 +5401,7 @@ inline error apart(char const* where, identity const& mine, identity const& thei
     int const field = mine.first_difference(theirs);
     std::vector<std::string> values;
     for (identity const* id : in) values.push_back(id ? id->value(field) + " in " + id->text() : "none");
-    return {where, "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
-            who_has_what(values)};
+    return {where, "ranks are in different exchanges: " + mine.name(field), "one on all ranks", who_has_what(values)};
 }
 
 /// The ranks that one waits for in an exchange: for their messages, and for them to take its own.
@@ -5320,6 +5510,12 @@ template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
     detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
 }
+template <class X>
+detail::refused gather(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: gather(comm, mine, all, bytes) gathers bytes; rows of a tensor come by "
+                                    "exchange(x, replicated<>(ranks, batch), comm)");
+    return {};
+}
 
 /// Replaces `bytes` by those of rank 0. Collective; equally many on all ranks. Throws what the transport throws.
 template <transport Comm>
@@ -5410,7 +5606,7 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
             bool const from = field == identity::texts + static_cast<int>(identity::source_hash);
             compare_settings(where, from ? "source" : "target", from ? source : target, ranks, gather, here);
         }
-        throw error(where, "ranks disagree on " + identity::name(field), "one value on all ranks", who_has_what(values),
+        throw error(where, "ranks disagree on " + mine.name(field), "one value on all ranks", who_has_what(values),
                     here);
     }
 }
@@ -5467,7 +5663,9 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        tally& sent = sent_[id.numbers[identity::agreement] ? "agreement" : id.operation.data()];
+        std::string name = id.numbers[identity::agreement] ? "agreement" : id.operation.data();
+        if (auto const by = name.find(": "); by != name.npos) name.erase(0, by + 2); // whose halo
+        tally& sent = sent_[name];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;
@@ -5584,8 +5782,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 }
 
 template <class A, class B, transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
-    identity const id = p.id.for_elements<B>(from.width());
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by) {
+    identity id = p.id.for_elements<B>(from.width());
+    if (by) id.run_by(by);
     if (!p.local) agree(comm, id, p, here);
 
     if (p.kind == flow::sums || !p.covers_target())
@@ -5596,12 +5795,13 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) 
     exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
 }
 template <class A, class B, device_transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const*) {
     comm.exchange(p, rows<B const>(from), to, here);
 }
 
+/// `by`: the operator whose exchange it is, which errors name.
 template <class A, class B, class Comm>
-void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = nullptr) {
     require_own("exchange", "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
     check_buffer("source", from, p.source_rows, p.source_width, here);
     check_buffer("target", to, p.target_rows, p.target_width, here);
@@ -5611,7 +5811,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
     constexpr bool addable = requires(B sum, B const term) { sum += term; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
-    run_plan(p, from, to, comm, here);
+    run_plan(p, from, to, comm, here, by);
 }
 
 } // namespace detail
@@ -5643,11 +5843,14 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
     constexpr bool writes = detail::writes<Y>, there = detail::in_memory_of<Comm, X, Y>;
     static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
                           "relayout(tensor.sharding(), ...)");
-    static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
-                          "relayout(..., tensor.sharding(), ...)");
-    static_assert(writes, "cpx: exchange into a tensor that is const or ends with the call; give it a name");
-    static_assert(there, "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
-                         "with make_tensor<T>(sharding, comm, width)");
+    static_assert(!source || target,
+                  "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
+                  "relayout(..., tensor.sharding(), ...)");
+    static_assert(!source || !target || writes,
+                  "cpx: exchange into a tensor that is const or ends with the call; give it a name");
+    static_assert(!writes || there,
+                  "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
+                  "with make_tensor<T>(sharding, comm, width)");
     if constexpr (source && target && writes && there) {
         auto const x = from.view();
         auto const y = to.view();
@@ -5674,24 +5877,23 @@ template <sharded_anywhere X, any_sharding To, any_transport Comm>
 tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Comm& comm,
                                                  caller here = caller::here()) {
     auto const x = from.view();
+    detail::require_own("exchange", "rank of the tensor", x.rank(), x.sharding().ranks(), comm.rank(), comm.ranks(),
+                        here);
     return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
 }
 
-// What none of these takes: to say so in a sentence.
 template <class Plan, class X, class Y, class Comm>
 void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
+    static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
-template <class Plan, class X, class Comm>
-X exchange(Plan const&, X const& from, Comm&, caller = caller::here()) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
+template <class Plan, class X>
+X exchange(Plan const&, X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
-    return from;
+    throw;
 }
 
 } // namespace cpx
@@ -5765,29 +5967,34 @@ public:
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
     /// it is not what this movement was prepared for; then all is as before. If ranks have different batches, the wait
     /// after the next call says so.
-    template <any_sharding... S>
-        requires std::same_as<std::tuple<S...>, typename kind::batch>
+    template <class... S>
     void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
-        if (shardings == now_) return;
-        require_room(shardings, here);
-        std::optional<Plan> made;
-        auto const plan_of = [&]() -> Plan const& {
-            if (!made) made.emplace(kind::next(plan_, shardings, here));
-            return *made;
-        };
-        prepared_.set(shardings, plan_of, here);
-        listed_ = made.has_value();
-        if (listed_) plan_ = std::move(*made);
-        now_ = shardings;
+        constexpr bool fits = std::same_as<std::tuple<S...>, typename kind::batch>;
+        static_assert(fits,
+                      "cpx: movement::set of another kind of sharding than it was made for; give a relayout's two, "
+                      "the source first, and of another plan its one");
+        if constexpr (fits) {
+            if (shardings == now_) return;
+            require_room(shardings, here);
+            std::optional<Plan> made;
+            auto const plan_of = [&]() -> Plan const& {
+                if (!made) made.emplace(kind::next(plan_, shardings, here));
+                return *made;
+            };
+            prepared_.set(shardings, plan_of, here);
+            listed_ = made.has_value();
+            if (listed_) plan_ = std::move(*made);
+            now_ = shardings;
+        }
     }
-    template <any_sharding S>
+    template <class S>
     Plan const& set(S const& sharding, caller here = caller::here()) {
-        set(std::tuple(sharding), here);
+        set(std::tuple<S>(sharding), here);
         return plan(here);
     }
-    template <any_sharding From, any_sharding To>
+    template <class From, class To>
     void set(From const& from, To const& to, caller here = caller::here()) {
-        set(std::tuple(from, to), here);
+        set(std::tuple<From, To>(from, to), here);
     }
     /// Returns the plan of the last batch. Where nothing has asked for it yet, makes it.
     Plan const& plan(caller here = caller::here()) {
@@ -5844,6 +6051,15 @@ public:
         run(from == side::after, k, given, got, here);
     }
 
+    template <class X>
+    void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+        unfit<X>();
+    }
+    template <class X>
+    void transposed(X const&, detail::any = {}, detail::any = {}) {
+        unfit<X>();
+    }
+
     /// Returns a tensor for every batch that fits, of this one at first; see `tensor::hold`. It is where this movement
     /// can write: in memory that peers reach, if that is how it moves. Collective.
     template <any_sharding S>
@@ -5860,6 +6076,13 @@ public:
     }
 
 private:
+    template <class X>
+    static void unfit() {
+        static_assert(
+            detail::never<X>,
+            "cpx: a movement takes, of a relayout, tensors x and y; of a halo, a tensor and rows, transposed "
+            "rows and a tensor; of a carry, a number, a side and two rows; view memory as sharded, or as rows");
+    }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {
         static_cast<void>(kind::room(plan_, width_, most, here));
@@ -5901,12 +6124,15 @@ private:
         constexpr bool there = detail::in_memory_of<Comm, X, Y>;
         static_assert(source, "cpx: movement of a tensor that is not sharded as its source; make it from the tensor's "
                               "kind of sharding");
-        static_assert(target, "cpx: movement into a tensor that is not sharded as its target; make it for the tensor's "
-                              "kind of sharding");
-        static_assert(writes, "cpx: movement wants tensors of its elements, and a target that is not const and has a "
-                              "name");
-        static_assert(there, "cpx: movement of tensors in another memory than that of the transport's ranks; make them "
-                             "with make_tensor<T>(sharding, comm, width)");
+        static_assert(!source || target,
+                      "cpx: movement into a tensor that is not sharded as its target; make it for the tensor's "
+                      "kind of sharding");
+        static_assert(!source || !target || writes,
+                      "cpx: movement wants tensors of its elements, and a target that is not const and has a "
+                      "name");
+        static_assert(!writes || there,
+                      "cpx: movement of tensors in another memory than that of the transport's ranks; make them "
+                      "with make_tensor<T>(sharding, comm, width)");
         if constexpr (source && target && writes && there) {
             auto const x = from.view();
             auto const y = to.view();
@@ -5940,6 +6166,13 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
+template <class T, class X>
+detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                              detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
+                                    "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
+    return {};
+}
 
 } // namespace cpx
 
@@ -5960,13 +6193,22 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
     replicated<> const whole(comm.ranks(), batch);
-    auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
+    auto plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
+    identity::set(plan.id.operation, "sum_over_ranks");
+    for (auto const of_tokens : {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
+        plan.id[of_tokens] = 0;
+    plan.id[identity::parameter] = static_cast<std::uint64_t>(count);
     using T = std::ranges::range_value_t<V>;
     auto const memory = rank_memory(comm);
     sharded const all(rows<T>(std::ranges::data(values), count, 1), whole, comm.rank(), memory);
     tensor<T, sharding<sequential<>>, rank_memory_of<Comm>> share(plan.from, comm.rank(), 1, memory, here);
     exchange(plan.transposed(), all, share, comm, here);
     exchange(plan, share, all, comm, here);
+}
+template <class X>
+void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, and a "
+                                    "cpx::transport; of a tensor give its elements()");
 }
 
 } // namespace cpx
@@ -5992,7 +6234,9 @@ public:
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
-        run_all(ranks, std::ref(program), deadline, here);
+        constexpr bool fits = std::invocable<F&, threads&>;
+        static_assert(fits, "cpx: threads::run wants a program that takes its rank: [&](cpx::threads& comm) { ... }");
+        if constexpr (fits) run_all(ranks, std::ref(program), deadline, here);
     }
 
     int rank() const { return rank_; }

@@ -2,11 +2,11 @@
 #
 # `// expect: REGEX` stands above every mistake of SOURCES: the line with its error, of g++, clang++ and nvcc, matches this
 # regular expression of CMake, without semicolons. There are as many errors as mistakes, and at most 15 lines from one to
-# the next, or as many as `// expect 30:` says. The mistakes stand where CPX_GOOD is not defined, so that a file that
+# the next. The mistakes stand where CPX_GOOD is not defined, so that a file that
 # fails for another reason is noticed. OUTPUT is the unit that has them all, each in a namespace of its own.
 set(marks)
 foreach(source IN LISTS SOURCES)
-    file(STRINGS ${source} more REGEX "^ *// expect( [0-9]+)?: ")
+    file(STRINGS ${source} more REGEX "^ *// expect: ")
     if(NOT more)
         message(FATAL_ERROR "${source}: there is no `// expect: REGEX`")
     endif()
@@ -55,14 +55,9 @@ foreach(line IN LISTS lines)
     set(found -1)
     set(at 0)
     foreach(mark IN LISTS marks)
-        string(REGEX MATCH "// expect( [0-9]+)?: (.+)$" unused "${mark}")
-        set(lines_allowed "${CMAKE_MATCH_1}")
-        if(found EQUAL -1 AND line MATCHES "${CMAKE_MATCH_2}")
+        string(REGEX MATCH "// expect: (.+)$" unused "${mark}")
+        if(found EQUAL -1 AND line MATCHES "${CMAKE_MATCH_1}")
             set(found ${at})
-            set(limit 15)
-            if(lines_allowed)
-                string(STRIP "${lines_allowed}" limit)
-            endif()
         endif()
         math(EXPR at "${at} + 1")
     endforeach()

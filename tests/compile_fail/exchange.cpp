@@ -99,3 +99,38 @@ void lone_rows(cpx::plan const& p, cpx::rows<float> x, group& comm) { cpx::excha
 
 // expect: relayout between shardings over different numbers of ranks
 void ranks(cpx::thd const& batch) { cpx::relayout(cpx::shard(batch, cpx::zigzag<4>{}), cpx::shard(batch, other{}), 0); }
+
+using stepwise = cpx::movement<float, cpx::relayout_plan<zigzag, sequential>, cpx::threads>;
+using bringing = cpx::movement<float, cpx::halo_plan<zigzag>, cpx::threads>;
+
+// expect: movement of a tensor that is not sharded as its source
+void swapped(stepwise& move, cpx::tensor<float, given>& x, cpx::tensor<float, sequential>& y) { move(x, y); }
+
+#ifndef CPX_GOOD
+// expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
+void alone(plan<sequential, zigzag> p, view<sequential> x) { cpx::exchange(p, x); }
+
+// expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
+void sums(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::sum_over_ranks(x, comm); }
+
+// expect: gather.comm, mine, all, bytes. gathers bytes
+void gathers(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::gather(x, comm); }
+
+// expect: a movement takes, of a relayout, tensors x and y
+void of_rows(stepwise& move, cpx::rows<float> x) { move(x, x); }
+
+// expect: a movement takes, of a relayout, tensors x and y
+void into_list(bringing& move, cpx::tensor<float, zigzag>& x, std::vector<float>& halo) { move(x, halo); }
+
+// expect: movement::set of another kind of sharding than it was made for
+// expect: movement::set of another kind of sharding than it was made for
+// expect: movement::set of another kind of sharding than it was made for
+void other_batches(stepwise& move, bringing& bring, zigzag const& from, sequential const& to, cpx::thd const& batch) {
+    move.set(to, from);
+    move.set(from);
+    bring.set(batch);
+}
+
+// expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
+void makes(zigzag const& from, sequential const& to) { cpx::make_movement<float>(from, to, 4, cpx::capacity{}); }
+#endif

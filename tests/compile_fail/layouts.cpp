@@ -21,7 +21,7 @@ cpx::striped<4, 0> dealt;
 #endif
 
 // A layout whose ranks are in its type takes no other number.
-// expect 30: (no matching function for call to .cpx::zigzag|no matching constructor for)
+// expect: cpx: a size that the type tells takes no other
 #ifdef CPX_GOOD
 cpx::zigzag<> const layout(4);
 #else
@@ -29,7 +29,7 @@ cpx::zigzag<2> const layout(4);
 #endif
 
 // What is wanted is named: a layout, or a rule that chooses layouts.
-// expect 30: no matching function for call to .shard
+// expect: shard.batch, layout. wants a cpx::thd and a layout
 struct by_hand {
     int ranks() const { return 2; }
     int chunks() const { return 2; }
@@ -51,21 +51,53 @@ constexpr auto found = cpx::routes<cpx::zigzag<>, cpx::sequential<4>>();
 #endif
 
 // Memory that ends with the expression is not viewed.
-// expect: deleted
-// expect: deleted
-// expect: deleted
-// expect: deleted
+// expect: rows of a vector that ends with the expression
+// expect: rows of a vector that ends with the expression
+// expect: a view of a tensor that ends with the expression
+// expect: a view of a tensor that ends with the expression
 std::vector<float> const values(4);
+std::vector<int> const numbers(4);
 auto const sharding = cpx::shard(cpx::thd({0, 4}), cpx::zigzag<1>{});
 auto tensor = cpx::make_tensor<float>(sharding, 0, 1);
 #ifdef CPX_GOOD
 cpx::rows<float const> const rows(values, 2);
-cpx::rows const deduced(values, 2);
+cpx::rows const deduced(numbers, 2);
 auto const view = tensor.view();
 auto const data = tensor.data();
 #else
 cpx::rows<float const> const rows(std::vector<float>(4), 2);
-cpx::rows const deduced(std::vector<float>(4), 2);
+cpx::rows const deduced(std::vector<int>(4), 2);
 auto const view = cpx::make_tensor<float>(sharding, 0, 1).view();
-auto const data = cpx::make_tensor<float>(sharding, 0, 1).data();
+auto const data = cpx::make_tensor<int>(sharding, 0, 1).data();
+#endif
+
+// What is no sharding is told how to become one, and what is no list of integers.
+#ifndef CPX_GOOD
+// expect: shard.batch, layout. wants a cpx::thd and a layout
+auto const no_batch = cpx::shard(std::vector<int>{0, 4}, cpx::zigzag<4>{});
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+auto const no_sharding = cpx::make_tensor<float>(cpx::thd(), 0, 1);
+// expect: a tensor is made of a sharding of its type
+void assigned(cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>>& x,
+              cpx::tensor<float, cpx::sharding<cpx::sequential<4>>> const& y) {
+    x = y;
+}
+// expect: relayout.from, to, rank. wants two shardings
+auto const plan = cpx::relayout(cpx::thd(), cpx::thd(), 0);
+// expect: halo.sharding, rank, reach. wants a sharding
+auto const halo = cpx::halo(cpx::thd(), 0, 3);
+// expect: carry<scan>.sharding, rank., or carry<serial>, wants a sharding
+auto const carry = cpx::carry(sharding, 0);
+// expect: global_rows.sharding, rank. wants a sharding
+auto const global_rows = cpx::global_rows(cpx::thd(), 0);
+// expect: slots.sharding. wants a sharding
+auto const slots = cpx::slots(cpx::thd());
+// expect: thd wants a vector, array or span of integers
+cpx::thd const offsets(std::vector<float>{0, 7});
+// expect: rows of a list of other elements
+cpx::rows<double> const others(tensor.elements(), 1);
+// expect: threads::run wants a program that takes its rank
+void run() {
+    cpx::threads::run(4, [](int) {});
+}
 #endif

@@ -245,6 +245,79 @@ void results(cpx::tensor<float, zigzag> const& x, cpx::tensor<float, zigzag>& y)
 #endif
 }
 
+#ifdef CPX_GOOD
+void weights_of_a_tensor(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx::tensor<float, everywhere> const& w,
+                         cpx::threads& comm) {
+    cpx::causal_conv1d(plan, x, w, w.elements(), silu, x, comm);
+}
+#else
+using held_twice = cpx::tensor<float, zigzag>&;
+using labels_of = std::vector<cpx::index_t> const&;
+
+// expect: rotary.x, head_dim, options, y. wants tensors x and y
+// expect: rotary.x, head_dim, options, y. wants tensors x and y
+// expect: rotary.x, head_dim, options, y. wants tensors x and y
+void turns(held_twice x, labels_of positions) {
+    cpx::rotary(x.data(), 8, {}, x.data());
+    cpx::rotary(positions, x, 8, {}, x);
+    cpx::rotary(x, 8, {});
+}
+
+// expect: attention.q, k, v, heads, scale, o. wants tensors
+void attends(held_twice q, view<everywhere> k) { cpx::attention(q.data(), k, k, heads, 1, q); }
+
+// expect: attention_delta.o, dout, dim, delta. wants tensors
+void deltas(held_twice o) { cpx::attention_delta(o.data(), o, 1, o); }
+
+// expect: attention_backward_queries.queries, k, v, heads, scale, dq. wants attention_queries
+void turned_queries(view<zigzag> q, view<everywhere> k) { cpx::attention_backward_queries(q, k, k, heads, 1, q); }
+
+// expect: attention_backward_keys.queries, k, v, heads, scale, dk, dv, comm. wants attention_queries
+void without_ranks(cpx::attention_queries<float, everywhere> const& q, view<zigzag> k) {
+    cpx::attention_backward_keys(q, k, k, heads, 1, k, k);
+}
+
+// expect: put_features.positions, kind, features, x. wants sharded_positions
+// expect: add_features_backward.positions, kind, dx, dfeatures. wants sharded_positions
+void features(cpx::sharded_positions<zigzag> const& positions, held_twice x) {
+    cpx::put_features(positions, cpx::media_kind::image, x.data(), x);
+    cpx::add_features_backward(positions, x, x);
+}
+
+// expect: mean_token_loss.logp, labels, comm. wants tensors of one sharding
+// expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
+void losses(held_twice logp, labels_of labels, cpx::threads& comm) {
+    auto const loss = cpx::mean_token_loss(logp, labels, comm);
+    cpx::mean_token_loss_backward(loss, labels, 1, logp);
+}
+
+// expect: mrope_positions.media, ids, tokens, comm. wants a tensor of integers
+// expect: mrope_positions.media, ids, tokens, comm. wants a tensor of integers
+void places(cpx::media const& m, std::vector<int> const& ids, held_twice x, cpx::threads& comm) {
+    cpx::mrope_positions(m, ids, {.image = 100}, comm);
+    cpx::mrope_positions(m, x, cpx::media_tokens{}, comm);
+}
+
+// expect: weight_sums take tensors and a cpx::transport
+void shares(cpx::weight_sums<zigzag> const& of, held_twice x, cpx::threads& comm) { of.whole(x.data(), comm); }
+
+// expect: a gated_delta_net takes its weights, tensors x and y and a cpx::transport
+void layers(layer const& l, weights const& w, held_twice x, cpx::threads& comm) { l(w, x.data(), x, comm); }
+
+// expect: gated_delta_net wants its sharding, the rank and a config
+layer const of_a_batch(cpx::thd(), 0);
+
+// expect: a struct of tensors of one sharding is given one of another
+// expect: a struct of tensors lacks one, or is given what is none
+void structs(cpx::tensor<double, zigzag>& x, cpx::tensor<double, sequential>& k) {
+    auto const mixed = cpx::delta_rule_tensors{x, k, x, x, x, x};
+    auto const none = cpx::delta_rule_tensors{x.data(), x, x, x, x, x};
+}
+
+// expect: a struct of tensors lacks one, or is given what is none
+auto lacks(view<zigzag> x) { return cpx::delta_rule_tensors<float, zigzag>{x, x.data(), x, x, x, x}; }
+#endif
+
 // Rows that are sharded already, given where whole ones, or others, are wanted: trainers shard them a second time.
 namespace sharded_twice {
 

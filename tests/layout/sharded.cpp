@@ -36,9 +36,6 @@ static_assert(std::is_same_v<cpx::sharding_of<tensor const>, zigzag>);
 static_assert(std::is_same_v<cpx::element_of<tensor const>, float>);
 
 // A view of what is gone with the expression is none.
-template <class X>
-concept views = requires(X&& x) { std::forward<X>(x).view(); } || requires(X&& x) { std::forward<X>(x).data(); };
-static_assert(views<tensor&> && views<tensor const&> && !views<tensor> && !views<tensor const>);
 static_assert(!std::is_convertible_v<tensor, cpx::sharded<float const, zigzag>>);
 
 TEST_SUITE("layout") {
@@ -90,6 +87,14 @@ TEST_SUITE("layout") {
         if (support::memory_ends)
             rejects({"sharded.cpp", "tensor: memory: expected 2251799813685248 bytes"}, [&] { make(0, 1 << 10); });
         rejects({"sharded.cpp", "tensor: rank"}, [&] { cpx::make_tensor<int>(cpx::replicated<2>(cpx::thd()), 2, 1); });
+    }
+
+    TEST_CASE("a view of no rank is rejected where it is made") {
+        auto const sharding = cpx::shard(lengths({8}), cpx::zigzag<2>{});
+        std::vector<float> values(4);
+        for (int const rank : {-3, 2})
+            rejects({"sharded.cpp", "sharded: rank: expected 0 to 1, got " + std::to_string(rank)},
+                    [&] { cpx::sharded(cpx::rows<float>(values, 1), sharding, rank); });
     }
 
     TEST_CASE("columns that a view does not have are rejected") {

@@ -198,6 +198,8 @@ TEST_SUITE("mesh") {
         });
         rejects({"mesh: world rank: expected 0 to 11, got 12"}, [&] { static_cast<void>(all.color(axis::cp, 12)); });
         rejects({"mesh: color: expected 0 to 5, got 6"}, [&] { static_cast<void>(all.rank(axis::cp, 6, 0)); });
+        rejects({"mesh: axes: expected tp, cp, dp, pp, etp, ep or edp, got bit 256"},
+                [&] { static_cast<void>(all.size(axis{256})); });
         rejects({"mesh: axes: expected those of dense layers or those of experts, got some of both"},
                 [&] { static_cast<void>(all.size(axis::cp | axis::ep)); });
         rejects({"mesh: sequences of a step: expected a multiple of dp = 3, got 8"},

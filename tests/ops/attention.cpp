@@ -131,7 +131,10 @@ TEST_SUITE("ops") {
         rejects("batch of keys and values: expected the queries', offset ", call(q, foreign, foreign, o, grouped));
         rejects("sharding of v: expected that of k", call(q, k, foreign, o, grouped));
         cpx::sharded<float, K> const on_zero(k.data(), k.sharding(), 0);
-        rejects("rank of k: expected 1, got 0", call(q, on_zero, on_zero, o, grouped));
+        rejects("rank of k: expected 1 of 2, got 0 of 2", call(q, on_zero, on_zero, o, grouped));
+        rejects("rank of v: expected that of k, 1, got 0", call(q, k, on_zero, o, grouped));
+        cpx::sharded<float, K> const of_three(k.data(), K(3, batch), 1);
+        rejects("rank of k: expected 1 of 2, got 1 of 3", call(q, of_three, of_three, o, grouped));
         rejects("rank of v: expected that of k, 1, got 0", call(q, k, on_zero, o, grouped));
         cpx::sharded<float, Q> const elsewhere(o.data(), zigzag(other_batch), 1);
         rejects("sharding of o: expected that of q", call(q, k, k, elsewhere, grouped));

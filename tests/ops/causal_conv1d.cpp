@@ -343,6 +343,11 @@ TEST_SUITE("ops") {
                          call(plan, x, cpx::rows<float const>(weight, 3), {}, y));
         support::rejects({conv + "rows that the plan brings: expected those before a segment, got those after"},
                          call(cpx::halo(sharding, 0, 3, cpx::side::after), x, w, {}, y));
+        support::rejects({"causal_conv1d.cpp", "causal_conv1d: activation: expected none or silu, got 7"}, [&] {
+            cpx::threads::run(1, [&](cpx::threads& comm) {
+                cpx::causal_conv1d(plan, x, w, {}, static_cast<cpx::activation>(7), y, comm);
+            });
+        });
         support::rejects({"causal_conv1d: sharding of x: expected the plan's"}, call(plan, foreign, w, {}, y));
         support::rejects({"causal_conv1d: sharding of y: expected the plan's"}, call(plan, x, w, {}, foreign));
         support::rejects({"size of bias: expected 3, got 2"}, call(plan, x, w, std::span(bias).first(2), y));

@@ -579,7 +579,7 @@ TEST_SUITE("ops") {
             cpx::recurrence_tensors const t{std::array{q.view(), k.view(), v.view(), g.view()}, o.view()};
             recur(cpx::carry<cpx::scan>(sharding, comm.rank()), r, t, comm);
         };
-        support::rejects({"ranks disagree on parameter", "got 1 (rank 0), 2 (rank 1)"}, [&] {
+        support::rejects({"ranks disagree on elements of a map", "got 1 (rank 0), 2 (rank 1)"}, [&] {
             cpx::threads::run(2, [&](cpx::threads& comm) {
                 if (comm.rank() == 0)
                     run_on(head_decay_attention{heads}, comm);

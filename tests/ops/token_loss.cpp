@@ -348,6 +348,34 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE("ranks that shift by another k, or by another operator, are told which") {
+        auto const sharding = cpx::shard(cpx::thd({0, 12}), cpx::zigzag<2>{});
+        auto const disagree = [&](std::string const& passage, auto const& odd) {
+            std::array<std::string, 2> texts;
+            static_cast<void>(support::message([&] {
+                cpx::threads::run(2, [&](cpx::threads& comm) {
+                    int const rank = comm.rank();
+                    auto const x = cpx::make_tensor<index_t>(sharding, rank, 1);
+                    auto y = cpx::make_tensor<index_t>(sharding, rank, 1);
+                    auto const plan = [&](index_t k) { return cpx::halo(sharding, rank, k, cpx::side::after); };
+                    texts[static_cast<std::size_t>(rank)] = support::message([&] {
+                        if (rank == 1)
+                            odd(plan, x, y, comm);
+                        else
+                            cpx::shift_rows(plan(1), x, y, comm);
+                    });
+                });
+            }));
+            for (auto const& text : texts) CHECK_MESSAGE(text.find(passage) != text.npos, text);
+        };
+        disagree("ranks disagree on reach: expected one value on all ranks, got 1 (rank 0), 2 (rank 1)",
+                 [](auto const& plan, auto const& x, auto& y, auto& comm) { cpx::shift_rows(plan(2), x, y, comm); });
+        disagree(
+            "on operation: expected one value on all ranks, got shift_rows: halo after (rank 0), "
+            "next_token_labels: halo after (rank 1)",
+            [](auto const& plan, auto const& x, auto& y, auto& comm) { cpx::next_token_labels(plan(1), x, y, comm); });
+    }
+
     TEST_CASE("labels and embeddings k ahead are those of the whole batch, and gradients go back to one row each") {
         constexpr index_t width = 4;
         for (index_t k = 1; k <= 4; ++k) {

@@ -195,7 +195,27 @@ TEST_SUITE("transport") {
                 return cpx::relayout(cpx::shard(batch, either), goal, r);
             },
             "3 (ranks 0 2), 6 (rank 1)");
-        disagree("parameter", [&](int r) -> cpx::plan { return cpx::halo(goal, r, r == 1 ? 4 : 3); });
+        disagree("reach", [&](int r) -> cpx::plan { return cpx::halo(goal, r, r == 1 ? 4 : 3); });
+    }
+
+    TEST_CASE("a sum of unequal numbers of values, and a tensor of another rank, are called that") {
+        std::vector<std::string> texts(3);
+        message([&] {
+            cpx::threads::run(3, [&](cpx::threads& comm) {
+                std::vector<float> values(comm.rank() == 1 ? 5 : 4);
+                texts[static_cast<std::size_t>(comm.rank())] = message([&] { cpx::sum_over_ranks(values, comm); });
+            });
+        });
+        for (auto const& text : texts)
+            CHECK_MESSAGE(holds(text, "ranks disagree on number of values: expected one value on all ranks, got "
+                                      "4 (ranks 0 2), 5 (rank 1)"),
+                          text);
+        cpx::threads::run(1, [](cpx::threads& comm) {
+            auto const two = cpx::shard(batch, cpx::zigzag<>{2});
+            auto const x = cpx::make_tensor<float>(two, 1, 1);
+            rejects({"exchange_errors.cpp", "exchange: rank of the tensor: expected 0 of 1, got 1 of 2"},
+                    [&] { cpx::exchange(x, cpx::shard(batch, cpx::sequential<>{2}), comm); });
+        });
     }
 
     TEST_CASE("widths and element types that differ are found") {

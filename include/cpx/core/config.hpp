@@ -2,6 +2,11 @@
 // Version, and the one marker that lets the same arithmetic run on host and device.
 #pragma once
 
+#if __cplusplus < 202002L
+#error "cpx: this is a library for C++20; compile with -std=c++20 or a newer one"
+#include "end of compilation" // what would follow is of no use
+#endif
+
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
 
 // CPX_CALLS_BACK stands before a template for host and device that calls a function which it is given; that function

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/config.hpp>
+#include <cpx/core/refused.hpp>
 
 namespace cpx {
 
@@ -17,6 +18,11 @@ struct extent {
     static_assert(N > 0,
                   "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
     constexpr extent() = default;
+    template <class I>
+    CPX_HOST_DEVICE constexpr explicit extent(I) {
+        static_assert(detail::never<I>, "cpx: a size that the type tells takes no other; leave the number out, or "
+                                        "leave it out of the type, as in zigzag<>(4)");
+    }
     CPX_HOST_DEVICE constexpr int get() const { return N; }
     friend constexpr bool operator==(extent, extent) = default;
 };

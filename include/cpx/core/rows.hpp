@@ -2,9 +2,11 @@
 // A view of a rank's local rows.
 #pragma once
 
+#include <cpx/core/refused.hpp>
 #include <cpx/core/size.hpp>
 
 #include <algorithm>
+#include <ranges>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -32,22 +34,15 @@ public:
 #endif
     }
 
-    /// Views a vector that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
-    template <class V>
-        requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V>& values, index_t width, caller here = caller::here())
-        : rows(values.data(), width > 0 ? std::ssize(values) / width : 0, std::max<index_t>(width, 0), here) {
-        require(width >= 0 && count_ * width == std::ssize(values), "rows", "size of the vector",
-                "a multiple of the width " + std::to_string(width), values.size(), here);
+    /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
+    template <std::ranges::contiguous_range R>
+    rows(R&& list, index_t width, caller here = caller::here())
+        : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
+        constexpr bool stays = std::ranges::borrowed_range<R>;
+        static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
+        require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
+                "a multiple of the width " + std::to_string(width), std::ssize(list), here);
     }
-    template <class V>
-        requires std::is_same_v<T, V const>
-    rows(std::vector<V> const& values, index_t width, caller here = caller::here())
-        : rows(const_cast<std::vector<V>&>(values), width, here) {}
-    /// A vector that ends with the expression cannot be viewed.
-    template <class V>
-        requires std::is_same_v<std::remove_const_t<T>, V>
-    rows(std::vector<V> const&&, index_t, caller = caller::here()) = delete;
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
 
@@ -69,11 +64,23 @@ public:
     }
 
 private:
+    template <class R>
+    static T* elements(R& list) {
+        constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
+        static_assert(fits,
+                      "cpx: rows of a list of other elements, or of one that is const; rows<T const> view the latter");
+        if constexpr (fits)
+            return std::ranges::data(list);
+        else
+            return nullptr;
+    }
+
     T* data_ = nullptr;
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
-/// What an operator takes that knows the width of the rows: rows, or their elements in a vector, array or span.
+/// What an operator takes that knows the width of the rows: rows, or a
+/// tensor of them, or their elements in a vector, array or span.
 template <class T>
 class rows_or_list {
 public:
@@ -82,6 +89,9 @@ public:
     rows_or_list(rows<std::remove_const_t<T>> r)
         requires std::is_const_v<T>
         : rows_(r) {}
+    template <class X>
+        requires requires(X& x) { rows<T>(x.data()); }
+    rows_or_list(X& tensor) : rows_(tensor.data()) {}
     template <class R>
         requires std::is_convertible_v<R, std::span<T>>
     rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}

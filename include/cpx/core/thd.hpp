@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/hash.hpp>
+#include <cpx/core/refused.hpp>
 #include <cpx/core/search.hpp>
 #include <cpx/core/size.hpp>
 
@@ -67,6 +68,12 @@ public:
         : thd(numbers("thd", "offset ", offsets, here), numbers("thd", "valid length of sequence ", valid, here),
               here) {}
 
+    template <class X>
+        requires(!integers<X> && !std::convertible_to<X, index_t>) // {0, 7} may not be one of these
+    explicit thd(X const&, detail::any = {}, detail::any = {}) {
+        not_integers<X>();
+    }
+
     /// Takes offsets as frameworks store them, for a buffer of `buffer_rows` rows (-1: not known).
     ///
     /// Throws `cpx::error` as above, and if the last offset exceeds the buffer.
@@ -105,6 +112,13 @@ public:
         return from_lengths(numbers("thd::from_lengths", "length of sequence ", lengths, here), here);
     }
 
+    template <class X>
+        requires(!integers<X>)
+    static thd from_lengths(X const&, detail::any = {}) {
+        not_integers<X>();
+        return {};
+    }
+
     index_t sequences() const { return static_cast<index_t>(data_->offsets.size()) - 1; }
     /// Returns all tokens, padding included: the global rows of the batch.
     index_t tokens() const { return data_->offsets.back(); }
@@ -132,6 +146,12 @@ public:
     }
 
 private:
+    template <class X>
+    static void not_integers() {
+        static_assert(detail::never<X>, "cpx: thd wants a vector, array or span of integers, the offsets of its "
+                                        "sequences: thd({0, 7, 20}); of lengths, thd::from_lengths");
+    }
+
     struct lengths {
         std::vector<index_t> offsets, valid;
         std::uint64_t hash;

@@ -167,6 +167,7 @@ void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A
     using namespace detail;
     using T = std::remove_const_t<A>;
     char const* const where = "cuda::causal_conv1d";
+    cpx::detail::require_activation(where, act, here);
     auto const result = in_form<T>(y);
     auto given = conv_given<T>(where, plan, x, halo, weight, bias, here);
     auto const out = result_given(where, "y", result, plan.rows(), given.channels, here);
@@ -203,6 +204,7 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     using namespace detail;
     using T = std::remove_const_t<A>;
     char const* const where = "cuda::causal_conv1d_backward_edge";
+    cpx::detail::require_activation(where, act, here);
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     auto const given_dy = in_form<T const>(dy);
     auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);

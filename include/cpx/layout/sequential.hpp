@@ -10,9 +10,7 @@ namespace cpx {
 template <int W = dynamic>
 struct sequential : private extent<W> {
     constexpr sequential() = default;
-    CPX_HOST_DEVICE constexpr explicit sequential(int ranks)
-        requires(W == dynamic)
-        : extent<W>(ranks) {}
+    CPX_HOST_DEVICE constexpr explicit sequential(int ranks) : extent<W>(ranks) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }

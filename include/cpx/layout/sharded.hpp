@@ -4,6 +4,7 @@
 
 #include <cpx/core/memory.hpp>
 #include <cpx/core/rows.hpp>
+#include <cpx/layout/sequential.hpp>
 #include <cpx/layout/sharding.hpp>
 
 #include <array>
@@ -24,11 +25,14 @@ namespace cpx {
 template <class T, any_sharding S, any_memory M = host_memory>
 class sharded {
 public:
-    sharded(rows<T> data, S sharding, int rank, M memory)
-        : data_(data), sharding_(std::move(sharding)), rank_(rank), memory_(memory) {}
-    sharded(rows<T> data, S sharding, int rank)
+    /// Throws `cpx::error` if there is no such rank.
+    sharded(rows<T> data, S sharding, int rank, M memory, caller here = caller::here())
+        : data_(data), sharding_(std::move(sharding)), rank_(rank), memory_(memory) {
+        detail::require_rank("sharded", rank, sharding_.ranks(), here);
+    }
+    sharded(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
-        : sharded(data, std::move(sharding), rank, M()) {}
+        : sharded(data, std::move(sharding), rank, M(), here) {}
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -101,17 +105,34 @@ namespace detail {
 /// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
 template <class T, any_sharding S, any_memory M = host_memory, class X>
 sharded<T, S, M> field(X&& x) {
-    constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
-    static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
-    static_assert(
-        !fits || holds,
-        "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
-        "one that ends with the expression; give it a name");
-    if constexpr (fits && holds)
-        return std::forward<X>(x);
-    else
-        throw;
+    constexpr bool views = sharded_anywhere<X>;
+    static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                         "sharded(rows, sharding, rank)");
+    if constexpr (views && !std::same_as<std::remove_const_t<T>, refused>) {
+        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
+        static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
+        static_assert(
+            !fits || holds,
+            "cpx: a struct of tensors is given one of other elements or memory, or one to write that is const, or "
+            "one that ends with the expression; give it a name");
+        if constexpr (fits && holds) return std::forward<X>(x);
+    }
+    throw;
 }
+
+/// What a struct of tensors deduces from its first one; if that is none, its field says so.
+template <class X>
+struct first_field {
+    using element = refused;
+    using sharding = cpx::sharding<sequential<1>>;
+    using memory = host_memory;
+};
+template <sharded_anywhere X>
+struct first_field<X> {
+    using element = element_of<X>;
+    using sharding = sharding_of<X>;
+    using memory = memory_of<X>;
+};
 
 } // namespace detail
 
@@ -121,7 +142,8 @@ sharded<T, S, M> field(X&& x) {
 template <class T, any_sharding S, any_memory M = host_memory>
 struct sharded_field : sharded<T, S, M> {
     using sharded<T, S, M>::sharded;
-    template <sharded_anywhere X>
+    sharded_field() : sharded_field(detail::any()) {}
+    template <class X>
     sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
 };
 
@@ -158,17 +180,6 @@ void require_place(char const* where, char const* what, sharded<T, S, M> const& 
                    char const* whose, caller here) {
     require_place(where, what, x, other.sharding(), other.rank(), whose, here);
 }
-
-/// A parameter that takes any argument, where no other overload does.
-struct anything {
-    anything() = default;
-    template <class X>
-    anything(X const&) {}
-};
-
-/// False, but only where the template that asserts it is used.
-template <class>
-inline constexpr bool never = false;
 
 // What operators assert of types. They compile nothing else if it does not hold, so that no other message follows.
 

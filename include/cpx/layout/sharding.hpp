@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/error.hpp>
+#include <cpx/core/refused.hpp>
 #include <cpx/core/thd.hpp>
 #include <cpx/layout/algorithm.hpp>
 
@@ -291,6 +292,13 @@ private:
 template <scope Scope = scope::sequence, layout_policy P, cut Cut = balanced>
 sharding<P, Scope, Cut> shard(thd batch, P policy, Cut cut = {}, caller here = caller::here()) {
     return sharding<P, Scope, Cut>(std::move(batch), std::move(policy), cut, here);
+}
+template <scope = scope::sequence, class X>
+detail::refused shard(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: shard(batch, layout) wants a cpx::thd and a layout, whose ranks(), chunks() and owner(chunk) "
+                  "return int, or a rule that chooses layouts; shard<scope::batch>(batch, layout, cut)");
+    return {};
 }
 
 } // namespace cpx

@@ -14,7 +14,6 @@ struct striped : private extent<W> {
     static_assert(Stripes > 0, "cpx: striped needs at least 1 stripe a rank");
     constexpr striped() = default;
     CPX_HOST_DEVICE constexpr explicit striped(int ranks, caller here = caller::here())
-        requires(W == dynamic)
         : extent<W>(detail::ranks_with(Stripes, ranks, "striped", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }

@@ -41,6 +41,14 @@ public:
         requires std::default_initializable<M>
         : tensor(sharding, rank, width, M(), here) {}
 
+    template <class X>
+    explicit tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : tensor(unfit<X>()) {}
+    template <class X>
+    tensor& operator=(X const&) {
+        return unfit<X>();
+    }
+
     /// Holds rows of this sharding from now on; what they are is not said. Throws `cpx::error` if they are too many.
     void hold(S const& sharding, caller here = caller::here()) {
         index_t const count = detail::rows_of_rank("tensor", sharding, rank_, here);
@@ -55,14 +63,26 @@ public:
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
-    rows<T const> data() const&& = delete;
+    template <class X = T>
+    rows<T const> data() const&& {
+        ends<X>();
+        throw;
+    }
     /// Returns all elements, row after row, in the tensor's memory.
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
-    std::span<T const> elements() const&& = delete;
+    template <class X = T>
+    std::span<T const> elements() const&& {
+        ends<X>();
+        throw;
+    }
     sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
     sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
-    sharded<T const, S, M> view() const&& = delete;
+    template <class X = T>
+    sharded<T const, S, M> view() const&& {
+        ends<X>();
+        throw;
+    }
     operator sharded<T, S, M>() & { return view(); }
     operator sharded<T const, S, M>() const& { return view(); }
     operator sharded<T const, S, M>() const&& = delete;
@@ -81,6 +101,18 @@ public:
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
 
 private:
+    template <class X>
+    static tensor& unfit() {
+        static_assert(detail::never<X>, "cpx: a tensor is made of a sharding of its type, a rank and a width; rows of "
+                                        "another sharding come by exchange(x, sharding, comm)");
+        throw;
+    }
+    template <class X>
+    static void ends() {
+        static_assert(detail::never<X>,
+                      "cpx: a view of a tensor that ends with the expression; give the tensor a name");
+    }
+
     S sharding_;
     int rank_;
     index_t width_, count_ = 0;
@@ -97,6 +129,13 @@ tensor<T, S> make_tensor(S const& sharding, int rank, index_t width, caller here
 template <class T, any_sharding S, any_memory M>
 tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
     return {sharding, rank, width, memory, here};
+}
+template <class T, class X>
+detail::refused make_tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: make_tensor<T>(sharding, rank, width) wants a sharding, such as shard(batch, zigzag<4>{}) "
+                  "returns, and then perhaps a memory; or a cpx::transport in place of the rank");
+    return {};
 }
 
 } // namespace cpx

@@ -13,7 +13,6 @@ template <int W = dynamic>
 struct zigzag : private extent<W> {
     constexpr zigzag() = default;
     CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
-        requires(W == dynamic)
         : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }

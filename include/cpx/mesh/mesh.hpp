@@ -190,6 +190,8 @@ private:
                    experts = has(set, axis::etp | axis::ep | axis::edp);
         if (dense && experts)
             throw error("mesh", "axes", "those of dense layers or those of experts", "some of both", here);
+        if (auto const unknown = static_cast<unsigned>(set) >> 8; unknown != 0)
+            throw error("mesh", "axes", "tp, cp, dp, pp, etp, ep or edp", "bit " + std::to_string(unknown << 8), here);
         return experts ? experts_ : dense_;
     }
     constexpr int number(axis set, bool inside, int world_rank, caller here) const {

@@ -22,18 +22,21 @@ inline void require_attention(char const* where, attention_heads const& heads, c
     product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
 }
 
+/// Throws unless keys are of the queries' batch, on the same rank of the same group.
+template <any_sharding Q, class T, any_sharding K>
+void require_keys(char const* where, Q const& queries, int rank, sharded<T, K> const& k, caller here) {
+    require_batch(where, "batch of keys and values", "the queries'", queries.batch(), k.sharding().batch(), here);
+    require_own(where, "rank of k", k.rank(), k.sharding().ranks(), rank, queries.ranks(), here);
+}
+
 template <class T, any_sharding Q, any_sharding K>
 void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
             attention_heads const& heads, double scale, sharded<T, Q> const& o, rows_or_list<T> const& numbers,
             caller here) {
-    static_assert(K::every_row,
-                  "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
-                  "them to replicated or head_sharded first");
     char const* const where = "attention";
     int const rank = q.rank();
     require_attention(where, heads, here);
-    require_batch(where, "batch of keys and values", "the queries'", q.sharding().batch(), k.sharding().batch(), here);
-    require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
+    require_keys(where, q.sharding(), rank, k, here);
     require_place(where, "v", v, k, "that of k", here);
     require_place(where, "o", o, q, "that of q", here);
     thd const& batch = q.sharding().batch();
@@ -95,6 +98,12 @@ void attention(Q const& q, K const& k, V const& v, attention_heads const& heads,
     if constexpr (keys && fits && writes)
         detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>>(q.view(), k.view(), v.view(), heads, scale,
                                                                       o.view(), lse, here);
+}
+template <class X>
+void attention(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+               detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: attention(q, k, v, heads, scale, o) wants tensors q, k, v and o, and then "
+                                    "perhaps rows for lse; view other memory as sharded(rows, sharding, rank)");
 }
 
 } // namespace cpx

@@ -16,6 +16,9 @@ template <class T, any_sharding Q>
 struct attention_queries {
     sharded_field<T const, Q> q, dout, lse, delta;
 };
+template <class X, class... Rest>
+attention_queries(X&&, Rest&&...)
+    -> attention_queries<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding>;
 
 namespace detail {
 
@@ -89,6 +92,12 @@ void attention_delta(O const& o, D const& dout, index_t dim, Y&& delta, caller h
     if constexpr (fits && writes)
         detail::sum_delta<element_of<Y>, sharding_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
 }
+template <class X>
+void attention_delta(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(
+        detail::never<X>,
+        "cpx: attention_delta(o, dout, dim, delta) wants tensors; view other memory as sharded(rows, sharding, rank)");
+}
 
 namespace detail {
 
@@ -106,8 +115,7 @@ void attend_backward_queries(attention_queries<T, Q> const& from, sharded<T cons
     Q const& sharding = from.q.sharding();
     int const rank = from.q.rank();
     thd const& batch = sharding.batch();
-    require_batch(where, "batch of keys and values", "the queries'", batch, k.sharding().batch(), here);
-    require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
+    require_keys(where, sharding, rank, k, here);
     require_place(where, "v", v, k, "that of k", here);
     require_place(where, "dq", dq, from.q, "that of q", here);
     range const queries = sharding.heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
@@ -155,6 +163,13 @@ void attention_backward_queries(attention_queries<T, Q> const& from, K const& k,
     if constexpr (keys && fits && writes)
         detail::attend_backward_queries<T, Q, sharding_of<K>>(from, k.view(), v.view(), heads, scale, dq.view(), here);
 }
+template <class X>
+void attention_backward_queries(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                                detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: attention_backward_queries(queries, k, v, heads, scale, dq) wants attention_queries of q, "
+                  "dout, lse and delta, and tensors; view other memory as sharded(rows, sharding, rank)");
+}
 
 namespace detail {
 
@@ -166,8 +181,7 @@ void attend_backward_keys(attention_queries<T, Q> const& from, sharded<T const, 
     int const rank = from.q.rank();
     check_queries(where, from, heads, here);
     K const& sharding = k.sharding();
-    require_batch(where, "batch of keys and values", "the queries'", from.q.sharding().batch(), sharding.batch(), here);
-    require(k.rank() == rank, where, "rank of k", rank, k.rank(), here);
+    require_keys(where, from.q.sharding(), rank, k, here);
     for (auto const* x : {&dk, &dv}) require_place(where, "dk and dv", *x, k, "that of k", here);
     require_place(where, "v", v, k, "that of k", here);
     range const queries = from.q.sharding().heads(rank, heads.query_heads);
@@ -236,6 +250,14 @@ void attention_backward_keys(attention_queries<T, Q> const& from, K const& k, V 
                           "not const and have names");
     if constexpr (all && fits && writes)
         detail::attend_backward_keys<T, Q, S>(from, k.view(), v.view(), heads, scale, dk.view(), dv.view(), comm, here);
+}
+template <class X>
+void attention_backward_keys(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                             detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(
+        detail::never<X>,
+        "cpx: attention_backward_keys(queries, k, v, heads, scale, dk, dv, comm) wants attention_queries of q, dout, "
+        "lse and delta, tensors, and a cpx::transport; view other memory as sharded(rows, sharding, rank)");
 }
 
 } // namespace cpx

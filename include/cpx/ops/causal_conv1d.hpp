@@ -69,6 +69,7 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
     require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
     index_t const channels = x.data().width(), taps = plan.reach + 1;
+    require_activation(where, act, here);
     require_taps(where, plan, side::before, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
     require_shape(where, "x", x.data(), plan.source_rows, channels, here);
@@ -84,7 +85,7 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
     require_apart(where, {final}, {initial}, here, in_place::yes);
     auto halo_rows = zeros<T>(where, {plan.target_rows, channels}, here);
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
-    exchange(plan, x.data(), halo, comm, here);
+    exchange_rows(plan, x.data(), halo, comm, here, where);
     std::vector<T> history, newest;
     auto const finish = [&](index_t sequence, rows<T const> before, rows<T const> own) {
         if (!states.final.data()) return;
@@ -140,12 +141,12 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows_or_list<element_of
 }
 
 template <class Plan>
-void causal_conv1d(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {},
-                   detail::anything = {}, detail::anything = {}, detail::anything = {}, detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements, an "
-                        "activation, a tensor y, and a cpx::transport of their memory; make the plan with "
-                        "halo(x.sharding(), ...)");
+void causal_conv1d(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                   detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
+                  "cpx: causal_conv1d wants a halo_plan, a tensor x, weight and bias of its elements, an "
+                  "activation, a tensor y, and a cpx::transport of their memory; make the plan with "
+                  "halo(x.sharding(), ...)");
 }
 
 /// What the backward of a causal convolution computes. Each but dx may be left empty.
@@ -160,8 +161,10 @@ struct causal_conv1d_gradients {
     sum_order order = sum_order::by_rank;
 };
 
-template <sharded_anywhere X, class... Rest>
-causal_conv1d_gradients(X&&, Rest&&...) -> causal_conv1d_gradients<element_of<X>, sharding_of<X>, memory_of<X>>;
+template <class X, class... Rest>
+causal_conv1d_gradients(X&&, Rest&&...)
+    -> causal_conv1d_gradients<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
+                               typename detail::first_field<X>::memory>;
 
 namespace detail {
 
@@ -176,6 +179,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     require_place(where, "dx", to.dx, x, "that of x", here);
     index_t const channels = x.data().width(), taps = before.reach + 1;
     rows<T> const given = to.dweight.of_width(taps);
+    require_activation(where, act, here);
     require_taps(where, before, side::before, weight, channels, here);
     require_taps(where, after, side::after, weight, channels, here);
     require(bias.empty() || std::ssize(bias) == channels, where, "size of bias", channels, bias.size(), here);
@@ -197,7 +201,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     rows<T> const dz(dz_values.data(), before.source_rows, channels);
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
     weight_sums<S> const sums(x.sharding(), before.rank, to.order);
-    exchange(before, x.data(), x_halo, comm, here);
+    exchange_rows(before, x.data(), x_halo, comm, here, where);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];
         auto const history = rows_beside<T, S>(before, i, x.data(), x_halo, beside);
@@ -219,7 +223,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
                 all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
                 to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
     }
-    exchange(after, dz, dz_halo, comm, here);
+    exchange_rows(after, dz, dz_halo, comm, here, where);
     for (std::size_t i = 0; i < after.segments.size(); ++i) {
         segment const& s = after.segments[i];
         convolve_segment_backward_input<T>(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),
@@ -253,11 +257,9 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
                                         dy.view(), to, comm, here);
 }
 template <class Plan>
-void causal_conv1d_backward(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
-                            detail::anything = {}, detail::anything = {}, detail::anything = {}, detail::anything = {},
-                            detail::anything = {}, detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
+void causal_conv1d_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
                   "cpx: causal_conv1d_backward wants two halo_plans, a tensor x, weight and bias of its elements, "
                   "an activation, a tensor dy, gradients and a cpx::transport of their memory; make the plans "
                   "with halo(x.sharding(), ...)");

@@ -216,6 +216,11 @@ public:
           moves_{relayout(sharding, mix, rank, here), relayout(back, sharding, rank, here),
                  relayout(sharding, back, rank, here), relayout(mix, sharding, rank, here)} {}
 
+    template <class X>
+    explicit gated_delta_net(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                             detail::any = {})
+        : gated_delta_net(unfit<X>()) {}
+
     gated_delta_net_config const& config() const { return config_; }
     S const& sharding() const {
         if constexpr (std::same_as<S, Mix>)
@@ -242,9 +247,24 @@ public:
                               "and has a name");
         if constexpr (fits && writes) forward<T>(w, x.view(), y.view(), comm, memory, here);
     }
+    template <class X>
+    void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                    detail::any = {}) const {
+        static_assert(detail::never<X>,
+                      "cpx: a gated_delta_net takes its weights, tensors x and y and a cpx::transport, then perhaps "
+                      "its memory; view other memory as sharded(rows, sharding, rank)");
+    }
 
 private:
     friend struct detail::gated_delta_net_backward_pass;
+
+    template <class X>
+    static gated_delta_net const& unfit() {
+        static_assert(detail::never<X>,
+                      "cpx: gated_delta_net wants its sharding, the rank and a config; by heads its sharding, that of "
+                      "the recurrence and that of its result, the rank and a config");
+        throw;
+    }
 
     struct four_moves {
         relayout_plan<S, Mix> there;

@@ -29,6 +29,10 @@ struct delta_rule_tensors {
     rows<sum> final = {};
     delta_rule_saved<T, M>* saved = nullptr;
 };
+template <class X, class... Rest>
+delta_rule_tensors(X&&, Rest&&...)
+    -> delta_rule_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
+                          typename detail::first_field<X>::memory>;
 
 namespace detail {
 
@@ -106,11 +110,11 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
     if constexpr (fits) detail::recur_on_host(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
 }
 template <class Plan>
-void gated_delta_rule(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
-                      detail::anything = {}, detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "
-                        "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");
+void gated_delta_rule(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                      detail::any = {}) {
+    static_assert(detail::never<Plan>,
+                  "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "
+                  "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");
 }
 
 } // namespace cpx

@@ -16,6 +16,10 @@ struct delta_rule_gradient_tensors {
     rows<sum const> dfinal = {};
     rows<sum> dinitial = {};
 };
+template <class X, class... Rest>
+delta_rule_gradient_tensors(X&&, Rest&&...)
+    -> delta_rule_gradient_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
+                                   typename detail::first_field<X>::memory>;
 
 /// Computes the gradients of `gated_delta_rule`.
 ///
@@ -38,12 +42,12 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
             comm, here);
 }
 template <class Plan>
-void gated_delta_rule_backward(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
-                               detail::anything = {}, detail::anything = {}, detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "
-                        "delta_rule_gradient_tensors, heads, options and a cpx::transport; make the plan with "
-                        "carry<scan>(q.sharding(), ...)");
+void gated_delta_rule_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                               detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
+                  "cpx: gated_delta_rule_backward wants a carry_plan, the forward's delta_rule_tensors, "
+                  "delta_rule_gradient_tensors, heads, options and a cpx::transport; make the plan with "
+                  "carry<scan>(q.sharding(), ...)");
 }
 
 } // namespace cpx

@@ -62,6 +62,7 @@ private:
     bool overruns_ = false;
 
     template <sharded_like Ids, transport Comm>
+        requires std::integral<element_of<Ids>>
     friend sharded_positions<sharding_of<Ids>> mrope_positions(media const&, Ids const&, media_tokens, Comm&, caller);
 };
 
@@ -113,6 +114,7 @@ std::vector<media_count> gather_counts(media const& m, S const& sharding, std::v
 /// Throws `cpx::error` if ids have another shape; on all ranks the same one if placeholders and rows of features differ
 /// in number; where they lie, that of tokens that interrupt an item or are placeholders without a grid.
 template <sharded_like Ids, transport Comm>
+    requires std::integral<element_of<Ids>>
 sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& ids, media_tokens tokens, Comm& comm,
                                                     caller here = caller::here()) {
     using S = sharding_of<Ids>;
@@ -161,13 +163,18 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
     return result;
 }
 
-/// Does not compile: the ids of a rank are not those of the batch.
-template <sharded_like Ids>
-batch_positions mrope_positions(media const&, thd const&, Ids const&, media_tokens, caller = caller::here()) {
-    constexpr bool whole = !sharded_like<Ids>;
-    static_assert(whole,
-                  "cpx: mrope_positions of a whole batch from ids that are sharded; give ids and a transport, and "
-                  "no batch");
+template <class X>
+detail::refused mrope_positions(media const&, X const&, media_tokens, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: mrope_positions(media, ids, tokens, comm) wants a tensor of integers and a "
+                                    "cpx::transport, and mrope_positions(media, batch, ids, tokens) a cpx::thd and all "
+                                    "its ids; view a rank's list as sharded(rows(list, 1), sharding, rank)");
+    return {};
+}
+template <class X>
+    requires(!integers<X>)
+detail::refused mrope_positions(media const&, thd const&, X const&, media_tokens, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: mrope_positions of a whole batch from ids that are sharded, or no integers; "
+                                    "give a rank's tensor of ids and a cpx::transport, and no batch");
     return {};
 }
 

@@ -171,9 +171,8 @@ void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, 
     if constexpr (fits && models) detail::recur_on_host(plan, r, t, comm, here);
 }
 template <class Plan>
-void recur(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
+void recur(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
                   "cpx: recur wants a carry_plan, a recurrence, recurrence_tensors and a cpx::transport; make the "
                   "plan with carry<scan>(sharding, rank)");
 }
@@ -201,11 +200,11 @@ void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tenso
     if constexpr (fits && same && models) detail::recur_backward_on_host(plan, r, t, to, comm, here);
 }
 template <class Plan>
-void recur_backward(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {},
-                    detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "
-                        "recurrence_gradients and a cpx::transport; make the plan with carry<scan>(sharding, rank)");
+void recur_backward(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                    detail::any = {}) {
+    static_assert(detail::never<Plan>,
+                  "cpx: recur_backward wants a carry_plan, a recurrence, recurrence_tensors, "
+                  "recurrence_gradients and a cpx::transport; make the plan with carry<scan>(sharding, rank)");
 }
 
 } // namespace cpx

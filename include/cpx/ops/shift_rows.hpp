@@ -23,7 +23,7 @@ void shift(char const* where, halo_plan<S> const& plan, sharded<T const, S> cons
     require_apart(where, {{"y", y.data()}}, {{"x", x.data()}}, here);
     auto received = zeros<T>(where, {plan.target_rows, width}, here);
     rows<T> const halo(received.data(), plan.target_rows, width);
-    exchange(plan, x.data(), halo, comm, here);
+    exchange_rows(plan, x.data(), halo, comm, here, where);
 
     thd const& batch = plan.sharding.batch();
     std::vector<T const*> beside; // the rows on that side of a segment, in the order of tokens
@@ -77,11 +77,10 @@ void shift_rows(halo_plan<S> const& plan, X const& x, Y&& y, Comm& comm, element
     }
 }
 template <class Plan>
-void shift_rows(Plan const&, detail::anything, detail::anything = {}, detail::anything = {}, detail::anything = {},
-                detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: shift_rows wants a halo_plan, tensors x and y, and a cpx::transport; make the plan with "
-                        "halo(x.sharding(), rank, k, side::after)");
+void shift_rows(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
+                  "cpx: shift_rows wants a halo_plan, tensors x and y, and a cpx::transport; make the plan with "
+                  "halo(x.sharding(), rank, k, side::after)");
 }
 
 } // namespace cpx

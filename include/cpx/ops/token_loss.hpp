@@ -54,11 +54,10 @@ void next_token_labels(halo_plan<S> const& plan, X const& tokens, Y&& labels, Co
     if constexpr (fits && writes) detail::shift_labels<S>(plan, tokens.view(), labels.view(), comm, here);
 }
 template <class Plan>
-void next_token_labels(Plan const&, detail::anything, detail::anything = {}, detail::anything = {},
-                       detail::anything = {}) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits, "cpx: next_token_labels wants a halo_plan, tensors of tokens and labels, and a cpx::transport; "
-                        "make the plan with halo(tokens.sharding(), rank, 1, side::after)");
+void next_token_labels(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
+                  "cpx: next_token_labels wants a halo_plan, tensors of tokens and labels, and a cpx::transport; "
+                  "make the plan with halo(tokens.sharding(), rank, 1, side::after)");
 }
 
 /// The weighted mean of -log p over the tokens of the whole batch, and the sum of their weights: without weights, the
@@ -151,6 +150,13 @@ token_loss mean_token_loss(X const& logp, Y const& labels, Comm& comm, std::span
     else
         return detail::sum_loss<element_of<X>, sharding_of<X>>(logp.view(), labels.view(), comm, weights, here);
 }
+template <class X>
+token_loss mean_token_loss(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: mean_token_loss(logp, labels, comm) wants tensors of one sharding, and a cpx::transport, then "
+                  "perhaps a span of weights; view other memory as sharded(rows(list, 1), sharding, rank)");
+    return {};
+}
 
 namespace detail {
 
@@ -190,6 +196,13 @@ void mean_token_loss_backward(token_loss const& loss, X const& labels, double up
                   "a name");
     if constexpr (fits && writes)
         detail::spread_loss<element_of<Y>, sharding_of<X>>(loss, labels.view(), upstream, dlogp.view(), weights, here);
+}
+template <class X>
+void mean_token_loss_backward(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                              detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: mean_token_loss_backward(loss, labels, upstream, dlogp) wants what the forward returned, and "
+                  "tensors; view other memory as sharded(rows(list, 1), sharding, rank)");
 }
 
 } // namespace cpx

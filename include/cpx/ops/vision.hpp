@@ -47,6 +47,11 @@ void put_features(sharded_positions<S> const& positions, media_kind kind, F cons
         detail::at_placeholders("put_features", positions, kind, x.view(), features.view(), here,
                                 [](auto* row, auto const* feature, index_t n) { std::copy_n(feature, n, row); });
 }
+template <class X>
+void put_features(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: put_features(positions, kind, features, x) wants sharded_positions, a "
+                                    "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
+}
 
 /// Takes the gradients of features out of dx: their rows become 0, because what stood there before does not matter.
 template <any_sharding S, sharded_like X, sharded_like F>
@@ -63,6 +68,12 @@ void put_features_backward(sharded_positions<S> const& positions, media_kind kin
                                     std::copy_n(row, n, feature);
                                     std::fill_n(row, n, element_of<X>{});
                                 });
+}
+template <class X>
+void put_features_backward(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: put_features_backward(positions, kind, dx, dfeatures) wants sharded_positions, a media_kind, "
+                  "and tensors; view other memory as sharded(rows, sharding, rank)");
 }
 
 /// Adds features to the rows of x at their placeholders, as deepstack does behind the first layers. All else as in
@@ -81,6 +92,11 @@ void add_features(sharded_positions<S> const& positions, media_kind kind, F cons
                                     for (index_t c = 0; c < n; ++c) row[c] += feature[c];
                                 });
 }
+template <class X>
+void add_features(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: add_features(positions, kind, features, x) wants sharded_positions, a "
+                                    "media_kind, and tensors; view other memory as sharded(rows, sharding, rank)");
+}
 
 /// Copies the gradients of features that were added; dx stays as it is, the gradient of x.
 template <any_sharding S, sharded_like X, sharded_like F>
@@ -93,6 +109,12 @@ void add_features_backward(sharded_positions<S> const& positions, media_kind kin
     if constexpr (fits && writes)
         detail::at_placeholders("add_features_backward", positions, kind, dx.view(), dfeatures.view(), here,
                                 [](auto const* row, auto* feature, index_t n) { std::copy_n(row, n, feature); });
+}
+template <class X>
+void add_features_backward(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: add_features_backward(positions, kind, dx, dfeatures) wants sharded_positions, a media_kind, "
+                  "and tensors; view other memory as sharded(rows, sharding, rank)");
 }
 
 } // namespace cpx

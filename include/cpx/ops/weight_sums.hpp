@@ -100,7 +100,27 @@ public:
                 sums[static_cast<std::size_t>(column)] += own.data(row, column - own.share.first);
     }
 
+    template <class X>
+    detail::refused whole(X const&, detail::any = {}, detail::any = {}) const {
+        return unfit<X>();
+    }
+    template <class X>
+    detail::refused share(X const&, detail::any = {}, detail::any = {}, detail::any = {}) const {
+        return unfit<X>();
+    }
+    template <class X>
+    detail::refused linear(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
+        return unfit<X>();
+    }
+
 private:
+    template <class X>
+    static detail::refused unfit() {
+        static_assert(detail::never<X>,
+                      "cpx: weight_sums take tensors and a cpx::transport: whole(x, comm), share(x, columns, comm), "
+                      "linear(whole(x, comm), dy, dweight, comm); view other memory as sharded(rows, sharding, rank)");
+        return {};
+    }
     /// Returns the rows of a tensor that these sums are of.
     template <class X>
     rows<element_of<X> const> rows_of(X const& x, caller here) const {

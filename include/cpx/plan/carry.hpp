@@ -207,5 +207,11 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
     }
     return c;
 }
+template <class = void, class X>
+detail::refused carry(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: carry<scan>(sharding, rank), or carry<serial>, wants a sharding, such as "
+                                    "shard(batch, zigzag<4>{}) returns, and this rank");
+    return {};
+}
 
 } // namespace cpx

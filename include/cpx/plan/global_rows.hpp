@@ -19,6 +19,12 @@ std::vector<range> pieces(S const& sharding, int rank, caller here = caller::her
     sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
     return list;
 }
+template <class X>
+detail::refused pieces(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: pieces(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
+}
 
 /// Returns the global row of every local row of a rank: its rows of a batch that the loader has whole, as gathers and
 /// scatters by index want them. Local row i is row `global_rows(sharding, rank)[i]` of the batch.
@@ -34,6 +40,12 @@ std::vector<index_t> global_rows(S const& sharding, int rank, caller here = call
         for (index_t row = piece.first; row < piece.last; ++row) *next++ = row;
     });
     return list;
+}
+template <class X>
+detail::refused global_rows(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
 }
 
 /// Returns the way back: for every global row the rank that holds it and its local row there. Where every rank holds
@@ -51,6 +63,12 @@ std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
         });
     }
     return list;
+}
+template <class X>
+    requires(!any_sharding<X>)
+detail::refused slots(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
 }
 
 } // namespace cpx

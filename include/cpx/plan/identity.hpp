@@ -58,10 +58,10 @@ struct identity {
         numbers_count
     };
     static constexpr std::array<char const*, numbers_count> number_names{
-        "ranks",        "sequences",    "tokens",    "cu_seqlens (hash)",   "source sharding", "target sharding",
-        "source width", "target width", "parameter", "bytes of an element", "agreement"};
+        "ranks",        "sequences",    "tokens", "cu_seqlens (hash)",   "source sharding", "target sharding",
+        "source width", "target width", "reach",  "bytes of an element", "agreement"};
 
-    std::array<char, 24> operation{};
+    std::array<char, 48> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
     std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
@@ -127,11 +127,12 @@ struct identity {
     }
     /// Returns whether the value of a field ends in a hash; who has the sharding can say more of it.
     static bool cut_short(std::string_view value) { return value.find("hash ") != value.npos; }
-    static std::string name(int field) {
+    std::string name(int field) const {
         static constexpr std::array<char const*, texts> names{"operation", "source layout", "target layout",
                                                               "element type"};
-        return field < texts ? names[static_cast<std::size_t>(field)]
-                             : number_names[static_cast<std::size_t>(field - texts)];
+        if (field < texts) return names[static_cast<std::size_t>(field)];
+        if (field == texts + static_cast<int>(parameter)) return parameter_name();
+        return number_names[static_cast<std::size_t>(field - texts)];
     }
     std::string value(int field) const {
         if (field < texts)
@@ -149,6 +150,9 @@ struct identity {
                source.data() + (target[0] ? std::string(" -> ") + target.data() : "");
     }
 
+    /// Says for which operator a plan is run: the operation is then "shift_rows: halo after".
+    void run_by(char const* name) { set(operation, name + std::string(": ") + operation.data()); }
+
     /// A text that is too long is cut, and ends in a hash of all of it.
     template <std::size_t N>
         requires(N > 9)
@@ -158,6 +162,23 @@ struct identity {
         if (text.size() < N) return;
         std::uint64_t hash = detail::mix_all(0, text);
         for (std::size_t i = N - 9; i < N - 1; ++i, hash >>= 4) field[i] = "0123456789abcdef"[hash & 15];
+    }
+
+private:
+    /// What the parameter of an operation is; of a halo, its reach.
+    char const* parameter_name() const {
+        struct meaning {
+            std::string_view operation;
+            char const* name;
+        };
+        std::string_view const of = operation.data();
+        for (meaning const m : {meaning{"carry", "elements of a map"},
+                                {"sum_over_ranks", "number of values"},
+                                {"media counts", "grids (hash)"},
+                                {"gather", "bytes"},
+                                {"broadcast", "bytes"}})
+            if (of.starts_with(m.operation)) return m.name;
+        return number_names[parameter];
     }
 };
 

@@ -284,5 +284,12 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
             "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
     return p;
 }
+template <class X>
+detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(
+        detail::never<X>,
+        "cpx: relayout(from, to, rank) wants two shardings, such as shard(batch, zigzag<4>{}) returns, and this rank");
+    return {};
+}
 
 } // namespace cpx

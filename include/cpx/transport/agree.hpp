@@ -82,7 +82,7 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
             bool const from = field == identity::texts + static_cast<int>(identity::source_hash);
             compare_settings(where, from ? "source" : "target", from ? source : target, ranks, gather, here);
         }
-        throw error(where, "ranks disagree on " + identity::name(field), "one value on all ranks", who_has_what(values),
+        throw error(where, "ranks disagree on " + mine.name(field), "one value on all ranks", who_has_what(values),
                     here);
     }
 }

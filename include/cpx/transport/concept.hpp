@@ -198,7 +198,7 @@ inline void require_same_exchange(char const* where, identity const& mine, int r
     auto const place = [&](identity const& id, char const* on, int r) {
         return id.value(field) + on + std::to_string(r) + " (" + id.text() + ")";
     };
-    throw error(where, "ranks are in different exchanges: " + identity::name(field), place(mine, " as on rank ", rank),
+    throw error(where, "ranks are in different exchanges: " + mine.name(field), place(mine, " as on rank ", rank),
                 place(theirs, " on rank ", peer));
 }
 
@@ -236,8 +236,7 @@ inline error apart(char const* where, identity const& mine, identity const& thei
     int const field = mine.first_difference(theirs);
     std::vector<std::string> values;
     for (identity const* id : in) values.push_back(id ? id->value(field) + " in " + id->text() : "none");
-    return {where, "ranks are in different exchanges: " + identity::name(field), "one on all ranks",
-            who_has_what(values)};
+    return {where, "ranks are in different exchanges: " + mine.name(field), "one on all ranks", who_has_what(values)};
 }
 
 /// The ranks that one waits for in an exchange: for their messages, and for them to take its own.

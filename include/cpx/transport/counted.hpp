@@ -35,7 +35,9 @@ public:
     std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
 
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        tally& sent = sent_[id.numbers[identity::agreement] ? "agreement" : id.operation.data()];
+        std::string name = id.numbers[identity::agreement] ? "agreement" : id.operation.data();
+        if (auto const by = name.find(": "); by != name.npos) name.erase(0, by + 2); // whose halo
+        tally& sent = sent_[name];
         for (outgoing const& parcel : sends) {
             index_t rows = 0;
             for (run const r : parcel.rows) rows += r.count;

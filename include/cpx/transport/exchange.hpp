@@ -99,8 +99,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 }
 
 template <class A, class B, transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
-    identity const id = p.id.for_elements<B>(from.width());
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by) {
+    identity id = p.id.for_elements<B>(from.width());
+    if (by) id.run_by(by);
     if (!p.local) agree(comm, id, p, here);
 
     if (p.kind == flow::sums || !p.covers_target())
@@ -111,12 +112,13 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) 
     exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
 }
 template <class A, class B, device_transport Comm>
-void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const*) {
     comm.exchange(p, rows<B const>(from), to, here);
 }
 
+/// `by`: the operator whose exchange it is, which errors name.
 template <class A, class B, class Comm>
-void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here) {
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = nullptr) {
     require_own("exchange", "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
     check_buffer("source", from, p.source_rows, p.source_width, here);
     check_buffer("target", to, p.target_rows, p.target_width, here);
@@ -126,7 +128,7 @@ void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller h
     constexpr bool addable = requires(B sum, B const term) { sum += term; };
     require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
-    run_plan(p, from, to, comm, here);
+    run_plan(p, from, to, comm, here, by);
 }
 
 } // namespace detail
@@ -158,11 +160,14 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
     constexpr bool writes = detail::writes<Y>, there = detail::in_memory_of<Comm, X, Y>;
     static_assert(source, "cpx: exchange of a tensor that is not sharded as the plan's source; make the plan with "
                           "relayout(tensor.sharding(), ...)");
-    static_assert(target, "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
-                          "relayout(..., tensor.sharding(), ...)");
-    static_assert(writes, "cpx: exchange into a tensor that is const or ends with the call; give it a name");
-    static_assert(there, "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
-                         "with make_tensor<T>(sharding, comm, width)");
+    static_assert(!source || target,
+                  "cpx: exchange into a tensor that is not sharded as the plan's target; make the plan with "
+                  "relayout(..., tensor.sharding(), ...)");
+    static_assert(!source || !target || writes,
+                  "cpx: exchange into a tensor that is const or ends with the call; give it a name");
+    static_assert(!writes || there,
+                  "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
+                  "with make_tensor<T>(sharding, comm, width)");
     if constexpr (source && target && writes && there) {
         auto const x = from.view();
         auto const y = to.view();
@@ -189,24 +194,23 @@ template <sharded_anywhere X, any_sharding To, any_transport Comm>
 tensor<element_of<X>, To, memory_of<X>> exchange(X const& from, To const& to, Comm& comm,
                                                  caller here = caller::here()) {
     auto const x = from.view();
+    detail::require_own("exchange", "rank of the tensor", x.rank(), x.sharding().ranks(), comm.rank(), comm.ranks(),
+                        here);
     return exchange(relayout(x.sharding(), to, x.rank(), here), x, comm, here);
 }
 
-// What none of these takes: to say so in a sentence.
 template <class Plan, class X, class Y, class Comm>
 void exchange(Plan const&, X const&, Y&&, Comm&, caller = caller::here()) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
+    static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, from, to, comm) wants a relayout_plan and two tensors, or any plan and two "
                   "cpx::rows, and a cpx::transport; view memory as sharded, or as rows");
 }
-template <class Plan, class X, class Comm>
-X exchange(Plan const&, X const& from, Comm&, caller = caller::here()) {
-    constexpr bool fits = detail::never<Plan>;
-    static_assert(fits,
+template <class Plan, class X>
+X exchange(Plan const&, X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Plan>,
                   "cpx: exchange(plan, x, comm) wants a relayout_plan, a tensor and a cpx::transport, and exchange(x, "
                   "sharding, comm) a tensor, a sharding and a cpx::transport; give other plans rows and a target");
-    return from;
+    throw;
 }
 
 } // namespace cpx

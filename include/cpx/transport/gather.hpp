@@ -65,6 +65,12 @@ template <transport Comm>
 void gather(Comm& comm, void const* mine, void* all, std::size_t bytes, caller here = caller::here()) {
     detail::gather(comm, detail::named("gather", bytes), mine, all, bytes, here);
 }
+template <class X>
+detail::refused gather(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: gather(comm, mine, all, bytes) gathers bytes; rows of a tensor come by "
+                                    "exchange(x, replicated<>(ranks, batch), comm)");
+    return {};
+}
 
 /// Replaces `bytes` by those of rank 0. Collective; equally many on all ranks. Throws what the transport throws.
 template <transport Comm>

@@ -78,29 +78,34 @@ public:
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
     /// it is not what this movement was prepared for; then all is as before. If ranks have different batches, the wait
     /// after the next call says so.
-    template <any_sharding... S>
-        requires std::same_as<std::tuple<S...>, typename kind::batch>
+    template <class... S>
     void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
-        if (shardings == now_) return;
-        require_room(shardings, here);
-        std::optional<Plan> made;
-        auto const plan_of = [&]() -> Plan const& {
-            if (!made) made.emplace(kind::next(plan_, shardings, here));
-            return *made;
-        };
-        prepared_.set(shardings, plan_of, here);
-        listed_ = made.has_value();
-        if (listed_) plan_ = std::move(*made);
-        now_ = shardings;
+        constexpr bool fits = std::same_as<std::tuple<S...>, typename kind::batch>;
+        static_assert(fits,
+                      "cpx: movement::set of another kind of sharding than it was made for; give a relayout's two, "
+                      "the source first, and of another plan its one");
+        if constexpr (fits) {
+            if (shardings == now_) return;
+            require_room(shardings, here);
+            std::optional<Plan> made;
+            auto const plan_of = [&]() -> Plan const& {
+                if (!made) made.emplace(kind::next(plan_, shardings, here));
+                return *made;
+            };
+            prepared_.set(shardings, plan_of, here);
+            listed_ = made.has_value();
+            if (listed_) plan_ = std::move(*made);
+            now_ = shardings;
+        }
     }
-    template <any_sharding S>
+    template <class S>
     Plan const& set(S const& sharding, caller here = caller::here()) {
-        set(std::tuple(sharding), here);
+        set(std::tuple<S>(sharding), here);
         return plan(here);
     }
-    template <any_sharding From, any_sharding To>
+    template <class From, class To>
     void set(From const& from, To const& to, caller here = caller::here()) {
-        set(std::tuple(from, to), here);
+        set(std::tuple<From, To>(from, to), here);
     }
     /// Returns the plan of the last batch. Where nothing has asked for it yet, makes it.
     Plan const& plan(caller here = caller::here()) {
@@ -157,6 +162,15 @@ public:
         run(from == side::after, k, given, got, here);
     }
 
+    template <class X>
+    void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+        unfit<X>();
+    }
+    template <class X>
+    void transposed(X const&, detail::any = {}, detail::any = {}) {
+        unfit<X>();
+    }
+
     /// Returns a tensor for every batch that fits, of this one at first; see `tensor::hold`. It is where this movement
     /// can write: in memory that peers reach, if that is how it moves. Collective.
     template <any_sharding S>
@@ -173,6 +187,13 @@ public:
     }
 
 private:
+    template <class X>
+    static void unfit() {
+        static_assert(
+            detail::never<X>,
+            "cpx: a movement takes, of a relayout, tensors x and y; of a halo, a tensor and rows, transposed "
+            "rows and a tensor; of a carry, a number, a side and two rows; view memory as sharded, or as rows");
+    }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {
         static_cast<void>(kind::room(plan_, width_, most, here));
@@ -214,12 +235,15 @@ private:
         constexpr bool there = detail::in_memory_of<Comm, X, Y>;
         static_assert(source, "cpx: movement of a tensor that is not sharded as its source; make it from the tensor's "
                               "kind of sharding");
-        static_assert(target, "cpx: movement into a tensor that is not sharded as its target; make it for the tensor's "
-                              "kind of sharding");
-        static_assert(writes, "cpx: movement wants tensors of its elements, and a target that is not const and has a "
-                              "name");
-        static_assert(there, "cpx: movement of tensors in another memory than that of the transport's ranks; make them "
-                             "with make_tensor<T>(sharding, comm, width)");
+        static_assert(!source || target,
+                      "cpx: movement into a tensor that is not sharded as its target; make it for the tensor's "
+                      "kind of sharding");
+        static_assert(!source || !target || writes,
+                      "cpx: movement wants tensors of its elements, and a target that is not const and has a "
+                      "name");
+        static_assert(!writes || there,
+                      "cpx: movement of tensors in another memory than that of the transport's ranks; make them "
+                      "with make_tensor<T>(sharding, comm, width)");
         if constexpr (source && target && writes && there) {
             auto const x = from.view();
             auto const y = to.view();
@@ -252,6 +276,13 @@ template <class T, any_sharding From, any_sharding To, any_transport Comm>
 movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To const& to, index_t width, capacity most,
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
+}
+template <class T, class X>
+detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                              detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
+                                    "make_movement<T>(plan, width, capacity, comm) a plan, and a cpx::transport");
+    return {};
 }
 
 } // namespace cpx

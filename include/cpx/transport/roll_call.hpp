@@ -83,7 +83,7 @@ public:
         for (int r = 0; r < ranks() && field < 0 && own != none; ++r)
             if (plan_of(r) != none) field = own.first_difference(plan_of(r));
         if (field < 0) return "";
-        std::string text = ": " + identity::name(field);
+        std::string text = ": " + own.name(field);
         for (int r = 0; r < ranks(); ++r)
             if (plan_of(r) != none)
                 text += ' ' + plan_of(r).value(field) + " on rank " +

@@ -22,13 +22,22 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
     replicated<> const whole(comm.ranks(), batch);
-    auto const plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
+    auto plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
+    identity::set(plan.id.operation, "sum_over_ranks");
+    for (auto const of_tokens : {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
+        plan.id[of_tokens] = 0;
+    plan.id[identity::parameter] = static_cast<std::uint64_t>(count);
     using T = std::ranges::range_value_t<V>;
     auto const memory = rank_memory(comm);
     sharded const all(rows<T>(std::ranges::data(values), count, 1), whole, comm.rank(), memory);
     tensor<T, sharding<sequential<>>, rank_memory_of<Comm>> share(plan.from, comm.rank(), 1, memory, here);
     exchange(plan.transposed(), all, share, comm, here);
     exchange(plan, share, all, comm, here);
+}
+template <class X>
+void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, and a "
+                                    "cpx::transport; of a tensor give its elements()");
 }
 
 } // namespace cpx

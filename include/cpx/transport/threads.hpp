@@ -31,7 +31,9 @@ public:
     template <class F>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
-        run_all(ranks, std::ref(program), deadline, here);
+        constexpr bool fits = std::invocable<F&, threads&>;
+        static_assert(fits, "cpx: threads::run wants a program that takes its rank: [&](cpx::threads& comm) { ... }");
+        if constexpr (fits) run_all(ranks, std::ref(program), deadline, here);
     }
 
     int rank() const { return rank_; }

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a call that fits no function is refused in one sentence.
+#pragma once
+
+#include <cpx/core/config.hpp>
+
+#include <concepts>
+#include <initializer_list>
+
+// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
+// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
+namespace cpx::detail {
+
+/// A parameter that takes any argument, lists in braces too, where no other overload does.
+struct any {
+    any() = default;
+    template <class X>
+    any(X const&) {}
+    any(std::initializer_list<any>) {}
+};
+
+/// The result of a call that has been refused.
+struct refused {};
+
+/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
+template <class X>
+inline constexpr bool never = std::same_as<X, refused>;
+
+} // namespace cpx::detail
