@@ -42,7 +42,7 @@
 
 #if __cplusplus < 202002L
 #error "cpx: this is a library for C++20; compile with -std=c++20 or a newer one"
-#include "end of compilation" // what would follow is of no use
+#include "end of compilation" // nothing that follows would tell more
 #endif
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt
@@ -2350,10 +2350,10 @@ namespace detail {
 /// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
 template <class T, any_sharding S, any_memory M = host_memory, class X>
 sharded<T, S, M> field(X&& x) {
-    constexpr bool views = sharded_anywhere<X> || std::same_as<std::remove_const_t<T>, refused>;
+    constexpr bool views = sharded_anywhere<X>;
     static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
                          "sharded(rows, sharding, rank)");
-    if constexpr (sharded_anywhere<X>) {
+    if constexpr (views && !std::same_as<std::remove_const_t<T>, refused>) {
         constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
         static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
         static_assert(
@@ -2365,11 +2365,9 @@ sharded<T, S, M> field(X&& x) {
     throw;
 }
 
-/// What a struct of tensors deduces from its first one.
+/// What a struct of tensors deduces from its first one; if that is none, its field says so.
 template <class X>
 struct first_field {
-    static_assert(never<X>, "cpx: a struct of tensors is given first what is none; view other memory as sharded(rows, "
-                            "sharding, rank)");
     using element = refused;
     using sharding = cpx::sharding<sequential<1>>;
     using memory = host_memory;

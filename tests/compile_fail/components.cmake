@@ -25,6 +25,23 @@ function(says sentence)
     endforeach()
 endfunction()
 
+# Nothing but the sentence, and where it was included: what would follow is not compiled.
+function(stops sentence standard text)
+    set(source ${CMAKE_CURRENT_BINARY_DIR}/stops.cpp)
+    file(WRITE ${source} "${text}\n")
+    execute_process(OUTPUT_QUIET ERROR_VARIABLE text COMMAND ${COMPILER} -std=${standard} -fsyntax-only
+        -I ${SOURCE_DIR}/include -I ${SOURCE_DIR}/single_include ${source})
+    string(REGEX MATCHALL "\n" lines "${text}")
+    list(LENGTH lines count)
+    string(REGEX MATCH " error: [^\n]*" first "${text}")
+    if(NOT first MATCHES "${sentence}" OR count GREATER 15)
+        message(SEND_ERROR "${count} lines, not \"${sentence}\" alone:\n${text}")
+    endif()
+endfunction()
+stops("compile with -std=c..20" c++17 "#include <cpx/cpx.hpp>")
+stops("compile with -std=c..20" c++17 "#include \"${SOURCE_DIR}/single_include/cpx/cpx.hpp\"")
+stops("name the file .cu and link cpx::cuda" c++20 "#include <cpx/cuda/exchange.hpp>")
+
 set(nccl include/cpx/transport/nccl.hpp include/cpx/transport/nccl_w*.hpp)
 says("name the file .cu and link cpx::cuda" HEADERS include/cpx/cuda/*.hpp kernels/cpx/*.cuh ${nccl})
 says("needs NCCL 2.28 or newer. link cpx::nccl" HEADERS ${nccl} DEFINE -D__CUDACC__)

@@ -323,10 +323,10 @@ TEST_SUITE("mpi") {
             cpx::broadcast(comm, std::span(memory).first(comm.rank() == 1 ? 5 : 4));
             send_all(comm); // only rank 1 has seen that it is wrong
         });
-        check_passages(broadcast, {"ranks are in different exchanges: parameter", "5", "4"});
+        check_passages(broadcast, {"ranks are in different exchanges: bytes", "5", "4"});
         auto const gather =
             error(20s, [&](cpx::mpi& comm) { cpx::gather(comm, memory.data(), all.data(), comm.rank() == 1 ? 5 : 4); });
-        check_passages(gather, {"ranks are in different exchanges: parameter", "5", "4"});
+        check_passages(gather, {"ranks are in different exchanges: bytes", "5", "4"});
     }
 
     TEST_CASE("an error of MPI is thrown with the call and what MPI says") {

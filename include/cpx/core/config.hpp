@@ -4,7 +4,7 @@
 
 #if __cplusplus < 202002L
 #error "cpx: this is a library for C++20; compile with -std=c++20 or a newer one"
-#include "end of compilation" // what would follow is of no use
+#include "end of compilation" // nothing that follows would tell more
 #endif
 
 #define CPX_VERSION 100 // major * 10000 + minor * 100 + patch, read by CMakeLists.txt

@@ -4,5 +4,5 @@
 
 #ifndef __CUDACC__
 #error "cpx: this header is for sources that nvcc compiles; name the file .cu and link cpx::cuda or cpx::nccl"
-#include "end of compilation" // what would follow is of no use
+#include "end of compilation" // nothing that follows would tell more
 #endif

@@ -7,6 +7,7 @@
 
 #if !__has_include(<nccl_device.h>)
 #error "cpx: this header needs NCCL 2.28 or newer, whose nccl_device.h is not found"
+#include "end of compilation"
 #endif
 #include <nccl_device.h>
 

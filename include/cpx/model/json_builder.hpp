@@ -7,6 +7,7 @@
 
 #if !__has_include(<nlohmann/json.hpp>)
 #error "cpx: model needs nlohmann_json 3.11 or newer; link cpx::model (find_package(cpx COMPONENTS model))"
+#include "end of compilation"
 #endif
 #include <nlohmann/json.hpp>
 

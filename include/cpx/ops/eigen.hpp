@@ -6,6 +6,7 @@
 
 #if !__has_include(<Eigen/Core>)
 #error "cpx: ops need Eigen 3.4 or newer; link cpx::ops (find_package(cpx COMPONENTS ops)), or add its folder to -I"
+#include "end of compilation"
 #endif
 #include <Eigen/Core>
 

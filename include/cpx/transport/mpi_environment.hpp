@@ -6,6 +6,7 @@
 
 #if !__has_include(<mpi.h>)
 #error "cpx: this header needs MPI; link cpx::mpi (find_package(cpx COMPONENTS mpi)), or compile with mpicxx"
+#include "end of compilation"
 #endif
 #include <mpi.h>
 

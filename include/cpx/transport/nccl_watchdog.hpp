@@ -6,6 +6,7 @@
 
 #if !__has_include(<nccl.h>)
 #error "cpx: this header needs NCCL 2.28 or newer; link cpx::nccl (find_package(cpx COMPONENTS nccl))"
+#include "end of compilation"
 #endif
 #include <nccl.h>
 
