@@ -1,6 +1,6 @@
 # cmake -D PROGRAM=<file> -D ARGS=<command line> -P expect_figures.cmake
-# The program, asked for JSON, must agree with its reference in float32 and send no row in vain. Where it finds fewer
-# GPUs than it wants, the test is skipped.
+# The program, asked for JSON, must agree with its reference in float32, gradients too if it has any, and with one rank
+# to the bit where it says so, and send no row in vain. Where it finds fewer GPUs than it wants, the test is skipped.
 separate_arguments(arguments UNIX_COMMAND "${ARGS}")
 execute_process(COMMAND ${PROGRAM} ${arguments} --json RESULT_VARIABLE code OUTPUT_VARIABLE out ERROR_VARIABLE err)
 if(code EQUAL 1 AND err MATCHES "--device: GPUs: expected at least 1|--ranks: number of ranks: expected at most the GPUs")
@@ -18,13 +18,22 @@ endif()
 math(EXPR last "${count} - 1")
 foreach(i RANGE ${last})
     foreach(figure IN ITEMS device max_abs_delta mean_abs_delta max_abs_delta_to_one_rank loss_delta
-            rows_sent rows_lower_bound bytes_sent bytes_lower_bound)
+            exact rows_sent rows_lower_bound bytes_sent bytes_lower_bound)
         string(JSON ${figure} GET "${out}" strategies ${i} ${figure})
     endforeach()
     if(NOT device STREQUAL "cuda")
         message(FATAL_ERROR "it ran on ${device}")
     endif()
-    foreach(limit IN ITEMS max_abs_delta=1e-3 mean_abs_delta=5e-5 max_abs_delta_to_one_rank=1e-3 loss_delta=5e-5)
+    set(gradient_limit)
+    if("--backward" IN_LIST arguments)
+        string(JSON max_grad_error GET "${out}" strategies ${i} max_grad_error)
+        string(JSON equal GET "${out}" strategies ${i} grads_equal_one_rank)
+        set(gradient_limit max_grad_error=5e-3)
+    endif()
+    if(exact AND (NOT max_abs_delta_to_one_rank EQUAL 0 OR ("--backward" IN_LIST arguments AND NOT equal)))
+        message(FATAL_ERROR "exact, but not bitwise one rank's")
+    endif()
+    foreach(limit IN ITEMS ${gradient_limit} max_abs_delta=1e-3 mean_abs_delta=5e-5 max_abs_delta_to_one_rank=1e-3 loss_delta=5e-5)
         string(REPLACE "=" ";" limit "${limit}")
         list(GET limit 0 figure)
         list(GET limit 1 most)

@@ -75,8 +75,6 @@ public:
         auto const& w = weights_.at(tied ? "model.embed_tokens.weight" : name);
         return {w.values.data(), w.rows, w.columns};
     }
-    /// Returns the weight of a norm.
-    std::span<T const> gain(std::string const& name) const { return weights_.at(name).values; }
     /// Calls `f(name, weight)` for every weight, in the order of their names.
     template <class F>
     void each(F f) const {

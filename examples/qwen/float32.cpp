@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model in float32, on the host and on GPUs.
-#include "on_gpus.hpp"
+// The model in float32, on the host.
 #include "on_host.hpp"
 
 namespace qwen {

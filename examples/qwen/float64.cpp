@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The model in float64.
+// The model in float64, on the host.
 #include "on_host.hpp"
 
 namespace qwen {

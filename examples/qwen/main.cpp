@@ -2,7 +2,6 @@
 // The main job of cpx: a checkpoint of Hugging Face transformers, its packed batch of text, images and videos sharded
 // over ranks, must give the log-probabilities that transformers gives, whatever the strategy.
 
-#include "gpus.hpp"
 #include "outcome.hpp"
 
 #include "../common/run.hpp"
@@ -17,7 +16,7 @@ namespace {
 
 struct options {
     std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64",
-                                  features = "by_item";
+                                  features = "by_item", products = "cublas";
     bool json = false, backward = false, all = false;
 
     bool on_gpus() const { return device == "cuda"; }
@@ -36,10 +35,12 @@ void complete(CLI::App const& app, options& o) {
                                  "--linear head_sharded");
     cpx::require(o.features == "by_item" || o.features == "replicated", "--features", "ranks of features",
                  "by_item or replicated", cpx::quote(o.features));
+    cpx::require(o.products == "cublas" || o.products == "fixed", "--products", "products", "cublas or fixed",
+                 cpx::quote(o.products));
+    examples::require_effect(app, "--products", o.on_gpus(), "--device cuda", "cpu");
     if (!o.on_gpus()) return;
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
     cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
-    cpx::require(!o.backward, "--backward", "device", "cpu: there is no backward on GPUs", "cuda");
 }
 
 struct report {
@@ -194,13 +195,8 @@ std::vector<qwen::strategy> without_linear(std::vector<qwen::strategy> const& al
     return list;
 }
 
-/// Throws `cpx::error` unless the pass on GPUs can run the model, and there are as many as ranks.
-void require_gpus(cpx::qwen_config const& config, qwen::input const& in, int ranks) {
-    bool const known = config.attn_output_gate && in.media.empty();
-    cpx::require(known, "--device", "cuda",
-                 "a Qwen3.5 model and a batch of text: this program has no pass of Qwen3-VL, nor of images and videos, "
-                 "on GPUs",
-                 config.attn_output_gate ? "images or videos" : "Qwen3-VL");
+/// Throws `cpx::error` unless there are as many GPUs as ranks.
+void require_gpus(int ranks) {
     int const found = qwen::gpus();
     cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
     cpx::require(ranks <= found, "--ranks", "number of ranks", "at most the GPUs found, " + std::to_string(found),
@@ -216,12 +212,13 @@ std::vector<report> run(options const& o) {
     cpx::safetensors const file(o.reference);
     auto const in = read_input(file, model.config, o);
     if (!model.config.linear()) strategies = without_linear(strategies);
-    if (o.on_gpus()) require_gpus(model.config, in, ranks);
+    if (o.on_gpus()) require_gpus(ranks);
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
+    auto const products = o.products == "fixed" ? qwen::products::fixed : qwen::products::cublas;
     auto const pass = [&](qwen::strategy const& how, int over) {
         if constexpr (std::same_as<T, float>)
-            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, over);
+            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, over, o.backward, products);
         return qwen::run(model, in, how, over, chunk, o.backward);
     };
     std::vector<report> reports;
@@ -349,8 +346,11 @@ int main(int argc, char** argv) {
         ->required();
     app.add_option("--ranks", o.ranks, "ranks, as threads of this process, at most 256; on GPUs one each")
         ->capture_default_str();
-    app.add_option("--device", o.device, "cpu, or cuda: float32, forward only")->capture_default_str();
+    app.add_option("--device", o.device, "cpu, or cuda: float32")->capture_default_str();
     app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
+    app.add_option("--products", o.products,
+                   "on GPUs: cublas, or fixed, by a plain kernel that makes exact strategies bitwise those of one GPU")
+        ->capture_default_str();
     app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
     app.add_option("--linear", o.linear,
                    "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them; a model "

@@ -6,97 +6,146 @@
 
 namespace qwen {
 
-/// h += down(silu(gate(x)) up(x)), x = norm(h).
+/// y = down(silu(gate(x)) up(x)), by the weights of one name, and its backward.
 template <class Site>
-typename Site::backward dense_mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
+class dense_mlp {
     using T = typename Site::element;
-    auto const norm = layer_name(layer, "post_attention_layernorm.weight");
-    auto const gate_proj = layer_name(layer, "mlp.gate_proj.weight"), up_proj = layer_name(layer, "mlp.up_proj.weight"),
-               down_proj = layer_name(layer, "mlp.down_proj.weight");
-    auto const before = h;
-    auto x = h, y = h;
-    auto gate = at.make(at.model.config.intermediate_size), up = gate, activation = gate;
-    at.norm(norm, h.view(), x.view());
-    at.linear(gate_proj, x.view(), gate.view());
-    at.linear(up_proj, x.view(), up.view());
-    cpx::silu_mul<T>(gate.data(), up.data(), activation.data());
-    at.linear(down_proj, activation.view(), y.view());
-    at.add(y.data(), h.data());
+    using tensor = typename Site::tensor;
 
-    return [=, &at](typename Site::tensor& dh) {
-        auto dactivation = at.make(activation.width()), dgate = dactivation, dup = dactivation, dx = at.make(x.width());
-        at.linear_backward(down_proj, at.whole(activation.view()), dh.view(), dactivation.view());
-        cpx::silu_mul_backward<T>(gate.data(), up.data(), dactivation.data(), dgate.data(), dup.data());
-        auto const whole = at.whole(x.view());
-        at.linear_backward(gate_proj, whole, dgate.view(), dx.view());
-        at.linear_backward(up_proj, whole, dup.view(), dx.view());
-        at.norm_backward(norm, before.view(), dx.view(), dx.view());
-        at.add(dx.data(), dh.data());
-    };
-}
+public:
+    dense_mlp(Site& at, std::string mlp, index_t inner)
+        : at_(at), mlp_(std::move(mlp)), gate_(at.make(inner)), up_(at.make(inner)), activation_(at.make(inner)) {}
 
-/// Returns the weights of the mixture of experts in a layer.
-template <class T>
-cpx::moe_weights<T> expert_weights(checkpoint<T> const& model, cpx::index_t layer) {
-    auto const w = [&](char const* name) { return model.weight(layer_name(layer, "mlp.") + name); };
-    return {w("gate.weight"),
-            w("experts.gate_up_proj"),
-            w("experts.down_proj"),
-            w("shared_expert.gate_proj.weight"),
-            w("shared_expert.up_proj.weight"),
-            w("shared_expert.down_proj.weight"),
-            w("shared_expert_gate.weight")};
-}
+    void operator()(tensor const& x, tensor& y) {
+        at_.linear(mlp_ + "gate_proj.weight", x, gate_);
+        at_.linear(mlp_ + "up_proj.weight", x, up_);
+        at_.each(rowwise::silu_mul<T>{gate_.data(), up_.data(), activation_.data()}, activation_);
+        at_.linear(mlp_ + "down_proj.weight", activation_, y);
+    }
+    /// Adds to dx.
+    void backward(typename Site::summed const& x, tensor const& dy, tensor& dx) const {
+        auto d = at_.make(gate_.width()), dgate = at_.make(d.width()), dup = at_.make(d.width());
+        at_.linear_backward(mlp_ + "down_proj.weight", at_.whole(activation_), dy, d);
+        at_.each(rowwise::silu_mul_backward<T>{gate_.data(), up_.data(), d.data(), dgate.data(), dup.data()}, d);
+        at_.linear_backward(mlp_ + "gate_proj.weight", x, dgate, dx);
+        at_.linear_backward(mlp_ + "up_proj.weight", x, dup, dx);
+    }
 
-/// h += experts(x), x = norm(h).
+private:
+    Site& at_;
+    std::string mlp_;
+    tensor gate_, up_, activation_;
+};
+
+/// y = sum_s w_s down_e(silu(gate_e x) up_e x) + sigmoid(shared_expert_gate x) shared(x), over the experts e chosen, by
+/// descending w_s: their probabilities over their sum.
 template <class Site>
-typename Site::backward expert_mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
+class expert_mlp {
     using T = typename Site::element;
-    auto const norm = layer_name(layer, "post_attention_layernorm.weight");
-    auto const& config = at.model.config;
-    auto const before = h;
-    auto x = h, y = h;
-    at.norm(norm, h.view(), x.view());
-    auto saved = cpx::moe<T>(expert_weights(at.model, layer), x.data(), config.num_experts_per_tok, y.data());
-    at.add(y.data(), h.data());
+    using tensor = typename Site::tensor;
+    using summed = typename Site::summed;
+    using numbers = cpx::tensor<index_t, decltype(Site::sharding), typename Site::memory>;
 
-    return [=, &at, saved = std::move(saved)](typename Site::tensor& dh) {
-        auto const name = [&](char const* suffix) { return layer_name(layer, "mlp.") + suffix; };
-        auto const on_site = [&](auto const& rows) { return cpx::sharded(rows.view(), at.sharding, at.rank()); };
-        auto dx = at.make(x.width());
-        auto const d = cpx::moe_backward<T>(expert_weights(at.model, layer), saved, dh.data(), dx.data());
+public:
+    expert_mlp(Site& at, std::string const& mlp, cpx::qwen_config const& c)
+        : at_(at), mlp_(mlp), inner_(c.moe_intermediate_size), choices_(c.num_experts_per_tok),
+          shared_(at, mlp + "shared_expert.", c.shared_expert_intermediate_size),
+          chosen_(at.sharding, at.rank.rank(), choices_, at.rank.memory()), weights_(at.make(choices_)),
+          logits_(at.make(c.num_experts)), gate_up_(at.make(choices_ * 2 * inner_)),
+          activation_(at.make(choices_ * inner_)), output_(at.make(choices_ * c.hidden_size)),
+          shared_output_(at.make(c.hidden_size)), shared_gate_(at.make(1)) {}
 
-        auto const linear = [&](char const* weight, cpx::summed_rows<T> const& input, auto const& dy) {
-            at.sums.linear(input, dy, at.grads.of(name(weight)), at.comm);
-        };
-        auto const whole = at.whole(x.view());
-        auto const gate_up = on_site(d.dshared_gate_up);
-        cpx::index_t const shared = config.shared_expert_intermediate_size;
-        linear("gate.weight", whole, on_site(d.dlogits));
-        linear("shared_expert.gate_proj.weight", whole, gate_up.columns(0, shared));
-        linear("shared_expert.up_proj.weight", whole, gate_up.columns(shared, shared));
-        linear("shared_expert.down_proj.weight", at.whole(on_site(saved.shared_activation)), on_site(d.dshared_output));
-        linear("shared_expert_gate.weight", whole, on_site(d.dshared_gate));
+    void operator()(tensor const& x, tensor& y) {
+        at_.linear(mlp_ + "gate.weight", x, logits_);
+        at_.each(rowwise::choose_experts<T>{logits_.data(), chosen_.data(), weights_.data()}, 1);
+        at_.rank.expert_linear(chosen(), x.data(), weight("experts.gate_up_proj"), gate_up_.data());
+        auto const gate_up = of_choice(gate_up_, 2 * inner_); // each choice has its gate, then its up
+        at_.rank.each(gate_up.count(), inner_,
+                      rowwise::silu_mul<T>{gate_up.columns(0, inner_), gate_up.columns(inner_, inner_),
+                                           of_choice(activation_, inner_)});
+        at_.rank.expert_linear(chosen(), activation_.data(), weight("experts.down_proj"), output_.data());
+        shared_(x, shared_output_);
+        at_.linear(mlp_ + "shared_expert_gate.weight", x, shared_gate_);
+        auto opened = at_.make(y.width());
+        at_.each(rowwise::open<T>{shared_output_.data(), shared_gate_.data(), opened.data()}, y);
+        at_.each(rowwise::combine_experts<T>{weights_.data(), output_.data(), opened.data(), y.data()}, y);
+    }
+    void backward(summed const& x, tensor const& dy, tensor& dx) {
+        auto dlogits = at_.make(logits_.width()), doutput = at_.make(output_.width()), dshared = at_.make(dy.width()),
+             dshared_gate = at_.make(1);
+        at_.each(rowwise::choose_backward<T>{chosen(), weights_.data(), output_.data(), dy.data(), dlogits.data()}, 1);
+        at_.each(rowwise::combine_backward<T>{weights_.data(), dy.data(), doutput.data()}, doutput);
+        at_.each(rowwise::open<T>{dy.data(), shared_gate_.data(), dshared.data()}, dshared);
+        at_.each(
+            rowwise::open_row_backward<T>{shared_output_.data(), shared_gate_.data(), dy.data(), dshared_gate.data()},
+            1);
 
-        auto const chosen = at.sums.whole(on_site(saved.chosen), at.comm);
-        auto const experts = [&](char const* weight, cpx::summed_rows<T> const& input, auto const& dy,
-                                 cpx::index_t outputs) {
-            auto const own = at.sums.share(dy, outputs, at.comm);
-            if (!own.share.empty())
-                cpx::expert_linear_backward_weight<T>(chosen.data, config.num_experts, own.data, input.data,
-                                                      at.grads.of(name(weight)), own.share.first);
-        };
-        experts("experts.gate_up_proj", whole, on_site(d.dgate_up), 2 * config.moe_intermediate_size);
-        experts("experts.down_proj", at.whole(on_site(saved.activation)), on_site(d.doutput), config.hidden_size);
-        at.norm_backward(norm, before.view(), dx.view(), dx.view());
-        at.add(dx.data(), dh.data());
-    };
-}
+        auto dactivation = at_.make(activation_.width()), dgate_up = at_.make(gate_up_.width()),
+             terms = at_.make(output_.width());
+        at_.rank.expert_linear_backward_input(chosen(), doutput.data(), weight("experts.down_proj"),
+                                              dactivation.data());
+        auto const gate_up = of_choice(gate_up_, 2 * inner_), of_gate_up = of_choice(dgate_up, 2 * inner_);
+        at_.rank.each(gate_up.count(), inner_,
+                      rowwise::silu_mul_backward<T>{gate_up.columns(0, inner_), gate_up.columns(inner_, inner_),
+                                                    of_choice(dactivation, inner_), of_gate_up.columns(0, inner_),
+                                                    of_gate_up.columns(inner_, inner_)});
+        at_.rank.expert_linear_backward_input(chosen(), dgate_up.data(), weight("experts.gate_up_proj"), terms.data());
+        at_.each(rowwise::add_choices<T>{terms.data(), dx.data()}, dx);
 
-/// The MLP of the model, which is one of these.
+        auto const everyones = at_.sums.whole(chosen_, at_.rank.comm);
+        at_.rank.ended();
+        experts_backward(everyones.data, "experts.gate_up_proj", x, dgate_up, 2 * inner_);
+        experts_backward(everyones.data, "experts.down_proj", at_.whole(activation_), doutput, dy.width());
+        at_.linear_backward(mlp_ + "gate.weight", x, dlogits, dx);
+        shared_.backward(x, dshared, dx);
+        at_.linear_backward(mlp_ + "shared_expert_gate.weight", x, dshared_gate, dx);
+    }
+
+private:
+    cpx::rows<index_t const> chosen() const { return chosen_.data(); }
+    cpx::rows<T const> weight(char const* name) const { return at_.rank.weight(mlp_ + name); }
+    /// Returns a row for every choice of every row.
+    static cpx::rows<T> of_choice(tensor& x, index_t width) {
+        return {x.data().data(), x.data().count() * (x.width() / width), width};
+    }
+    void experts_backward(cpx::rows<index_t const> chosen, char const* name, summed const& x, tensor const& dy,
+                          index_t outputs) const {
+        auto const own = at_.share(dy, outputs);
+        if (!own.share.empty())
+            at_.rank.expert_linear_backward_weight(chosen, own.data, x.data, at_.grads.of(mlp_ + name),
+                                                   own.share.first);
+    }
+
+    Site& at_;
+    std::string mlp_;
+    index_t inner_, choices_;
+    dense_mlp<Site> shared_;
+    numbers chosen_;
+    tensor weights_, logits_, gate_up_, activation_, output_, shared_output_, shared_gate_;
+};
+
+/// h += mlp(norm(h)) of a layer, by one of these.
 template <class Site>
-typename Site::backward mlp(Site& at, cpx::index_t layer, typename Site::tensor& h) {
-    return at.model.config.moe() ? expert_mlp(at, layer, h) : dense_mlp(at, layer, h);
+typename Site::backward mlp(Site& at, index_t layer, typename Site::tensor& h) {
+    auto const run = [&](auto block) -> typename Site::backward {
+        auto const before = std::make_shared<typename Site::tensor>(at.copy(h)),
+                   x = std::make_shared<typename Site::tensor>(at.make(h.width()));
+        auto const norm = layer_name(layer, "post_attention_layernorm.weight");
+        at.norm(norm, h, *x);
+        auto y = at.make(h.width());
+        (*block)(*x, y);
+        at.add(y, h);
+        return [=, &at](typename Site::tensor& dh) {
+            auto dx = at.make(dh.width());
+            block->backward(at.whole(*x), dh, dx);
+            at.norm_backward(norm, *before, dx, dx);
+            at.add(dx, dh);
+        };
+    };
+    auto const& config = at.rank.model.config;
+    auto const name = layer_name(layer, "mlp.");
+    if (config.moe()) return run(std::make_shared<expert_mlp<Site>>(at, name, config));
+    return run(std::make_shared<dense_mlp<Site>>(at, name, config.intermediate_size));
 }
 
 } // namespace qwen

@@ -36,20 +36,15 @@ auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::secti
     });
 }
 
+/// 4 types; and 2 for what compiles long.
 inline constexpr auto by_layout = [](auto const&... of) { return examples::with_layout(of...); };
+inline constexpr auto by_table = [](auto const&... of) { return examples::with_token_sharding(of...); };
 
-/// Where hidden states enter on the host: the type of linear attention on zigzag, too.
+/// Where hidden states enter: the type of linear attention on zigzag, too.
 using entry_sharding = cpx::sharding<cpx::zigzag<>, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;
 
 inline entry_sharding enter(cpx::thd const& batch, int ranks) {
     return entry_sharding(batch, cpx::zigzag<>(ranks), cpx::aligned<cpx::dynamic>(1));
-}
-
-/// The same of tables, of which there are fewer types.
-template <class Entry, class F>
-auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::section> const& sections, F const& f) {
-    return with_linear(
-        how, entry, sections, [](auto const&... of) { return examples::with_token_sharding(of...); }, f);
 }
 
 inline std::string layer_name(cpx::index_t layer, char const* suffix) {

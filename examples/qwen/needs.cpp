@@ -2,8 +2,6 @@
 // Counts what a pass must move, for every way to run it.
 #include "needs.hpp"
 
-#include "delta_net.hpp"
-
 namespace qwen {
 
 namespace {

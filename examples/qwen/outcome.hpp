@@ -37,7 +37,14 @@ template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
             bool backward);
 
-/// Runs the forward pass over `ranks` GPUs. Throws what they report.
-outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks);
+/// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLAS or NCCL.
+int gpus();
+
+/// How GPUs multiply matrices: by cuBLAS, or so that a row's result has the same bits beside any other rows.
+enum class products { cublas, fixed };
+
+/// The same over `ranks` GPUs of this process. Throws what they report.
+outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks, bool backward,
+                    products by);
 
 } // namespace qwen

@@ -3,54 +3,79 @@
 #pragma once
 
 #include "outcome.hpp"
+#include "rowwise.hpp"
 
-#include <cpx/cpx.hpp>
-#include <cpx/ops.hpp>
+#include <cpx/ops/weight_sums.hpp>
+#include <cpx/transport/sum.hpp>
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 namespace qwen {
 
-/// The gradients of all weights and features: one rank's shares, until they are summed.
-template <class T>
-class gradients {
+using cpx::index_t;
+
+/// Owns elements of a rank's memory that are not rows of the batch.
+template <class T, class M>
+class matrix {
 public:
-    gradients(checkpoint<T> const& model, std::vector<features> const& of_media)
-        : tied_(model.config.tie_word_embeddings) {
-        cpx::index_t first = 0;
-        auto const add = [&](std::string const& name, cpx::index_t rows, cpx::index_t columns) {
+    matrix(M const& memory, index_t count, index_t width)
+        : values_(memory.template zeros<T>("matrix", {count, width})), count_(count), width_(width) {}
+    cpx::rows<T> data() { return {values_.data(), count_, width_}; }
+    cpx::rows<T const> data() const { return {values_.data(), count_, width_}; }
+
+private:
+    typename M::template block<T> values_;
+    index_t count_, width_;
+};
+
+/// Returns numbers of rows in a rank's memory.
+template <class M>
+matrix<index_t, M> list_of(M const& memory, std::vector<index_t> const& numbers) {
+    matrix<index_t, M> list(memory, std::ssize(numbers), 1);
+    memory.write(list.data().data(), std::span<index_t const>(numbers));
+    return list;
+}
+
+/// The gradients of all weights and features: one rank's shares, until they are summed.
+template <class R>
+class gradients {
+    using T = typename R::element;
+
+public:
+    gradients(R& rank, std::vector<features> const& of_media)
+        : rank_(rank), tied_(rank.model.config.tie_word_embeddings), values_(rank.memory(), 0, 1) {
+        index_t first = 0;
+        auto const add = [&](std::string const& name, index_t rows, index_t columns) {
             places_[name] = {first, rows, columns};
-            first += rows * columns;
+            first += (rows * columns + 3) / 4 * 4; // each as aligned as the first
         };
         auto const add_weight = [&](std::string const& name, cpx::rows<T const> weight) {
             add(name, weight.count(), weight.width());
         };
-        model.each(add_weight);
+        rank.model.each(add_weight);
         // What head and embedding add to a weight that they share lies on different ranks: two sums, added at the end.
-        if (tied_) add_weight(head, model.weight(head));
-        cpx::index_t const hidden = model.config.hidden_size;
+        if (tied_) add_weight(head, rank.model.weight(head));
+        index_t const hidden = rank.model.config.hidden_size;
         for (features const& f : of_media) add(f.name, std::ssize(f.values) / hidden, hidden);
-        values_.resize(static_cast<std::size_t>(first));
+        values_ = {rank.memory(), first, 1};
     }
 
     cpx::rows<T> of(std::string const& name) {
         auto const& p = places_.at(name);
-        return {values_.data() + p.first, p.count, p.width};
-    }
-    std::span<T> gain(std::string const& name) {
-        cpx::rows<T> const all = of(name);
-        return {all.data(), static_cast<std::size_t>(all.count() * all.width())};
+        return {values_.data().data() + p.first, p.count, p.width};
     }
     /// Completes all of them in one call and returns them by name. Collective.
-    template <class Comm>
-    std::map<std::string, gradient<T>> sum(Comm& comm) {
-        cpx::sum_over_ranks(std::span(values_), comm);
+    std::map<std::string, gradient<T>> sum() {
+        std::span<T> const all(values_.data().data(), static_cast<std::size_t>(values_.data().count()));
+        cpx::sum_over_ranks(all, rank_.comm);
+        auto const values = rank_.memory().read(std::span<T const>(all));
         std::map<std::string, gradient<T>> result;
-        for (auto const& item : places_) {
-            auto const values = gain(item.first);
-            result[item.first] = {item.second.width, {values.begin(), values.end()}};
+        for (auto const& [name, p] : places_) {
+            auto const begin = values.begin() + p.first;
+            result[name] = {p.width, {begin, begin + p.count * p.width}};
         }
         if (!tied_) return result;
         auto& embedding = result.at("model.embed_tokens.weight").values;
@@ -62,74 +87,107 @@ public:
 private:
     static constexpr char const* head = "lm_head.weight";
     struct place {
-        cpx::index_t first, count, width;
+        index_t first, count, width;
     };
+    R& rank_;
     bool tied_;
     std::map<std::string, place> places_;
-    std::vector<T> values_;
+    matrix<T, typename R::memory_type> values_;
 };
 
-/// The ranks on the host, and what they have sent.
-using host_ranks = cpx::counted<cpx::threads>;
-
-/// One rank's rows of the residual stream on the sharding `S`.
+/// One rank's rows of a tensor sharded by `S`, in the memory of the rank R, a `host_rank` or a `gpu_rank`.
 ///
 /// A block is a function of a site and hidden states h; it adds to h and returns its backward, which adds to dh.
-template <class T, cpx::any_sharding S, cpx::transport Comm>
+template <class R, cpx::any_sharding S>
 class site {
 public:
-    using element = T;
-    using sharding_type = S;
-    using tensor = cpx::tensor<T, S>;
-    using view = cpx::sharded<T, S>;
-    using const_view = cpx::sharded<T const, S>;
+    using element = typename R::element;
+    using memory = typename R::memory_type;
+    using tensor = cpx::tensor<element, S, memory>;
+    using view = cpx::sharded<element, S, memory>;
+    using const_view = cpx::sharded<element const, S, memory>;
+    using summed = cpx::summed_rows<element, memory>;
     using backward = std::function<void(tensor& dh)>;
 
-    site(checkpoint<T> const& weights, gradients<T>& of_weights, S const& where, cpx::sum_order order, Comm& transport)
-        : model(weights), grads(of_weights), sharding(where), sums(where, transport.rank(), order), comm(transport) {}
+    site(R& of, gradients<R>& of_weights, S const& where, cpx::sum_order order)
+        : rank(of), grads(of_weights), sharding(where), sums(where, of.rank(), order) {}
 
-    int rank() const { return comm.rank(); }
-    tensor make(cpx::index_t width) const { return {sharding, rank(), width}; }
+    tensor make(index_t width) const { return {sharding, rank.rank(), width, rank.memory()}; }
+    tensor copy(tensor const& x) const {
+        auto made = make(x.width());
+        each(rowwise::copy<element>{x.data(), made.data()}, made);
+        return made;
+    }
+    /// Calls `f(row, column)` for all of a result, or for so many columns.
+    template <class F>
+    void each(F const& f, tensor const& result) const {
+        rank.each(result.data().count(), result.width(), f);
+    }
+    template <class F>
+    void each(F const& f, index_t columns) const {
+        rank.each(sharding.rows(rank.rank()), columns, f);
+    }
+    void add(tensor const& x, tensor& h) const { each(rowwise::add<element>{x.data(), h.data()}, h); }
+
+    /// Moves a tensor, and ends the exchange.
+    template <class Plan, class X>
+    auto move(Plan const& plan, X const& from) const {
+        auto to = exchange(plan, from, rank.comm);
+        rank.ended(plan, to.width());
+        return to;
+    }
+    template <class Plan, class X, class Y>
+    void move(Plan const& plan, X const& from, Y&& to) const {
+        exchange(plan, from, to, rank.comm);
+        rank.ended(plan, to.view().data().width());
+    }
 
     void norm(std::string const& weight, const_view x, view y) const {
-        cpx::rms_norm<T>(x.data(), model.gain(weight), eps(), centre(), y.data());
+        rank.norm(x.data(), {}, rank.weight(weight), y.data());
     }
     /// Writes dx, which may be dy.
     void norm_backward(std::string const& weight, const_view x, const_view dy, view dx) const {
-        auto const gain = model.gain(weight);
-        sums.terms(
-            grads.gain(weight),
-            [&](cpx::index_t row, std::span<T> dgain) {
-                cpx::rms_norm_backward<T>(x.data().sub(row, 1), gain, eps(), centre(), dy.data().sub(row, 1),
-                                          dx.data().sub(row, 1), dgain);
-            },
-            comm);
+        auto const gain = rank.weight(weight);
+        auto terms = make(gain.width());
+        rank.norm_backward(x.data(), {}, gain, dy.data(), dx.data(), {}, terms.data());
+        add_terms(terms, grads.of(weight));
+    }
+    /// Adds the terms of all rows to a gradient of as many elements.
+    void add_terms(tensor const& terms, cpx::rows<element> to) const {
+        auto const own = share(terms, terms.width());
+        cpx::rows<element> const all(to.data(), 1, terms.width());
+        rowwise::add_rows<element> const add{own.data, nullptr, all.columns(own.share.first, own.share.size())};
+        rank.each(1, own.share.size(), add);
     }
 
     void linear(std::string const& weight, const_view x, view y) const {
-        cpx::linear<T>(x.data(), model.weight(weight), y.data());
+        rank.linear(x.data(), rank.weight(weight), y.data());
     }
     /// Returns the input of linear layers as their weights' gradients want it.
-    cpx::summed_rows<T> whole(const_view x) const { return sums.whole(x, comm); }
+    summed whole(const_view x) const {
+        auto all = sums.whole(x, rank.comm);
+        rank.ended();
+        return all;
+    }
+    /// Returns the rows of the gradient of which this rank adds up its share.
+    template <class X>
+    auto share(X const& x, index_t columns) const {
+        auto all = sums.share(x, columns, rank.comm);
+        rank.ended();
+        return all;
+    }
     /// Adds to dx; `x` is from `whole`.
-    void linear_backward(std::string const& weight, cpx::summed_rows<T> const& x, const_view dy, view dx) const {
-        sums.linear(x, dy, grads.of(weight), comm);
-        auto own = make(dx.data().width());
-        cpx::linear_backward_input<T>(dy.data(), model.weight(weight), own.data());
-        add(own.data(), dx.data());
+    void linear_backward(std::string const& weight, summed const& x, const_view dy, view dx) const {
+        auto const own = share(dy, dy.data().width());
+        if (!own.share.empty())
+            rank.linear_backward_weight(own.data, x.data, grads.of(weight).sub(own.share.first, own.share.size()));
+        rank.linear_backward_input(dy.data(), rank.weight(weight), dx.data());
     }
 
-    static void add(cpx::rows<T const> x, cpx::rows<T> h) { cpx::as_matrix(h) += cpx::as_matrix(x); }
-
-    checkpoint<T> const& model;
-    gradients<T>& grads;
+    R& rank;
+    gradients<R>& grads;
     S sharding;
     cpx::weight_sums<S> sums;
-    Comm& comm;
-
-private:
-    T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
-    T centre() const { return static_cast<T>(model.config.zero_centred_norms); }
 };
 
 } // namespace qwen

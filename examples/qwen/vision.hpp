@@ -5,54 +5,63 @@
 #include "needs.hpp"
 #include "site.hpp"
 
+#include <cpx/ops/mrope.hpp>
+
 #include <variant>
 
 namespace qwen {
 
 /// Moves each row of features to the rank of its placeholder, and its gradient back, by one plan a kind for all layers.
-template <class T>
+template <class R>
 class vision {
-public:
+    using T = typename R::element;
+    using place = site<R, entry_sharding>;
     using positions = cpx::sharded_positions<entry_sharding>;
-    using tensor = cpx::tensor<T, entry_sharding>;
 
-    vision(input const& in, positions const& where, gradients<T>& grads, host_ranks& comm)
-        : in_(in), positions_(where), grads_(grads), comm_(comm), images_(plan(cpx::media_kind::image)),
+public:
+    vision(input const& in, positions const& where, place& at)
+        : in_(in), positions_(where), at_(at), images_(plan(cpx::media_kind::image)),
           videos_(plan(cpx::media_kind::video)) {}
 
     /// Puts the features in the rows of h that are for the embedding, or for behind a layer.
-    void operator()(cpx::index_t layer, tensor& h) const {
+    void operator()(index_t layer, typename place::tensor& h) const {
         each(layer, [&](features const& f, auto const& plan) {
-            auto x = cpx::make_tensor<T>(plan.from, comm_.rank(), h.width());
-            each_row(plan.from, [&](cpx::index_t row, cpx::index_t local) {
-                std::copy_n(f.values.begin() + row * x.width(), x.width(), x.data().row(local));
-            });
-            auto const here = exchange(plan, x, comm_);
+            auto x = cpx::make_tensor<T>(plan.from, rank(), h.width(), at_.rank.memory());
+            std::vector<T> made;
+            for (index_t const row : rows_of(plan.from)) {
+                auto const first = f.values.begin() + row * h.width();
+                made.insert(made.end(), first, first + h.width());
+            }
+            x.write(made);
+            auto const here = at_.move(plan, x);
+            auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
+            auto const to = list.data().data();
             if (layer == features::embedding)
-                put_features(positions_, f.kind, here, h);
+                at_.rank.each(list.data().count(), h.width(), rowwise::put_rows<T>{here.data(), to, h.data()});
             else
-                add_features(positions_, f.kind, here, h);
+                at_.rank.each(1, h.width(), rowwise::add_rows<T>{here.data(), to, h.data()});
         });
     }
 
     /// Takes their gradients out of dh, the gradient of what the call left in h.
-    void backward(cpx::index_t layer, tensor& dh) const {
+    void backward(index_t layer, typename place::tensor& dh) const {
         each(layer, [&](features const& f, auto const& plan) {
-            auto here = cpx::make_tensor<T>(plan.to, comm_.rank(), dh.width());
-            if (layer == features::embedding)
-                put_features_backward(positions_, f.kind, dh, here);
+            auto here = cpx::make_tensor<T>(plan.to, rank(), dh.width(), at_.rank.memory());
+            auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
+            auto const from = list.data().data();
+            if (layer == features::embedding) // what stood there before the features does not matter
+                at_.rank.each(list.data().count(), dh.width(), rowwise::cut_rows<T>{dh.data(), from, here.data()});
             else
-                add_features_backward(positions_, f.kind, dh, here);
-            auto const home = exchange(plan.transposed(), here, comm_);
-            auto const to = grads_.of(f.name);
-            each_row(plan.from, [&](cpx::index_t row, cpx::index_t local) {
-                std::copy_n(home.data().row(local), home.width(), to.row(row));
-            });
+                at_.rank.each(list.data().count(), dh.width(), rowwise::take_rows<T>{dh.data(), from, here.data()});
+            auto const home = at_.move(plan.transposed(), here);
+            auto const rows = list_of(at_.rank.memory(), rows_of(plan.from));
+            rowwise::put_rows<T> const put{home.data(), rows.data().data(), at_.grads.of(f.name)};
+            at_.rank.each(rows.data().count(), dh.width(), put);
         });
     }
 
     /// Adds what bringing all features takes.
-    void count_moves(cpx::index_t width, needs& n) const {
+    void count_moves(index_t width, needs& n) const {
         for (features const& f : in_.of_media)
             std::visit([&](auto const& plan) { count(plan.from, plan.to, width, n); }, of(f.kind));
     }
@@ -62,32 +71,33 @@ private:
     using any_plan = std::variant<cpx::relayout_plan<cpx::piecewise<cpx::by_item>, at_placeholders>,
                                   cpx::relayout_plan<cpx::replicated<>, at_placeholders>>;
 
+    int rank() const { return at_.rank.rank(); }
     any_plan plan(cpx::media_kind kind) const {
-        int const ranks = comm_.ranks(), rank = comm_.rank();
+        int const ranks = at_.sharding.ranks();
         auto const& to = positions_.features(kind);
-        if (in_.made == tower::by_item) return relayout(features_by_item(in_.media, kind, ranks), to, rank);
-        return relayout(cpx::replicated<>(ranks, in_.media.batch(kind)), to, rank);
+        if (in_.made == tower::by_item) return relayout(features_by_item(in_.media, kind, ranks), to, rank());
+        return relayout(cpx::replicated<>(ranks, in_.media.batch(kind)), to, rank());
     }
     any_plan const& of(cpx::media_kind kind) const { return kind == cpx::media_kind::image ? images_ : videos_; }
 
     template <class F>
-    void each(cpx::index_t layer, F&& f) const {
+    void each(index_t layer, F&& f) const {
         for (features const& some : in_.of_media)
             if (some.layer == layer) std::visit([&](auto const& plan) { f(some, plan); }, of(some.kind));
     }
-    /// Calls `f(row of the features, row of this rank)`.
-    template <class Source, class F>
-    void each_row(Source const& source, F&& f) const {
-        cpx::index_t local = 0;
-        source.for_each_piece(comm_.rank(), [&](cpx::range rows) {
-            for (cpx::index_t row = rows.first; row < rows.last; ++row) f(row, local++);
+    /// Returns the rows of the features that this rank has.
+    template <class Source>
+    std::vector<index_t> rows_of(Source const& source) const {
+        std::vector<index_t> list;
+        source.for_each_piece(rank(), [&](cpx::range rows) {
+            for (index_t row = rows.first; row < rows.last; ++row) list.push_back(row);
         });
+        return list;
     }
 
     input const& in_;
     positions const& positions_;
-    gradients<T>& grads_;
-    host_ranks& comm_;
+    place& at_;
     any_plan images_, videos_;
 };
 

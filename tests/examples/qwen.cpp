@@ -207,8 +207,6 @@ TEST_SUITE("examples") {
             {"video_features", "26", "25"});
         check_refusal(on(data, deepstack / "reference.safetensors", "2"),
                       {"image_grid_thw", "expected a model with vision_config"});
-        check_refusal(on(deepstack, deepstack / "reference.safetensors", "1") + arguments{"--device", "cuda"},
-                      {"--device: cuda", "no pass of Qwen3-VL", "got Qwen3-VL"});
 
         auto moved = good;
         moved.set("position_ids", 151, 7);
@@ -303,6 +301,7 @@ TEST_SUITE("examples") {
         check_refusal({}, {"required"});
         for (arguments const& choice : {arguments{"--carry", "scan"}, arguments{"--cut", "balanced"}})
             check_refusal(tiny + arguments{"--linear", "head_sharded"} + choice, {choice[0] + ": no effect: expected"});
+        check_refusal(tiny + arguments{"--products", "fixed"}, {"--products: no effect: expected --device cuda"});
     }
 
     TEST_CASE("what GPUs cannot do is refused before they are looked for, and so are more ranks than there are GPUs") {
@@ -311,7 +310,7 @@ TEST_SUITE("examples") {
                  {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32", "\"float64\""}},
                  {{"--linear", "head_sharded", "--carry", "scan"}, {"--carry: no effect", "head_sharded"}},
                  {{"--chunk", "64"}, {"--chunk: no effect", "cuda"}},
-                 {{"--linear", "head_sharded", "--backward"}, {"--backward", "expected cpu", "got cuda"}}})
+                 {{"--products", "exact"}, {"--products", "cublas or fixed", "\"exact\""}}})
             check_refusal(tiny + cuda + options, arguments{"qwen: "} + passages);
         // "at least 1, got 0" without a GPU, "at most the GPUs found" with some, "built for GPUs" without nvcc
         check_refusal(on(data, reference, "256") + cuda, {"qwen: ", "--", "GPUs", "expected", "got"});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A mixture of experts: choice, projections by the experts chosen, and their weighted sum.
+// Projections by the experts that rows have chosen, and their gradients.
 #pragma once
 
 #include "launch.cuh"
@@ -7,33 +7,6 @@
 namespace qwen::gpu {
 
 namespace kernels {
-
-/// One row of logits.
-static __global__ void choose_experts(rows<float const> logits, rows<index_t> chosen, rows<float> weights) {
-    index_t const row = item_of_thread(), experts = logits.width(), choices = chosen.width();
-    if (row >= logits.count()) return;
-    float highest = -INFINITY, total = 0, of_chosen = 0;
-    for (index_t e = 0; e < experts; ++e) highest = fmaxf(highest, logits(row, e));
-    for (index_t e = 0; e < experts; ++e) total += expf(logits(row, e) - highest);
-    auto const is_chosen = [&](index_t e, index_t count) {
-        for (index_t s = 0; s < count; ++s)
-            if (chosen(row, s) == e) return true;
-        return false;
-    };
-    for (index_t s = 0; s < choices; ++s) {
-        index_t best = -1;
-        float probability = 0;
-        for (index_t e = 0; e < experts; ++e) {
-            if (is_chosen(e, s)) continue;
-            float const p = expf(logits(row, e) - highest) / total;
-            if (best < 0 || p > probability) best = e, probability = p;
-        }
-        chosen(row, s) = best;
-        weights(row, s) = probability;
-        of_chosen += probability;
-    }
-    for (index_t s = 0; s < choices; ++s) weights(row, s) /= of_chosen;
-}
 
 /// A block for each row and choice, a warp for each output in turn.
 static __global__ void expert_linear(rows<index_t const> chosen, rows<float const> x, rows<float const> weight,
@@ -47,24 +20,7 @@ static __global__ void expert_linear(rows<index_t const> chosen, rows<float cons
     }
 }
 
-static __global__ void combine_experts(rows<float const> weights, rows<float const> output, rows<float const> gate,
-                                       rows<float const> shared, rows<float> y) {
-    index_t const i = item_of_thread();
-    if (i >= y.count() * y.width()) return;
-    index_t const row = i / y.width(), j = i % y.width();
-    float sum = 0;
-    for (index_t s = 0; s < weights.width(); ++s) sum += weights(row, s) * output(row, s * y.width() + j);
-    y(row, j) = sum + sigmoid(gate(row, 0)) * shared(row, j);
-}
-
 } // namespace kernels
-
-/// Chooses the largest probabilities of each row, the lower expert first among equals, and divides them by their sum.
-///
-/// logits: (rows, experts); chosen, weights: (rows, choices), by descending probability.
-inline void choose_experts(rows<float const> logits, rows<index_t> chosen, rows<float> weights, cudaStream_t stream) {
-    launch_threads("choose_experts", kernels::choose_experts, logits.count(), stream, logits, chosen, weights);
-}
 
 /// y_s = W_e x_s for every choice s of every row, where e is the expert chosen.
 ///
@@ -76,11 +32,33 @@ inline void expert_linear(rows<index_t const> chosen, rows<float const> x, rows<
            chosen, x, weight, y);
 }
 
-/// y = sum_s weights_s output_s + sigmoid(gate) shared. output: (rows, choices * hidden), gate: (rows, 1).
-inline void combine_experts(rows<float const> weights, rows<float const> output, rows<float const> gate,
-                            rows<float const> shared, rows<float> y, cudaStream_t stream) {
-    launch_threads("combine_experts", kernels::combine_experts, y.count() * y.width(), stream, weights, output, gate,
-                   shared, y);
-}
+/// For every element of dx, (rows, choices * in): the sum over the outputs of its choice's expert.
+struct expert_backward_input {
+    rows<index_t const> chosen;
+    rows<float const> dy, weight;
+    rows<float> dx;
+    __device__ void operator()(index_t row, index_t j) const {
+        index_t const in = weight.width(), s = j / in, out = dy.width() / chosen.width();
+        float sum = 0;
+        for (index_t k = 0; k < out; ++k) sum += dy(row, s * out + k) * weight(chosen(row, s) * out + k, j % in);
+        dx(row, j) = sum;
+    }
+};
+
+/// For every expert's outputs `first` to `first + n`, as rows, and every input: adds over the rows that chose it, in
+/// their order. dy: (rows, choices * n).
+struct expert_backward_weight {
+    rows<index_t const> chosen;
+    rows<float const> dy, x;
+    rows<float> dweight;
+    index_t out, first, n;
+    __device__ void operator()(index_t output, index_t j) const {
+        index_t const expert = output / n, k = output % n, in = dweight.width();
+        float& sum = dweight(expert * out + first + k, j);
+        for (index_t row = 0; row < chosen.count(); ++row)
+            for (index_t s = 0; s < chosen.width(); ++s)
+                if (chosen(row, s) == expert) sum += dy(row, s * n + k) * x(row, (x.width() == in ? 0 : s * in) + j);
+    }
+};
 
 } // namespace qwen::gpu

@@ -20,10 +20,6 @@ __device__ T sum_over_warp(T x) {
     for (int distance = warp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
     return x;
 }
-__device__ inline float max_over_warp(float x) {
-    for (int distance = warp / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-    return x;
-}
 
 /// Returns `a . b` of `n` elements, on every lane.
 __device__ inline float dot(float const* a, float const* b, index_t n) {
@@ -31,10 +27,6 @@ __device__ inline float dot(float const* a, float const* b, index_t n) {
     for (index_t j = threadIdx.x; j < n; j += warp) sum += a[j] * b[j];
     return sum_over_warp(sum);
 }
-
-__device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
-__device__ inline float silu(float x) { return x / (1 + expf(-x)); }
-__device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
 /// Returns which item this warp, or this thread, is launched for; those behind the last one have nothing to do.
 __device__ inline index_t item_of_warp() { return static_cast<index_t>(blockIdx.x) * warps + threadIdx.y; }
@@ -55,11 +47,20 @@ void launch_warps(char const* name, void (*kernel)(P...), index_t items, cudaStr
                   std::type_identity_t<P>... arguments) {
     launch<P...>(name, kernel, (items + warps - 1) / warps, dim3(warp, warps), 0, stream, arguments...);
 }
-/// Launches a thread for each item.
-template <class... P>
-void launch_threads(char const* name, void (*kernel)(P...), index_t items, cudaStream_t stream,
-                    std::type_identity_t<P>... arguments) {
-    launch<P...>(name, kernel, (items + 255) / 256, dim3(256), 0, stream, arguments...);
+namespace kernels {
+
+template <class F>
+__global__ void each(index_t count, index_t width, F f) {
+    index_t const i = item_of_thread();
+    if (i < count * width) f(i / width, i % width);
+}
+
+} // namespace kernels
+
+/// Calls `f(row, column)` for all of them, a thread each.
+template <class F>
+void each(index_t count, index_t width, F const& f, cudaStream_t stream) {
+    launch("each", kernels::each<F>, (count * width + 255) / 256, dim3(256), 0, stream, count, width, f);
 }
 
 } // namespace qwen::gpu

@@ -12,9 +12,9 @@ namespace cpx {
 ///
 /// q, dout: (rows, query heads * dim), the queries and the gradient of o; lse: (rows, query heads), as `attention`
 /// wrote it; delta: (rows, query heads), as `attention_delta` wrote it. All for the heads that the rank holds.
-template <class T, any_sharding Q>
+template <class T, any_sharding Q, any_memory M = host_memory>
 struct attention_queries {
-    sharded_field<T const, Q> q, dout, lse, delta;
+    sharded_field<T const, Q, M> q, dout, lse, delta;
 };
 template <class X, class... Rest>
 attention_queries(X&&, Rest&&...)

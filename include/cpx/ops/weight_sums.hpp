@@ -19,11 +19,11 @@ namespace cpx {
 enum class sum_order { by_rank, by_row };
 
 /// All the rows, and some of the columns, of which a rank adds up its share of a weight's gradient.
-template <class T>
+template <class T, any_memory M = host_memory>
 struct summed_rows {
     rows<T const> data;
-    range share;           ///< the columns that `data` has of each section
-    std::vector<T> memory; ///< what `data` views, unless that is the tensor itself
+    range share;                          ///< the columns that `data` has of each section
+    typename M::template block<T> memory; ///< what `data` views, unless that is the tensor itself
 };
 
 /// Adds up gradients of weights of operators whose rows are sharded by `S`, in the order that was asked for.
@@ -31,7 +31,7 @@ struct summed_rows {
 /// Every rank ends with its share of each sum, and `sum_over_ranks` of all gradients in one call completes them. Where
 /// every rank holds every row, by heads, sums are in the order of the batch already, over the rank's own columns; then
 /// `add_local_rows` puts them in their places.
-/// Members that take `comm` are collective.
+/// Members that take `comm` are collective; `whole` and `share` are for any memory.
 template <any_sharding S>
 class weight_sums {
 public:
@@ -45,8 +45,8 @@ public:
     bool moves() const { return order_ == sum_order::by_row && !S::every_row; }
 
     /// Returns the rows to add up, whole.
-    template <sharded_like X, transport Comm>
-    summed_rows<element_of<X>> whole(X const& x, Comm& comm, caller here = caller::here()) const {
+    template <sharded_anywhere X, any_transport Comm>
+    summed_rows<element_of<X>, memory_of<X>> whole(X const& x, Comm& comm, caller here = caller::here()) const {
         rows<element_of<X> const> const own = rows_of(x, here);
         if (!moves()) return {own, {0, own.width()}, {}};
         return gather(own, replicated<>(sharding_.ranks(), sharding_.batch()), own.width(), comm, here);
@@ -54,8 +54,9 @@ public:
 
     /// Returns the rows to add up, with this rank's columns of every section. The columns of `x` are sections of
     /// `columns` columns, of each of which the rank has the same columns.
-    template <sharded_like X, transport Comm>
-    summed_rows<element_of<X>> share(X const& x, index_t columns, Comm& comm, caller here = caller::here()) const {
+    template <sharded_anywhere X, any_transport Comm>
+    summed_rows<element_of<X>, memory_of<X>> share(X const& x, index_t columns, Comm& comm,
+                                                   caller here = caller::here()) const {
         rows<element_of<X> const> const own = rows_of(x, here);
         if (!speaks()) return {own.sub(0, 0), {0, 0}, {}};
         if (!moves()) return {own, {0, columns}, {}};
@@ -136,11 +137,14 @@ private:
     }
 
     template <class T, class To, class Comm>
-    summed_rows<T> gather(rows<T const> x, To const& to, index_t width, Comm& comm, caller here) const {
+    summed_rows<T, rank_memory_of<Comm>> gather(rows<T const> x, To const& to, index_t width, Comm& comm,
+                                                caller here) const {
         auto const plan = relayout(sharding_, to, rank_, here);
-        summed_rows<T> all{{}, {0, width}, detail::zeros<T>("weight_sums", {plan.target_rows, width}, here)};
+        auto const memory = rank_memory(comm);
+        summed_rows<T, rank_memory_of<Comm>> all{
+            {}, {0, width}, memory.template zeros<T>("weight_sums", {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
-        exchange(plan, sharded(x, sharding_, rank_), sharded(target, to, rank_), comm, here);
+        exchange(plan, x, target, comm, here);
         all.data = target;
         return all;
     }

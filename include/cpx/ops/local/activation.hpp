@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/activation.hpp>
+#include <cpx/core/config.hpp>
 #include <cpx/ops/local/shape.hpp>
 
 #include <algorithm>
@@ -11,34 +12,34 @@
 namespace cpx {
 
 template <class T>
-T sigmoid(T x) {
+CPX_HOST_DEVICE T sigmoid(T x) {
     return 1 / (1 + std::exp(-x));
 }
 
 /// Returns `x * sigmoid(x)`, for every finite x.
 template <class T>
-T silu(T x) {
+CPX_HOST_DEVICE T silu(T x) {
     return x / (1 + std::exp(-x));
 }
 
 /// Returns `log(1 + exp(x))` without overflow. Exact also above 20, where torch returns x itself.
 template <class T>
-T softplus(T x) {
-    return std::max(x, T(0)) + std::log1p(std::exp(-std::abs(x)));
+CPX_HOST_DEVICE T softplus(T x) {
+    return (x > 0 ? x : T(0)) + std::log1p(std::exp(-std::abs(x)));
 }
 
 /// Return the gradient of x, given that of the function's value.
 template <class T>
-T sigmoid_backward(T x, T dy) {
+CPX_HOST_DEVICE T sigmoid_backward(T x, T dy) {
     return dy * sigmoid(x) * sigmoid(-x);
 }
 template <class T>
-T silu_backward(T x, T dy) {
+CPX_HOST_DEVICE T silu_backward(T x, T dy) {
     T const s = sigmoid(x);
     return dy * (s * (1 + x * (1 - s)));
 }
 template <class T>
-T softplus_backward(T x, T dy) {
+CPX_HOST_DEVICE T softplus_backward(T x, T dy) {
     return dy * sigmoid(x);
 }
 

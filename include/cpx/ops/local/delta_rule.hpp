@@ -20,7 +20,7 @@ struct delta_rule_options {
 
 /// Returns the log decay `g = -exp(a_log) softplus(a + dt_bias)` of one token and head; never positive.
 template <class T>
-T delta_rule_gate(T a, T a_log, T dt_bias) {
+CPX_HOST_DEVICE T delta_rule_gate(T a, T a_log, T dt_bias) {
     return -std::exp(a_log) * softplus(a + dt_bias);
 }
 
@@ -32,7 +32,7 @@ struct delta_rule_gate_gradients {
 
 /// Returns the gradients of `delta_rule_gate(a, a_log, dt_bias)`, given that of its value.
 template <class T>
-delta_rule_gate_gradients<T> delta_rule_gate_backward(T a, T a_log, T dt_bias, T dg) {
+CPX_HOST_DEVICE delta_rule_gate_gradients<T> delta_rule_gate_backward(T a, T a_log, T dt_bias, T dg) {
     T const of_a = softplus_backward(a + dt_bias, -std::exp(a_log) * dg);
     return {of_a, dg * delta_rule_gate(a, a_log, dt_bias), of_a};
 }

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank on a GPU: its memory and transport, and the operations of which the model is made.
+#pragma once
+
+#include "attention.cuh"
+#include "convolution.cuh"
+#include "experts.cuh"
+#include "norm.cuh"
+#include "products.cuh"
+
+#include "../host.hpp"
+#include "../names.hpp"
+
+#include <cpx/ops/cuda/causal_conv1d.hpp>
+#include <cpx/ops/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/rotary.hpp>
+
+#include <barrier>
+#include <optional>
+
+namespace qwen {
+
+/// A `host_rank` on a GPU, of the same operations. The device of `comm` must be current.
+class gpu_rank {
+public:
+    using element = float;
+    using memory_type = cpx::cuda::memory;
+    using rows = cpx::rows<float>;
+    using const_rows = cpx::rows<float const>;
+    using index_t = cpx::index_t;
+
+    /// `everyone`: where all ranks meet; those that fail leave.
+    gpu_rank(checkpoint<float> const& of, cpx::nccl& ranks, std::barrier<>& everyone, bool fixed)
+        : model(of), everyone_(everyone), product_(stream_, fixed), fixed_(fixed), comm(ranks, stream_), states_(comm) {
+        model.each([&](std::string const& name, const_rows w) {
+            weights_.emplace(name, cpx::cuda::buffer<float>(std::span<float const>(
+                                       w.data(), static_cast<std::size_t>(w.count() * w.width()))));
+        });
+    }
+    ~gpu_rank() { everyone_.arrive_and_drop(); }
+    gpu_rank(gpu_rank const&) = delete;
+    gpu_rank& operator=(gpu_rank const&) = delete;
+
+    checkpoint<float> const& model;
+
+private:
+    cpx::cuda::stream stream_; // outlives what is in its order
+    std::barrier<>& everyone_;
+    gpu::product product_;
+    bool fixed_;
+
+public:
+    static constexpr index_t chunk = 64;
+    cpx::cuda::communicator comm;
+
+    int rank() const { return comm.rank(); }
+    cpx::cuda::memory memory() const { return comm.memory(); }
+    const_rows weight(std::string const& name) const {
+        auto const shape = model.weight(name);
+        auto const found = weights_.find(name); // a tied head is the embedding
+        auto const& w = found == weights_.end() ? weights_.at("model.embed_tokens.weight") : found->second;
+        return {w.data(), shape.count(), shape.width()};
+    }
+    cpx::cuda::state_exchange& carrier() { return states_; }
+    /// Waits for all ranks: they are threads of one process, of which none may allocate memory while another one's
+    /// exchange waits for it. A process a GPU need not.
+    void ended(cpx::plan const& of = {}, index_t width = 0) {
+        comm.wait();
+        everyone_.arrive_and_wait();
+        rows_sent_ += tally(of, width);
+    }
+    template <class Plan>
+    void ended_states(Plan const& plan, cpx::state_shape const& shape) {
+        ended();
+        index_t const state = shape.state_width(), map = shape.map_width();
+        for (index_t k = 0; k < plan.steps; ++k)
+            if constexpr (requires { plan.step(k, cpx::side::before, state, map); })
+                states_sent_ += tally(plan.step(k, cpx::side::before, state, map), plan.row_width(state, map));
+            else
+                states_sent_ += tally(plan.step(k, cpx::side::before), state);
+    }
+    cpx::tally rows_sent() const { return rows_sent_; }
+    cpx::tally states_sent() const { return states_sent_; }
+
+    template <class F>
+    void each(index_t count, index_t width, F const& f) const {
+        gpu::each(count, width, f, stream_);
+    }
+    void linear(const_rows x, const_rows weight, rows y) const {
+        product_(gpu::plain(x), gpu::plain(weight), x.width(), 0, y);
+    }
+    void linear_backward_input(const_rows dy, const_rows weight, rows dx) const {
+        product_(gpu::plain(dy), gpu::transposed(weight), dy.width(), 1, dx);
+    }
+    void linear_backward_weight(const_rows dy, const_rows x, rows dweight) const {
+        product_(gpu::transposed(dy), gpu::transposed(x), x.count(), 1, dweight);
+    }
+
+    using chosen = cpx::rows<index_t const>;
+    void expert_linear(chosen of, const_rows x, const_rows weight, rows y) const {
+        gpu::expert_linear(of, x, weight, y, stream_);
+    }
+    void expert_linear_backward_input(chosen of, const_rows dy, const_rows weight, rows dx) const {
+        each(dx.count(), dx.width(), gpu::expert_backward_input{of, dy, weight, dx});
+    }
+    void expert_linear_backward_weight(chosen of, const_rows dy, const_rows x, rows dweight, index_t first) const {
+        index_t const experts = model.config.num_experts, n = dy.width() / of.width();
+        gpu::expert_backward_weight const add{of, dy, x, dweight, dweight.count() / experts, first, n};
+        each(experts * n, dweight.width(), add);
+    }
+
+    void norm(const_rows x, const_rows z, const_rows weight, rows y) const {
+        gpu::rms_norm(norm_of(x, z, weight), y, stream_);
+    }
+    void norm_backward(const_rows x, const_rows z, const_rows weight, const_rows dy, rows dx, rows dz,
+                       rows terms) const {
+        gpu::rms_norm_backward(norm_of(x, z, weight), dy, dx, dz, terms, stream_);
+    }
+
+    void rotary(auto const& where, auto const& x, bool back) {
+        if (!positions_) { // of a batch, for all layers
+            auto const& c = model.config;
+            auto const list = cpx::rotary_frequencies<float>({c.rope_theta, c.rotary_dim()}); // as in transformers
+            pairs_.emplace(std::vector<double>(list.begin(), list.end()), rotary_axes(c));
+            auto const axes = where.axes();
+            positions_ = upload(std::span(axes.data(), static_cast<std::size_t>(3 * axes.width())));
+        }
+        index_t const axes = pairs_->multimodal() ? 3 : 1; // of text all three are the same
+        cpx::cuda::rotary_positions const at(
+            cpx::rows<index_t const>(positions_->data(), axes, positions_->size() / 3));
+        if (back)
+            cpx::cuda::rotary_backward(x, model.config.head_dim, *pairs_, at, x);
+        else
+            cpx::cuda::rotary(x, model.config.head_dim, *pairs_, at, x);
+    }
+
+    void conv_backward(auto const& before, auto const& after, auto const& x, const_rows weight, auto const& dy,
+                       auto const& dx, rows dweight, auto const& sums) {
+        bool const by_row = sums.order() == cpx::sum_order::by_row;
+        cpx::causal_conv1d_gradients to{dx, by_row ? rows() : dweight};
+        cpx::causal_conv1d_backward(before, after, x, weight, {}, cpx::activation::silu, dy, to, comm);
+        ended();
+        if (!by_row) return;
+        auto const all_x = sums.share(x, weight.count(), comm);
+        ended();
+        auto const all_dy = sums.share(dy, weight.count(), comm);
+        ended();
+        auto const offsets = upload(sums.sharding().batch().offsets());
+        auto const own = all_x.share;
+        each(own.size(), weight.width(),
+             gpu::conv_weight_backward{all_x.data, all_dy.data, weight.sub(own.first, own.size()), offsets.data(),
+                                       sums.sharding().batch().sequences(), dweight.sub(own.first, own.size())});
+    }
+
+    void attention(auto const& q, auto const& k, auto const& v, cpx::attention_heads const& heads, double scale,
+                   auto const& o, rows lse) {
+        gpu::attention(tensors(q, k, v, heads, scale), o.data(), lse, stream_);
+    }
+    void attention_backward_queries(auto const& from, auto const& k, auto const& v, cpx::attention_heads const& heads,
+                                    double scale, auto const& dq) {
+        gpu::attention_backward_queries(tensors(from, k, v, heads, scale), dq.data(), stream_);
+    }
+    /// Where query heads read a key head of this rank, they are on it, too: throws `cpx::error` otherwise.
+    void attention_backward_keys(auto const& from, auto const& k, auto const& v, cpx::attention_heads const& heads,
+                                 double scale, auto const& dk, auto const& dv) {
+        auto const t = tensors(from, k, v, heads, scale);
+        index_t const first = t.first_key * t.group, count = k.data().width() / t.dim * t.group;
+        cpx::require(t.first_query == first && t.q.width() / t.dim == count, "--attention", "ranks",
+                     "at most the key heads, with --backward on GPUs", comm.ranks());
+        gpu::attention_backward_keys(t, dk.data(), dv.data(), stream_);
+    }
+
+private:
+    static cpx::tally tally(cpx::plan const& p, index_t width) {
+        return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<index_t>(sizeof(float))};
+    }
+    gpu::norm_tensors norm_of(const_rows x, const_rows z, const_rows weight) const {
+        auto const& c = model.config;
+        return {
+            x, z, weight.data(), weight.width(), static_cast<float>(c.rms_norm_eps), c.zero_centred_norms ? 1.f : 0};
+    }
+    template <class T>
+    cpx::cuda::block<T> upload(std::span<T const> values) const {
+        auto made = memory().room<T>(std::ssize(values));
+        memory().write(made.data(), values);
+        return made;
+    }
+    /// Returns where the rows of a sharding stand: of the batch's, or of those of this rank.
+    template <class S>
+    gpu::batch_place const* places(S const& sharding) {
+        auto& made = S::every_row ? all_places_ : own_places_;
+        if (!made) {
+            std::vector<gpu::batch_place> list;
+            for (cpx::segment const& s : segments(sharding, rank()))
+                for (index_t i = 0; i < s.count; ++i) {
+                    index_t const first = sharding.batch().offset(s.sequence);
+                    list.push_back({first, first + s.token + i});
+                }
+            made = upload(std::span<gpu::batch_place const>(list));
+        }
+        return made->data();
+    }
+    gpu::attention_tensors tensors(auto const& q, auto const& k, auto const& v, cpx::attention_heads const& heads,
+                                   double scale) {
+        cpx::require(heads.dim <= gpu::most_channels * gpu::warp, "attention", "channels of a head",
+                     "at most " + std::to_string(gpu::most_channels * gpu::warp), heads.dim);
+        gpu::attention_tensors t;
+        if constexpr (requires { q.dout; }) {
+            t = tensors(q.q, k, v, heads, scale);
+            t.dout = q.dout.data();
+            t.lse = q.lse.data();
+            t.delta = q.delta.data();
+        } else {
+            t.q = q.data();
+            t.k = k.data();
+            t.v = v.data();
+            t.of_query = places(q.sharding());
+            t.of_key = places(k.sharding());
+            t.dim = heads.dim;
+            t.first_query = q.sharding().heads(rank(), heads.query_heads).first;
+            t.first_key = k.sharding().heads(rank(), heads.key_heads).first;
+            t.group = heads.query_heads / heads.key_heads;
+            t.scale = static_cast<float>(scale);
+        }
+        return t;
+    }
+
+    cpx::cuda::state_exchange states_;
+    cpx::tally rows_sent_, states_sent_;
+    std::map<std::string, cpx::cuda::buffer<float>> weights_;
+    std::optional<cpx::cuda::rotary_pairs> pairs_;
+    std::optional<cpx::cuda::block<index_t>> positions_; ///< (3, rows)
+    std::optional<cpx::cuda::block<gpu::batch_place>> own_places_, all_places_;
+};
+
+} // namespace qwen
