@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of the main job, which the library does not have, against the host's operations.
+#include "../../examples/qwen/cuda/attention.cuh"
+#include "../../examples/qwen/cuda/convolution.cuh"
+#include "../../examples/qwen/cuda/experts.cuh"
+#include "../../examples/qwen/cuda/norm.cuh"
+#include "../../examples/qwen/cuda/products.cuh"
+
+#include <cpx/cpx.hpp>
+#include <cpx/ops.hpp>
+
+#include <doctest/doctest.h>
+
+#include "gpus.hpp"
+
+#include <support/random.hpp>
+
+#include <cmath>
+
+namespace {
+
+using cpx::index_t;
+using wide_rows = cpx::rows<float>;
+namespace gpu = qwen::gpu;
+
+/// Random numbers on the host and a copy of them on the device, before a kernel and after it.
+struct both {
+    index_t count, width;
+    std::vector<float> host;
+    cpx::cuda::buffer<float> device;
+
+    both(support::splitmix& numbers, index_t rows, index_t columns)
+        : count(rows), width(columns), host(static_cast<std::size_t>(rows * columns)) {
+        for (float& x : host) x = static_cast<float>(numbers.between(-2000, 2000)) / 1000;
+        device = cpx::cuda::buffer<float>(std::span<float const>(host));
+    }
+    wide_rows h() { return {host.data(), count, width}; }
+    wide_rows d() const { return {device.data(), count, width}; }
+    /// Returns how far the device is from the host, by the largest of its numbers.
+    double error() const {
+        auto const found = device.read();
+        double difference = 0, largest = 0;
+        for (std::size_t i = 0; i < host.size(); ++i) {
+            if (!std::isfinite(found[i])) return INFINITY;
+            difference = std::max(difference, std::abs(static_cast<double>(found[i]) - static_cast<double>(host[i])));
+            largest = std::max(largest, std::abs(static_cast<double>(host[i])));
+        }
+        return difference / largest;
+    }
+};
+
+double const tolerance = 3e-6;
+
+std::span<float const> list(both const& x) { return x.host; }
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE("the main job's products, norms and experts give what the host's give") {
+        if (!has_gpus()) return;
+        support::splitmix numbers(14);
+        for (index_t const rows : {1, 7, 70}) {
+            both x(numbers, rows, 48), w(numbers, 24, 48), y(numbers, rows, 24), dw(numbers, 24, 48);
+            cpx::linear<float>(x.h(), w.h(), y.h());
+            gpu::each(rows, 24, gpu::fixed_product{gpu::plain(x.d()), gpu::plain(w.d()), 48, 0, y.d()}, nullptr);
+            CHECK(y.error() < tolerance);
+            cpx::linear_backward_weight<float>(y.h(), x.h(), dw.h());
+            gpu::each(24, 48, gpu::fixed_product{gpu::transposed(y.d()), gpu::transposed(x.d()), rows, 1, dw.d()},
+                      nullptr);
+            CHECK(dw.error() < tolerance);
+            cpx::linear_backward_input<float>(y.h(), w.h(), x.h());
+            gpu::each(rows, 48, gpu::fixed_product{gpu::plain(y.d()), gpu::transposed(w.d()), 24, 0, x.d()}, nullptr);
+            CHECK(x.error() < tolerance);
+
+            index_t const heads = 3, dim = 40;
+            both of(numbers, rows, heads * dim), z(numbers, rows, heads * dim), gain(numbers, 1, dim),
+                dy(numbers, rows, heads * dim), dx(numbers, rows, heads * dim), dz(numbers, rows, heads * dim);
+            for (bool const gated : {false, true}) {
+                gpu::norm_tensors const t{
+                    of.d(), gated ? wide_rows(z.d()) : wide_rows(), gain.device.data(), dim, 1e-6f, gated ? 0.f : 1.f};
+                both normed(numbers, rows, heads * dim), terms(numbers, rows, dim), dgain(numbers, 1, dim);
+                gpu::rms_norm(t, normed.d(), nullptr);
+                gpu::rms_norm_backward(t, dy.d(), dx.d(), dz.d(), terms.d(), nullptr);
+                auto const all = terms.device.read();
+                std::vector<float> sums(static_cast<std::size_t>(dim));
+                for (std::size_t i = 0; i < all.size(); ++i) sums[i % sums.size()] += all[i];
+                dgain.device.write(sums);
+                dgain.host.assign(sums.size(), 0);
+                if (gated) {
+                    cpx::gated_rms_norm<float>(of.h(), z.h(), list(gain), 1e-6f, normed.h());
+                    cpx::gated_rms_norm_backward<float>(of.h(), z.h(), list(gain), 1e-6f, dy.h(), dx.h(), dz.h(),
+                                                        dgain.host);
+                    CHECK(dz.error() < tolerance);
+                } else {
+                    cpx::rms_norm<float>(of.h(), list(gain), 1e-6f, 1.f, normed.h());
+                    cpx::rms_norm_backward<float>(of.h(), list(gain), 1e-6f, 1.f, dy.h(), dx.h(), dgain.host);
+                }
+                CHECK(normed.error() < tolerance);
+                CHECK(dx.error() < tolerance);
+                CHECK(dgain.error() < 2 * tolerance);
+            }
+
+            index_t const experts = 5, choices = 2, in = 12, out = 9;
+            std::vector<index_t> chosen;
+            for (index_t row = 0; row < rows; ++row) {
+                chosen.push_back(numbers.between(0, 2));
+                chosen.push_back(numbers.between(3, 4));
+            }
+            cpx::cuda::buffer<index_t> const there{std::span<index_t const>(chosen)};
+            cpx::rows<index_t const> const on_host(chosen, choices), on_gpu(there.data(), rows, choices);
+            for (index_t const columns : {in, choices * in}) { // one input for all choices, or one each
+                both from(numbers, rows, columns), weight(numbers, experts * out, in), to(numbers, rows, choices * out),
+                    dfrom(numbers, rows, choices * in), dweight(numbers, experts * out, in),
+                    some(numbers, rows, choices * 4);
+                cpx::expert_linear<float>(on_host, experts, from.h(), weight.h(), to.h());
+                gpu::expert_linear(on_gpu, from.d(), weight.d(), to.d(), nullptr);
+                CHECK(to.error() < tolerance);
+                cpx::expert_linear_backward_input<float>(on_host, experts, to.h(), weight.h(), dfrom.h());
+                gpu::each(rows, choices * in, gpu::expert_backward_input{on_gpu, to.d(), weight.d(), dfrom.d()},
+                          nullptr);
+                CHECK(dfrom.error() < tolerance);
+                cpx::expert_linear_backward_weight<float>(on_host, experts, some.h(), from.h(), dweight.h(), 3);
+                gpu::each(experts * 4, in,
+                          gpu::expert_backward_weight{on_gpu, some.d(), from.d(), dweight.d(), out, 3, 4}, nullptr);
+                CHECK(dweight.error() < tolerance);
+            }
+        }
+    }
+
+    TEST_CASE("the main job's attention and convolution give what the host's give") {
+        if (!has_gpus()) return;
+        support::splitmix numbers(15);
+        cpx::thd const batch({0, 1, 18, 18, 60});
+        index_t const tokens = batch.tokens(), taps = 4, channels = 10;
+        cpx::replicated<> const whole(1, batch);
+        for (cpx::attention_heads const heads : {cpx::attention_heads{4, 2, 40}, cpx::attention_heads{3, 3, 16}}) {
+            index_t const q_width = heads.query_heads * heads.dim, k_width = heads.key_heads * heads.dim;
+            both q(numbers, tokens, q_width), k(numbers, tokens, k_width), v(numbers, tokens, k_width),
+                o(numbers, tokens, q_width), dout(numbers, tokens, q_width), lse(numbers, tokens, heads.query_heads),
+                delta(numbers, tokens, heads.query_heads), dq(numbers, tokens, q_width), dk(numbers, tokens, k_width),
+                dv(numbers, tokens, k_width);
+            auto const on = [&](both& x) { return cpx::sharded(x.h(), whole, 0); };
+            std::vector<gpu::batch_place> places;
+            for (index_t s = 0; s < batch.sequences(); ++s)
+                for (index_t t = 0; t < batch.length(s); ++t) places.push_back({batch.offset(s), batch.offset(s) + t});
+            cpx::cuda::buffer<gpu::batch_place> const there{std::span<gpu::batch_place const>(places)};
+            double const scale = 0.2;
+            gpu::attention_tensors t;
+            t.q = q.d(), t.k = k.d(), t.v = v.d(), t.dout = dout.d(), t.lse = lse.d(), t.delta = delta.d();
+            t.of_query = t.of_key = there.data();
+            t.dim = heads.dim, t.group = heads.query_heads / heads.key_heads, t.scale = static_cast<float>(scale);
+
+            cpx::attention(on(q), on(k), on(v), heads, scale, on(o), lse.h());
+            gpu::attention(t, o.d(), lse.d(), nullptr);
+            CHECK(o.error() < tolerance);
+            CHECK(lse.error() < tolerance);
+            cpx::attention_queries<float, cpx::replicated<>> const own{on(q), on(dout), on(lse), on(delta)};
+            cpx::attention_backward_queries(own, on(k), on(v), heads, scale, on(dq));
+            gpu::attention_backward_queries(t, dq.d(), nullptr);
+            CHECK(dq.error() < tolerance);
+            cpx::threads::run(1, [&](cpx::threads& comm) {
+                cpx::attention_backward_keys(own, on(k), on(v), heads, scale, on(dk), on(dv), comm);
+            });
+            gpu::attention_backward_keys(t, dk.d(), dv.d(), nullptr);
+            CHECK(dk.error() < tolerance);
+            CHECK(dv.error() < tolerance);
+        }
+
+        both x(numbers, tokens, channels), dy(numbers, tokens, channels), dx(numbers, tokens, channels),
+            weight(numbers, channels, taps), dweight(numbers, channels, taps);
+        cpx::threads::run(1, [&](cpx::threads& comm) {
+            auto const on = [&](both& some) { return cpx::sharded(some.h(), whole, 0); };
+            auto const of_dx = on(dx);
+            cpx::causal_conv1d_backward(cpx::halo(whole, 0, taps - 1), cpx::halo(whole, 0, taps - 1, cpx::side::after),
+                                        on(x), weight.host, {}, cpx::activation::silu, on(dy),
+                                        cpx::causal_conv1d_gradients{of_dx, dweight.h()}, comm);
+        });
+        std::vector<index_t> const offsets(batch.offsets().begin(), batch.offsets().end());
+        cpx::cuda::buffer<index_t> const there{std::span<index_t const>(offsets)};
+        gpu::each(channels, taps,
+                  gpu::conv_weight_backward{x.d(), dy.d(), weight.d(), there.data(), batch.sequences(), dweight.d()},
+                  nullptr);
+        CHECK(dweight.error() < tolerance);
+    }
+}
