@@ -3,10 +3,10 @@
 #pragma once
 
 #include "attention.cuh"
+#include "blas.hpp"
 #include "convolution.cuh"
 #include "experts.cuh"
 #include "norm.cuh"
-#include "products.cuh"
 
 #include "../host.hpp"
 #include "../names.hpp"
