@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of the main job, which the library does not have, against the host's operations.
-#include "../examples/qwen/cuda/attention.cuh"
-#include "../examples/qwen/cuda/convolution.cuh"
-#include "../examples/qwen/cuda/experts.cuh"
-#include "../examples/qwen/cuda/norm.cuh"
-#include "../examples/qwen/cuda/products.cuh"
+#include "../../examples/qwen/cuda/attention.cuh"
+#include "../../examples/qwen/cuda/convolution.cuh"
+#include "../../examples/qwen/cuda/experts.cuh"
+#include "../../examples/qwen/cuda/norm.cuh"
+#include "../../examples/qwen/cuda/products.cuh"
 
 #include <cpx/cpx.hpp>
 #include <cpx/ops.hpp>
