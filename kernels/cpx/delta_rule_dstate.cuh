@@ -115,6 +115,10 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 wait(memory.dvalues_full[d.at], d.parity);
                 store_rows(dvalues, to.rows, memory.dout[d.at], channel, begin, n);
                 arrive_warp(memory.dout_empty[d.at]);
+                if (int const done = chunks - c; lane == 0 && (done % walk_chunks == 0 || c == 0)) {
+                    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); // CUTLASS's waits for reads alone
+                    publish(in.plan.flags + 2 * in.half_of(number, head, half) + 1, done);
+                }
             }
         }
     } else if (group == 1) {
@@ -225,6 +229,7 @@ static __global__ void __launch_bounds__(512, 1)
                      delta_dvalues const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
+    let_next_kernel_come();
     int const half = static_cast<int>(gridDim.x) / 2, block = static_cast<int>(blockIdx.x);
     if (block < half)
         delta::walk_back(queries, keys, dout, dvalues, back, to, block); // which takes longer

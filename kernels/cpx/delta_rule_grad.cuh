@@ -19,7 +19,7 @@ static __global__ void __launch_bounds__(512, 1)
     using namespace delta;
     auto* memory = &shared_memory<grad_memory>();
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; ++i) memory->keys_full[i].init(1), memory->keys_empty[i].init(12);
+        for (int i = 0; i < 2; ++i) memory->keys_full[i].init(1), memory->keys_empty[i].init(15);
         memory->queries_full.init(1), memory->queries_empty.init(8);
         memory->values_full.init(1), memory->values_empty.init(12);
         memory->state_full.init(1), memory->state_empty.init(10);
@@ -31,7 +31,6 @@ static __global__ void __launch_bounds__(512, 1)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
     grad_block block{in, memory};
     if (block.group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<48>();
@@ -40,7 +39,7 @@ static __global__ void __launch_bounds__(512, 1)
         else if (block.warp < 3)
             block.multiply_states();
         else
-            block.write_gates(queries, keys, values, dout, dvalues);
+            block.write_gates();
     } else if (block.group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<112>();
         block.make_values();

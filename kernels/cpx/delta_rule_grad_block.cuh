@@ -29,6 +29,11 @@ struct delta_gradients {
 
 namespace delta {
 
+/// A chunk, a key head and the chunk's rows; no rows: there are no more tasks.
+struct grad_task {
+    int chunk, head, begin, n;
+};
+
 struct grad_memory {
     char keys[2][2 * panel_bytes], queries[2 * panel_bytes]; ///< keys of the task, and of the next one
     char values[2 * panel_bytes];                            ///< and then Y: a warp writes where it alone has read
@@ -44,6 +49,7 @@ struct grad_memory {
     float products[delta_chunk];                                           ///< and of db
     float t[4][delta_chunk], down[4][delta_chunk], across[4][delta_chunk]; ///< of 16 rows each: t, H's columns, dg's
     float inner[2];                                                        ///< <S, dS'>, of a half each
+    grad_task tasks[2];                                                    ///< with the keys
     barrier keys_full[2], keys_empty[2], queries_full, queries_empty;
     barrier values_full, values_empty; ///< V, dO, dY
     barrier state_full, state_empty, dstate_full, dstate_empty;
@@ -146,10 +152,6 @@ __device__ __forceinline__ void store_gradient(float const (&sum)[64], __nv_bflo
     }
 }
 
-struct chunk_rows {
-    int begin, n;
-};
-
 /// What a thread of `delta_rule_grad` knows, and what it does, by its role.
 struct grad_block {
     delta_gradients const& in;
@@ -160,31 +162,30 @@ struct grad_block {
     int const row = 16 * warp + lane / 4; ///< of a warpgroup's accumulators that the thread has, as row + 8
     int turn = 0, task_turn = 0;          ///< of heads and of tasks, that the block has done
 
-    /// A chunk and a key head each; to keep their number in a register would spill it.
-    __device__ __forceinline__ int tasks() const { return __ldg(in.plan.totals) * in.key_heads; }
-    __device__ __forceinline__ chunk_rows rows_of(int task) const {
-        int const chunk = task / in.key_heads;
-        delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
-        int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
-        return {begin, sequence.chunk_end(chunk - sequence.first_chunk) - begin};
-    }
-    /// Calls, of the block's tasks, `begin_task(task)`, `body(chunk, head, A, gates)` for each head, `end_task(task)`.
+    __device__ __forceinline__ grad_task& task() const { return memory->tasks[task_turn & 1]; }
+    /// Calls, of the block's tasks, when their keys are there, `begin_task()`, `body(A, gates)` for each head,
+    /// `end_task()`.
     template <class B, class F, class E>
     __device__ __forceinline__ void each(B&& begin_task, F&& body, E&& end_task) {
-        for (int task = static_cast<int>(blockIdx.x); task < tasks();
-             task += static_cast<int>(gridDim.x), ++task_turn) {
-            begin_task(task);
-            for (int h = 0; h < in.group; ++h, ++turn) {
-                memory = &shared_memory<grad_memory>(); // anew, or places in it would be kept in registers
-                body(task / in.key_heads, task % in.key_heads * in.group + h, memory->inverse[turn & 1],
-                     memory->gates[turn & 1]);
-            }
-            end_task(task);
+        for (;; ++task_turn) {
+            reload_memory();
+            wait(memory->keys_full[task_turn & 1], task_turn >> 1 & 1);
+            if (task().n == 0) break;
+            begin_task();
+            do {
+                reload_memory();
+                body(memory->inverse[turn & 1], memory->gates[turn & 1]);
+            } while (++turn % in.group);
+            reload_memory();
+            end_task();
+            arrive_warp(memory->keys_empty[task_turn & 1]);
         }
     }
-    static __device__ __forceinline__ void nothing(int) {}
+    /// Or places in it would be kept in registers.
+    __device__ __forceinline__ void reload_memory() { memory = &shared_memory<grad_memory>(); }
+    static __device__ __forceinline__ void nothing() {}
+    __device__ __forceinline__ bool is_last() const { return (turn + 1) % in.group == 0; } ///< of a task's heads
     __device__ __forceinline__ char* keys() const { return memory->keys[task_turn & 1]; }
-    __device__ __forceinline__ void await_keys() const { wait(memory->keys_full[task_turn & 1], task_turn >> 1 & 1); }
     /// Writes sums of rows, of which four lanes have parts.
     __device__ __forceinline__ void put_sums(float const (&along)[2], float* to) const {
         wait(memory->sums_empty, turn & 1 ^ 1);
@@ -196,11 +197,11 @@ struct grad_block {
     }
 
     // A warp each, and two for the second:
+    __device__ void take(int number);
     __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
                          CUtensorMap const& dout, CUtensorMap const& dvalues);
     __device__ void multiply_states();
-    __device__ void write_gates(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values,
-                                CUtensorMap const& dout, CUtensorMap const& dvalues);
+    __device__ void write_gates();
     // A warpgroup each:
     __device__ void make_values();
     __device__ void write_rows();

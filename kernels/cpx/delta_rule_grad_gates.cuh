@@ -8,72 +8,96 @@ namespace cpx::kernels::delta {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// Loads all.
+/// Writes what the task of a number is, when the walks have come so far. Of a sequence the last chunks come first: the
+/// walk back ends last.
+__device__ __forceinline__ void grad_block::take(int number) {
+    int chunk = number / in.key_heads;
+    if (chunk >= in.plan.totals[0]) {
+        task().n = 0;
+        return;
+    }
+    int const s = delta_sequence_of(in.plan, chunk), head = number % in.key_heads;
+    delta_sequence const sequence = in.plan.sequences[s];
+    int const place = sequence.chunks - 1 - (chunk - sequence.first_chunk);
+    for (int i = lane; i < 4 * in.group; i += 32) // halves of heads, by both walks
+        await(in.plan.flags + (std::int64_t{s} * heads + head * in.group) * 4 + i,
+              i % 2 ? sequence.chunks - place : place + 1);
+    asm volatile("fence.proxy.async.global;" ::: "memory"); // what they have written is copied
+    int const begin = sequence.chunk_begin(place);
+    if (lane == 0) task() = {sequence.first_chunk + place, head, begin, sequence.chunk_end(place) - begin};
+    __syncwarp();
+}
+
+/// Takes tasks as they come, and loads all.
 __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUtensorMap const& keys,
                                                  CUtensorMap const& values, CUtensorMap const& dout,
                                                  CUtensorMap const& dvalues) {
     int landings = 0;
-    chunk_rows rows{};
-    each([&](int task) { rows = rows_of(task); },
-         [&](int chunk, int head, char* inverse, delta_gates& gates) {
-             bool const first = turn % in.group == 0;
-             int const column = 128 * (head / in.group);
-             auto const load_of_task = [&](barrier& full, CUtensorMap const& map, char* to) {
-                 load_tokens(full, memory->landed, landings, rows.n, 2 * panel_bytes,
-                             [&](barrier& b) { load_panels<2>(map, b, to, column, rows.begin); });
-                 if (rows.n == delta_chunk) return;
-                 clear_rows(to, rows.n);
-                 clear_rows(to + panel_bytes, rows.n);
-                 cutlass::arch::fence_view_async_shared();
-                 arrive_warp(full);
-             };
-             if (first) {
-                 wait(memory->keys_empty[task_turn & 1], task_turn >> 1 & 1 ^ 1);
-                 load_of_task(memory->keys_full[task_turn & 1], keys, this->keys());
-             }
-             std::int64_t const place = std::int64_t{chunk} * heads + head;
-             int const parity = turn & 1 ^ 1;
-             barrier& prepared_full = memory->prepared_full[turn & 1];
-             wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
-             if (lane == 0) {
-                 prepared_full.arrive_and_expect_tx(panel_bytes + sizeof(delta_gates));
-                 load_prepared(in.prepared, place, prepared_full, inverse, gates);
-             }
-             auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
-                 wait(empty, parity);
-                 if (lane == 0) {
-                     full.arrive_and_expect_tx(state_bytes);
-                     cute::SM90_BULK_COPY_G2S::copy(from + place * state_bytes, reinterpret_cast<std::uint64_t*>(&full),
-                                                    to, state_bytes);
-                 }
-                 __syncwarp();
-             };
-             load_state(memory->dstate_empty, memory->dstate_full, memory->dstate, in.dstates);
-             load_state(memory->state_empty, memory->state_full, memory->state, in.states);
-             wait(memory->values_empty, parity);
-             load_tokens(memory->values_full, memory->landed, landings, rows.n, 6 * panel_bytes, [&](barrier& b) {
-                 load_panels<2>(values, b, memory->values, 128 * head, rows.begin);
-                 load_panels<2>(dout, b, memory->dout, 128 * head, rows.begin);
-                 load_panels<2>(dvalues, b, memory->dy, 128 * head, rows.begin);
-             });
-             if (rows.n < delta_chunk) {
+    auto const next = [&] { return __shfl_sync(~0u, lane == 0 ? atomicAdd(in.plan.totals + 2, 1) : 0, 0); };
+    for (int number = next();; ++task_turn) {
+        reload_memory();
+        wait(memory->keys_empty[task_turn & 1], task_turn >> 1 & 1 ^ 1);
+        take(number);
+        if (task().n == 0) {
+            arrive_warp(memory->keys_full[task_turn & 1]);
+            wait_for_previous_kernel(); // or those after this one might come before the walks have ended
+            return;
+        }
+        auto const load_of_task = [&](barrier& full, CUtensorMap const& map, char* to) {
+            load_tokens(full, memory->landed, landings, task().n, 2 * panel_bytes,
+                        [&](barrier& b) { load_panels<2>(map, b, to, 128 * task().head, task().begin); });
+            if (task().n == delta_chunk) return;
+            clear_rows(to, task().n);
+            clear_rows(to + panel_bytes, task().n);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(full);
+        };
+        load_of_task(memory->keys_full[task_turn & 1], keys, this->keys());
+        do {
+            reload_memory();
+            if (is_last()) number = next(); // early: it takes long
+            int const head = task().head * in.group + turn % in.group, parity = turn & 1 ^ 1;
+            std::int64_t const place = std::int64_t{task().chunk} * heads + head;
+            barrier& prepared_full = memory->prepared_full[turn & 1];
+            wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
+            if (lane == 0) {
+                prepared_full.arrive_and_expect_tx(panel_bytes + sizeof(delta_gates));
+                load_prepared(in.prepared, place, prepared_full, memory->inverse[turn & 1], memory->gates[turn & 1]);
+            }
+            auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
+                wait(empty, parity);
+                if (lane == 0) {
+                    full.arrive_and_expect_tx(state_bytes);
+                    cute::SM90_BULK_COPY_G2S::copy(from + place * state_bytes, reinterpret_cast<std::uint64_t*>(&full),
+                                                   to, state_bytes);
+                }
+            };
+            load_state(memory->dstate_empty, memory->dstate_full, memory->dstate, in.dstates);
+            load_state(memory->state_empty, memory->state_full, memory->state, in.states);
+            wait(memory->values_empty, parity);
+            load_tokens(memory->values_full, memory->landed, landings, task().n, 6 * panel_bytes, [&](barrier& b) {
+                load_panels<2>(values, b, memory->values, 128 * head, task().begin);
+                load_panels<2>(dout, b, memory->dout, 128 * head, task().begin);
+                load_panels<2>(dvalues, b, memory->dy, 128 * head, task().begin);
+            });
+            if (task().n < delta_chunk) {
 #pragma unroll 1
-                 for (int p = 0; p < 6; ++p) clear_rows(memory->values + p * panel_bytes, rows.n); // and dO, dY
-                 cutlass::arch::fence_view_async_shared();
-                 arrive_warp(memory->values_full);
-             }
-             if (!first) return;
-             wait(memory->queries_empty, task_turn & 1 ^ 1); // last: the others may come while a task ends
-             load_of_task(memory->queries_full, queries, memory->queries);
-         },
-         nothing);
+                for (int p = 0; p < 6; ++p) clear_rows(memory->values + p * panel_bytes, task().n); // and dO, dY
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory->values_full);
+            }
+            if (turn % in.group > 0) continue;
+            wait(memory->queries_empty, task_turn & 1 ^ 1); // last: the others may come while a task ends
+            load_of_task(memory->queries_full, queries, memory->queries);
+        } while (++turn % in.group);
+    }
 }
 
 /// Half of <S, dS'>.
 __device__ __forceinline__ void grad_block::multiply_states() {
     each(
         nothing,
-        [&](int, int, char*, delta_gates&) {
+        [&](char*, delta_gates&) {
             wait(memory->state_full, turn & 1);
             wait(memory->dstate_full, turn & 1);
             float sums[4] = {}; // one sum would be awaited
@@ -98,75 +122,52 @@ __device__ __forceinline__ void grad_block::multiply_states() {
         nothing);
 }
 
-/// Gradients of the gates, of two tokens a lane; asks for the next turn's tensors.
-__device__ __forceinline__ void grad_block::write_gates(CUtensorMap const& queries, CUtensorMap const& keys,
-                                                        CUtensorMap const& values, CUtensorMap const& dout,
-                                                        CUtensorMap const& dvalues) {
-    chunk_rows rows{};
-    auto const ask_for_next = [&](int chunk, int head) { // to L2, so that memory is busy while tiles are in use
-        using cute::SM90_TMA_LOAD_2D, cute::SM90_BULK_COPY_G2S;
-        bool const same_task = (head + 1) % in.group != 0;
-        int const task = chunk * in.key_heads + head / in.group + (same_task ? 0 : static_cast<int>(gridDim.x));
-        if (task >= tasks()) return;
-        int const key_head = task % in.key_heads, next = same_task ? head + 1 : key_head * in.group;
-        std::int64_t const place = std::int64_t{task / in.key_heads} * heads + next;
-        SM90_BULK_COPY_G2S::PREFETCH::copy(in.dstates + place * state_bytes, state_bytes);
-        SM90_BULK_COPY_G2S::PREFETCH::copy(in.states + place * state_bytes, state_bytes);
-        SM90_BULK_COPY_G2S::PREFETCH::copy(in.prepared.inverse + place * panel_bytes, panel_bytes);
-        int const begin = same_task ? rows.begin : rows_of(task).begin;
-#pragma unroll 1
-        for (int p = 0; p < 2; ++p) {
-            SM90_TMA_LOAD_2D::PREFETCH::copy(&values, 128 * next + 64 * p, begin);
-            SM90_TMA_LOAD_2D::PREFETCH::copy(&dout, 128 * next + 64 * p, begin);
-            SM90_TMA_LOAD_2D::PREFETCH::copy(&dvalues, 128 * next + 64 * p, begin);
-            if (same_task) continue;
-            SM90_TMA_LOAD_2D::PREFETCH::copy(&keys, 128 * key_head + 64 * p, begin);
-            SM90_TMA_LOAD_2D::PREFETCH::copy(&queries, 128 * key_head + 64 * p, begin);
-        }
-    };
-    each([&](int task) { rows = rows_of(task); },
-         [&](int chunk, int head, char*, delta_gates& gates) {
-             if (lane == 0) ask_for_next(chunk, head);
-             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
-             float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
-             float const fading = gates.decay[delta_chunk - 1];
-             arrive_warp(memory->prepared_empty[turn & 1]);
-             wait(memory->sums_full, turn & 1);
-             auto const two = [&](float const* x) { return reinterpret_cast<float2 const*>(x)[lane]; };
-             auto const four = [&](float const(&x)[4][delta_chunk]) {
-                 float2 sum = two(x[0]);
-                 for (int i = 1; i < 4; ++i) sum.x += two(x[i]).x, sum.y += two(x[i]).y;
-                 return sum;
-             };
-             float2 const t = four(memory->t), down = four(memory->down);
-             float2 reading = two(memory->reading[0]);
-             reading.x += two(memory->reading[1]).x, reading.y += two(memory->reading[1]).y;
-             float2 const along = two(memory->products), across = four(memory->across);
-             float const whole = fading * (memory->inner[0] + memory->inner[1]);
-             arrive_warp(memory->sums_empty);
-             float after = reading.x + reading.y, before = b.x * t.x + b.y * t.y;
-             float const own = b.x * t.x;
+/// Gradients of the gates, of two tokens a lane.
+__device__ __forceinline__ void grad_block::write_gates() {
+    each(
+        nothing,
+        [&](char*, delta_gates& gates) {
+            wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+            float2 const b = reinterpret_cast<float2 const*>(gates.beta)[lane];
+            float const fading = gates.decay[delta_chunk - 1];
+            arrive_warp(memory->prepared_empty[turn & 1]);
+            wait(memory->sums_full, turn & 1);
+            auto const two = [&](float const* x) { return reinterpret_cast<float2 const*>(x)[lane]; };
+            auto const four = [&](float const(&x)[4][delta_chunk]) {
+                float2 sum = two(x[0]);
+                for (int i = 1; i < 4; ++i) sum.x += two(x[i]).x, sum.y += two(x[i]).y;
+                return sum;
+            };
+            float2 const t = four(memory->t), down = four(memory->down);
+            float2 reading = two(memory->reading[0]);
+            reading.x += two(memory->reading[1]).x, reading.y += two(memory->reading[1]).y;
+            float2 const along = two(memory->products), across = four(memory->across);
+            float const whole = fading * (memory->inner[0] + memory->inner[1]);
+            arrive_warp(memory->sums_empty);
+            float after = reading.x + reading.y, before = b.x * t.x + b.y * t.y;
+            float const own = b.x * t.x;
 #pragma unroll
-             for (int apart = 1; apart < 32; apart *= 2) {
-                 float const next = __shfl_down_sync(~0u, after, apart);
-                 float const last = __shfl_up_sync(~0u, before, apart);
-                 if (lane + apart < 32) after += next;
-                 if (lane >= apart) before += last;
-             }
-             before = __shfl_up_sync(~0u, before, 1);
-             if (lane == 0) before = 0;
-             float const later = __shfl_down_sync(~0u, after, 1);
-             float const from_second = reading.y + (lane < 31 ? later : 0.0f);
-             float const dg[2] = {after + before + across.x + whole, from_second + (before + own) + across.y + whole};
-             float const dbeta[2] = {t.x + down.x + along.x, t.y + down.y + along.y};
+            for (int apart = 1; apart < 32; apart *= 2) {
+                float const next = __shfl_down_sync(~0u, after, apart);
+                float const last = __shfl_up_sync(~0u, before, apart);
+                if (lane + apart < 32) after += next;
+                if (lane >= apart) before += last;
+            }
+            before = __shfl_up_sync(~0u, before, 1);
+            if (lane == 0) before = 0;
+            float const later = __shfl_down_sync(~0u, after, 1);
+            float const from_second = reading.y + (lane < 31 ? later : 0.0f);
+            float const dg[2] = {after + before + across.x + whole, from_second + (before + own) + across.y + whole};
+            float const dbeta[2] = {t.x + down.x + along.x, t.y + down.y + along.y};
 #pragma unroll
-             for (int i = 0; i < 2; ++i)
-                 if (2 * lane + i < rows.n) {
-                     in.dg.at(rows.begin + 2 * lane + i)[head] = dg[i];
-                     in.dbeta.at(rows.begin + 2 * lane + i)[head] = dbeta[i];
-                 }
-         },
-         nothing);
+            for (int i = 0; i < 2; ++i)
+                if (int const token = 2 * lane + i; token < task().n) {
+                    int const head = task().head * in.group + turn % in.group;
+                    in.dg.at(task().begin + token)[head] = dg[i];
+                    in.dbeta.at(task().begin + token)[head] = dbeta[i];
+                }
+        },
+        nothing);
 }
 
 #endif

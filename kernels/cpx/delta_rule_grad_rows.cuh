@@ -10,83 +10,81 @@ namespace cpx::kernels::delta {
 
 /// Y and dX.
 __device__ __forceinline__ void grad_block::make_values() {
-    each([&](int) { await_keys(); },
-         [&](int, int, char*, delta_gates& gates) {
-             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
-             wait(memory->state_full, turn & 1);
-             wait(memory->values_full, turn & 1);
-             std::uint32_t y[32];
-             float along[2] = {};
-             float const e[2] = {gates.decay[row], gates.decay[row + 8]};
+    each(
+        nothing,
+        [&](char*, delta_gates& gates) {
+            wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+            wait(memory->state_full, turn & 1);
+            wait(memory->values_full, turn & 1);
+            std::uint32_t y[32];
+            float along[2] = {};
+            float const e[2] = {gates.decay[row], gates.decay[row + 8]};
 #pragma unroll
-             for (int half = 0; half < 2; ++half) {
-                 float u[32];
-                 keep(u);
-                 cute::warpgroup_arrive();
-                 multiply_keys(u, keys(), memory->state + half * 8 * cores_bytes);
-                 cute::warpgroup_commit_batch();
-                 std::uint32_t words[16];
-                 load_operand(memory->values + half * panel_bytes, words);
-                 cute::warpgroup_wait<0>();
-                 keep(u);
+            for (int half = 0; half < 2; ++half) {
+                float u[32];
+                keep(u);
+                cute::warpgroup_arrive();
+                multiply_keys(u, keys(), memory->state + half * 8 * cores_bytes);
+                cute::warpgroup_commit_batch();
+                std::uint32_t words[16];
+                load_operand(memory->values + half * panel_bytes, words);
+                cute::warpgroup_wait<0>();
+                keep(u);
 #pragma unroll
-                 for (int i = 0; i < 16; ++i)
-                     y[16 * half + i] = two_bf16(fmaf(-e[i % 2], u[2 * i], low_half(words[i])),
-                                                 fmaf(-e[i % 2], u[2 * i + 1], high_half(words[i])));
-                 store_operand(y + 16 * half, memory->values + half * panel_bytes);
-                 load_operand(memory->dy + half * panel_bytes, words);
+                for (int i = 0; i < 16; ++i)
+                    y[16 * half + i] = two_bf16(fmaf(-e[i % 2], u[2 * i], low_half(words[i])),
+                                                fmaf(-e[i % 2], u[2 * i + 1], high_half(words[i])));
+                store_operand(y + 16 * half, memory->values + half * panel_bytes);
+                load_operand(memory->dy + half * panel_bytes, words);
 #pragma unroll
-                 for (int i = 0; i < 16; ++i)
-                     along[i % 2] =
-                         fmaf(u[2 * i + 1], high_half(words[i]), fmaf(u[2 * i], low_half(words[i]), along[i % 2]));
-             }
-             arrive_warp(memory->state_empty);
-             cutlass::arch::fence_view_async_shared();
-             arrive_warp(memory->y_full);
-             arrive_warp(memory->values_empty);
-             along[0] *= -e[0], along[1] *= -e[1];
-             put_sums(along, memory->reading[1]);
-             arrive_warp(memory->sums_full);
-             float const last = gates.sum[delta_chunk - 1];
-             float const onward[2] = {power_of_two(last - gates.sum[row]), power_of_two(last - gates.sum[row + 8])};
-             arrive_warp(memory->prepared_empty[turn & 1]);
-             wait(memory->dstate_full, turn & 1);
+                for (int i = 0; i < 16; ++i)
+                    along[i % 2] =
+                        fmaf(u[2 * i + 1], high_half(words[i]), fmaf(u[2 * i], low_half(words[i]), along[i % 2]));
+            }
+            arrive_warp(memory->state_empty);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory->y_full);
+            arrive_warp(memory->values_empty);
+            along[0] *= -e[0], along[1] *= -e[1];
+            put_sums(along, memory->reading[1]);
+            arrive_warp(memory->sums_full);
+            float const last = gates.sum[delta_chunk - 1];
+            float const onward[2] = {power_of_two(last - gates.sum[row]), power_of_two(last - gates.sum[row + 8])};
+            arrive_warp(memory->prepared_empty[turn & 1]);
+            wait(memory->dstate_full, turn & 1);
 #pragma unroll
-             for (int half = 0; half < 2; ++half) { // of the key channels
-                 float r[32];
-                 keep(r);
-                 cute::warpgroup_arrive();
-                 multiply_values(r, y, memory->dstate + half * 8 * 128, false);
-                 cute::warpgroup_commit_batch();
-                 if (half == 0) wait(memory->dx_empty, turn & 1 ^ 1);
-                 cute::warpgroup_wait<0>();
-                 keep(r);
-                 std::uint32_t words[16];
+            for (int half = 0; half < 2; ++half) { // of the key channels
+                float r[32];
+                keep(r);
+                cute::warpgroup_arrive();
+                multiply_values(r, y, memory->dstate + half * 8 * 128, false);
+                cute::warpgroup_commit_batch();
+                if (half == 0) wait(memory->dx_empty, turn & 1 ^ 1);
+                cute::warpgroup_wait<0>();
+                keep(r);
+                std::uint32_t words[16];
 #pragma unroll
-                 for (int i = 0; i < 16; ++i)
-                     words[i] = two_bf16(onward[i % 2] * r[2 * i], onward[i % 2] * r[2 * i + 1]);
-                 store_operand(words, memory->dx + half * panel_bytes);
-             }
-             arrive_warp(memory->dstate_empty);
-             cutlass::arch::fence_view_async_shared();
-             arrive_warp(memory->dx_full);
-         },
-         [&](int) { arrive_warp(memory->keys_empty[task_turn & 1]); });
+                for (int i = 0; i < 16; ++i)
+                    words[i] = two_bf16(onward[i % 2] * r[2 * i], onward[i % 2] * r[2 * i + 1]);
+                store_operand(words, memory->dx + half * panel_bytes);
+            }
+            arrive_warp(memory->dstate_empty);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory->dx_full);
+        },
+        nothing);
 }
 
 /// dQ and dK.
 __device__ __forceinline__ void grad_block::write_rows() {
     float dq[64], dk[64];
-    chunk_rows rows{};
     each(
-        [&](int task) {
-            rows = rows_of(task);
-            await_keys();
+        [&] {
             wait(memory->queries_full, task_turn & 1);
 #pragma unroll
             for (int i = 0; i < 64; ++i) dq[i] = dk[i] = 0;
         },
-        [&](int, int head, char* inverse, delta_gates& gates) {
+        [&](char* inverse, delta_gates& gates) {
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             wait(memory->state_full, turn & 1);
             wait(memory->values_full, turn & 1);
@@ -132,7 +130,7 @@ __device__ __forceinline__ void grad_block::write_rows() {
             cute::warpgroup_wait<0>();
             keep(dq);
             keep(dk);
-            if ((head + 1) % in.group == 0) arrive_warp(memory->queries_empty);
+            if (is_last()) arrive_warp(memory->queries_empty);
             arrive_warp(memory->prepared_empty[turn & 1]);
             cute::warpgroup_arrive();
             multiply_down(dk, words, memory->dx, true); // A' dX
@@ -140,8 +138,8 @@ __device__ __forceinline__ void grad_block::write_rows() {
             cute::warpgroup_wait<0>();
             keep(dk);
             arrive_warp(memory->dx_empty);
-            if ((head + 1) % in.group == 0) // while Z is made
-                store_gradient(dq, in.dq.at(rows.begin) + 128 * (head / in.group), in.dq.stride, rows.n);
+            if (is_last()) // while Z is made
+                store_gradient(dq, in.dq.at(task().begin) + 128 * task().head, in.dq.stride, task().n);
             wait(memory->z_full, turn & 1);
             cute::warpgroup_arrive();
             multiply_panels<Major::K, Major::MN, 4>(dk, memory->e, keys(), true);
@@ -151,10 +149,7 @@ __device__ __forceinline__ void grad_block::write_rows() {
             keep(dk);
             arrive_warp(memory->z_empty);
         },
-        [&](int task) {
-            arrive_warp(memory->keys_empty[task_turn & 1]);
-            store_gradient(dk, in.dk.at(rows.begin) + 128 * (task % in.key_heads), in.dk.stride, rows.n);
-        });
+        [&] { store_gradient(dk, in.dk.at(task().begin) + 128 * task().head, in.dk.stride, task().n); });
 }
 
 #endif

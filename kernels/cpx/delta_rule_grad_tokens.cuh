@@ -39,8 +39,7 @@ __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
 __device__ __forceinline__ void grad_block::multiply_tokens() {
     each(
-        [&](int) {
-            await_keys();
+        [&] {
             wait(memory->queries_full, task_turn & 1);
             float b[32];
             keep(b);
@@ -61,7 +60,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             cutlass::arch::fence_view_async_shared();
             join_group(group);
         },
-        [&](int, int, char* inverse, delta_gates& gates) {
+        [&](char* inverse, delta_gates& gates) {
             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
             std::uint32_t words[16];
             {
@@ -192,7 +191,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             put_sums(along, memory->products);
             arrive_warp(memory->sums_full);
         },
-        [&](int) { arrive_warp(memory->keys_empty[task_turn & 1]); });
+        nothing);
 }
 
 #endif

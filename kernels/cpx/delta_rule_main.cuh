@@ -211,7 +211,7 @@ static __global__ void __launch_bounds__(512, 1)
             load_state(in.initial ? in.initial + in.state_of(part.sequence, head) : nullptr, half, s);
         } else {
             auto const place = in.half_of(sequence.first_part + part.part, head, half);
-            if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place);
+            if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place, 1);
             join_group(group);
             load_words(in.snapshots + place * snapshot_words, s);
         }

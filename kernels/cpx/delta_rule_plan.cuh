@@ -34,12 +34,13 @@ struct delta_part {
     int sequence, part;
 };
 
-/// The batch as it is in device memory during a call; `totals`: chunks, parts.
+/// The batch as it is in device memory during a call; `totals`: chunks, parts, and tasks that have been begun.
 struct delta_plan {
     delta_sequence* sequences;
     delta_part* parts; ///< in order of time: all first parts, all second ones, ...
     int* totals;
-    int* flags; ///< (parts, value heads, 2): whether the state before a part has been written, for each half
+    int* flags; ///< (parts, value heads, 2): whether the state before a part has been written, for each half; of the
+                ///< backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been
     std::int64_t flag_count;
     int count;       ///< sequences
     int part_chunks; ///< of every part but a sequence's last
@@ -86,7 +87,7 @@ static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t cons
             chunks += __shfl_sync(~0u, chunks_before, 31);
             parts += __shfl_sync(~0u, parts_before, 31);
         }
-        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = parts;
+        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = parts, plan.totals[2] = 0;
     }
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
     __syncthreads();

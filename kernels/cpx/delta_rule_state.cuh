@@ -36,7 +36,7 @@ struct state_memory {
     char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][panel_bytes],
         x[2][2 * panel_bytes];
     delta_gates gates[stages];
-    barrier full[stages], empty[stages], x_full[2], read[2], written, landed;
+    barrier full[stages], empty[stages], x_full[2], read[2], written, seen, landed;
 };
 
 /// A place in a ring of N buffers, and the parity of the next fill of it.
@@ -48,14 +48,18 @@ struct ring {
     }
 };
 
-__device__ __forceinline__ void publish(int* flag) {
-    asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+__device__ __forceinline__ void publish(int* flag, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
-__device__ __forceinline__ void await(int const* flag) {
+/// Waits until a flag has at least this value.
+__device__ __forceinline__ void await(int const* flag, int least) {
     int value = 0;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-    while (value == 0);
+    while (value < least);
 }
+
+/// After how many chunks a walk of the backward says how far it has come.
+inline constexpr int walk_chunks = 8;
 
 /// Asks for the inverse and the gates of a chunk and head.
 __device__ __forceinline__ void load_inverse(delta_prepared const& from, std::int64_t place, barrier& full,
@@ -90,7 +94,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(8);
         for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4);
-        memory.written.init(4);
+        memory.written.init(4), memory.seen.init(1);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
@@ -99,7 +103,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     int const head = block / 2 % heads, number = block / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
     int const chunks = Traced ? sequence.chunks : (sequence.parts - 1) * in.plan.part_chunks,
-              group = static_cast<int>(threadIdx.x) / 128;
+              every = Traced ? walk_chunks : in.plan.part_chunks, group = static_cast<int>(threadIdx.x) / 128;
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
@@ -125,10 +129,15 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.full[r.at]);
             }
-        } else if (!Traced && threadIdx.x == 32) { // to publish a state takes long
-            for (int part = 1; part < sequence.parts; ++part) {
-                wait(memory.written, (part - 1) % 2);
-                publish(in.plan.flags + in.half_of(sequence.first_part + part, head, half));
+        } else if (threadIdx.x == 32) { // to publish takes long
+            for (int c = 0, parity = 0; c < chunks; parity ^= 1) {
+                c = min(c + every, chunks);
+                wait(memory.written, parity);
+                memory.seen.arrive();
+                if (Traced)
+                    publish(in.plan.flags + 2 * in.half_of(number, head, half), c);
+                else
+                    publish(in.plan.flags + in.half_of(sequence.first_part + c / every, head, half), 1);
             }
         }
     } else if (group == 1) {
@@ -150,7 +159,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
         float* snapshot = in.snapshots + in.half_of(sequence.first_part + 1, head, half) * snapshot_words;
         char* trace = in.states + in.half_of(sequence.first_chunk, head, half) * (state_bytes / 2);
-        int left = in.plan.part_chunks;
+        int left = every, parity = 1;
         ring<stages> r;
         ring<2> x;
         std::uint32_t v[16];
@@ -190,10 +199,14 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
             if (c + 1 < chunks) await_chunk();
             cute::warpgroup_wait<0>();
             keep(s);
-            if (!Traced && --left == 0) {
-                left = in.plan.part_chunks;
-                store_words(s, snapshot);
-                snapshot += in.half_of(1, 0, 0) * snapshot_words;
+            if (--left == 0 || c + 1 == chunks) {
+                left = every;
+                if (!Traced) {
+                    store_words(s, snapshot);
+                    snapshot += in.half_of(1, 0, 0) * snapshot_words;
+                }
+                wait(memory.seen, parity);
+                parity ^= 1;
                 arrive_warp(memory.written);
             }
         }

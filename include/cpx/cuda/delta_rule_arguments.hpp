@@ -86,8 +86,8 @@ inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t
     space.parts = space.chunks / part_chunks + sequences;
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
     space.part_list = space.take(space.parts, sizeof(kernels::delta_part));
-    space.totals = space.take(2, sizeof(int));
-    space.flags = space.take(space.parts * shape.value_heads * 2, sizeof(int));
+    space.totals = space.take(3, sizeof(int));
+    space.flags = space.take(space.parts * shape.value_heads * 4, sizeof(int));
     return space;
 }
 
@@ -110,7 +110,7 @@ inline kernels::delta_plan delta_plan_at(gated_delta_rule_shape const& shape, de
             reinterpret_cast<kernels::delta_part*>(workspace + space.part_list),
             reinterpret_cast<int*>(workspace + space.totals),
             reinterpret_cast<int*>(workspace + space.flags),
-            space.parts * shape.value_heads * 2,
+            space.parts * shape.value_heads * 4,
             static_cast<int>(space.sequences),
             static_cast<int>(space.part_chunks)};
 }
