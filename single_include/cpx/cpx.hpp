@@ -324,8 +324,11 @@ struct any {
     any(std::initializer_list<any>) {}
 };
 
-/// The result of a call that has been refused.
-struct refused {};
+/// The result of a call that has been refused. Loops over it are no second mistake.
+struct refused {
+    int const* begin() const { return nullptr; }
+    int const* end() const { return nullptr; }
+};
 
 /// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
 template <class X>
@@ -1979,6 +1982,12 @@ public:
         require_ranks("sharding", "ranks", ranks_.get(), here);
         product("sharding", "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
+    template <class X>
+        requires(!std::derived_from<X, every_row_sharding>)
+    explicit every_row_sharding(X const&) {
+        static_assert(never<X>, "cpx: replicated<W> wants a cpx::thd, and head_sharded<W> its sections, too; before "
+                                "them the number of ranks if the type does not tell it");
+    }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
     /// Throws `cpx::error` if there is no such rank.
@@ -2025,6 +2034,11 @@ public:
         requires(W == dynamic)
         : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections), here) {}
 
+    template <class X>
+        requires(!std::derived_from<X, head_sharded>)
+    explicit head_sharded(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(x) {}
+
     std::span<section const> sections() const { return *sections_; }
 
     /// Returns the heads that `rank` holds of a section of `heads` heads.
@@ -2068,6 +2082,11 @@ public:
     replicated(int ranks, thd batch, caller here = caller::here())
         requires(W == dynamic)
         : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch), here) {}
+
+    template <class X>
+        requires(!std::derived_from<X, replicated>)
+    explicit replicated(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(x) {}
 
     std::span<section const> sections() const { return {}; }
     range heads(int, index_t heads) const { return {0, heads}; }
@@ -2278,6 +2297,12 @@ public:
     sharded(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
         : sharded(data, std::move(sharding), rank, M(), here) {}
+    template <class X>
+        requires(!std::convertible_to<X, rows<T>>)
+    sharded(X const&, S sharding, int rank, detail::any = {}) : sharding_(std::move(sharding)), rank_(rank) {
+        static_assert(detail::never<X>, "cpx: sharded wants rows of its elements, a sharding and a rank: "
+                                        "sharded(rows(list, width), sharding, rank)");
+    }
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -2312,6 +2337,8 @@ template <class T, class S>
 sharded(rows<T>, S, int) -> sharded<T, S>;
 template <class T, class S, class M>
 sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
+template <class X, any_sharding S>
+sharded(X const&, S, int) -> sharded<detail::refused, S>;
 
 namespace detail {
 
@@ -2639,7 +2666,7 @@ template <class T, any_sharding S, any_memory M>
 tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
     return {sharding, rank, width, memory, here};
 }
-template <class T, class X>
+template <class T = void, class X>
 detail::refused make_tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: make_tensor<T>(sharding, rank, width) wants a sharding, such as shard(batch, zigzag<4>{}) "
@@ -6164,7 +6191,7 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T, class X>
+template <class T = void, class X>
 detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
     static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "

@@ -96,6 +96,12 @@ auto const slots = cpx::slots(cpx::thd());
 cpx::thd const offsets(std::vector<float>{0, 7});
 // expect: rows of a list of other elements
 cpx::rows<double> const others(tensor.elements(), 1);
+// expect: make_tensor<T>.sharding, rank, width. wants a sharding
+auto const of_no_type = cpx::make_tensor(sharding, 0, 1);
+// expect: replicated<W> wants a cpx::thd
+cpx::replicated<4> const everywhere(4, cpx::thd());
+// expect: sharded wants rows of its elements
+cpx::sharded const of_list(values, sharding, 0);
 // expect: threads::run wants a program that takes its rank
 void run() {
     cpx::threads::run(4, [](int) {});

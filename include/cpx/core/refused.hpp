@@ -19,8 +19,11 @@ struct any {
     any(std::initializer_list<any>) {}
 };
 
-/// The result of a call that has been refused.
-struct refused {};
+/// The result of a call that has been refused. Loops over it are no second mistake.
+struct refused {
+    int const* begin() const { return nullptr; }
+    int const* end() const { return nullptr; }
+};
 
 /// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
 template <class X>

@@ -4,6 +4,7 @@
 
 #include <cpx/layout/sharding.hpp>
 
+#include <concepts>
 #include <memory>
 
 namespace cpx {
@@ -20,6 +21,12 @@ public:
     every_row_sharding(extent<W> ranks, thd batch, caller here) : ranks_(ranks), batch_(std::move(batch)) {
         require_ranks("sharding", "ranks", ranks_.get(), here);
         product("sharding", "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
+    }
+    template <class X>
+        requires(!std::derived_from<X, every_row_sharding>)
+    explicit every_row_sharding(X const&) {
+        static_assert(never<X>, "cpx: replicated<W> wants a cpx::thd, and head_sharded<W> its sections, too; before "
+                                "them the number of ranks if the type does not tell it");
     }
     int ranks() const { return ranks_.get(); }
     thd const& batch() const { return batch_; }
@@ -67,6 +74,11 @@ public:
         requires(W == dynamic)
         : head_sharded(extent<W>(ranks), std::move(batch), std::move(sections), here) {}
 
+    template <class X>
+        requires(!std::derived_from<X, head_sharded>)
+    explicit head_sharded(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(x) {}
+
     std::span<section const> sections() const { return *sections_; }
 
     /// Returns the heads that `rank` holds of a section of `heads` heads.
@@ -110,6 +122,11 @@ public:
     replicated(int ranks, thd batch, caller here = caller::here())
         requires(W == dynamic)
         : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch), here) {}
+
+    template <class X>
+        requires(!std::derived_from<X, replicated>)
+    explicit replicated(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
+        : detail::every_row_sharding<W>(x) {}
 
     std::span<section const> sections() const { return {}; }
     range heads(int, index_t heads) const { return {0, heads}; }

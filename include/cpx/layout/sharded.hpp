@@ -33,6 +33,12 @@ public:
     sharded(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
         : sharded(data, std::move(sharding), rank, M(), here) {}
+    template <class X>
+        requires(!std::convertible_to<X, rows<T>>)
+    sharded(X const&, S sharding, int rank, detail::any = {}) : sharding_(std::move(sharding)), rank_(rank) {
+        static_assert(detail::never<X>, "cpx: sharded wants rows of its elements, a sharding and a rank: "
+                                        "sharded(rows(list, width), sharding, rank)");
+    }
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -67,6 +73,8 @@ template <class T, class S>
 sharded(rows<T>, S, int) -> sharded<T, S>;
 template <class T, class S, class M>
 sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
+template <class X, any_sharding S>
+sharded(X const&, S, int) -> sharded<detail::refused, S>;
 
 namespace detail {
 

@@ -130,7 +130,7 @@ template <class T, any_sharding S, any_memory M>
 tensor<T, S, M> make_tensor(S const& sharding, int rank, index_t width, M const& memory, caller here = caller::here()) {
     return {sharding, rank, width, memory, here};
 }
-template <class T, class X>
+template <class T = void, class X>
 detail::refused make_tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: make_tensor<T>(sharding, rank, width) wants a sharding, such as shard(batch, zigzag<4>{}) "

@@ -277,7 +277,7 @@ movement<T, relayout_plan<From, To>, Comm> make_movement(From const& from, To co
                                                          Comm& comm, caller here = caller::here()) {
     return {relayout(from, to, comm.rank(), here), width, most, comm, here};
 }
-template <class T, class X>
+template <class T = void, class X>
 detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
     static_assert(detail::never<X>, "cpx: make_movement<T>(from, to, width, capacity, comm) wants two shardings, or "
