@@ -93,7 +93,9 @@ private:
         return {sharding, rank(), width, at_.rank.memory()};
     }
     /// Copies columns to those of a tensor that moves as a whole.
-    void put(cpx::rows<T const> from, cpx::rows<T> to) const { at_.each(rowwise::copy<T>{from, to}, to.width()); }
+    void put(cpx::rows<T const> from, cpx::rows<T> to) const {
+        at_.each(rowwise::take_rows<T>{from, nullptr, to}, to.width());
+    }
 
     void attend_gathered(saved& s) const {
         auto keys = at_.make(2 * kv_);
@@ -134,7 +136,8 @@ private:
         };
         if (gate_) {
             auto dgate = at_.make(q_);
-            at_.each(rowwise::open_backward<T>{s.o.data(), s.gate.data(), d_o.data(), dgate.data()}, q_);
+            at_.each(rowwise::sum_heads<T>{s.o.data(), d_o.data(), 1, dgate.data()}, q_);
+            at_.each(rowwise::sigmoid_backward<T>{s.gate.data(), dgate.data()}, q_);
             at_.each(rowwise::open<T>{d_o.data(), s.gate.data(), d_o.data()}, q_);
             give(dgate.data(), dim_);
         }

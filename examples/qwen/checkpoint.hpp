@@ -2,6 +2,7 @@
 // A checkpoint in memory: its settings and its weights in the type of the computation.
 #pragma once
 
+#include <cpx/core/rotary_axes.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/model/qwen_config.hpp>
 #include <cpx/model/safetensors.hpp>
@@ -12,6 +13,13 @@
 #include <vector>
 
 namespace qwen {
+
+/// Returns the axis of every rotary pair; none for text alone.
+inline std::vector<int> rotary_axes(cpx::qwen_config const& c) {
+    if (c.mrope_section.empty()) return {};
+    auto const& s = c.mrope_section;
+    return cpx::rotary_axes({s[0], s[1], s[2]}, cpx::axis_order::interleaved, c.rotary_dim() / 2);
+}
 
 /// The weights of one model, whole; every rank reads the same copy.
 template <class T>

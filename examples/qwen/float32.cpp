@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The model in float32, on the host.
-#include "on_host.hpp"
+#include "host.hpp"
 
 namespace qwen {
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the model over GPUs: one process, a thread each.
 #include "cuda/rank.hpp"
-#include "run.hpp"
 
 #include <chrono>
 #include <numeric>

@@ -2,21 +2,12 @@
 // One rank on the host: its memory and transport, and the operations of which the model is made.
 #pragma once
 
-#include "checkpoint.hpp"
-#include "rowwise.hpp"
+#include "run.hpp"
 
 #include <cpx/cpx.hpp>
 #include <cpx/ops.hpp>
-#include <cpx/transport/counted.hpp>
 
 namespace qwen {
-
-/// Returns the axis of every rotary pair; none for text alone.
-inline std::vector<int> rotary_axes(cpx::qwen_config const& c) {
-    if (c.mrope_section.empty()) return {};
-    auto const& s = c.mrope_section;
-    return cpx::rotary_axes({s[0], s[1], s[2]}, cpx::axis_order::interleaved, c.rotary_dim() / 2);
-}
 
 /// What blocks of the model ask of a rank; `gpu_rank` has the same. Gradients of weights are added to what is there.
 template <class T>
@@ -137,5 +128,12 @@ private:
     T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
     T centre() const { return static_cast<T>(model.config.zero_centred_norms); }
 };
+
+template <class T>
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
+            bool backward) {
+    auto const make = [&](cpx::threads& threads) { return host_rank<T>(model, threads, chunk); };
+    return run_ranks<host_rank<T>>(model.config, in, how, ranks, chunk, backward, true, by_layout, make);
+}
 
 } // namespace qwen

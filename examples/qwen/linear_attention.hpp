@@ -130,8 +130,8 @@ private:
     /// The convolution, the gates and the delta rule: what needs neighbours.
     void mix(index_t layer, saved& s, mixed& o) const {
         auto const conv = held(layer, "conv1d.weight", channels_);
-        cpx::causal_conv1d(before_, s.projected.view().columns(0, qkv_), conv.data(), {}, cpx::activation::silu,
-                           s.convolved, at_.rank.comm);
+        causal_conv1d(before_, s.projected.view().columns(0, qkv_), conv.data(), {}, cpx::activation::silu, s.convolved,
+                      at_.rank.comm);
         at_.rank.ended(before_, qkv_);
         auto const A_log = held(layer, "A_log", of_heads_), dt_bias = held(layer, "dt_bias", of_heads_);
         auto const b = s.projected.data().columns(qkv_, values_),
@@ -188,7 +188,7 @@ private:
         if constexpr (Mix::every_row) {
             auto const moved = at_.move(relayout(at_.sharding, by_output(), at_.rank.rank()), dout);
             auto here = by_.make(v_), dhere = by_.make(s.projected.width());
-            by_.each(rowwise::copy<T>{moved.data(), here.data()}, here);
+            by_.each(rowwise::take_rows<T>{moved.data(), nullptr, here.data()}, here);
             mix_backward(layer, s, here, dhere);
             at_.move(relayout(by_.sharding, at_.sharding, at_.rank.rank()), dhere, dprojected);
         } else {

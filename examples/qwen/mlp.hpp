@@ -76,9 +76,8 @@ public:
         at_.each(rowwise::choose_backward<T>{chosen(), weights_.data(), output_.data(), dy.data(), dlogits.data()}, 1);
         at_.each(rowwise::combine_backward<T>{weights_.data(), dy.data(), doutput.data()}, doutput);
         at_.each(rowwise::open<T>{dy.data(), shared_gate_.data(), dshared.data()}, dshared);
-        at_.each(
-            rowwise::open_row_backward<T>{shared_output_.data(), shared_gate_.data(), dy.data(), dshared_gate.data()},
-            1);
+        at_.each(rowwise::sum_heads<T>{shared_output_.data(), dy.data(), dy.width(), dshared_gate.data()}, 1);
+        at_.each(rowwise::sigmoid_backward<T>{shared_gate_.data(), dshared_gate.data()}, 1);
 
         auto dactivation = at_.make(activation_.width()), dgate_up = at_.make(gate_up_.width()),
              terms = at_.make(output_.width());

@@ -16,13 +16,6 @@ namespace qwen::rowwise {
 using cpx::index_t, cpx::rows;
 
 template <class T>
-struct copy {
-    rows<T const> from;
-    rows<T> to;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = from(row, j); }
-};
-
-template <class T>
 struct add {
     rows<T const> x;
     rows<T> to;
@@ -66,34 +59,23 @@ struct open {
         y(row, j) = x(row, j) * cpx::sigmoid(gate(row, gate.width() == 1 ? 0 : j));
     }
 };
-/// dgate from dy; dx is `open` of dy.
+/// The gradient of a gate, from that of its sigmoid in place.
 template <class T>
-struct open_backward {
-    rows<T const> x, gate, dy;
-    rows<T> dgate;
+struct sigmoid_backward {
+    rows<T const> gate;
+    rows<T> d;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        dgate(row, j) = cpx::sigmoid_backward(gate(row, j), dy(row, j) * x(row, j));
+        d(row, j) = cpx::sigmoid_backward(gate(row, j), d(row, j));
     }
 };
 
-/// A row of `to` for each of a list.
+/// A row of `to` for each of a list, or all rows.
 template <class T>
 struct take_rows {
     rows<T const> from;
     index_t const* list;
     rows<T> to;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = from(list[row], j); }
-};
-/// Takes rows and leaves zeros.
-template <class T>
-struct cut_rows {
-    rows<T> from;
-    index_t const* list;
-    rows<T> to;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        to(row, j) = from(list[row], j);
-        from(list[row], j) = 0;
-    }
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { to(row, j) = from(list ? list[row] : row, j); }
 };
 /// The rows of a list become those of `from`; they differ.
 template <class T>
@@ -139,7 +121,7 @@ struct delta_gates_backward {
     }
 };
 
-/// delta = sum over a head of o dout.
+/// delta = sum over a head of o dout, or of `dim` columns.
 template <class T>
 struct sum_heads {
     rows<T const> o, dout;
@@ -216,17 +198,6 @@ struct choose_backward {
             T& d = dlogits(row, chosen(row, s));
             d = weights(row, s) * (d - mean);
         }
-    }
-};
-/// dgate = sigmoid'(gate) dy . x, of one gate a row.
-template <class T>
-struct open_row_backward {
-    rows<T const> x, gate, dy;
-    rows<T> dgate;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
-        T sum = 0;
-        for (index_t j = 0; j < x.width(); ++j) sum += dy(row, j) * x(row, j);
-        dgate(row, 0) = cpx::sigmoid_backward(gate(row, 0), sum);
     }
 };
 /// Adds up what the choices of a row give for their common input.

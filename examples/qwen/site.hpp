@@ -115,7 +115,7 @@ public:
     tensor make(index_t width) const { return {sharding, rank.rank(), width, rank.memory()}; }
     tensor copy(tensor const& x) const {
         auto made = make(x.width());
-        each(rowwise::copy<element>{x.data(), made.data()}, made);
+        each(rowwise::take_rows<element>{x.data(), nullptr, made.data()}, made);
         return made;
     }
     /// Calls `f(row, column)` for all of a result, or for so many columns.

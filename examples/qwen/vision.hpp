@@ -49,10 +49,12 @@ public:
             auto here = cpx::make_tensor<T>(plan.to, rank(), dh.width(), at_.rank.memory());
             auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
             auto const from = list.data().data();
-            if (layer == features::embedding) // what stood there before the features does not matter
-                at_.rank.each(list.data().count(), dh.width(), rowwise::cut_rows<T>{dh.data(), from, here.data()});
-            else
-                at_.rank.each(list.data().count(), dh.width(), rowwise::take_rows<T>{dh.data(), from, here.data()});
+            auto const each_row = [&](auto const& of_row) { at_.rank.each(list.data().count(), dh.width(), of_row); };
+            each_row(rowwise::take_rows<T>{dh.data(), from, here.data()});
+            if (layer == features::embedding) { // what stood there before the features does not matter
+                matrix<T, typename R::memory_type> const zeros(at_.rank.memory(), list.data().count(), dh.width());
+                each_row(rowwise::put_rows<T>{zeros.data(), from, dh.data()});
+            }
             auto const home = at_.move(plan.transposed(), here);
             auto const rows = list_of(at_.rank.memory(), rows_of(plan.from));
             rowwise::put_rows<T> const put{home.data(), rows.data().data(), at_.grads.of(f.name)};

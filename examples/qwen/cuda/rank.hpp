@@ -8,12 +8,12 @@
 #include "experts.cuh"
 #include "norm.cuh"
 
-#include "../host.hpp"
-#include "../names.hpp"
+#include "../run.hpp"
 
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/cuda/rotary.hpp>
+#include <cpx/ops/local/rotary.hpp>
 
 #include <barrier>
 #include <optional>
