@@ -139,7 +139,7 @@ TEST_SUITE("cuda") {
                 o(numbers, tokens, q_width), dout(numbers, tokens, q_width), lse(numbers, tokens, heads.query_heads),
                 delta(numbers, tokens, heads.query_heads), dq(numbers, tokens, q_width), dk(numbers, tokens, k_width),
                 dv(numbers, tokens, k_width);
-            auto const on = [&](both& x) { return cpx::sharded(x.h(), whole, 0); };
+            auto const on = [&](both& x) { return cpx::sharded<float, cpx::replicated<>>(x.h(), whole, 0); };
             std::vector<gpu::batch_place> places;
             for (index_t s = 0; s < batch.sequences(); ++s)
                 for (index_t t = 0; t < batch.length(s); ++t) places.push_back({batch.offset(s), batch.offset(s) + t});
@@ -168,13 +168,13 @@ TEST_SUITE("cuda") {
 
         both x(numbers, tokens, channels), dy(numbers, tokens, channels), dx(numbers, tokens, channels),
             weight(numbers, channels, taps), dweight(numbers, channels, taps);
-        cpx::threads::run(1, [&](cpx::threads& comm) {
-            auto const on = [&](both& some) { return cpx::sharded(some.h(), whole, 0); };
-            auto const of_dx = on(dx);
-            cpx::causal_conv1d_backward(cpx::halo(whole, 0, taps - 1), cpx::halo(whole, 0, taps - 1, cpx::side::after),
-                                        on(x), weight.host, {}, cpx::activation::silu, on(dy),
-                                        cpx::causal_conv1d_gradients{of_dx, dweight.h()}, comm);
-        });
+        for (index_t s = 0; s < batch.sequences(); ++s) {
+            auto const of = [&](both& all) { return all.h().sub(batch.offset(s), batch.length(s)); };
+            wide_rows const before(nullptr, 0, channels), dz = of(dx);
+            cpx::convolve_segment_backward_sums<float>(before, of(x), weight.h(), nullptr, cpx::activation::silu,
+                                                       of(dy), dz);
+            cpx::convolve_segment_backward_weight<float>(before, of(x), dz, dweight.h(), nullptr);
+        }
         std::vector<index_t> const offsets(batch.offsets().begin(), batch.offsets().end());
         cpx::cuda::buffer<index_t> const there{std::span<index_t const>(offsets)};
         gpu::each(channels, taps,
