@@ -67,6 +67,7 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
     auto halos = cpx::make_movement<element>(cpx::halo(sequential(first), rank, 3), width, most, comm);
     auto carries =
         cpx::make_movement<element>(cpx::carry<cpx::serial>(sequential(first), rank), {state, 0}, most, comm);
+    index_t const steps = carries.plan().steps; // the same of all packings here
     auto x = move.make_tensor(zigzag(first)), z = move.make_tensor(zigzag(first));
     auto y = move.make_tensor(sequential(first));
     std::vector<element> values(static_cast<std::size_t>(most.rows * width));
@@ -97,16 +98,16 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
             };
             move.set(from, to);
             lap(relayouts);
-            auto const& halo = halos.set(to);
+            halos.set(to);
             lap(with_halo);
-            auto const& carry = carries.set(to);
+            carries.set(to);
             lap(with_carry);
             move(x, y);
             move.transposed(y, z);
-            halos(y, {beside.data(), halo.target_rows, width});
-            for (index_t level = 0; level < carry.steps; ++level) {
-                carries(level, cpx::side::before, {given.data(), std::ssize(carry.level(level)), state},
-                        {got.data(), std::ssize(carry.level(level + 1)), state});
+            halos(y, {beside.data(), halos.rows_of().second, width});
+            for (index_t level = 0; level < steps; ++level) {
+                auto const [taken, brought] = carries.rows_of(level);
+                carries(level, cpx::side::before, {given.data(), taken, state}, {got.data(), brought, state});
             }
             lap(calls);
             last = begin;

@@ -4,6 +4,8 @@
 
 #include <cpx/core/index.hpp>
 #include <cpx/core/search.hpp>
+#include <cpx/plan/rectangles.hpp>
+
 #include <cpx/neighbours.cuh>
 #include <cpx/previous_kernel.cuh>
 
@@ -11,19 +13,7 @@
 
 namespace cpx::kernels {
 
-/// Some rows of `bytes` bytes each, from one of a launch's buffers to another; `vector` is the largest power of two up
-/// to 16 that divides both places, both pitches and `bytes`. A block takes a slice of it at a time.
-struct rectangle {
-    std::int64_t source, target;             ///< bytes from the buffers' beginnings
-    std::int64_t source_pitch, target_pitch; ///< bytes from row to row
-    std::int32_t rows, bytes;
-    std::int16_t source_buffer, target_buffer, vector, unused;
-    std::int32_t first; ///< slices of the launch before this one's
-
-    /// Returns the rows of a slice: 32 KiB, or one.
-    CPX_HOST_DEVICE std::int32_t slice() const { return bytes < (1 << 15) ? (1 << 15) / (bytes > 0 ? bytes : 1) : 1; }
-    CPX_HOST_DEVICE std::int32_t slices() const { return (rows + slice() - 1) / slice(); }
-};
+using cpx::detail::rectangle;
 
 /// The rectangles of one launch. `back`: from their targets to their sources.
 struct rectangle_list {

@@ -1510,12 +1510,12 @@ inline constexpr bool ascends<aligned<Unit>> = true;
 /// n c / C is (n / C) c + r c / C with r = n mod C; r c < C^2, so that a reciprocal of 48 bits gives it where C < 2^16.
 class balanced_begins {
 public:
-    constexpr explicit balanced_begins(int chunks) : chunks_(chunks) {
+    CPX_HOST_DEVICE constexpr explicit balanced_begins(int chunks) : chunks_(chunks) {
         if (chunks < 1 << 16) reciprocal_ = (std::uint64_t{1} << 48) / static_cast<std::uint64_t>(chunks) + 1;
     }
 
     /// Returns what says where chunk c of a run of `n` begins.
-    constexpr auto of(index_t n) const {
+    CPX_HOST_DEVICE constexpr auto of(index_t n) const {
         return [*this, n, whole = n / chunks_, rest = n % chunks_](int c) {
             if (reciprocal_ == 0) return n * c / chunks_;
             return whole * c + static_cast<index_t>(static_cast<std::uint64_t>(rest * c) * reciprocal_ >> 48);
@@ -3120,6 +3120,13 @@ struct identity {
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
+    /// Says of which batch the plan is.
+    void set_batch(thd const& batch) {
+        numbers[sequences] = static_cast<std::uint64_t>(batch.sequences());
+        numbers[tokens] = static_cast<std::uint64_t>(batch.tokens());
+        numbers[cu_seqlens] = batch.hash();
+    }
+
     /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation
     /// makes no such plan from the shardings swapped: then the operation is called transposed.
     identity transposed(bool one_to_one) const {
@@ -3341,16 +3348,11 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
     std::uint64_t const source = sharding_hash(from), target = sharding_hash(to);
     identity::set(id.source_settings, sharding_settings(from, source));
     identity::set(id.target_settings, sharding_settings(to, target));
-    thd const& batch = from.batch();
-    id.numbers = {static_cast<std::uint64_t>(from.ranks()),
-                  static_cast<std::uint64_t>(batch.sequences()),
-                  static_cast<std::uint64_t>(batch.tokens()),
-                  batch.hash(),
-                  source,
-                  target,
-                  0,
-                  0,
-                  static_cast<std::uint64_t>(parameter)};
+    id[identity::ranks] = static_cast<std::uint64_t>(from.ranks());
+    id[identity::source_hash] = source;
+    id[identity::target_hash] = target;
+    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
+    id.set_batch(from.batch());
     return id;
 }
 
@@ -4056,6 +4058,185 @@ consteval int route_messages() {
 
 } // namespace cpx
 
+// cpx/plan/lanes.hpp
+// What moves of every sequence, whatever its length: plans and tables on devices scale it.
+
+namespace cpx {
+
+/// Rows of every sequence that go to `peer`, or come from it; -1: they stay. From `from` rows after cell `first` begins
+/// to `to` rows after cell `last` begins; where negative, before.
+struct lane {
+    int peer = -1;
+    int first = 0, last = 0;
+    int from = 0, to = 0;
+    int unused = 0;
+};
+
+/// Into what lanes cut a sequence.
+struct lane_cells {
+    int count = 1, unit = 1; ///< as balanced chunks, which begin at multiples of `unit` tokens
+    int states = 0;          ///< 1: every sequence that has tokens is one row
+    int least = 0;           ///< tokens of a sequence that has any, with which the lanes tell what moves
+
+    /// Returns what says where a cell of a sequence of `length` tokens begins.
+    CPX_HOST_DEVICE constexpr auto begins(detail::balanced_begins const& all, index_t length) const {
+        index_t const n = states != 0 && length > 0 ? 1 : length;
+        return [at = all.of(n), n, cells = count, multiple = index_t{unit}](int cell) -> index_t {
+            if (cell == cells) return n;
+            index_t const place = at(cell);
+            if (multiple == 1) return place;
+            index_t const nearest = (place + multiple / 2) / multiple * multiple;
+            return nearest < n ? nearest : n;
+        };
+    }
+};
+
+/// Returns the rows of a lane, in a sequence that has tokens.
+template <class Begins>
+CPX_HOST_DEVICE constexpr range rows_in(lane const& l, Begins const& begins) {
+    return {begins(l.first) + l.from, begins(l.last) + l.to};
+}
+
+/// One exchange of one rank, of every batch: lanes tile its rows at either end, in their order, sequence by sequence.
+struct lane_plan {
+    int rank = 0;
+    flow kind = flow::moves;
+    lane_cells cells = {};
+    std::vector<lane> sends = {}, receives = {};
+
+    lane_plan transposed(flow back) const { return {rank, back, cells, receives, sends}; }
+};
+
+namespace detail {
+
+/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
+inline constexpr int most_cells = (1 << 16) - 1;
+
+/// Shardings of which lanes tell what moves: each sequence is cut by a layout, and by a cut of cpx's.
+template <class S>
+inline constexpr bool in_lanes = false;
+template <layout P, cut Cut>
+inline constexpr bool in_lanes<sharding<P, scope::sequence, Cut>> = ascends<Cut>;
+
+template <class S>
+int unit_of(S const& s) {
+    if constexpr (requires { s.cut().unit(); }) return s.cut().unit();
+    return 1;
+}
+/// Returns whether two shardings cut alike, whatever their batches.
+template <class S>
+bool cut_alike(S const& a, S const& b) {
+    if constexpr (in_lanes<S>)
+        if constexpr (std::equality_comparable<typename S::layout_type>)
+            return a.policy() == b.policy() && a.cut() == b.cut();
+    return false;
+}
+
+/// Returns what `rank` has of every sequence under `mine`, to or from where it is under `other`.
+template <layout P, layout Q>
+std::vector<lane> routed_lanes(P const& mine, int rank, Q const& other) {
+    std::vector<lane> list;
+    for_each_chunk(mine, rank, [&](int chunk) {
+        for_each_route(mine, other, chunk, [&](route r) { list.push_back({r.to, r.first, r.last}); });
+    });
+    return list;
+}
+
+/// Returns the lanes by which `reach` rows beside the segments of a rank come, where every chunk has so many.
+template <layout P>
+lane_plan halo_lanes(P const& layout, int unit, int rank, index_t reach, bool before) {
+    lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.count = layout.chunks(), .unit = unit}};
+    index_t const least = (reach + unit) * layout.chunks();
+    p.cells.least = static_cast<int>(std::min<index_t>(least, std::numeric_limits<int>::max()));
+    int const rows = static_cast<int>(std::min<index_t>(reach, std::numeric_limits<int>::max()));
+    auto const owner = [&](int chunk) { return chunk < 0 || chunk == layout.chunks() ? rank : layout.owner(chunk); };
+    for_each_chunk(layout, rank, [&](int c) {
+        int const lower = owner(c - 1), upper = owner(c + 1);
+        if (before && upper != rank) {
+            p.sends.push_back({-1, c, c + 1, 0, -rows});
+            p.sends.push_back({upper, c + 1, c + 1, -rows, 0});
+        } else if (!before && lower != rank) {
+            p.sends.push_back({lower, c, c, 0, rows});
+            p.sends.push_back({-1, c, c + 1, rows, 0});
+        } else {
+            p.sends.push_back({-1, c, c + 1});
+        }
+        if (before && lower != rank) p.receives.push_back({lower, c, c, -rows, 0});
+        if (!before && upper != rank) p.receives.push_back({upper, c + 1, c + 1, 0, rows});
+    });
+    return p;
+}
+
+/// Returns the lanes of the exchanges by which states are handed from each segment of a sequence to the next, where
+/// every chunk has rows.
+template <layout P>
+std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool back) {
+    std::vector<lane_plan> list;
+    for (int c = 1; c < layout.chunks(); ++c) {
+        int const lower = layout.owner(c - 1), upper = layout.owner(c);
+        if (lower == upper) continue;
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = (unit + 1) * layout.chunks()}};
+        if (lower == rank) p.sends.push_back({upper, 0, 1});
+        if (upper == rank) p.receives.push_back({lower, 0, 1});
+        list.push_back(back ? p.transposed(p.kind) : p);
+    }
+    return list;
+}
+
+/// Rows of a message, or of a lane, in a batch.
+struct lane_rows {
+    int peer = -1;
+    index_t count = 0, first = 0, runs = 0; ///< how many, the first of them, and in how many runs they lie
+    index_t end = 0;
+};
+
+/// How many rows the lanes of one end have in a batch.
+struct lane_counts {
+    index_t rows = 0;
+    std::vector<lane_rows> messages; ///< ascending by peer
+    std::vector<index_t> slices;     ///< of a lane, of `slice` rows at most
+};
+
+/// Counts the rows of lanes in a batch; nothing if they do not tell what moves of it.
+inline std::optional<lane_counts> count_lanes(std::vector<lane> const& lanes, lane_cells const& cells, thd const& batch,
+                                              index_t slice) {
+    lane_counts c{0, {}, std::vector<index_t>(lanes.size())};
+    for (lane const& l : lanes)
+        if (l.peer >= 0) c.messages.push_back({l.peer});
+    std::ranges::sort(c.messages, {}, &lane_rows::peer);
+    auto const same = std::ranges::unique(c.messages, {}, &lane_rows::peer);
+    c.messages.erase(same.begin(), same.end());
+    std::vector<lane_rows*> to(lanes.size());
+    for (std::size_t i = 0; i < lanes.size(); ++i)
+        if (lanes[i].peer >= 0) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
+
+    balanced_begins const all(cells.count);
+    auto const offsets = batch.offsets();
+    for (std::size_t s = 0; s + 1 < offsets.size(); ++s) {
+        index_t const n = offsets[s + 1] - offsets[s];
+        if (n == 0) continue;
+        if (n < cells.least) return {};
+        auto const begins = cells.begins(all, n);
+        for (std::size_t i = 0; i < lanes.size(); ++i) {
+            index_t const count = rows_in(lanes[i], begins).size();
+            if (lane_rows* const m = to[i]; m && count > 0) {
+                if (m->runs == 0) m->first = c.rows;
+                m->runs += m->runs == 0 || m->end != c.rows;
+                m->count += count;
+                m->end = c.rows + count;
+                c.slices[i] += (count + slice - 1) / slice;
+            }
+            c.rows += count;
+        }
+    }
+    std::erase_if(c.messages, [](lane_rows const& m) { return m.count == 0; });
+    return c;
+}
+
+} // namespace detail
+
+} // namespace cpx
+
 // cpx/plan/relayout.hpp
 // The plan from any sharding to any other.
 
@@ -4150,51 +4331,52 @@ struct common_messages {
     bool known = false; ///< whether each row is sure to be in one message a peer
 };
 
-/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
-inline constexpr index_t most_cells = (1 << 16) - 1;
-
-/// Shardings between which routes tell what moves: of each sequence by layouts, and by one cut, which is cpx's.
+/// Shardings between which lanes tell what moves: of each sequence, by one cut.
 template <class Mine, class Other>
 inline constexpr bool routed = false;
-template <layout P, layout Q, cut Cut>
-inline constexpr bool routed<sharding<P, scope::sequence, Cut>, sharding<Q, scope::sequence, Cut>> = ascends<Cut>;
-
-/// Finds the messages of `rank` by its routes: each is scaled by the length of every sequence.
 template <any_sharding Mine, any_sharding Other>
-    requires routed<Mine, Other>
-common_messages scale_routes(Mine const& mine, int rank, Other const& other) {
-    std::vector<route> routes;
+    requires in_lanes<Mine> && in_lanes<Other>
+inline constexpr bool routed<Mine, Other> = std::same_as<typename Mine::cut_type, typename Other::cut_type>;
+
+/// Returns the lanes of an exchange between two shardings, unless there are too many cells.
+template <any_sharding From, any_sharding To>
+    requires routed<From, To>
+std::optional<lane_plan> relayout_lanes(From const& from, To const& to, int rank) {
+    index_t const all = cells(from.policy(), to.policy());
+    if (!(from.cut() == to.cut()) || all > most_cells) return {};
+    return lane_plan{rank,
+                     flow::moves,
+                     {static_cast<int>(all), unit_of(from)},
+                     routed_lanes(from.policy(), rank, to.policy()),
+                     routed_lanes(to.policy(), rank, from.policy())};
+}
+
+/// Finds the messages of one end of an exchange by its lanes: each is scaled by the length of every sequence.
+inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells const& cells, thd const& batch) {
     std::vector<int> peers;
-    for_each_chunk(mine.policy(), rank, [&](int chunk) {
-        for_each_route(mine.policy(), other.policy(), chunk, [&](route const r) {
-            routes.push_back(r);
-            peers.push_back(r.to);
-        });
-    });
+    for (lane const& l : lanes) peers.push_back(l.peer);
     std::ranges::sort(peers);
     peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
-    thd const& batch = mine.batch();
     std::vector<joined_rows> rows(peers.size());
     std::vector<index_t> most(peers.size()); // runs of a message
-    for (route& r : routes) {
-        r.to = static_cast<int>(std::ranges::lower_bound(peers, r.to) - peers.begin()); // in which message it goes
-        most[static_cast<std::size_t>(r.to)] += batch.sequences();
+    std::vector<std::size_t> message_of;
+    for (lane const& l : lanes) {
+        auto const m = static_cast<std::size_t>(std::ranges::lower_bound(peers, l.peer) - peers.begin());
+        message_of.push_back(m);
+        most[m] += batch.sequences();
     }
     for (std::size_t i = 0; i < rows.size(); ++i)
         rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
 
-    auto const cut = mine.cut();
-    int const all = static_cast<int>(cells(mine.policy(), other.policy()));
-    balanced_begins const begins(all);
+    balanced_begins const all(cells.count);
     common_messages found;
     found.known = true;
     for (index_t s = 0; s < batch.sequences(); ++s) {
-        index_t const offset = batch.offset(s), n = batch.length(s);
-        auto const at = begins.of(n);
-        auto const begin = [&](int cell) { return offset + (cell == all ? n : cut.snap(at(cell), n)); };
-        for (route const& r : routes)
-            if (range const common{begin(r.first), begin(r.last)}; !common.empty()) {
-                rows[static_cast<std::size_t>(r.to)].add(found.rows, common);
+        index_t const offset = batch.offset(s);
+        auto const begins = cells.begins(all, batch.length(s));
+        for (std::size_t i = 0; i < lanes.size(); ++i)
+            if (range const common = rows_in(lanes[i], begins); !common.empty()) {
+                rows[message_of[i]].add(found.rows, {offset + common.first, offset + common.last});
                 found.rows += common.size();
             }
     }
@@ -4235,8 +4417,8 @@ common_messages find_common(Mine const& mine, int rank, Other const& other, bool
         }
     }
     if constexpr (routed<Mine, Other>)
-        if (whole_rows && mine.cut() == other.cut() && cells(mine.policy(), other.policy()) <= most_cells)
-            return scale_routes(mine, rank, other);
+        if (auto const lanes = whole_rows ? relayout_lanes(mine, other, rank) : std::nullopt)
+            return scale_lanes(lanes->sends, lanes->cells, mine.batch());
     message_list list(ranks);
     found.rows = list_common(mine, rank, other, list, here);
     found.messages = list.finish(whole_rows, columns);
@@ -4398,8 +4580,8 @@ index_t most_beside(S const& s, index_t reach, capacity const& most, caller here
 }
 
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
-/// one direction, by their numbers, and whether those back are the same messages the other way; what all of them take
-/// at most, and the elements of a row of theirs.
+/// one direction, by their numbers, and whether those back are the same messages the other way; lanes that tell them of
+/// every batch, if there are such; what all of them take at most, and the elements of a row of theirs.
 template <class Plan>
 struct moved;
 
@@ -4425,6 +4607,11 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
+    static std::vector<lane_plan> lanes(plan_type const& p, bool) {
+        if constexpr (routed<From, To>)
+            if (auto list = relayout_lanes(p.from, p.to, p.rank)) return {std::move(*list)};
+        return {};
+    }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
         return {runs(p.from) + runs(p.to), most.rows};
@@ -4440,6 +4627,13 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
     }
     static bool mirrors(plan_type const&) { return false; }
+    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
+        if constexpr (in_lanes<S>) {
+            auto list = halo_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, p.reach, p.where == side::before);
+            return {back ? list.transposed(flow::sums) : std::move(list)};
+        }
+        return {};
+    }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
         return {2 * rows, rows};
@@ -4457,6 +4651,10 @@ struct moved<carry_plan<How, S>> {
         return carry<How>(std::get<0>(of), p.rank, here);
     }
     static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
+    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
+        if constexpr (in_lanes<S> && !scans) return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
+        return {};
+    }
     template <class F>
     static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {
         std::vector<plan> list;
@@ -5949,6 +6147,14 @@ public:
             exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here);
         });
     }
+    /// `rows_of(plan_of, number, here)`: returns how many rows an exchange takes, and how many it brings.
+    template <class F>
+    std::pair<index_t, index_t> rows_of(F&& plan_of, index_t number, caller) const {
+        return kind::exchanges(plan_of(), width_, false, [&](std::span<plan const> plans) {
+            plan const& p = plans[static_cast<std::size_t>(number)];
+            return std::pair(p.source_rows, p.target_rows);
+        });
+    }
     host_memory memory() const { return {}; }
 
 private:
@@ -6013,9 +6219,8 @@ public:
         }
     }
     template <class S>
-    Plan const& set(S const& sharding, caller here = caller::here()) {
+    void set(S const& sharding, caller here = caller::here()) {
         set(std::tuple<S>(sharding), here);
-        return plan(here);
     }
     template <class From, class To>
     void set(From const& from, To const& to, caller here = caller::here()) {
@@ -6044,7 +6249,15 @@ public:
         move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
-    /// Brings the rows beside this rank's segments, as many as the plan says: `set` comes first. Collective.
+    /// Returns how many rows exchange `k` of the last batch takes of this rank, and how many it brings. Lists no plan
+    /// where none is wanted.
+    std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
+        requires(!detail::is_relayout<Plan>)
+    {
+        return prepared_.rows_of([&]() -> Plan const& { return plan(here); }, k, here);
+    }
+
+    /// Brings the rows beside this rank's segments, as many as `rows_of` says: `set` comes first. Collective.
     template <sharded_anywhere X>
         requires(!detail::is_relayout<Plan>)
     void operator()(X const& from, rows<T> halo, caller here = caller::here()) {
@@ -6071,7 +6284,7 @@ public:
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
         require(
-            k >= 0 && k < plan_.steps, "movement", "exchange",
+            k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
             [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
         run(from == side::after, k, given, got, here);
     }
@@ -6133,7 +6346,7 @@ private:
     }
     template <class X>
     void require_place(char const* what, X const& x, caller here) const {
-        detail::require_place("movement", what, x, plan_.sharding, plan_.rank, "the plan's", here);
+        detail::require_place("movement", what, x, std::get<0>(now_), plan_.rank, "the plan's", here);
     }
     void run(bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
         if constexpr (std::same_as<typename kind::width, index_t>) // of a carry, the exchange checks

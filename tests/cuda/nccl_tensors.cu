@@ -358,7 +358,8 @@ TEST_SUITE("cuda") {
                 auto const sharding = of.from(lengths(list));
                 auto x = cpx::make_tensor<float>(sharding, comm, 6), dx = cpx::make_tensor<float>(sharding, comm, 6);
                 x.write(numbers(sharding, rank, 6));
-                auto const& halo = halos.set(sharding);
+                halos.set(sharding);
+                auto const& halo = halos.plan();
                 cuda::buffer<float> beside(halo.target_rows * 6), states(std::ssize(halo.segments) * 6),
                     got(std::ssize(halo.segments) * 6);
                 meet();
@@ -368,7 +369,8 @@ TEST_SUITE("cuda") {
                 meet();
                 check_beside(halo, beside.read(), text(list));
 
-                auto const& carry = carries.set(sharding);
+                carries.set(sharding);
+                auto const& carry = carries.plan();
                 for (index_t level = 0; level < carry.steps; ++level) {
                     auto const step = carry.step(level, cpx::side::before);
                     std::vector<float> given; // each segment's first row, by its number in the batch

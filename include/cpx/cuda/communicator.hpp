@@ -78,37 +78,64 @@ class prepared_plans {
 public:
     prepared_plans(Plan const& p, typename kind::width width, capacity const& most, communicator& comm, caller here,
                    range others = {})
-        : memory_(comm.memory()), width_(width), sent_(ready(p, false, most, comm, others, here)) {
+        : memory_(comm.memory()), width_(width), first_(kind::batch_of(p)), now_(first_),
+          there_(ready(p, false, most, comm, others, here)) {
         if (!kind::mirrors(p)) back_ = ready(p, true, most, comm, others, here);
     }
     template <class F>
-    void set(typename kind::batch const&, F&& plan_of, caller here) {
-        set(*sent_, plan_of(), false, here);
+    void set(typename kind::batch const& of, F&& plan_of, caller here) {
+        set(there_, of, plan_of, false, here);
+        now_ = of;
         back_is_set_ = false;
     }
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
-        if (!back || !back_) return (*sent_)(from, to, memory_.stream(), number, back, here);
-        if (!std::exchange(back_is_set_, true)) set(*back_, plan_of(), true, here);
-        (*back_)(from, to, memory_.stream(), number, false, here);
+        if (!back || !back_.by) return (*there_.by)(from, to, memory_.stream(), number, back, here);
+        if (!std::exchange(back_is_set_, true)) set(back_, now_, plan_of, true, here);
+        (*back_.by)(from, to, memory_.stream(), number, false, here);
+    }
+    template <class F>
+    std::pair<index_t, index_t> rows_of(F&&, index_t number, caller here) const {
+        return there_.by->rows_of(number, here);
     }
     cuda::memory memory() const { return memory_; }
 
 private:
-    void set(exchange<T>& to, Plan const& p, bool back, caller here) {
-        kind::exchanges(p, width_, back, [&](std::span<plan const> plans) { to.set(plans, memory_.stream(), here); });
+    /// What moves rows one way, by messages, and of which lanes: none if they do not tell what moves.
+    struct one_way {
+        std::unique_ptr<exchange<T>> by = nullptr;
+        std::vector<lane_plan> lanes = {};
+        identity id = {};
+    };
+    template <class F>
+    void set(one_way& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
+        thd const& batch = std::get<0>(of).batch();
+        bool alike = !to.lanes.empty() && to.id != identity();
+        [&]<std::size_t... I>(std::index_sequence<I...>) {
+            alike =
+                alike &&
+                ((cpx::detail::cut_alike(std::get<I>(of), std::get<I>(first_)) && std::get<I>(of).batch() == batch) &&
+                 ...);
+        }(std::make_index_sequence<std::tuple_size_v<typename kind::batch>>());
+        to.id.set_batch(batch);
+        if (alike && to.by->set(to.lanes, to.id, batch, memory_.stream(), here)) return;
+        kind::exchanges(plan_of(), width_, back,
+                        [&](std::span<plan const> plans) { to.by->set(plans, memory_.stream(), here); });
     }
-    std::unique_ptr<exchange<T>> ready(Plan const& p, bool back, capacity const& most, communicator const& comm,
-                                       range others, caller here) const {
+    one_way ready(Plan const& p, bool back, capacity const& most, communicator const& comm, range others,
+                  caller here) const {
         exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
-            return std::make_unique<exchange<T>>(plans, kind::row_width(width_), comm.nccl_communicator(), of, here);
+            return one_way{
+                std::make_unique<exchange<T>>(plans, kind::row_width(width_), comm.nccl_communicator(), of, here),
+                kind::lanes(p, back), plans.empty() ? identity() : plans[0].id};
         });
     }
 
     cuda::memory memory_;
     typename kind::width width_;
-    std::unique_ptr<exchange<T>> sent_, back_; ///< by messages; those back, unless they are the same the other way
+    typename kind::batch first_, now_; ///< for which it was made, and has been set
+    one_way there_, back_;             ///< those back, unless they are the same the other way
     bool back_is_set_ = true;
 };
 

@@ -2,8 +2,8 @@
 // Runs a plan between GPUs by send and receive: packed, one message a peer, unpacked.
 #pragma once
 
+#include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
-#include <cpx/cuda/message_tables.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/capacity.hpp>
@@ -99,14 +99,37 @@ public:
         char const* const where = "cuda::exchange";
         require(of_.room.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
         auto made = make(plans, here);
-        index_t const most = (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle));
         require(
-            std::ssize(made.list) <= most, where, "rectangles of the plans",
-            [&] { return "at most " + std::to_string(most); }, made.list.size(), here);
+            std::ssize(made.list) <= room(), where, "rectangles of the plans",
+            [&] { return "at most " + std::to_string(room()); }, made.list.size(), here);
         require(
             made.staged <= staged_out_.size(), where, "bytes that leave or come",
             [&] { return "at most " + std::to_string(staged_out_.size()); }, made.staged, here);
         put(std::move(made), plans, false, stream, here);
+    }
+    /// The same by lanes, of which a kernel makes the tables: the host counts the rows of messages alone. `id`: of the
+    /// plans that the lanes stand for, of this batch. Returns false if they do not tell what moves of it, or this
+    /// exchange has no room for tables with a place for every lane and sequence; then nothing has changed.
+    bool set(std::span<lane_plan const> plans, identity const& id, thd const& batch, cudaStream_t stream,
+             caller here = caller::here()) {
+        if (!of_.room) return false;
+        auto const stride = [&](index_t given) { return given ? given : width_; };
+        end source{0, width_, stride(of_.from_stride), true}, target{0, width_, stride(of_.to_stride), true};
+        cpx::detail::lane_tables all(batch, shape_of(source, target));
+        tables made;
+        for (lane_plan const& p : plans) {
+            auto const first = static_cast<std::size_t>(all.rectangles());
+            if (!all.next(p)) return false;
+            source.rows = all.rows(true), target.rows = all.rows(false);
+            made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
+        }
+        auto const numbers = all.numbers(word_of(plans, [&](lane_plan const&) -> identity const& { return id; }));
+        if (all.rectangles() > room() || made.staged > staged_out_.size() ||
+            std::ssize(numbers) > detail::most_lane_numbers)
+            return false;
+        detail::list_lanes(numbers, word(), 1 + comm_.ranks(), list(), stream, here);
+        commit(std::move(made), false);
+        return true;
     }
 
     /// Moves this rank's rows of `from` to where they belong in everybody's `to`, by plan `number`; they must not
@@ -118,10 +141,7 @@ public:
     void operator()(rows<T const> from, rows<T> to, cudaStream_t stream, index_t number = 0, bool back = false,
                     caller here = caller::here()) {
         require_device(here);
-        require(
-            number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
-            [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
-        ready const& p = plans_[static_cast<std::size_t>(number)];
+        ready const& p = plan_of(number, here);
         require(!p.sums || (addable && !back), "cuda::exchange", "elements of a plan that sums",
                 "a type with +, and not back", std::string(cpx::detail::type_name<T>()), here);
         auto const& [source, target] = back ? std::tie(p.target, p.source) : std::tie(p.source, p.target);
@@ -140,14 +160,13 @@ public:
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing", here);
         bool early = !fresh_; // the first kernel may be the next after those that have written the list
-        detail::message_tables const& t = p.tables;
+        cpx::detail::message_tables const& t = p.tables;
         auto const* const pack = list() + p.first;
         auto const* const unpack = pack + t.pack.rectangles;
-        auto const listed = [&](kernels::rectangle const* first, detail::launch_size size) {
+        auto const listed = [&](kernels::rectangle const* first, launch_size size) {
             return kernels::rectangle_list{first, size.rectangles, size.slices, back, std::exchange(early, true)};
         };
-        auto const copy = [&](kernels::rectangle const* first, detail::launch_size size,
-                              kernels::word_check const& words) {
+        auto const copy = [&](kernels::rectangle const* first, launch_size size, kernels::word_check const& words) {
             if (size.slices > 0 || words.own)
                 launch_early(kernels::copy_rectangles<>, grid(size), 512, 0, stream, "copy_rectangles", here,
                              listed(first, size), buffers, words);
@@ -155,13 +174,13 @@ public:
         back ? copy(unpack, t.unpack, {}) : copy(pack, t.pack, {});
         bool const compares = send_and_receive(
             back ? t.receives : t.sends, back ? t.sends : t.receives,
-            [&](detail::wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream, here);
+            [&](wire const& w) { return std::pair(buffers.base[w.buffer] + w.offset, w.bytes); }, stream, here);
         auto const words = compares ? kernels::word_check{word(), word() + 1, comm_.ranks(), comm_.others(here)}
                                     : kernels::word_check{};
         back ? copy(pack, t.pack, words) : copy(unpack, t.unpack, words);
         if constexpr (addable) {
             auto const* next = unpack + t.unpack.rectangles;
-            for (detail::launch_size const size : t.add) {
+            for (launch_size const size : t.add) {
                 if (size.slices > 0)
                     launch_early(kernels::add_rectangles<T>, grid(size), 256, 0, stream, "add_rectangles", here,
                                  listed(next, size), buffers);
@@ -171,6 +190,12 @@ public:
         if (capturing != cudaStreamCaptureStatusNone) return;
         fresh_ = fresh_ && !early;
         done_.record(stream, here);
+    }
+
+    /// Returns how many rows plan `number` takes, and how many it brings.
+    std::pair<index_t, index_t> rows_of(index_t number, caller here = caller::here()) const {
+        ready const& p = plan_of(number, here);
+        return {p.source.rows, p.target.rows};
     }
 
     exchange(exchange const&) = delete;
@@ -190,20 +215,35 @@ private:
         index_t rows, width, stride;
         bool covered;
     };
+    using wire = cpx::detail::wire;
+    using launch_size = cpx::detail::launch_size;
     /// A plan whose tables are on the device.
     struct ready {
         end source, target;
         bool sums;
         std::size_t first; ///< of its rectangles
-        detail::message_tables tables;
+        cpx::detail::message_tables tables;
     };
     struct tables {
         std::vector<ready> plans;
         std::vector<kernels::rectangle> list;
         index_t staged = 0; ///< bytes that leave, or come, by one plan
+        void add(ready p) {
+            staged = std::max({staged, p.tables.packed, p.tables.unpacked});
+            plans.push_back(std::move(p));
+        }
     };
+    static cpx::detail::row_shapes shape_of(end const& source, end const& target) {
+        return {source.width, target.width, source.stride, target.stride, static_cast<index_t>(sizeof(T))};
+    }
+    ready const& plan_of(index_t number, caller here) const {
+        require(
+            number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
+            [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
+        return plans_[static_cast<std::size_t>(number)];
+    }
     static std::size_t bytes(index_t elements) { return static_cast<std::size_t>(elements) * sizeof(T); }
-    static unsigned grid(detail::launch_size size) { return static_cast<unsigned>(std::clamp(size.slices, 1, 1056)); }
+    static unsigned grid(launch_size size) { return static_cast<unsigned>(std::clamp(size.slices, 1, 1056)); }
 
     void require_device(caller here) const {
         require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
@@ -231,33 +271,41 @@ private:
                     "another", here);
             require(source.stride >= source.width && target.stride >= target.width, where, "strides",
                     "at least the widths", std::min(source.stride, target.stride), here);
-            std::size_t const first = made.list.size();
-            detail::row_shapes const shape{source.width, target.width, source.stride, target.stride,
-                                           static_cast<index_t>(sizeof(T))};
-            auto t = detail::tables_of(p, shape, of_.others, made.list);
-            made.staged = std::max(made.staged, std::max(t.packed, t.unpacked));
-            made.plans.push_back(ready{source, target, sums, first, std::move(t)});
+            auto const first = made.list.size();
+            cpx::detail::listed_rectangles all(p, shape_of(source, target), made.list);
+            made.add({source, target, sums, first, cpx::detail::tables_of(all, of_.others)});
         }
         return made;
     }
     /// Gives the tables of `plans` to the device, in the order of the stream. `compared`: no rank has others.
     void put(tables made, std::span<plan const> plans, bool compared, cudaStream_t stream, caller here) {
-        std::uint64_t word = 0;
-        for (plan const& p : plans) {
-            identity const id = p.id.template for_elements<T>(width_);
-            if (&p == plans.data()) comm_.runs(id);
-            word = cpx::detail::mix(word, id.fingerprint());
-        }
+        auto const word = word_of(plans, [](plan const& p) -> identity const& { return p.id; });
         std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
                           bytes = made.list.size() * sizeof(kernels::rectangle);
         std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
         if (bytes > 0) std::memcpy(numbers.data() + before, made.list.data(), bytes);
         write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
+        commit(std::move(made), compared);
+    }
+    /// Returns the word by which ranks compare plans, and says which they are.
+    template <class Plan, class F>
+    std::uint64_t word_of(std::span<Plan const> plans, F&& id_of) {
+        std::uint64_t word = 0;
+        for (Plan const& p : plans) {
+            identity const id = id_of(p).template for_elements<T>(width_);
+            if (&p == plans.data()) comm_.runs(id);
+            word = cpx::detail::mix(word, id.fingerprint());
+        }
+        return word;
+    }
+    void commit(tables made, bool compared) {
         plans_ = std::move(made.plans);
         fresh_ = !compared;
         told_.assign(static_cast<std::size_t>(comm_.ranks()), compared);
         heard_ = told_;
     }
+    /// Returns how many rectangles there is room for.
+    index_t room() const { return (list_.size() - head()) / static_cast<index_t>(sizeof(kernels::rectangle)); }
 
     /// Bytes before the rectangles: this rank's word, and that of every rank.
     index_t head() const { return (comm_.ranks() + 8) / 8 * 64; }
@@ -275,16 +323,16 @@ private:
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.
     template <class Place>
-    bool send_and_receive(std::vector<detail::wire> const& sends, std::vector<detail::wire> const& receives,
-                          Place&& place, cudaStream_t stream, caller here) {
+    bool send_and_receive(std::vector<wire> const& sends, std::vector<wire> const& receives, Place&& place,
+                          cudaStream_t stream, caller here) {
         if (sends.empty() && receives.empty()) return false;
         bool compares = false;
-        auto const each = [&](auto operation, std::vector<detail::wire> const& messages, std::vector<char>& known,
+        auto const each = [&](auto operation, std::vector<wire> const& messages, std::vector<char>& known,
                               auto&& word_of) {
             auto const give = [&](void* data, index_t size, int peer) { // the group's end reports failures
                 static_cast<void>(operation(data, static_cast<std::size_t>(size), ncclInt8, peer, comm_.get(), stream));
             };
-            for (detail::wire const& w : messages) {
+            for (wire const& w : messages) {
                 if (!std::exchange(known[static_cast<std::size_t>(w.peer)], 1)) {
                     give(word_of(w.peer), sizeof(std::uint64_t), w.peer);
                     compares = true;
@@ -306,7 +354,7 @@ private:
     }
     /// Sends a byte for every message: NCCL connects two ranks when they first meet, which waits for both on the host.
     void connect(std::vector<ready> const& plans, cudaStream_t stream, caller here) {
-        std::vector<detail::wire> sends, receives;
+        std::vector<wire> sends, receives;
         for (int peer = 0; of_.room && peer < comm_.ranks(); ++peer)
             if (peer != comm_.rank()) sends.push_back({peer, 0, 0, 1});
         if (of_.room) receives = sends;
@@ -321,7 +369,7 @@ private:
         buffer<char> const bytes(std::ssize(sends) + std::ssize(receives), here);
         char* next = bytes.data();
         send_and_receive(
-            sends, receives, [&](detail::wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
+            sends, receives, [&](wire const&) { return std::pair(next++, index_t{1}); }, stream, here);
         settle(stream, here);
     }
     /// Waits for a stream of this object's own. What has been found of other ranks is left for the caller's wait.

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cpx/cuda/runtime.hpp>
+#include <cpx/plan/lane_rectangles.hpp>
 
+#include <cpx/lane_rectangles.cuh>
 #include <cpx/launch_list.cuh>
 
 #include <algorithm>
@@ -36,12 +38,19 @@ void write_in_launches(std::span<index_t const> numbers, index_t* to, cudaStream
 
 } // namespace detail
 
-/// Loads what `write_numbers` launches: if its first launch did, that might wait for the device.
-inline void load_write_numbers(caller here = caller::here()) {
+/// Loads a kernel: if its first launch did, that might wait for the device.
+template <class... P>
+void load_now(void (*kernel)(P...), caller here) {
     cudaFuncAttributes loaded{};
-    check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<384>), "cudaFuncGetAttributes", here);
-    check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<1600>), "cudaFuncGetAttributes", here);
-    check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<4000>), "cudaFuncGetAttributes", here);
+    check(cudaFuncGetAttributes(&loaded, kernel), "cudaFuncGetAttributes", here);
+}
+/// Loads what `write_numbers` and `list_lanes` launch.
+inline void load_write_numbers(caller here = caller::here()) {
+    load_now(kernels::write_numbers<384>, here);
+    load_now(kernels::write_numbers<1600>, here);
+    load_now(kernels::write_numbers<4000>, here);
+    load_now(kernels::list_lanes<384>, here);
+    load_now(kernels::list_lanes<4000>, here);
 }
 
 /// Writes numbers that the host has, in stream order: with launches, each of which brings 32 KB, so that nobody waits
@@ -55,5 +64,26 @@ inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStr
     else
         detail::write_in_launches<4000>(numbers, to, stream, here);
 }
+
+namespace detail {
+
+inline constexpr index_t most_lane_numbers = 4000;
+
+/// Writes a word `words` times and the rectangles of `lane_tables`, of which these are the numbers, in stream order.
+inline void list_lanes(std::span<index_t const> numbers, std::uint64_t* word, int words,
+                       cpx::detail::rectangle* rectangles, cudaStream_t stream, caller here) {
+    auto const& all = *reinterpret_cast<cpx::detail::lane_list const*>(numbers.data());
+    auto const launch = [&]<int N>(kernels::launch_list<std::int64_t, N> const& list, unsigned) {
+        auto const blocks = static_cast<unsigned>(all.jobs / 8 + 1);
+        kernels::list_lanes<N><<<blocks, 256, 0, stream>>>(list, word, words, rectangles);
+        check(cudaGetLastError(), "list_lanes", here);
+    };
+    if (numbers.size() <= 384)
+        in_launches<kernels::launch_list<std::int64_t, 384>>(numbers, launch);
+    else
+        in_launches<kernels::launch_list<std::int64_t, most_lane_numbers>>(numbers, launch);
+}
+
+} // namespace detail
 
 } // namespace cpx::cuda

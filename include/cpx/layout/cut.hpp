@@ -91,12 +91,12 @@ inline constexpr bool ascends<aligned<Unit>> = true;
 /// n c / C is (n / C) c + r c / C with r = n mod C; r c < C^2, so that a reciprocal of 48 bits gives it where C < 2^16.
 class balanced_begins {
 public:
-    constexpr explicit balanced_begins(int chunks) : chunks_(chunks) {
+    CPX_HOST_DEVICE constexpr explicit balanced_begins(int chunks) : chunks_(chunks) {
         if (chunks < 1 << 16) reciprocal_ = (std::uint64_t{1} << 48) / static_cast<std::uint64_t>(chunks) + 1;
     }
 
     /// Returns what says where chunk c of a run of `n` begins.
-    constexpr auto of(index_t n) const {
+    CPX_HOST_DEVICE constexpr auto of(index_t n) const {
         return [*this, n, whole = n / chunks_, rest = n % chunks_](int c) {
             if (reciprocal_ == 0) return n * c / chunks_;
             return whole * c + static_cast<index_t>(static_cast<std::uint64_t>(rest * c) * reciprocal_ >> 48);

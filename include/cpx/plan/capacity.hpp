@@ -61,8 +61,8 @@ index_t most_beside(S const& s, index_t reach, capacity const& most, caller here
 }
 
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
-/// one direction, by their numbers, and whether those back are the same messages the other way; what all of them take
-/// at most, and the elements of a row of theirs.
+/// one direction, by their numbers, and whether those back are the same messages the other way; lanes that tell them of
+/// every batch, if there are such; what all of them take at most, and the elements of a row of theirs.
 template <class Plan>
 struct moved;
 
@@ -88,6 +88,11 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
+    static std::vector<lane_plan> lanes(plan_type const& p, bool) {
+        if constexpr (routed<From, To>)
+            if (auto list = relayout_lanes(p.from, p.to, p.rank)) return {std::move(*list)};
+        return {};
+    }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         auto const runs = [&](auto const& s) { return std::min(most.rows, most_runs(s, most, here)); };
         return {runs(p.from) + runs(p.to), most.rows};
@@ -103,6 +108,13 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
     }
     static bool mirrors(plan_type const&) { return false; }
+    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
+        if constexpr (in_lanes<S>) {
+            auto list = halo_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, p.reach, p.where == side::before);
+            return {back ? list.transposed(flow::sums) : std::move(list)};
+        }
+        return {};
+    }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {
         index_t const rows = most_beside(p.sharding, p.reach, most, here);
         return {2 * rows, rows};
@@ -120,6 +132,10 @@ struct moved<carry_plan<How, S>> {
         return carry<How>(std::get<0>(of), p.rank, here);
     }
     static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
+    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
+        if constexpr (in_lanes<S> && !scans) return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
+        return {};
+    }
     template <class F>
     static auto exchanges(plan_type const& p, carry_widths width, bool back, F&& f) {
         std::vector<plan> list;

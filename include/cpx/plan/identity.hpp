@@ -70,6 +70,13 @@ struct identity {
 
     std::uint64_t& operator[](number n) { return numbers[n]; }
 
+    /// Says of which batch the plan is.
+    void set_batch(thd const& batch) {
+        numbers[sequences] = static_cast<std::uint64_t>(batch.sequences());
+        numbers[tokens] = static_cast<std::uint64_t>(batch.tokens());
+        numbers[cu_seqlens] = batch.hash();
+    }
+
     /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation
     /// makes no such plan from the shardings swapped: then the operation is called transposed.
     identity transposed(bool one_to_one) const {
@@ -291,16 +298,11 @@ identity identify(std::string_view operation, A const& from, B const& to, index_
     std::uint64_t const source = sharding_hash(from), target = sharding_hash(to);
     identity::set(id.source_settings, sharding_settings(from, source));
     identity::set(id.target_settings, sharding_settings(to, target));
-    thd const& batch = from.batch();
-    id.numbers = {static_cast<std::uint64_t>(from.ranks()),
-                  static_cast<std::uint64_t>(batch.sequences()),
-                  static_cast<std::uint64_t>(batch.tokens()),
-                  batch.hash(),
-                  source,
-                  target,
-                  0,
-                  0,
-                  static_cast<std::uint64_t>(parameter)};
+    id[identity::ranks] = static_cast<std::uint64_t>(from.ranks());
+    id[identity::source_hash] = source;
+    id[identity::target_hash] = target;
+    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
+    id.set_batch(from.batch());
     return id;
 }
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cpx/layout/sharded.hpp>
+#include <cpx/plan/lanes.hpp>
 #include <cpx/plan/message_list.hpp>
-#include <cpx/plan/route.hpp>
 
 namespace cpx {
 
@@ -97,51 +97,52 @@ struct common_messages {
     bool known = false; ///< whether each row is sure to be in one message a peer
 };
 
-/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
-inline constexpr index_t most_cells = (1 << 16) - 1;
-
-/// Shardings between which routes tell what moves: of each sequence by layouts, and by one cut, which is cpx's.
+/// Shardings between which lanes tell what moves: of each sequence, by one cut.
 template <class Mine, class Other>
 inline constexpr bool routed = false;
-template <layout P, layout Q, cut Cut>
-inline constexpr bool routed<sharding<P, scope::sequence, Cut>, sharding<Q, scope::sequence, Cut>> = ascends<Cut>;
-
-/// Finds the messages of `rank` by its routes: each is scaled by the length of every sequence.
 template <any_sharding Mine, any_sharding Other>
-    requires routed<Mine, Other>
-common_messages scale_routes(Mine const& mine, int rank, Other const& other) {
-    std::vector<route> routes;
+    requires in_lanes<Mine> && in_lanes<Other>
+inline constexpr bool routed<Mine, Other> = std::same_as<typename Mine::cut_type, typename Other::cut_type>;
+
+/// Returns the lanes of an exchange between two shardings, unless there are too many cells.
+template <any_sharding From, any_sharding To>
+    requires routed<From, To>
+std::optional<lane_plan> relayout_lanes(From const& from, To const& to, int rank) {
+    index_t const all = cells(from.policy(), to.policy());
+    if (!(from.cut() == to.cut()) || all > most_cells) return {};
+    return lane_plan{rank,
+                     flow::moves,
+                     {static_cast<int>(all), unit_of(from)},
+                     routed_lanes(from.policy(), rank, to.policy()),
+                     routed_lanes(to.policy(), rank, from.policy())};
+}
+
+/// Finds the messages of one end of an exchange by its lanes: each is scaled by the length of every sequence.
+inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells const& cells, thd const& batch) {
     std::vector<int> peers;
-    for_each_chunk(mine.policy(), rank, [&](int chunk) {
-        for_each_route(mine.policy(), other.policy(), chunk, [&](route const r) {
-            routes.push_back(r);
-            peers.push_back(r.to);
-        });
-    });
+    for (lane const& l : lanes) peers.push_back(l.peer);
     std::ranges::sort(peers);
     peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
-    thd const& batch = mine.batch();
     std::vector<joined_rows> rows(peers.size());
     std::vector<index_t> most(peers.size()); // runs of a message
-    for (route& r : routes) {
-        r.to = static_cast<int>(std::ranges::lower_bound(peers, r.to) - peers.begin()); // in which message it goes
-        most[static_cast<std::size_t>(r.to)] += batch.sequences();
+    std::vector<std::size_t> message_of;
+    for (lane const& l : lanes) {
+        auto const m = static_cast<std::size_t>(std::ranges::lower_bound(peers, l.peer) - peers.begin());
+        message_of.push_back(m);
+        most[m] += batch.sequences();
     }
     for (std::size_t i = 0; i < rows.size(); ++i)
         rows[i].runs.reserve(static_cast<std::size_t>(std::min(most[i], batch.tokens())));
 
-    auto const cut = mine.cut();
-    int const all = static_cast<int>(cells(mine.policy(), other.policy()));
-    balanced_begins const begins(all);
+    balanced_begins const all(cells.count);
     common_messages found;
     found.known = true;
     for (index_t s = 0; s < batch.sequences(); ++s) {
-        index_t const offset = batch.offset(s), n = batch.length(s);
-        auto const at = begins.of(n);
-        auto const begin = [&](int cell) { return offset + (cell == all ? n : cut.snap(at(cell), n)); };
-        for (route const& r : routes)
-            if (range const common{begin(r.first), begin(r.last)}; !common.empty()) {
-                rows[static_cast<std::size_t>(r.to)].add(found.rows, common);
+        index_t const offset = batch.offset(s);
+        auto const begins = cells.begins(all, batch.length(s));
+        for (std::size_t i = 0; i < lanes.size(); ++i)
+            if (range const common = rows_in(lanes[i], begins); !common.empty()) {
+                rows[message_of[i]].add(found.rows, {offset + common.first, offset + common.last});
                 found.rows += common.size();
             }
     }
@@ -182,8 +183,8 @@ common_messages find_common(Mine const& mine, int rank, Other const& other, bool
         }
     }
     if constexpr (routed<Mine, Other>)
-        if (whole_rows && mine.cut() == other.cut() && cells(mine.policy(), other.policy()) <= most_cells)
-            return scale_routes(mine, rank, other);
+        if (auto const lanes = whole_rows ? relayout_lanes(mine, other, rank) : std::nullopt)
+            return scale_lanes(lanes->sends, lanes->cells, mine.batch());
     message_list list(ranks);
     found.rows = list_common(mine, rank, other, list, here);
     found.messages = list.finish(whole_rows, columns);

@@ -35,6 +35,14 @@ public:
             exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here);
         });
     }
+    /// `rows_of(plan_of, number, here)`: returns how many rows an exchange takes, and how many it brings.
+    template <class F>
+    std::pair<index_t, index_t> rows_of(F&& plan_of, index_t number, caller) const {
+        return kind::exchanges(plan_of(), width_, false, [&](std::span<plan const> plans) {
+            plan const& p = plans[static_cast<std::size_t>(number)];
+            return std::pair(p.source_rows, p.target_rows);
+        });
+    }
     host_memory memory() const { return {}; }
 
 private:
@@ -99,9 +107,8 @@ public:
         }
     }
     template <class S>
-    Plan const& set(S const& sharding, caller here = caller::here()) {
+    void set(S const& sharding, caller here = caller::here()) {
         set(std::tuple<S>(sharding), here);
-        return plan(here);
     }
     template <class From, class To>
     void set(From const& from, To const& to, caller here = caller::here()) {
@@ -130,7 +137,15 @@ public:
         move<true, decltype(plan_.to), decltype(plan_.from)>(from, std::forward<Y>(to), here);
     }
 
-    /// Brings the rows beside this rank's segments, as many as the plan says: `set` comes first. Collective.
+    /// Returns how many rows exchange `k` of the last batch takes of this rank, and how many it brings. Lists no plan
+    /// where none is wanted.
+    std::pair<index_t, index_t> rows_of(index_t k = 0, caller here = caller::here())
+        requires(!detail::is_relayout<Plan>)
+    {
+        return prepared_.rows_of([&]() -> Plan const& { return plan(here); }, k, here);
+    }
+
+    /// Brings the rows beside this rank's segments, as many as `rows_of` says: `set` comes first. Collective.
     template <sharded_anywhere X>
         requires(!detail::is_relayout<Plan>)
     void operator()(X const& from, rows<T> halo, caller here = caller::here()) {
@@ -157,7 +172,7 @@ public:
     /// Runs exchange `k` of a carry, from the segments before or after. Collective.
     void operator()(index_t k, side from, rows<T const> given, rows<T> got, caller here = caller::here()) {
         require(
-            k >= 0 && k < plan_.steps, "movement", "exchange",
+            k >= 0 && (!listed_ || k < plan_.steps), "movement", "exchange", // else what is prepared knows how many
             [&] { return "less than " + std::to_string(plan_.steps); }, k, here);
         run(from == side::after, k, given, got, here);
     }
@@ -219,7 +234,7 @@ private:
     }
     template <class X>
     void require_place(char const* what, X const& x, caller here) const {
-        detail::require_place("movement", what, x, plan_.sharding, plan_.rank, "the plan's", here);
+        detail::require_place("movement", what, x, std::get<0>(now_), plan_.rank, "the plan's", here);
     }
     void run(bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
         if constexpr (std::same_as<typename kind::width, index_t>) // of a carry, the exchange checks

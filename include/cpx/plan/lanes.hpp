@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// What moves of every sequence, whatever its length: plans and tables on devices scale it.
+#pragma once
+
+#include <cpx/plan/plan.hpp>
+#include <cpx/plan/route.hpp>
+
+#include <algorithm>
+#include <concepts>
+#include <limits>
+#include <optional>
+#include <vector>
+
+namespace cpx {
+
+/// Rows of every sequence that go to `peer`, or come from it; -1: they stay. From `from` rows after cell `first` begins
+/// to `to` rows after cell `last` begins; where negative, before.
+struct lane {
+    int peer = -1;
+    int first = 0, last = 0;
+    int from = 0, to = 0;
+    int unused = 0;
+};
+
+/// Into what lanes cut a sequence.
+struct lane_cells {
+    int count = 1, unit = 1; ///< as balanced chunks, which begin at multiples of `unit` tokens
+    int states = 0;          ///< 1: every sequence that has tokens is one row
+    int least = 0;           ///< tokens of a sequence that has any, with which the lanes tell what moves
+
+    /// Returns what says where a cell of a sequence of `length` tokens begins.
+    CPX_HOST_DEVICE constexpr auto begins(detail::balanced_begins const& all, index_t length) const {
+        index_t const n = states != 0 && length > 0 ? 1 : length;
+        return [at = all.of(n), n, cells = count, multiple = index_t{unit}](int cell) -> index_t {
+            if (cell == cells) return n;
+            index_t const place = at(cell);
+            if (multiple == 1) return place;
+            index_t const nearest = (place + multiple / 2) / multiple * multiple;
+            return nearest < n ? nearest : n;
+        };
+    }
+};
+
+/// Returns the rows of a lane, in a sequence that has tokens.
+template <class Begins>
+CPX_HOST_DEVICE constexpr range rows_in(lane const& l, Begins const& begins) {
+    return {begins(l.first) + l.from, begins(l.last) + l.to};
+}
+
+/// One exchange of one rank, of every batch: lanes tile its rows at either end, in their order, sequence by sequence.
+struct lane_plan {
+    int rank = 0;
+    flow kind = flow::moves;
+    lane_cells cells = {};
+    std::vector<lane> sends = {}, receives = {};
+
+    lane_plan transposed(flow back) const { return {rank, back, cells, receives, sends}; }
+};
+
+namespace detail {
+
+/// Cells of which a reciprocal tells exactly where they begin, see `balanced_begins`.
+inline constexpr int most_cells = (1 << 16) - 1;
+
+/// Shardings of which lanes tell what moves: each sequence is cut by a layout, and by a cut of cpx's.
+template <class S>
+inline constexpr bool in_lanes = false;
+template <layout P, cut Cut>
+inline constexpr bool in_lanes<sharding<P, scope::sequence, Cut>> = ascends<Cut>;
+
+template <class S>
+int unit_of(S const& s) {
+    if constexpr (requires { s.cut().unit(); }) return s.cut().unit();
+    return 1;
+}
+/// Returns whether two shardings cut alike, whatever their batches.
+template <class S>
+bool cut_alike(S const& a, S const& b) {
+    if constexpr (in_lanes<S>)
+        if constexpr (std::equality_comparable<typename S::layout_type>)
+            return a.policy() == b.policy() && a.cut() == b.cut();
+    return false;
+}
+
+/// Returns what `rank` has of every sequence under `mine`, to or from where it is under `other`.
+template <layout P, layout Q>
+std::vector<lane> routed_lanes(P const& mine, int rank, Q const& other) {
+    std::vector<lane> list;
+    for_each_chunk(mine, rank, [&](int chunk) {
+        for_each_route(mine, other, chunk, [&](route r) { list.push_back({r.to, r.first, r.last}); });
+    });
+    return list;
+}
+
+/// Returns the lanes by which `reach` rows beside the segments of a rank come, where every chunk has so many.
+template <layout P>
+lane_plan halo_lanes(P const& layout, int unit, int rank, index_t reach, bool before) {
+    lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.count = layout.chunks(), .unit = unit}};
+    index_t const least = (reach + unit) * layout.chunks();
+    p.cells.least = static_cast<int>(std::min<index_t>(least, std::numeric_limits<int>::max()));
+    int const rows = static_cast<int>(std::min<index_t>(reach, std::numeric_limits<int>::max()));
+    auto const owner = [&](int chunk) { return chunk < 0 || chunk == layout.chunks() ? rank : layout.owner(chunk); };
+    for_each_chunk(layout, rank, [&](int c) {
+        int const lower = owner(c - 1), upper = owner(c + 1);
+        if (before && upper != rank) {
+            p.sends.push_back({-1, c, c + 1, 0, -rows});
+            p.sends.push_back({upper, c + 1, c + 1, -rows, 0});
+        } else if (!before && lower != rank) {
+            p.sends.push_back({lower, c, c, 0, rows});
+            p.sends.push_back({-1, c, c + 1, rows, 0});
+        } else {
+            p.sends.push_back({-1, c, c + 1});
+        }
+        if (before && lower != rank) p.receives.push_back({lower, c, c, -rows, 0});
+        if (!before && upper != rank) p.receives.push_back({upper, c + 1, c + 1, 0, rows});
+    });
+    return p;
+}
+
+/// Returns the lanes of the exchanges by which states are handed from each segment of a sequence to the next, where
+/// every chunk has rows.
+template <layout P>
+std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool back) {
+    std::vector<lane_plan> list;
+    for (int c = 1; c < layout.chunks(); ++c) {
+        int const lower = layout.owner(c - 1), upper = layout.owner(c);
+        if (lower == upper) continue;
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = (unit + 1) * layout.chunks()}};
+        if (lower == rank) p.sends.push_back({upper, 0, 1});
+        if (upper == rank) p.receives.push_back({lower, 0, 1});
+        list.push_back(back ? p.transposed(p.kind) : p);
+    }
+    return list;
+}
+
+/// Rows of a message, or of a lane, in a batch.
+struct lane_rows {
+    int peer = -1;
+    index_t count = 0, first = 0, runs = 0; ///< how many, the first of them, and in how many runs they lie
+    index_t end = 0;
+};
+
+/// How many rows the lanes of one end have in a batch.
+struct lane_counts {
+    index_t rows = 0;
+    std::vector<lane_rows> messages; ///< ascending by peer
+    std::vector<index_t> slices;     ///< of a lane, of `slice` rows at most
+};
+
+/// Counts the rows of lanes in a batch; nothing if they do not tell what moves of it.
+inline std::optional<lane_counts> count_lanes(std::vector<lane> const& lanes, lane_cells const& cells, thd const& batch,
+                                              index_t slice) {
+    lane_counts c{0, {}, std::vector<index_t>(lanes.size())};
+    for (lane const& l : lanes)
+        if (l.peer >= 0) c.messages.push_back({l.peer});
+    std::ranges::sort(c.messages, {}, &lane_rows::peer);
+    auto const same = std::ranges::unique(c.messages, {}, &lane_rows::peer);
+    c.messages.erase(same.begin(), same.end());
+    std::vector<lane_rows*> to(lanes.size());
+    for (std::size_t i = 0; i < lanes.size(); ++i)
+        if (lanes[i].peer >= 0) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
+
+    balanced_begins const all(cells.count);
+    auto const offsets = batch.offsets();
+    for (std::size_t s = 0; s + 1 < offsets.size(); ++s) {
+        index_t const n = offsets[s + 1] - offsets[s];
+        if (n == 0) continue;
+        if (n < cells.least) return {};
+        auto const begins = cells.begins(all, n);
+        for (std::size_t i = 0; i < lanes.size(); ++i) {
+            index_t const count = rows_in(lanes[i], begins).size();
+            if (lane_rows* const m = to[i]; m && count > 0) {
+                if (m->runs == 0) m->first = c.rows;
+                m->runs += m->runs == 0 || m->end != c.rows;
+                m->count += count;
+                m->end = c.rows + count;
+                c.slices[i] += (count + slice - 1) / slice;
+            }
+            c.rows += count;
+        }
+    }
+    std::erase_if(c.messages, [](lane_rows const& m) { return m.count == 0; });
+    return c;
+}
+
+} // namespace detail
+
+} // namespace cpx

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rectangles that a device makes of lanes and cu_seqlens, made by the same functions on the host.
+#include <cpx/plan/lane_rectangles.hpp>
+
+#include <cpx/layout/sequential.hpp>
+#include <cpx/layout/striped.hpp>
+#include <cpx/layout/table.hpp>
+#include <cpx/layout/zigzag.hpp>
+#include <cpx/plan/capacity.hpp>
+
+#include <doctest/doctest.h>
+
+#include <support/packings.hpp>
+#include <support/random.hpp>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace {
+
+using cpx::index_t;
+using support::splitmix, support::random_owners, support::lengths;
+namespace tables = cpx::detail;
+
+/// What an exchange does: its messages, and which rows its launches copy, in the order of their targets.
+struct described {
+    std::vector<std::array<index_t, 5>> messages;              ///< direction, peer, buffer, offset, bytes
+    std::vector<std::vector<std::array<index_t, 5>>> launches; ///< buffers, bytes, and bytes of a row
+    friend bool operator==(described const&, described const&) = default;
+};
+
+described describe(tables::message_tables const& t, std::span<tables::rectangle const> list) {
+    described d;
+    for (auto const* const wires : {&t.sends, &t.receives})
+        for (auto const& w : *wires) d.messages.push_back({wires == &t.sends, w.peer, w.buffer, w.offset, w.bytes});
+    auto const launch = [&](tables::launch_size size) {
+        auto& rows = d.launches.emplace_back();
+        index_t slices = 0;
+        for (tables::rectangle const& r : list.first(static_cast<std::size_t>(size.rectangles))) {
+            CHECK(r.first == slices);
+            CHECK((r.rows == 0 || (r.source | r.target | r.source_pitch | r.target_pitch | r.bytes) % r.vector == 0));
+            slices += r.slices();
+            for (index_t i = 0; i < r.rows; ++i)
+                rows.push_back({r.target_buffer, r.target + i * r.target_pitch, r.source_buffer,
+                                r.source + i * r.source_pitch, r.bytes});
+        }
+        CHECK(slices == size.slices);
+        std::ranges::sort(rows);
+        list = list.subspan(static_cast<std::size_t>(size.rectangles));
+    };
+    launch(t.pack), launch(t.unpack);
+    for (auto const& size : t.add) launch(size);
+    CHECK(list.empty());
+    return d;
+}
+
+/// Checks that lanes give the tables of a plan. Returns whether they tell what moves of its batch.
+bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes const& shape) {
+    std::vector<tables::rectangle> list;
+    auto const expected = tables::tables_of(tables::listed_rectangles(p, shape, list), {});
+
+    tables::lane_tables made(p.batch, shape);
+    for (int before = 0; before < 2; ++before) { // the second of two plans: what it has does not begin at 0
+        if (!made.next(lanes)) return false;
+        CHECK(made.rows(true) == p.source_rows);
+        CHECK(made.rows(false) == p.target_rows);
+        auto const got = tables::tables_of(made, {});
+        if (before == 0) continue;
+        auto const numbers = made.numbers(7);
+        auto const& all = *reinterpret_cast<tables::lane_list const*>(numbers.data());
+        CHECK(all.word == 7);
+        std::vector<tables::rectangle> by_lanes(static_cast<std::size_t>(made.rectangles()));
+        for (int job = 0; job < all.jobs; ++job)
+            tables::list_lane(
+                all, all.all_jobs()[job], 0, 1,
+                [](index_t n, index_t& total) {
+                    total += n;
+                    return index_t{0};
+                },
+                by_lanes.data());
+        CHECK(got.packed == expected.packed);
+        CHECK(got.unpacked == expected.unpacked);
+        auto const second = std::span<tables::rectangle const>(by_lanes).last(by_lanes.size() / 2);
+        CHECK((describe(got, second) == describe(expected, list)));
+    }
+    return true;
+}
+
+/// Checks one kind of plan, there and back. Returns how many batches lanes told.
+template <class Plan>
+int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
+    using kind = cpx::detail::moved<Plan>;
+    int told = 0;
+    for (bool const back : {false, true}) {
+        if (back && kind::mirrors(p)) continue;
+        auto const lanes = kind::lanes(p, back);
+        index_t const w = kind::row_width(width);
+        kind::exchanges(p, width, back, [&](std::span<cpx::plan const> plans) {
+            for (std::size_t i = 0; i < plans.size(); ++i) {
+                REQUIRE(lanes.size() >= plans.size());
+                told += check(plans[i], lanes[i], {w, w, w + 8, w, 2});
+                told += check(plans[i], lanes[i], {w, w, w, w, 2});
+            }
+        });
+    }
+    return told;
+}
+
+} // namespace
+
+TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of any packing") {
+    splitmix numbers(29);
+    int relayouts = 0, halos = 0, carries = 0;
+    for (int round = 0; round < 120; ++round) {
+        int const ranks = static_cast<int>(numbers.between(1, 5));
+        std::vector<index_t> list;
+        index_t const least = numbers.between(0, 1) * 90;
+        for (index_t s = numbers.between(0, 9); s > 0; --s)
+            list.push_back(numbers.between(0, 4) == 0 ? 0 : least + numbers.between(0, 150));
+        auto const batch = lengths(list);
+        index_t const width = numbers.between(1, 40), reach = numbers.between(0, 4);
+        int const rank = static_cast<int>(numbers.between(0, ranks - 1));
+        cpx::table const owners(ranks, random_owners(numbers, ranks, 2 * ranks + 1));
+        CAPTURE(ranks);
+        CAPTURE(rank);
+        CAPTURE(reach);
+        auto const each = [&](auto const& from, auto const& to) {
+            relayouts += check(cpx::relayout(from, to, rank), width);
+            for (auto const where : {cpx::side::before, cpx::side::after})
+                halos += check(cpx::halo(from, rank, reach, where), width);
+            carries += check(cpx::carry<cpx::serial>(from, rank), {width, 0});
+        };
+        each(cpx::shard(batch, cpx::zigzag<>(ranks)), cpx::shard(batch, cpx::sequential<>(ranks)));
+        each(cpx::shard(batch, cpx::sequential<>(ranks)), cpx::shard(batch, owners));
+        each(cpx::shard(batch, owners), cpx::shard(batch, cpx::striped<cpx::dynamic, 2>(ranks)));
+        each(cpx::shard(batch, cpx::zigzag<>(ranks), cpx::aligned<8>{}),
+             cpx::shard(batch, cpx::striped<cpx::dynamic, 3>(ranks), cpx::aligned<8>{}));
+    }
+    CHECK(relayouts == 120 * 4 * 2);
+    CHECK(halos > 500);
+    CHECK(carries > 500);
+}
