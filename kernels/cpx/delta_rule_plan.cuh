@@ -2,6 +2,8 @@
 // What the kernels of the gated delta rule are given, and where the chunks and parts of a packed batch lie.
 #pragma once
 
+#include <cpx/core/search.hpp>
+
 #include <cpx/previous_kernel.cuh>
 
 #include <cstdint>
@@ -48,12 +50,7 @@ struct delta_plan {
 
 /// Returns the sequence of a chunk.
 __device__ __forceinline__ int delta_sequence_of(delta_plan const& plan, int chunk) {
-    int low = 0, high = plan.count;
-    while (high - low > 1) {
-        int const middle = low + (high - low) / 2;
-        (plan.sequences[middle].first_chunk <= chunk ? low : high) = middle;
-    }
-    return low;
+    return last_at_or_before(chunk, plan.count, [&](int s) { return plan.sequences[s].first_chunk; });
 }
 
 /// Writes the plan of segments at `offsets`; `first`: the tokens of their sequences that they begin with, null for 0;
@@ -93,11 +90,7 @@ static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t cons
     __syncthreads();
     int const parts = plan.totals[1];
     for (int i = thread; i < parts; i += 1024) {
-        int s = 0, high = plan.count;
-        while (high - s > 1) {
-            int const middle = s + (high - s) / 2;
-            (plan.sequences[middle].first_part <= i ? s : high) = middle;
-        }
+        int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_part; });
         int const part = i - plan.sequences[s].first_part;
         int place = 0; // the parts before it in time, and those of its time in sequences before
         for (int other = 0; other < plan.count; ++other)

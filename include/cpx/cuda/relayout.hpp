@@ -105,7 +105,11 @@ public:
         to_ = detail::device_side(to);
         source_rows_ = from.rows(rank_);
         target_rows_ = to.rows(rank_);
-        fingerprint_ = static_cast<std::uint32_t>(cpx::detail::identify("relayout", from, to).fingerprint());
+        using cpx::detail::mix, cpx::detail::mix_all, cpx::detail::sharding_hash, cpx::detail::sharding_name;
+        static std::uint64_t const types = mix_all(mix_all(0, sharding_name<From>()), sharding_name<To>());
+        std::uint64_t print = types;
+        for (auto const hash : {from.batch().hash(), sharding_hash(from), sharding_hash(to)}) print = mix(print, hash);
+        fingerprint_ = static_cast<std::uint32_t>(print);
     }
 
     /// Returns the bytes of this rank's target. Of the others the kernel knows.

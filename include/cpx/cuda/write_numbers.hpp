@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <span>
+#include <type_traits>
 
 namespace cpx::cuda {
 
@@ -26,15 +27,18 @@ void in_launches(std::span<T const> list, F&& launch) {
         launch(part, static_cast<unsigned>(count));
     }
 }
-template <int N>
-void write_in_launches(std::span<index_t const> numbers, index_t* to, cudaStream_t stream, caller here) {
-    using items = kernels::launch_list<std::int64_t, N>;
-    in_launches<items>(numbers, [&](items const& part, unsigned count) {
-        kernels::write_numbers<N><<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
-        check(cudaGetLastError(), "write_numbers", here);
-        to += count;
-    });
+/// Calls `f` with how many numbers a launch is to bring, of `count` in all: what is launched is copied, needed or
+/// not.
+template <class F>
+void with_room(std::size_t count, F&& f) {
+    if (count <= 128)
+        f(std::integral_constant<int, 128>());
+    else if (count <= 640)
+        f(std::integral_constant<int, 640>());
+    else
+        f(std::integral_constant<int, 4000>());
 }
+inline constexpr index_t most_lane_numbers = 4000; ///< that one launch brings
 
 } // namespace detail
 
@@ -46,42 +50,41 @@ void load_now(void (*kernel)(P...), caller here) {
 }
 /// Loads what `write_numbers` and `list_lanes` launch.
 inline void load_write_numbers(caller here = caller::here()) {
-    load_now(kernels::write_numbers<384>, here);
-    load_now(kernels::write_numbers<1600>, here);
-    load_now(kernels::write_numbers<4000>, here);
-    load_now(kernels::list_lanes<384>, here);
-    load_now(kernels::list_lanes<4000>, here);
+    for (std::size_t const count : {0, 640, 4000})
+        detail::with_room(count, [&](auto most) {
+            load_now(kernels::write_numbers<most>, here);
+            load_now(kernels::list_lanes<most>, here);
+        });
 }
 
 /// Writes numbers that the host has, in stream order: with launches, each of which brings 32 KB, so that nobody waits
 /// and it can be captured.
 inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStream_t stream,
                           caller here = caller::here()) {
-    if (numbers.size() <= 384)
-        detail::write_in_launches<384>(numbers, to, stream, here);
-    else if (numbers.size() <= 1600)
-        detail::write_in_launches<1600>(numbers, to, stream, here);
-    else
-        detail::write_in_launches<4000>(numbers, to, stream, here);
+    detail::with_room(numbers.size(), [&](auto most) {
+        using items = kernels::launch_list<std::int64_t, most>;
+        detail::in_launches<items>(numbers, [&](items const& part, unsigned count) {
+            kernels::write_numbers<most><<<1, 256, 0, stream>>>(part, to, static_cast<int>(count));
+            check(cudaGetLastError(), "write_numbers", here);
+            to += count;
+        });
+    });
 }
 
 namespace detail {
-
-inline constexpr index_t most_lane_numbers = 4000;
 
 /// Writes a word `words` times and the rectangles of `lane_tables`, of which these are the numbers, in stream order.
 inline void list_lanes(std::span<index_t const> numbers, std::uint64_t* word, int words,
                        cpx::detail::rectangle* rectangles, cudaStream_t stream, caller here) {
     auto const& all = *reinterpret_cast<cpx::detail::lane_list const*>(numbers.data());
-    auto const launch = [&]<int N>(kernels::launch_list<std::int64_t, N> const& list, unsigned) {
-        auto const blocks = static_cast<unsigned>(all.jobs / 8 + 1);
-        kernels::list_lanes<N><<<blocks, 256, 0, stream>>>(list, word, words, rectangles);
-        check(cudaGetLastError(), "list_lanes", here);
-    };
-    if (numbers.size() <= 384)
-        in_launches<kernels::launch_list<std::int64_t, 384>>(numbers, launch);
-    else
-        in_launches<kernels::launch_list<std::int64_t, most_lane_numbers>>(numbers, launch);
+    with_room(numbers.size(), [&](auto most) {
+        using items = kernels::launch_list<std::int64_t, most>;
+        in_launches<items>(numbers, [&](items const& list, unsigned) {
+            auto const blocks = static_cast<unsigned>(all.jobs / 8 + 1);
+            kernels::list_lanes<most><<<blocks, 256, 0, stream>>>(list, word, words, rectangles);
+            check(cudaGetLastError(), "list_lanes", here);
+        });
+    });
 }
 
 } // namespace detail
