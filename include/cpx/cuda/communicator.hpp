@@ -110,13 +110,7 @@ private:
     template <class F>
     void set(one_way& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
         thd const& batch = std::get<0>(of).batch();
-        bool alike = !to.lanes.empty() && to.id != identity();
-        [&]<std::size_t... I>(std::index_sequence<I...>) {
-            alike =
-                alike &&
-                ((cpx::detail::cut_alike(std::get<I>(of), std::get<I>(first_)) && std::get<I>(of).batch() == batch) &&
-                 ...);
-        }(std::make_index_sequence<std::tuple_size_v<typename kind::batch>>());
+        bool const alike = !to.lanes.empty() && to.id != identity() && cpx::detail::cut_alike(of, first_);
         to.id.set_batch(batch);
         if (alike && to.by->set(to.lanes, to.id, batch, memory_.stream(), here)) return;
         kind::exchanges(plan_of(), width_, back,

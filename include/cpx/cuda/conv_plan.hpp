@@ -44,8 +44,9 @@ public:
     template <any_sharding S>
     conv_plan(halo_plan<S> const& before, halo_plan<S> const* after, conv_room most, caller here = caller::here())
         : reach_(before.reach), has_backward_(after != nullptr), most_(std::max(most.rows, before.source_rows)) {
-        std::vector<index_t> tables;
-        now_ = make(before, after, tables, here); // refuses what does not fit also where there is no device
+        // refuses what does not fit also where there is no device
+        now_ = conv_batch_of("cuda::conv_plan", before, after, kernels::conv_max_taps, here);
+        auto& tables = now_.tables;
         device_ = current_device();
         check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
               "cudaDeviceGetAttribute", here);
@@ -64,8 +65,8 @@ public:
         char const* const where = "cuda::conv_plan";
         require(room_ && before.reach == reach_ && (after != nullptr) == has_backward_, where, "plan to set",
                 "one of the taps and sides of the first, and room for others", "another", here);
-        std::vector<index_t> tables;
-        auto next = make(before, after, tables, here);
+        auto next = conv_batch_of(where, before, after, kernels::conv_max_taps, here);
+        auto const& tables = next.tables;
         require(next.rows <= most_ && std::ssize(tables) <= tables_.size(), where, "rows and numbers of the plan",
                 "at most " + std::to_string(most_) + ", " + std::to_string(tables_.size()),
                 std::to_string(next.rows) + ", " + std::to_string(tables.size()), here);
@@ -96,55 +97,11 @@ public:
     index_t const* edge_places() const { return after() + now_.segments * reach_; }
 
 private:
-    struct batch {
-        index_t rows = 0, halo_rows = 0, segments = 0;
-        plan edge_exchange;
-    };
-
-    /// Adds to `tables` where segments begin, then (segments, reach) rows before. Rows of the halo are numbered after
-    /// the rank's own; -1: none. Then (segments, reach) rows after, those of the halo after the edge rows, and what
-    /// edge rows are computed from.
-    template <any_sharding S>
-    batch make(halo_plan<S> const& p, halo_plan<S> const* after, std::vector<index_t>& tables, caller here) const {
-        require(p.where == side::before, "cuda::conv_plan", "side of the halo", "before", "after", here);
-        require(p.reach < kernels::conv_max_taps, "cuda::conv_plan", "taps",
-                "at most " + std::to_string(kernels::conv_max_taps), p.reach + 1, here);
-        require(std::ssize(p.segments) < index_t{1} << 31, "cuda::conv_plan", "segments", "less than 2^31",
-                p.segments.size(), here);
-        batch made{p.source_rows, p.target_rows, std::ssize(p.segments), {}};
-        auto const add = [&](std::vector<index_t> const& list) {
-            tables.insert(tables.end(), list.begin(), list.end());
-        };
-        tables = offsets(p.segments);
-        auto const before = rows_beside(p, [&](index_t row, bool halo) { return row + (halo ? made.rows : 0); });
-        add(before);
-        if (!after) return made;
-        require(after->sharding == p.sharding && after->rank == p.rank, "cuda::conv_plan", "plan of rows after",
-                "the sharding and the rank of that of rows before", "another", here);
-        require(after->where == side::after && after->reach == p.reach, "cuda::conv_plan",
-                "rows after a segment in the plan", p.reach, after->where == side::after ? after->reach : 0, here);
-        auto edges = edges_of(*after);
-        add(edges.beside);
-        made.edge_exchange = std::move(edges.exchange);
-
-        std::size_t s = 0; // (edge rows, taps): what each is computed from
-        for (index_t const row : edges.rows) {
-            while (p.segments[s].row + p.segments[s].count <= row) ++s;
-            for (index_t from = row - reach_; from <= row; ++from) {
-                index_t const token = from - p.segments[s].row;
-                tables.push_back(
-                    token >= 0 ? from
-                               : before[(s + 1) * static_cast<std::size_t>(reach_) - static_cast<std::size_t>(-token)]);
-            }
-        }
-        return made;
-    }
-
     int device_ = 0, multiprocessors_ = 1;
     index_t reach_;
     bool has_backward_;
     index_t most_;
-    batch now_;
+    conv_batch now_;
     buffer<index_t> tables_; ///< one behind the other
     bool room_ = false;      ///< for other plans
 };

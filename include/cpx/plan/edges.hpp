@@ -5,6 +5,7 @@
 #include <cpx/plan/halo.hpp>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -53,6 +54,52 @@ edge_rows edges_of(halo_plan<S> const& p) {
     edges.beside =
         rows_beside(p, [&](index_t row, bool halo) { return halo ? std::ssize(edges.rows) + row : place(row); });
     return edges;
+}
+
+/// What a causal convolution reads beside a rank's own rows.
+struct conv_batch {
+    index_t rows = 0, halo_rows = 0, segments = 0;
+    std::vector<index_t> tables; ///< as `conv_batch_of` says
+    plan edge_exchange;          ///< brings edge rows to the ranks whose segments they follow
+};
+
+/// Returns the rows of a convolution, of at most `most_taps`. `after`: null if there is no backward.
+///
+/// Tables: where segments begin, then (segments, reach) rows before. Rows of the halo are numbered after the rank's
+/// own; -1: none. Then (segments, reach) rows after, those of the halo after the edge rows, and what edge rows are
+/// computed from. Throws `cpx::error` on other plans.
+template <any_sharding S>
+conv_batch conv_batch_of(char const* where, halo_plan<S> const& p, halo_plan<S> const* after, index_t most_taps,
+                         caller here = caller::here()) {
+    require(p.where == side::before, where, "side of the halo", "before", "after", here);
+    require(
+        p.reach < most_taps, where, "taps", [&] { return "at most " + std::to_string(most_taps); }, p.reach + 1, here);
+    require(std::ssize(p.segments) < index_t{1} << 31, where, "segments", "less than 2^31", p.segments.size(), here);
+    conv_batch made{p.source_rows, p.target_rows, std::ssize(p.segments), offsets(p.segments), {}};
+    auto const add = [&](std::vector<index_t> const& list) {
+        made.tables.insert(made.tables.end(), list.begin(), list.end());
+    };
+    auto const before = rows_beside(p, [&](index_t row, bool halo) { return row + (halo ? made.rows : 0); });
+    add(before);
+    if (!after) return made;
+    require(after->sharding == p.sharding && after->rank == p.rank, where, "plan of rows after",
+            "the sharding and the rank of that of rows before", "another", here);
+    require(after->where == side::after && after->reach == p.reach, where, "rows after a segment in the plan", p.reach,
+            after->where == side::after ? after->reach : 0, here);
+    auto edges = edges_of(*after);
+    add(edges.beside);
+    made.edge_exchange = std::move(edges.exchange);
+
+    std::size_t s = 0; // (edge rows, taps): what each is computed from
+    for (index_t const row : edges.rows) {
+        while (p.segments[s].row + p.segments[s].count <= row) ++s;
+        for (index_t from = row - p.reach; from <= row; ++from) {
+            index_t const token = from - p.segments[s].row;
+            auto const place = (s + 1) * static_cast<std::size_t>(p.reach) - static_cast<std::size_t>(-token);
+            made.tables.push_back(token >= 0 ? from : before[place]);
+        }
+    }
+    return made;
 }
 
 } // namespace cpx

@@ -9,6 +9,8 @@
 #include <concepts>
 #include <limits>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -80,6 +82,14 @@ bool cut_alike(S const& a, S const& b) {
         if constexpr (std::equality_comparable<typename S::layout_type>)
             return a.policy() == b.policy() && a.cut() == b.cut();
     return false;
+}
+
+/// The same of those of a plan, which also have one batch.
+template <class... S>
+bool cut_alike(std::tuple<S...> const& a, std::tuple<S...> const& b) {
+    return [&]<std::size_t... I>(std::index_sequence<I...>) {
+        return ((cut_alike(std::get<I>(a), std::get<I>(b)) && std::get<I>(a).batch() == std::get<0>(a).batch()) && ...);
+    }(std::index_sequence_for<S...>());
 }
 
 /// Returns what `rank` has of every sequence under `mine`, to or from where it is under `other`.
