@@ -104,7 +104,7 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
             lap(with_carry);
             move(x, y);
             move.transposed(y, z);
-            halos(y, {beside.data(), halos.rows_of().second, width});
+            halos(y, cpx::rows<element>(beside.data(), halos.rows_of().second, width));
             for (index_t level = 0; level < steps; ++level) {
                 auto const [taken, brought] = carries.rows_of(level);
                 carries(level, cpx::side::before, {given.data(), taken, state}, {got.data(), brought, state});

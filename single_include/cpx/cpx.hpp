@@ -4346,17 +4346,13 @@ template <any_sharding Mine, any_sharding Other>
     requires in_lanes<Mine> && in_lanes<Other>
 inline constexpr bool routed<Mine, Other> = std::same_as<typename Mine::cut_type, typename Other::cut_type>;
 
-/// Returns the lanes of an exchange between two shardings, unless there are too many cells.
-template <any_sharding From, any_sharding To>
-    requires routed<From, To>
-std::optional<lane_plan> relayout_lanes(From const& from, To const& to, int rank) {
-    index_t const all = cells(from.policy(), to.policy());
-    if (!(from.cut() == to.cut()) || all > most_cells) return {};
-    return lane_plan{rank,
-                     flow::moves,
-                     {static_cast<int>(all), unit_of(from)},
-                     routed_lanes(from.policy(), rank, to.policy()),
-                     routed_lanes(to.policy(), rank, from.policy())};
+/// Returns into what both shardings cut a sequence, unless these are too many cells.
+template <any_sharding A, any_sharding B>
+    requires routed<A, B>
+std::optional<lane_cells> common_cells(A const& a, B const& b) {
+    index_t const all = cells(a.policy(), b.policy());
+    if (!(a.cut() == b.cut()) || all > most_cells) return {};
+    return lane_cells{static_cast<int>(all), unit_of(a)};
 }
 
 /// Finds the messages of one end of an exchange by its lanes: each is scaled by the length of every sequence.
@@ -4425,8 +4421,8 @@ common_messages find_common(Mine const& mine, int rank, Other const& other, bool
         }
     }
     if constexpr (routed<Mine, Other>)
-        if (auto const lanes = whole_rows ? relayout_lanes(mine, other, rank) : std::nullopt)
-            return scale_lanes(lanes->sends, lanes->cells, mine.batch());
+        if (auto const all = whole_rows ? common_cells(mine, other) : std::nullopt)
+            return scale_lanes(routed_lanes(mine.policy(), rank, other.policy()), *all, mine.batch());
     message_list list(ranks);
     found.rows = list_common(mine, rank, other, list, here);
     found.messages = list.finish(whole_rows, columns);
@@ -4617,7 +4613,9 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
     static std::vector<lane_plan> lanes(plan_type const& p, bool) {
         if constexpr (routed<From, To>)
-            if (auto list = relayout_lanes(p.from, p.to, p.rank)) return {std::move(*list)};
+            if (auto const all = common_cells(p.from, p.to))
+                return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
+                         routed_lanes(p.to.policy(), p.rank, p.from.policy())}};
         return {};
     }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {

@@ -27,8 +27,7 @@ void in_launches(std::span<T const> list, F&& launch) {
         launch(part, static_cast<unsigned>(count));
     }
 }
-/// Calls `f` with how many numbers a launch is to bring, of `count` in all: what is launched is copied, needed or
-/// not.
+/// Calls `f` with how many numbers a launch is to bring, of `count`: what is launched is copied, needed or not.
 template <class F>
 void with_room(std::size_t count, F&& f) {
     if (count <= 128)
@@ -42,18 +41,13 @@ inline constexpr index_t most_lane_numbers = 4000; ///< that one launch brings
 
 } // namespace detail
 
-/// Loads a kernel: if its first launch did, that might wait for the device.
-template <class... P>
-void load_now(void (*kernel)(P...), caller here) {
-    cudaFuncAttributes loaded{};
-    check(cudaFuncGetAttributes(&loaded, kernel), "cudaFuncGetAttributes", here);
-}
-/// Loads what `write_numbers` and `list_lanes` launch.
+/// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
 inline void load_write_numbers(caller here = caller::here()) {
+    cudaFuncAttributes loaded{};
     for (std::size_t const count : {0, 640, 4000})
         detail::with_room(count, [&](auto most) {
-            load_now(kernels::write_numbers<most>, here);
-            load_now(kernels::list_lanes<most>, here);
+            check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
+            check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
         });
 }
 

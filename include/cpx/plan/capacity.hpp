@@ -90,7 +90,9 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
     static std::vector<lane_plan> lanes(plan_type const& p, bool) {
         if constexpr (routed<From, To>)
-            if (auto list = relayout_lanes(p.from, p.to, p.rank)) return {std::move(*list)};
+            if (auto const all = common_cells(p.from, p.to))
+                return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
+                         routed_lanes(p.to.policy(), p.rank, p.from.policy())}};
         return {};
     }
     static movement_room room(plan_type const& p, index_t, capacity const& most, caller here) {

@@ -6,6 +6,8 @@
 #include <cpx/plan/lanes.hpp>
 #include <cpx/plan/message_list.hpp>
 
+#include <optional>
+
 namespace cpx {
 
 /// A plan that knows from which sharding to which it leads, so that tensors of others do not compile.
@@ -104,17 +106,13 @@ template <any_sharding Mine, any_sharding Other>
     requires in_lanes<Mine> && in_lanes<Other>
 inline constexpr bool routed<Mine, Other> = std::same_as<typename Mine::cut_type, typename Other::cut_type>;
 
-/// Returns the lanes of an exchange between two shardings, unless there are too many cells.
-template <any_sharding From, any_sharding To>
-    requires routed<From, To>
-std::optional<lane_plan> relayout_lanes(From const& from, To const& to, int rank) {
-    index_t const all = cells(from.policy(), to.policy());
-    if (!(from.cut() == to.cut()) || all > most_cells) return {};
-    return lane_plan{rank,
-                     flow::moves,
-                     {static_cast<int>(all), unit_of(from)},
-                     routed_lanes(from.policy(), rank, to.policy()),
-                     routed_lanes(to.policy(), rank, from.policy())};
+/// Returns into what both shardings cut a sequence, unless these are too many cells.
+template <any_sharding A, any_sharding B>
+    requires routed<A, B>
+std::optional<lane_cells> common_cells(A const& a, B const& b) {
+    index_t const all = cells(a.policy(), b.policy());
+    if (!(a.cut() == b.cut()) || all > most_cells) return {};
+    return lane_cells{static_cast<int>(all), unit_of(a)};
 }
 
 /// Finds the messages of one end of an exchange by its lanes: each is scaled by the length of every sequence.
@@ -183,8 +181,8 @@ common_messages find_common(Mine const& mine, int rank, Other const& other, bool
         }
     }
     if constexpr (routed<Mine, Other>)
-        if (auto const lanes = whole_rows ? relayout_lanes(mine, other, rank) : std::nullopt)
-            return scale_lanes(lanes->sends, lanes->cells, mine.batch());
+        if (auto const all = whole_rows ? common_cells(mine, other) : std::nullopt)
+            return scale_lanes(routed_lanes(mine.policy(), rank, other.policy()), *all, mine.batch());
     message_list list(ranks);
     found.rows = list_common(mine, rank, other, list, here);
     found.messages = list.finish(whole_rows, columns);
