@@ -164,8 +164,8 @@ inline std::optional<lane_counts> count_lanes(std::vector<lane> const& lanes, la
     for (lane const& l : lanes)
         if (l.peer >= 0) c.messages.push_back({l.peer});
     std::ranges::sort(c.messages, {}, &lane_rows::peer);
-    auto const same = std::ranges::unique(c.messages, {}, &lane_rows::peer);
-    c.messages.erase(same.begin(), same.end());
+    auto const same = [](lane_rows const& a, lane_rows const& b) { return a.peer == b.peer; };
+    c.messages.erase(std::unique(c.messages.begin(), c.messages.end(), same), c.messages.end());
     std::vector<lane_rows*> to(lanes.size());
     for (std::size_t i = 0; i < lanes.size(); ++i)
         if (lanes[i].peer >= 0) to[i] = &*std::ranges::find(c.messages, lanes[i].peer, &lane_rows::peer);
