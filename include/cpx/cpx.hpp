@@ -53,5 +53,6 @@
 #include <cpx/transport/exchange.hpp>
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/movement.hpp>
+#include <cpx/transport/subgroup.hpp>
 #include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cpx/ops/attention_backward.hpp>
+#include <cpx/ops/balance_loss.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/decode.hpp>
 #include <cpx/ops/eigen.hpp>
+#include <cpx/ops/expert_exchange.hpp>
 #include <cpx/ops/gated_delta_net_backward.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 #include <cpx/ops/local/kimi_delta.hpp>

@@ -6466,6 +6466,67 @@ detail::refused make_movement(X const&, detail::any = {}, detail::any = {}, deta
 
 } // namespace cpx
 
+// cpx/transport/subgroup.hpp
+// Some of a transport's ranks as a transport of their own.
+
+namespace cpx {
+
+/// Some ranks of a group as a group: the i-th of `members` is rank i. Its messages are those of the whole group, so
+/// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
+///
+/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group. Ranks that are
+/// in several subgroups call them in one order, as all exchanges of two ranks are.
+template <transport Comm>
+class subgroup {
+public:
+    /// Throws `cpx::error` unless members are ranks of `all`, ascending, and this one is among them.
+    subgroup(Comm& all, std::vector<int> members, caller here = caller::here())
+        : all_(&all), members_(std::move(members)) {
+        for (std::size_t i = 0; i < members_.size(); ++i)
+            if (members_[i] < (i == 0 ? 0 : members_[i - 1] + 1) || members_[i] >= all.ranks())
+                throw error("subgroup", "member " + std::to_string(i),
+                            "ascending ranks of 0 to " + std::to_string(all.ranks() - 1), std::to_string(members_[i]),
+                            here);
+        auto const own = std::ranges::find(members_, all.rank());
+        require(
+            own != members_.end(), "subgroup", "members", [&] { return "rank " + std::to_string(all.rank()); },
+            "others", here);
+        rank_ = static_cast<int>(own - members_.begin());
+    }
+
+    /// Returns the group of `size` neighbouring ranks that this one is in: ranks 0 .. size - 1 are the first.
+    ///
+    /// Throws `cpx::error` unless the size divides that of the whole group.
+    static subgroup of_neighbours(Comm& all, int size, caller here = caller::here()) {
+        require(
+            size > 0 && all.ranks() % size == 0, "subgroup", "neighbours",
+            [&] { return "a divisor of the ranks, " + std::to_string(all.ranks()); }, size, here);
+        std::vector<int> members;
+        for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
+        return {all, std::move(members), here};
+    }
+
+    int rank() const { return rank_; }
+    int ranks() const { return static_cast<int>(members_.size()); }
+    std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
+    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
+        auto const renumbered = [&](auto list) {
+            for (auto& parcel : list) parcel.peer = members_[static_cast<std::size_t>(parcel.peer)];
+            return list;
+        };
+        all_->transfer(id, renumbered(std::vector(sends.begin(), sends.end())),
+                       renumbered(std::vector(receives.begin(), receives.end())));
+    }
+
+private:
+    Comm* all_;
+    std::vector<int> members_;
+    int rank_ = 0;
+    std::unordered_set<std::uint64_t> agreed_;
+};
+
+} // namespace cpx
+
 // cpx/transport/sum.hpp
 // Sums that every rank gets with the same bits.
 

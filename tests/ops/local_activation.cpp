@@ -109,7 +109,7 @@ TEST_SUITE("ops") {
         auto const four = [](cpx::rows<float> r) { return std::span(r.data(), 4); };
         std::span<float const> const gain = four(at(more, 60, 1, 4));
         std::span<index_t const> const tokens = std::span(numbers).first(4);
-        cpx::rows<index_t const> const chosen(numbers.data(), 4, 1);
+        std::vector<index_t> const begins{0, 4};
         auto const rejects = [&](std::string const& where, std::string const& both, auto&& call) {
             support::rejects({"local_activation.cpp", where + ": overlap of " + both + ": expected none"}, call);
             for (auto const* buffer : {&memory, &other, &more}) CHECK(std::ranges::count(*buffer, 0.f) == 64);
@@ -162,11 +162,11 @@ TEST_SUITE("ops") {
         });
         rejects("delta_rule_backward_fold", "dstate and dout",
                 [&] { cpx::delta_rule_backward_fold<float>(x, x, column(0), column(1), 0, {}, state, state); });
-        rejects("expert_linear", "y and x", [&] { cpx::expert_linear<float>(chosen, 1, x, y, x); });
+        rejects("expert_linear", "y and x", [&] { cpx::expert_linear<float>(begins, x, y, x); });
         rejects("expert_linear_backward_input", "dx and dy",
-                [&] { cpx::expert_linear_backward_input<float>(chosen, 1, x, y, x); });
+                [&] { cpx::expert_linear_backward_input<float>(begins, x, y, x); });
         rejects("expert_linear_backward_weight", "dweight and x",
-                [&] { cpx::expert_linear_backward_weight<float>(chosen, 1, y, x, x); });
+                [&] { cpx::expert_linear_backward_weight<float>(begins, y, x, x); });
         rejects("choose_experts", "weights and logits", [&] {
             std::vector<index_t> list(16);
             cpx::choose_experts<float>(x, {list.data(), 4, 4}, x);

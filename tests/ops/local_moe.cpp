@@ -54,11 +54,11 @@ std::vector<cpx::row_buffer<T>> weight_gradients(cpx::moe_weights<T> const& w, c
     for (auto const& weight : {w.gate, w.gate_up_proj, w.down_proj, w.shared_gate_proj, w.shared_up_proj,
                                w.shared_down_proj, w.shared_expert_gate})
         result.emplace_back(weight.count(), weight.width());
-    auto const chosen = saved.chosen.view();
-    size const experts = w.gate.count(), shared = w.shared_gate_proj.count();
+    auto const begins = saved.at.begins();
+    size const shared = w.shared_gate_proj.count();
     cpx::linear_backward_weight<T>(g.dlogits.view(), x, result[0].view());
-    cpx::expert_linear_backward_weight<T>(chosen, experts, g.dgate_up.view(), x, result[1].view());
-    cpx::expert_linear_backward_weight<T>(chosen, experts, g.doutput.view(), saved.activation.view(), result[2].view());
+    cpx::expert_linear_backward_weight<T>(begins, g.dgate_up.view(), saved.input.view(), result[1].view());
+    cpx::expert_linear_backward_weight<T>(begins, g.doutput.view(), saved.activation.view(), result[2].view());
     cpx::linear_backward_weight<T>(g.dshared_gate_up.view().columns(0, shared), x, result[3].view());
     cpx::linear_backward_weight<T>(g.dshared_gate_up.view().columns(shared, shared), x, result[4].view());
     cpx::linear_backward_weight<T>(g.dshared_output.view(), saved.shared_activation.view(), result[5].view());
@@ -147,7 +147,8 @@ TEST_SUITE("ops") {
             auto const saved = cpx::moe<T>(m.view(), x.view(), n.choices, y.view());
             auto const expected = reference<T>(m.view(), x.view(), n.choices);
             CHECK(bits::relative_error<T, double>(y.view(), expected) <= 40 * std::numeric_limits<T>::epsilon());
-            CHECK(saved.gate_up.width() == n.choices * 2 * n.inner);
+            CHECK(saved.gate_up.width() == 2 * n.inner);
+            CHECK(saved.gate_up.count() == n.count * n.choices);
             auto const y_again = y;
             cpx::moe<T>(m.view(), x.view(), n.choices, x.view()); // in place
             CHECK(bits::same<T>(x.view(), y_again.view()));
@@ -206,13 +207,20 @@ TEST_SUITE("ops") {
                 scattered<T> chosen(some.count(), n.choices);
                 for (size i = 0; i < some.count(); ++i)
                     for (size s = 0; s < n.choices; ++s)
-                        chosen.view()(i, s) = static_cast<T>(saved.chosen.view()(i, s));
-                CHECK(side_by_side<T>({y, dx, chosen, saved.weights.view(), saved.gate_up.view(),
-                                       saved.activation.view(), saved.output.view(), saved.shared_gate_up.view(),
-                                       saved.shared_activation.view(), saved.shared_output.view(),
-                                       saved.shared_gate.view(), g.dlogits.view(), g.dgate_up.view(), g.doutput.view(),
-                                       g.dshared_gate_up.view(), g.dshared_output.view(), g.dshared_gate.view()},
-                                      all) == width);
+                        chosen.view()(i, s) = static_cast<T>(saved.of_router.chosen.view()(i, s));
+                auto const of_tokens = [&](cpx::row_buffer<T> const& of_experts) {
+                    scattered<T> back(some.count(), n.choices * of_experts.width());
+                    saved.at.template to_tokens<T>(of_experts.view(), back.view());
+                    return back;
+                };
+                auto const gate_up = of_tokens(saved.gate_up), activation = of_tokens(saved.activation),
+                           dgate_up = of_tokens(g.dgate_up), doutput = of_tokens(g.doutput);
+                CHECK(
+                    side_by_side<T>({y, dx, chosen, saved.of_router.weights.view(), gate_up, activation,
+                                     saved.output.view(), saved.shared_gate_up.view(), saved.shared_activation.view(),
+                                     saved.shared_output.view(), saved.shared_gate.view(), g.dlogits.view(), dgate_up,
+                                     doutput, g.dshared_gate_up.view(), g.dshared_output.view(), g.dshared_gate.view()},
+                                    all) == width);
             });
         }
     }
@@ -228,7 +236,8 @@ TEST_SUITE("ops") {
             auto const saved = cpx::moe<double>(m.view(), x, n.choices, y.view());
             auto const loss = [&] {
                 auto const again = cpx::moe<double>(m.view(), x, n.choices, y.view());
-                REQUIRE(bits::same<size>(again.chosen.view(), saved.chosen.view())); // else there is no difference
+                REQUIRE(bits::same<size>(again.of_router.chosen.view(),
+                                         saved.of_router.chosen.view())); // else there is no difference
                 return gradients::loss(y, dy);
             };
             auto const g = cpx::moe_backward<double>(m.view(), saved, dy, dx.view());
@@ -253,7 +262,7 @@ TEST_SUITE("ops") {
         std::vector<bool> is_chosen(static_cast<std::size_t>(n.experts));
         for (size row = 0; row < n.count; ++row)
             for (size s = 0; s < n.choices; ++s)
-                is_chosen[static_cast<std::size_t>(first.chosen.view()(row, s))] = true;
+                is_chosen[static_cast<std::size_t>(first.of_router.chosen.view()(row, s))] = true;
         REQUIRE(std::count(is_chosen.begin(), is_chosen.end(), false) > 0);
         for (size e = 0; e < n.experts; ++e)
             for (std::size_t const i : {std::size_t{1}, std::size_t{2}}) {
@@ -277,7 +286,7 @@ TEST_SUITE("ops") {
             }
         for (size row = 0; row < n.count; ++row)
             for (size e = 0; e < n.experts; ++e) {
-                auto const* const own = first.chosen.view().row(row);
+                auto const* const own = first.of_router.chosen.view().row(row);
                 CHECK((g.dlogits.view()(row, e) != 0) == (std::find(own, own + n.choices, e) != own + n.choices));
             }
     }
@@ -285,65 +294,67 @@ TEST_SUITE("ops") {
     TEST_CASE_TEMPLATE("a gradient of experts' weights is the sum of their rows in turn, bit for bit", T, float,
                        double) {
         for (size const choices : {1, 2, 5})
-            for (size const experts : {5, 8})
-                for (bool const shared_input : {true, false}) {
-                    size const n = 300, out = 7, in = 11;
-                    auto const chosen = random_choices(n, choices, experts, 1);
-                    auto const dy = bits::uniform<T>(n, choices * out, 2);
-                    auto const x = bits::uniform<T>(n, shared_input ? in : choices * in, 3);
-                    auto const start = bits::uniform<T>(experts * out, in, 4);
-                    auto const add = [&](size first, size count, rows<T> dweight) {
-                        cpx::expert_linear_backward_weight<T>(chosen.view().sub(first, count), experts,
-                                                              dy.view().sub(first, count), x.view().sub(first, count),
-                                                              dweight);
-                    };
-                    auto all = start, in_turn = start, plain = start;
-                    add(0, n, all.view());
-                    for (size row = 0; row < n; ++row) add(row, 1, in_turn.view());
-                    CHECK(bits::same<T>(in_turn, all));
-                    for (size row = 0; row < n; ++row)
-                        for (size s = 0; s < choices; ++s)
-                            cpx::linear_backward_weight<T>(dy.view().sub(row, 1).columns(s * out, out),
-                                                           x.view().sub(row, 1).columns(shared_input ? 0 : s * in, in),
-                                                           plain.view().sub(chosen.view()(row, s) * out, out));
-                    CHECK(bits::same<T>(plain, all));
-                    for (size const cut : {0, 1, 255, 256, 299}) {
-                        scattered<T> some(start.view(), 1, 2);
-                        add(0, cut, some.view());
-                        add(cut, n - cut, some.view());
-                        CHECK(bits::same<T>(some, all));
-                    }
+            for (size const experts : {5, 8}) {
+                size const n = 300, out = 7, in = 11;
+                auto const chosen = random_choices(n, choices, experts, 1);
+                auto const dy = bits::uniform<T>(n, choices * out, 2), x = bits::uniform<T>(n, in, 3);
+                auto const start = bits::uniform<T>(experts * out, in, 4);
+                auto const add = [&](size first, size count, rows<T> dweight) {
+                    cpx::expert_rows const at(chosen.view().sub(first, count), experts);
+                    cpx::expert_linear_backward_weight<T>(
+                        at.begins(), at.to_experts<T>(dy.view().sub(first, count), out).view(),
+                        at.to_experts<T>(x.view().sub(first, count), in).view(), dweight);
+                };
+                auto all = start, in_turn = start, plain = start;
+                add(0, n, all.view());
+                for (size row = 0; row < n; ++row) add(row, 1, in_turn.view());
+                CHECK(bits::same<T>(in_turn, all));
+                for (size row = 0; row < n; ++row)
+                    for (size s = 0; s < choices; ++s)
+                        cpx::linear_backward_weight<T>(dy.view().sub(row, 1).columns(s * out, out),
+                                                       x.view().sub(row, 1),
+                                                       plain.view().sub(chosen.view()(row, s) * out, out));
+                CHECK(bits::same<T>(plain, all));
+                for (size const cut : {0, 1, 255, 256, 299}) {
+                    scattered<T> some(start.view(), 1, 2);
+                    add(0, cut, some.view());
+                    add(cut, n - cut, some.view());
+                    CHECK(bits::same<T>(some, all));
                 }
+            }
     }
 
-    TEST_CASE_TEMPLATE("a slice of the outputs of experts has the bits of the whole gradient", T, float, double) {
-        for (size const choices : {1, 3}) {
-            size const n = 70, experts = 4, out = 9, in = 13;
-            auto const chosen = random_choices(n, choices, experts, 5);
-            auto const dy = bits::uniform<T>(n, choices * out, 6), x = bits::uniform<T>(n, choices * in, 7);
-            auto const start = bits::uniform<T>(experts * out, in, 8);
-            auto all = start;
-            cpx::expert_linear_backward_weight<T>(chosen.view(), experts, dy, x, all.view());
-            for (size const width : {0, 1, 2, 5, 9}) {
-                auto slices = start; // one after the other they make the whole
-                for (size first = 0; first < out; first += std::max<size>(width, 1)) {
-                    size const count = std::min(width, out - first);
-                    scattered<T> some(n, choices * count, 1, 1), compact(experts * count, in, 2);
-                    for (size row = 0; row < n; ++row)
-                        for (size s = 0; s < choices; ++s)
-                            std::copy_n(dy.view().row(row) + s * out + first, count, some.view().row(row) + s * count);
-                    cpx::expert_linear_backward_weight<T>(chosen.view(), experts, some, x, slices.view(), first);
-                    for (size e = 0; e < experts; ++e)
-                        for (size j = 0; j < count; ++j)
-                            std::copy_n(start.view().row(e * out + first + j), in, compact.view().row(e * count + j));
-                    cpx::expert_linear_backward_weight<T>(chosen.view(), experts, some, x, compact.view());
-                    for (size e = 0; e < experts; ++e)
-                        CHECK(bits::same<T>(compact.view().sub(e * count, count),
-                                            all.view().sub(e * out + first, count)));
-                }
-                CHECK(bits::same<T>(slices, width == 0 ? start : all));
+    TEST_CASE_TEMPLATE("choices that are replayed have the weights that they had", T, float, double) {
+        size const n = 30, hidden = 6, experts = 5, choices = 3;
+        auto const gate = bits::uniform<T>(experts, hidden, 1), x = bits::uniform<T>(n, hidden, 2);
+        auto const first = cpx::choose_experts<T>(gate, x, choices);
+        auto const again = cpx::replay_experts<T>(gate, x, first.chosen.view());
+        CHECK(bits::same<size>(again.chosen.view(), first.chosen.view()));
+        CHECK(bits::same<T>(again.weights.view(), first.weights.view()));
+        CHECK(bits::same<T>(again.logits.view(), first.logits.view()));
+        auto const other = random_choices(n, choices, experts, 3); // not the largest: each by its own probability
+        auto const replayed = cpx::replay_experts<T>(gate, x, other.view());
+        for (size row = 0; row < n; ++row)
+            for (size s = 1; s < choices; ++s) {
+                auto const logit = [&](size number) {
+                    return static_cast<double>(replayed.logits.view()(row, other.view()(row, number)));
+                };
+                auto const weight = [&](size number) {
+                    return static_cast<double>(replayed.weights.view()(row, number));
+                };
+                double const expected = std::exp(logit(s) - logit(0)) * weight(0);
+                CHECK(std::abs(weight(s) - expected) <= 8 * std::numeric_limits<T>::epsilon() * expected);
             }
-        }
+        using support::rejects;
+        auto wrong = other;
+        wrong.view()(4, 2) = wrong.view()(4, 0);
+        rejects({"weigh_experts: chosen expert: expected one of 0 to 4, each once in row 4, got"},
+                [&] { cpx::replay_experts<T>(gate, x, wrong.view()); });
+        wrong.view()(4, 2) = experts;
+        rejects({"weigh_experts: chosen expert: expected one of 0 to 4, each once in row 4, got 5"},
+                [&] { cpx::replay_experts<T>(gate, x, wrong.view()); });
+        rejects({"replay_experts: shape of chosen: expected (30, 3), got (29, 3)"},
+                [&] { cpx::replay_experts<T>(gate, x, other.view().sub(0, 29)); });
     }
 
     TEST_CASE("what does not fit a mixture of experts is an error that names it") {
@@ -362,6 +373,20 @@ TEST_SUITE("ops") {
             auto w = m.view();
             w.gate = w.gate.sub(0, 0);
             run(w, 1);
+        });
+        rejects({"expert_rows: chosen expert: expected 0 to 4, got 5"}, [&] {
+            auto choices = cpx::choose_experts<float>(m.view().gate, x, 2);
+            choices.chosen.view()(3, 1) = 5;
+            cpx::expert_rows(choices.chosen.view(), 5);
+        });
+        rejects({"expert_rows: places: expected 4, got 3"}, [&] {
+            auto const choices = cpx::choose_experts<float>(m.view().gate, x, 2);
+            cpx::expert_rows(choices.chosen.view(), 5, std::vector<size>{0, 1, 2});
+        });
+        rejects({"moe: shape of tokens that chose: expected (3, 6), got (4, 6)"}, [&] {
+            auto choices = cpx::choose_experts<float>(m.view().gate, x, 2);
+            cpx::expert_rows const at(choices.chosen.view().sub(0, 3), 5);
+            cpx::moe<float>(m.view(), x, std::move(choices), at, y.view());
         });
         using weights = cpx::moe_weights<float>;
         std::vector<std::pair<rows<float const> weights::*, std::string>> const members = {
@@ -398,13 +423,13 @@ TEST_SUITE("ops") {
         using kept = cpx::moe_saved<float>;
         std::vector<std::pair<std::function<void(kept&)>, std::string>> const damages = {
             {[](kept& s) {
-                 s.weights = {4, 3};
+                 s.of_router.weights = {4, 3};
              },
              "shape of saved weights: expected (4, 2), got (4, 3)"},
             {[](kept& s) {
-                 s.gate_up = {4, 6};
+                 s.gate_up = {8, 5};
              },
-             "shape of saved gate_up: expected (4, 12), got (4, 6)"},
+             "shape of saved gate_up: expected (8, 6), got (8, 5)"},
             {[](kept& s) { s.output = {}; }, "shape of saved output: expected (4, 12), got (0, 0)"},
             {[](kept& s) {
                  s.shared_gate_up = {4, 7};
@@ -419,11 +444,11 @@ TEST_SUITE("ops") {
              },
              "shape of saved shared_gate: expected (4, 1)"},
             {[](kept& s) {
-                 s.chosen = {4, 6};
+                 s.of_router.chosen = {4, 6};
              },
-             "choices: expected 1 to the experts, 5, got 6"},
-            {[](kept& s) { s.chosen.view()(3, 1) = 5; }, "chosen expert: expected 0 to 4, got 5"},
-            {[](kept& s) { s.chosen.view()(3, 1) = -1; }, "chosen expert: expected 0 to 4, got -1"},
+             "shape of saved choices: expected (4, 2), got (4, 6)"},
+            {[](kept& s) { s.of_router.chosen.view()(3, 1) = 5; }, "chosen expert: expected 0 to 4, got 5"},
+            {[](kept& s) { s.of_router.chosen.view()(3, 1) = -1; }, "chosen expert: expected 0 to 4, got -1"},
         };
         for (auto const& damage : damages) {
             auto other = saved;
@@ -435,68 +460,51 @@ TEST_SUITE("ops") {
 
     TEST_CASE("what does not fit experts' projections is an error that names it") {
         using support::rejects;
-        auto const chosen = random_choices(4, 2, 3, 1);
-        auto const weight = bits::uniform<float>(12, 5, 1), x = bits::uniform<float>(4, 5, 2);
-        auto const each = bits::uniform<float>(4, 10, 3), wide = bits::uniform<float>(4, 6, 4);
-        auto const dy = bits::uniform<float>(4, 8, 5);
-        scattered<float> y(4, 8), dx(4, 10), narrow(4, 7), dweight(12, 5);
-        auto const forward = [&](size experts, rows<float const> in, rows<float> out) {
-            cpx::expert_linear<float>(chosen.view(), experts, in, weight, out);
+        cpx::expert_rows const at(random_choices(4, 2, 3, 1).view(), 3);
+        auto const weight = bits::uniform<float>(12, 5, 1), x = bits::uniform<float>(8, 5, 2),
+                   wide = bits::uniform<float>(8, 6, 4), dy = bits::uniform<float>(8, 4, 5);
+        scattered<float> y(8, 4), dx(8, 5), narrow(8, 3), dweight(12, 5);
+        auto const forward = [&](rows<float const> in, rows<float> out) {
+            cpx::expert_linear<float>(at.begins(), in, weight, out);
         };
-        CHECK(support::message([&] { forward(3, x, y.view()); }) == "");
-        CHECK(support::message([&] { forward(3, each, y.view()); }) == "");
-        rejects({"expert_linear: experts: expected at least 1, got 0"}, [&] { forward(0, x, y.view()); });
-        rejects({"expert_linear: rows of weight: expected a multiple of the experts, 5, got 12"},
-                [&] { forward(5, x, y.view()); });
-        rejects({"expert_linear: shape of x: expected (4, 10), got (4, 6)"}, [&] { forward(3, wide, y.view()); });
-        rejects({"expert_linear: shape of x: expected (4, 5), got (3, 5)"},
-                [&] { forward(3, x.view().sub(0, 3), y.view()); });
-        rejects({"expert_linear: shape of y: expected (4, 8), got (4, 7)"}, [&] { forward(3, x, narrow.view()); });
-        rejects({"expert_linear: chosen expert: expected 0 to 1, got 2"},
-                [&] { cpx::expert_linear<float>(chosen.view(), 2, x, weight.view().sub(0, 8), y.view()); });
+        CHECK(support::message([&] { forward(x, y.view()); }) == "");
+        rejects({"expert_linear: shape of x: expected (8, 5), got (8, 6)"}, [&] { forward(wide, y.view()); });
+        rejects({"expert_linear: shape of y: expected (7, 4), got (8, 4)"},
+                [&] { forward(x.view().sub(0, 7), y.view()); });
+        rejects({"expert_linear: shape of weight: expected (9, 5), got (12, 5)"}, [&] { forward(x, narrow.view()); });
+        rejects({"expert_linear: rows: expected 8, got 7"}, [&] { forward(x.view().sub(0, 7), y.view().sub(0, 7)); });
+        for (auto const& begins : {std::vector<size>{1, 2, 3, 8}, {0, 5, 4, 8}})
+            rejects({"expert_linear: begins: expected ascending numbers from 0"},
+                    [&] { cpx::expert_linear<float>(begins, x, weight, y.view()); });
 
-        auto const input = [&](size experts, rows<float const> out, rows<float> in) {
-            cpx::expert_linear_backward_input<float>(chosen.view(), experts, out, weight, in);
+        auto const input = [&](rows<float const> out, rows<float> in) {
+            cpx::expert_linear_backward_input<float>(at.begins(), out, weight, in);
         };
         std::string const of_input = "expert_linear_backward_input: ";
-        CHECK(support::message([&] { input(3, dy, dx.view()); }) == "");
-        rejects({of_input + "rows of weight: expected a multiple of the experts, 7"}, [&] { input(7, dy, dx.view()); });
-        rejects({of_input + "shape of dy: expected (4, 8), got (4, 6)"}, [&] { input(3, wide, dx.view()); });
-        rejects({of_input + "shape of dx: expected (4, 10), got (4, 7)"}, [&] { input(3, dy, narrow.view()); });
-        rejects({of_input + "chosen expert: expected 0 to 1, got 2"}, [&] {
-            cpx::expert_linear_backward_input<float>(chosen.view(), 2, dy, weight.view().sub(0, 8), dx.view());
-        });
+        CHECK(support::message([&] { input(dy, dx.view()); }) == "");
+        rejects({of_input + "shape of weight: expected (18, 5), got (12, 5)"}, [&] { input(wide, dx.view()); });
+        rejects({of_input + "shape of dx: expected (8, 5), got (8, 3)"}, [&] { input(dy, narrow.view()); });
 
         std::string const of_weight = "expert_linear_backward_weight: ";
-        auto const add = [&](rows<size const> some, rows<float const> out, rows<float const> in, rows<float> to,
-                             size first) { cpx::expert_linear_backward_weight<float>(some, 3, out, in, to, first); };
+        auto const add = [&](rows<float const> out, rows<float const> in, rows<float> to) {
+            cpx::expert_linear_backward_weight<float>(at.begins(), out, in, to);
+        };
         std::fill_n(dweight.view().data(), 60, 0.f);
-        CHECK(support::message([&] { add(chosen.view(), dy, each, dweight.view(), 0); }) == "");
-        rejects({of_weight + "rows of dweight: expected a multiple of the experts, 3, got 11"},
-                [&] { add(chosen.view(), dy, x, dweight.view().sub(0, 11), 0); });
-        rejects({of_weight + "choices: expected at least 1, got 0"},
-                [&] { add(chosen.view().columns(0, 0), dy, x, dweight.view(), 0); });
-        rejects({of_weight + "shape of dy: expected (4, 6), got (4, 7)"},
-                [&] { add(chosen.view(), dy.view().columns(0, 7), x, dweight.view(), 0); });
-        rejects({of_weight + "outputs: expected at least 0 and at most 4, got 1 to 5"},
-                [&] { add(chosen.view(), dy, x, dweight.view(), 1); });
-        rejects({of_weight + "outputs: expected at least 0 and at most 4, got -1 to 2"},
-                [&] { add(chosen.view(), wide, x, dweight.view(), -1); });
-        rejects({of_weight + "shape of x: expected (4, 10), got (4, 6)"},
-                [&] { add(chosen.view(), dy, wide, dweight.view(), 0); });
-        rejects({of_weight + "chosen expert: expected 0 to 2, got 3"}, [&] {
-            auto wrong = chosen;
-            wrong.view()(2, 0) = 3;
-            add(wrong.view(), dy, x, dweight.view(), 0);
-        });
+        CHECK(support::message([&] { add(dy, x, dweight.view()); }) == "");
+        rejects({of_weight + "shape of dweight: expected (12, 5), got (11, 5)"},
+                [&] { add(dy, x, dweight.view().sub(0, 11)); });
+        rejects({of_weight + "shape of x: expected (8, 5), got (8, 6)"}, [&] { add(dy, wide, dweight.view()); });
+        rejects({of_weight + "shape of x: expected (7, 5), got (8, 5)"},
+                [&] { add(dy.view().sub(0, 7), x, dweight.view()); });
 
+        auto const logits = bits::uniform<float>(4, 5, 7);
         scattered<size> some(4, 2);
         scattered<float> weights(4, 2);
         rejects({"choose_experts: shape of chosen: expected (4, 2), got (3, 2)"},
-                [&] { cpx::choose_experts<float>(x, some.view().sub(0, 3), weights.view()); });
+                [&] { cpx::choose_experts<float>(logits, some.view().sub(0, 3), weights.view()); });
         rejects({"choose_experts: shape of weights: expected (4, 2), got (4, 1)"},
-                [&] { cpx::choose_experts<float>(x, some.view(), weights.view().columns(0, 1)); });
+                [&] { cpx::choose_experts<float>(logits, some.view(), weights.view().columns(0, 1)); });
         rejects({"choose_experts: choices: expected 1 to the experts, 1, got 2"},
-                [&] { cpx::choose_experts<float>(x.view().columns(0, 1), some.view(), weights.view()); });
+                [&] { cpx::choose_experts<float>(logits.view().columns(0, 1), some.view(), weights.view()); });
     }
 }

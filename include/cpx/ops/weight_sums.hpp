@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/layout/head_sharded.hpp>
+#include <cpx/ops/expert_exchange.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/sections.hpp>
 #include <cpx/transport/exchange.hpp>
@@ -99,6 +100,25 @@ public:
         for (index_t row = 0; row < own.data.count(); ++row)
             for (index_t column = own.share.first; column < own.share.last; ++column)
                 sums[static_cast<std::size_t>(column)] += own.data(row, column - own.share.first);
+    }
+
+    /// Adds the gradient of an `expert_linear` whose rows are those of `at`, `expert_rows` or an `expert_exchange`, to
+    /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out).
+    template <class T, class Experts, transport Comm>
+    void experts(Experts const& at, rows<T const> x, rows<T const> dy, rows<T> dweight, Comm& comm,
+                 caller here = caller::here()) const {
+        auto const add = [&](auto const& of, rows<T const> of_x, rows<T const> of_y) {
+            index_t const out = of_y.width();
+            expert_linear_backward_weight<T>(of.begins(), of_y, of_x,
+                                             dweight.sub(of.own().first * out, of.own().size() * out), here);
+        };
+        detail::require_shape("weight_sums::experts", "dweight", dweight, at.experts() * dy.width(), x.width(), here);
+        if (moves()) {
+            auto const all = expert_exchange<Comm>::of_rows(at, comm, here);
+            auto const all_x = all.template to_experts<T>(x, x.width(), here);
+            add(all, all_x.view(), all.template to_experts<T>(dy, dy.width(), here).view());
+        } else if (speaks())
+            add(at, x, dy);
     }
 
     template <class X>

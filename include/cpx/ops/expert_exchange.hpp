@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of tokens to the ranks that own the experts which they chose, and back.
+#pragma once
+
+#include <cpx/layout/piecewise.hpp>
+#include <cpx/ops/local/expert_rows.hpp>
+#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/gather.hpp>
+
+#include <numeric>
+
+namespace cpx {
+
+/// What gives rows of experts to ranks: each to the rank whose token has chosen; each to the rank that owns the expert.
+struct by_token {};
+struct by_expert {};
+
+/// The rows of tokens, one for each expert that a token chose, between the ranks that have the tokens and those that
+/// own the experts: expert parallelism.
+///
+/// The rows are a batch whose sequences are the experts; to move them is a relayout between two shardings of it, and
+/// to move gradients the transposed one. On its owner an expert has its rows in the order of their places in the batch,
+/// so that what it adds up of them has the bits of one rank. Takes the place of `expert_rows` in `moe`.
+/// Rank r of W owns the experts from r * experts / W on. Members that move rows are collective.
+template <transport Comm>
+class expert_exchange {
+public:
+    /// chosen: (tokens, choices) of this rank, experts from 0, any numbers of tokens, none included. places: where the
+    /// rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`. comm: the ranks that share
+    /// the experts.
+    ///
+    /// Collective: counts of all experts go to every rank, then a place a row to its owner.
+    /// Throws `cpx::error` if the experts are no multiple of the ranks, or not equally many on all, if there are not
+    /// as many places as tokens or a choice is no expert.
+    expert_exchange(rows<index_t const> chosen, index_t experts, std::span<index_t const> places, Comm& comm,
+                    caller here = caller::here())
+        : expert_exchange(checked(chosen, experts, places, comm, here), comm, here) {}
+
+    /// Brings together what `at` has in several groups of ranks: all rows of an expert to one of the ranks of `comm`,
+    /// of which there may be more than experts. For sums in the order of the batch.
+    template <class Experts>
+    static expert_exchange of_rows(Experts const& at, Comm& comm, caller here = caller::here()) {
+        std::vector<index_t> ids;
+        for (std::size_t e = 0; e + 1 < at.begins().size(); ++e)
+            ids.resize(static_cast<std::size_t>(at.begins()[e + 1]), at.own().first + static_cast<index_t>(e));
+        rows<index_t const> const chosen(ids.data(), std::ssize(ids), 1);
+        return {expert_rows(chosen, at.experts(), at.places(), here), comm, here};
+    }
+
+    index_t experts() const { return sent_.experts(); }
+    range own() const { return own_of(comm_->rank()); }
+    std::span<index_t const> begins() const { return begins_; }
+    index_t count() const { return plan_.target_rows; }
+    index_t tokens() const { return sent_.tokens(); }
+    index_t choices() const { return sent_.choices(); }
+    std::span<index_t const> places() const { return places_; }
+    /// Returns the exchange from the ranks of the tokens to those of the experts.
+    relayout_plan<piecewise<by_token>, piecewise<by_expert>> const& plan() const { return plan_; }
+
+    /// As `expert_rows::to_experts`, to the owners.
+    template <class T>
+    row_buffer<T> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
+        auto const sent = sent_.to_experts<T>(x, width, here);
+        row_buffer<T> arrived(count(), width, here);
+        exchange(plan_, sent.view(), arrived.view(), *comm_, here);
+        if (order_.empty()) return arrived;
+        row_buffer<T> sorted(count(), width, here);
+        for (index_t i = 0; i < count(); ++i) std::copy_n(arrived.view().row(from(i)), width, sorted.view().row(i));
+        return sorted;
+    }
+    /// As `expert_rows::to_tokens`, from the owners.
+    template <class T>
+    void to_tokens(rows<T const> x, rows<T> y, caller here = caller::here()) const {
+        detail::require_shape("expert_exchange", "x", x, count(), x.width(), here);
+        row_buffer<T> as_arrived(order_.empty() ? 0 : count(), x.width(), here), back(sent_.count(), x.width(), here);
+        for (index_t i = 0; i < as_arrived.count(); ++i)
+            std::copy_n(x.row(i), x.width(), as_arrived.view().row(from(i)));
+        exchange(back_, order_.empty() ? x : rows<T const>(as_arrived.view()), back.view(), *comm_, here);
+        sent_.to_tokens<T>(back.view(), y, here);
+    }
+
+private:
+    static expert_rows checked(rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
+                               Comm const& comm, caller here) {
+        char const* const where = "expert_exchange";
+        require(
+            experts > 0 && experts % comm.ranks() == 0, where, "experts",
+            [&] { return "a multiple of the ranks that share them, " + std::to_string(comm.ranks()); }, experts, here);
+        require(std::ssize(places) == chosen.count(), where, "places", chosen.count(), places.size(), here);
+        return expert_rows(chosen, experts, places, here);
+    }
+
+    expert_exchange(expert_rows sent, Comm& comm, caller here)
+        : sent_(std::move(sent)), comm_(&comm), plan_(make_plan(here)), back_(plan_.transposed()) {
+        auto const& batch = plan_.to.batch();
+        for (index_t e = own().first; e <= own().last; ++e)
+            begins_.push_back(batch.offsets()[static_cast<std::size_t>(e)] -
+                              batch.offsets()[static_cast<std::size_t>(own().first)]);
+        places_ = detail::zeros<index_t>("expert_exchange", {count()}, here);
+        auto sent_places = std::vector(sent_.places().begin(), sent_.places().end());
+        exchange(plan_, rows<index_t>(sent_places.data(), sent_.count(), 1), rows<index_t>(places_.data(), count(), 1),
+                 comm, here);
+        sort();
+    }
+
+    /// Sorts the rows of every expert by their places.
+    void sort() {
+        std::vector<index_t> order(places_.size());
+        std::iota(order.begin(), order.end(), index_t{0});
+        for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
+            std::ranges::sort(order.begin() + begins_[e], order.begin() + begins_[e + 1], {},
+                              [&](index_t row) { return places_[static_cast<std::size_t>(row)]; });
+        if (std::ranges::is_sorted(order)) return;
+        order_ = std::move(order);
+        auto const arrived = places_;
+        for (index_t i = 0; i < count(); ++i)
+            places_[static_cast<std::size_t>(i)] = arrived[static_cast<std::size_t>(from(i))];
+    }
+
+    /// Lets all ranks know how many rows of every expert each of them has.
+    relayout_plan<piecewise<by_token>, piecewise<by_expert>> make_plan(caller here) const {
+        int const ranks = comm_->ranks();
+        std::vector<index_t> own;
+        for (index_t e = 0; e < experts(); ++e)
+            own.push_back(sent_.begins()[static_cast<std::size_t>(e) + 1] -
+                          sent_.begins()[static_cast<std::size_t>(e)]);
+        auto all = detail::zeros<index_t>("expert_exchange", {experts(), ranks}, here);
+        identity id = detail::named("expert_exchange", sizeof(index_t));
+        identity::set(id.source, std::to_string(experts()) + " experts");
+        detail::gather(*comm_, id, own.data(), all.data(), own.size() * sizeof(index_t), here);
+        std::vector<index_t> offsets{0};
+        std::vector<owned_piece> of_tokens, of_experts;
+        for (index_t e = 0, owner = 0; e < experts(); ++e) {
+            while (e >= own_of(static_cast<int>(owner)).last) ++owner;
+            index_t const begin = offsets.back();
+            for (int rank = 0; rank < ranks; ++rank) {
+                index_t const first = of_tokens.empty() ? 0 : of_tokens.back().rows.last;
+                index_t const rows = all[static_cast<std::size_t>(rank * experts() + e)];
+                of_tokens.push_back({{first, first + rows}, rank});
+            }
+            offsets.push_back(of_tokens.back().rows.last);
+            of_experts.push_back({{begin, offsets.back()}, static_cast<int>(owner)});
+        }
+        thd const batch(std::move(offsets), {}, here);
+        return relayout(piecewise<by_token>(ranks, batch, of_tokens, here),
+                        piecewise<by_expert>(ranks, batch, of_experts, here), comm_->rank(), here);
+    }
+
+    range own_of(int rank) const {
+        index_t const ranks = comm_->ranks();
+        return {rank * experts() / ranks, (rank + 1) * experts() / ranks};
+    }
+    index_t from(index_t row) const { return order_[static_cast<std::size_t>(row)]; }
+
+    expert_rows sent_;
+    Comm* comm_;
+    relayout_plan<piecewise<by_token>, piecewise<by_expert>> plan_;
+    cpx::plan back_;
+    std::vector<index_t> begins_, places_, order_; ///< order: the arrived row of every row, unless it is the same
+};
+
+} // namespace cpx

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows by the experts that they chose, and the projections of experts.
+#pragma once
+
+#include <cpx/ops/local/linear.hpp>
+#include <cpx/ops/local/shape.hpp>
+
+#include <algorithm>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace cpx {
+
+/// Owns a dense (count, width) matrix that begins with zeros.
+template <class T>
+class row_buffer {
+public:
+    row_buffer() = default;
+    row_buffer(index_t count, index_t width, caller here = caller::here())
+        : count_(count), width_(width), values_(detail::zeros<T>("row_buffer", {count, width}, here)) {}
+
+    rows<T> view() { return {values_.data(), count_, width_}; }
+    rows<T const> view() const { return {values_.data(), count_, width_}; }
+    index_t count() const { return count_; }
+    index_t width() const { return width_; }
+
+private:
+    index_t count_ = 0, width_ = 0;
+    std::vector<T> values_;
+};
+
+namespace detail {
+
+inline void require_expert(char const* where, index_t expert, index_t experts, caller here) {
+    if (expert < 0 || expert >= experts)
+        require(false, where, "chosen expert", "0 to " + std::to_string(experts - 1), expert, here);
+}
+
+} // namespace detail
+
+/// The rows of tokens, one for each expert that a token chose: experts ascending, and of one expert the tokens.
+///
+/// Where all tokens and all experts are one rank's; `expert_exchange` is the same over ranks.
+class expert_rows {
+public:
+    expert_rows() = default;
+
+    /// chosen: (tokens, choices), experts from 0. places: where the tokens stand in the batch; none: in this order.
+    ///
+    /// Throws `cpx::error` if a choice is no expert. Cost: O(choices + experts).
+    expert_rows(rows<index_t const> chosen, index_t experts, std::span<index_t const> places = {},
+                caller here = caller::here())
+        : tokens_(chosen.count()), width_(chosen.width()) {
+        char const* const where = "expert_rows";
+        require(experts > 0, where, "experts", "at least 1", experts, here);
+        require(places.empty() || std::ssize(places) == tokens_, where, "places", tokens_, places.size(), here);
+        begins_ = detail::zeros<index_t>(where, {experts + 1}, here);
+        auto const begin = [&](index_t expert) -> index_t& { return begins_[static_cast<std::size_t>(expert)]; };
+        for (index_t token = 0; token < tokens_; ++token)
+            for (index_t s = 0; s < width_; ++s) {
+                index_t const expert = chosen(token, s);
+                detail::require_expert(where, expert, experts, here);
+                ++begin(expert + 1);
+            }
+        for (index_t expert = 0; expert < experts; ++expert) begin(expert + 1) += begin(expert);
+        choices_.resize(static_cast<std::size_t>(begins_.back()));
+        auto next = begins_;
+        for (index_t token = 0; token < tokens_; ++token)
+            for (index_t s = 0; s < width_; ++s) {
+                auto& row = next[static_cast<std::size_t>(chosen(token, s))];
+                choices_[static_cast<std::size_t>(row++)] = {token, s};
+            }
+        places_.reserve(choices_.size());
+        for (choice const& c : choices_)
+            places_.push_back(places.empty() ? c.token : places[static_cast<std::size_t>(c.token)]);
+    }
+
+    index_t experts() const { return std::ssize(begins_) - 1; }
+    /// Returns the experts whose rows these are.
+    range own() const { return {0, experts()}; }
+    /// Returns where the rows of each own expert begin, and behind the last one's.
+    std::span<index_t const> begins() const { return begins_; }
+    index_t count() const { return std::ssize(choices_); }
+    index_t tokens() const { return tokens_; }
+    index_t choices() const { return width_; }
+    /// Returns the place in the batch of every row's token.
+    std::span<index_t const> places() const { return places_; }
+
+    /// Copies `width` columns to the rows of each choice. x: (tokens, width), the same for all choices of a token, or
+    /// (tokens, choices * width), choice after choice.
+    template <class T>
+    row_buffer<T> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
+        bool const shared = x.width() == width;
+        detail::require_shape("expert_rows", "x", x, tokens_, shared ? width : width_ * width, here);
+        row_buffer<T> to(count(), width, here);
+        for (index_t i = 0; i < count(); ++i) {
+            auto const [token, s] = choices_[static_cast<std::size_t>(i)];
+            std::copy_n(x.row(token) + (shared ? 0 : s * width), width, to.view().row(i));
+        }
+        return to;
+    }
+    /// Copies the rows of each choice to its columns. x: (count(), width), y: (tokens, choices * width).
+    template <class T>
+    void to_tokens(rows<T const> x, rows<T> y, caller here = caller::here()) const {
+        detail::require_shape("expert_rows", "x", x, count(), x.width(), here);
+        detail::require_shape("expert_rows", "y", y, tokens_, width_ * x.width(), here);
+        detail::require_apart("expert_rows", {{"y", y}}, {{"x", x}}, here);
+        for (index_t i = 0; i < count(); ++i) {
+            auto const [token, s] = choices_[static_cast<std::size_t>(i)];
+            std::copy_n(x.row(i), x.width(), y.row(token) + s * x.width());
+        }
+    }
+
+private:
+    struct choice {
+        index_t token, number;
+    };
+    index_t tokens_ = 0, width_ = 0;
+    std::vector<choice> choices_; ///< of every row
+    std::vector<index_t> begins_{0}, places_;
+};
+
+namespace detail {
+
+/// Calls `f(expert, first row, rows)` for every expert that has rows. Throws `cpx::error` unless they are `count` rows.
+template <class F>
+void for_each_expert(char const* where, std::span<index_t const> begins, index_t count, caller here, F f) {
+    bool const ascend = !begins.empty() && begins.front() == 0 && std::ranges::is_sorted(begins);
+    require(ascend, where, "begins", "ascending numbers from 0", "others", here);
+    require(begins.back() == count, where, "rows", begins.back(), count, here);
+    for (std::size_t e = 0; e + 1 < begins.size(); ++e)
+        if (begins[e] < begins[e + 1]) f(static_cast<index_t>(e), begins[e], begins[e + 1] - begins[e]);
+}
+
+} // namespace detail
+
+/// Computes `y = W_e x` for the rows of every expert e.
+///
+/// begins: where the rows of each expert begin, and behind the last one's; x: (rows, in); weight: (experts * out, in),
+/// expert after expert; y: (rows, out), not overlapping x. A row of y is a function of its row of x and its expert's
+/// weight alone, bit for bit. Cost: rows * out * in multiplications; weights of experts without rows are not read.
+///
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
+template <class T>
+void expert_linear(std::span<index_t const> begins, rows<T const> x, rows<T const> weight, rows<T> y,
+                   caller here = caller::here()) {
+    char const* const where = "expert_linear";
+    index_t const out = y.width();
+    detail::require_shape(where, "x", x, x.count(), weight.width(), here);
+    detail::require_shape(where, "y", y, x.count(), out, here);
+    detail::require_shape(where, "weight", weight, (std::ssize(begins) - 1) * out, weight.width(), here);
+    detail::require_apart(where, {{"y", y}}, {{"x", x}, {"weight", weight}}, here);
+    detail::for_each_expert(where, begins, x.count(), here, [&](index_t expert, index_t row, index_t count) {
+        linear<T>(x.sub(row, count), weight.sub(expert * out, out), y.sub(row, count));
+    });
+}
+
+/// Computes `dx = dy W_e` for the rows of every expert, the gradient of the input of `expert_linear`.
+///
+/// begins, weight: as there; dy: (rows, out), dx: (rows, in), not overlapping dy. A row of dx is a function of its row
+/// of dy and its expert's weight alone, bit for bit.
+///
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
+template <class T>
+void expert_linear_backward_input(std::span<index_t const> begins, rows<T const> dy, rows<T const> weight, rows<T> dx,
+                                  caller here = caller::here()) {
+    char const* const where = "expert_linear_backward_input";
+    index_t const out = dy.width();
+    detail::require_shape(where, "dy", dy, dy.count(), out, here);
+    detail::require_shape(where, "dx", dx, dy.count(), weight.width(), here);
+    detail::require_shape(where, "weight", weight, (std::ssize(begins) - 1) * out, weight.width(), here);
+    detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}, {"weight", weight}}, here);
+    detail::for_each_expert(where, begins, dy.count(), here, [&](index_t expert, index_t row, index_t count) {
+        linear_backward_input<T>(dy.sub(row, count), weight.sub(expert * out, out), dx.sub(row, count));
+    });
+}
+
+/// Computes `dW_e += dy^T x` over the rows of every expert, the gradient of the weight of `expert_linear`.
+///
+/// begins: as there; dy: (rows, out), x: (rows, in), dweight: (experts * out, in). The rows of an expert are added one
+/// after the other, so they may be split between calls, in order, without changing a bit.
+///
+/// Throws `cpx::error` if shapes do not fit or memory overlaps.
+template <class T>
+void expert_linear_backward_weight(std::span<index_t const> begins, rows<T const> dy, rows<T const> x, rows<T> dweight,
+                                   caller here = caller::here()) {
+    char const* const where = "expert_linear_backward_weight";
+    index_t const out = dy.width();
+    detail::require_shape(where, "dy", dy, dy.count(), out, here);
+    detail::require_shape(where, "x", x, dy.count(), dweight.width(), here);
+    detail::require_shape(where, "dweight", dweight, (std::ssize(begins) - 1) * out, dweight.width(), here);
+    detail::require_apart(where, {{"dweight", dweight}}, {{"dy", dy}, {"x", x}}, here);
+    detail::for_each_expert(where, begins, dy.count(), here, [&](index_t expert, index_t row, index_t count) {
+        linear_backward_weight<T>(dy.sub(row, count), x.sub(row, count), dweight.sub(expert * out, out));
+    });
+}
+
+} // namespace cpx
