@@ -64,7 +64,7 @@ void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
             index_t const count = std::min(tile, terms.count() - begin),
                           width = std::min(block, target.width() - column);
             padded<T> const panel(terms.sub(begin, count).columns(column, width)); // stays in the cache
-            for (index_t row = 0; row < target.count(); row += at_once) {
+            for (index_t row = 0; row < target.count(); row += index_t{at_once}) {
                 index_t const valid = std::min<index_t>(at_once, target.count() - row);
                 for (index_t i = 0; i < valid; ++i) std::copy_n(target.row(row + i) + column, width, sums.row(i));
                 lanes<T> held[at_once][lanes_in_flight];
@@ -101,20 +101,21 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = call
     detail::require_shape("linear", "weight", weight, weight.count(), x.width(), here);
     detail::require_shape("linear", "y", y, x.count(), weight.count(), here);
     detail::require_apart("linear", {{"y", y}}, {{"x", x}, {"weight", weight}}, here);
+    constexpr index_t at_once = detail::linear_rows, outputs = detail::linear_outputs;
     // The rows of x pass over a tile of the weight that stays in the cache.
     index_t const tile = std::max<index_t>(32, (index_t{1} << 15) / std::max<index_t>(x.width(), 1));
     for (index_t begin = 0; begin < weight.count(); begin += tile) {
         index_t const end = std::min(begin + tile, weight.count());
-        for (index_t row = 0; row < x.count(); row += detail::linear_rows) {
+        for (index_t row = 0; row < x.count(); row += at_once) {
             std::array<T const*, detail::linear_rows> from;
-            for (index_t i = 0; i < std::ssize(from); ++i) from[i] = x.row(std::min(row + i, x.count() - 1));
-            for (index_t out = begin; out < end; out += detail::linear_outputs) {
+            for (index_t i = 0; T const*& one : from) one = x.row(std::min(row + i++, x.count() - 1));
+            for (index_t out = begin; out < end; out += outputs) {
                 std::array<T const*, detail::linear_outputs> w;
-                for (index_t j = 0; j < std::ssize(w); ++j) w[j] = weight.row(std::min(out + j, end - 1));
+                for (index_t j = 0; T const*& one : w) one = weight.row(std::min(out + j++, end - 1));
                 auto const result = detail::products(from, w, x.width());
-                for (index_t i = 0; i < std::min<index_t>(std::ssize(from), x.count() - row); ++i)
-                    for (index_t j = 0; j < std::min<index_t>(std::ssize(w), end - out); ++j)
-                        y(row + i, out + j) = result[i * std::ssize(w) + j];
+                for (index_t i = 0; i < std::min(at_once, x.count() - row); ++i)
+                    for (index_t j = 0; j < std::min(outputs, end - out); ++j)
+                        y(row + i, out + j) = result[static_cast<std::size_t>(i * outputs + j)];
             }
         }
     }
