@@ -4,6 +4,6 @@
 
 namespace qwen {
 
-template outcome run(checkpoint<double> const&, input const&, strategy const&, int, cpx::index_t, bool);
+template outcome run(checkpoint<double> const&, input const&, strategy const&, int, cpx::index_t, bool, int);
 
 } // namespace qwen

@@ -18,8 +18,14 @@ public:
     using rows = cpx::rows<T>;
     using const_rows = cpx::rows<T const>;
 
-    host_rank(checkpoint<T> const& of, cpx::threads& ranks, cpx::index_t of_delta_rule)
-        : model(of), comm(ranks), chunk(of_delta_rule) {}
+    /// The group of neighbouring ranks that shares the experts.
+    using neighbours = cpx::subgroup<cpx::counted<cpx::threads>>;
+    using experts_type = cpx::expert_exchange<neighbours>;
+
+    host_rank(checkpoint<T> const& of, cpx::threads& ranks, cpx::index_t of_delta_rule, int experts_over)
+        : model(of), comm(ranks), chunk(of_delta_rule), neighbours_(neighbours::of_neighbours(comm, experts_over)) {}
+    host_rank(host_rank const&) = delete; // which `neighbours_` would not follow
+    host_rank& operator=(host_rank const&) = delete;
 
     checkpoint<T> const& model;
     cpx::counted<cpx::threads> comm;
@@ -59,16 +65,22 @@ public:
         cpx::linear_backward_weight<T>(dy, x, dweight);
     }
 
-    using chosen = cpx::rows<cpx::index_t const>;
-    void expert_linear(chosen of, const_rows x, const_rows weight, rows y) const {
-        cpx::expert_linear<T>(of, model.config.num_experts, x, weight, y);
+    /// Returns where the rows go of which `chosen` tells the experts.
+    template <class Chosen>
+    experts_type experts(Chosen const& chosen) {
+        auto const places = global_rows(chosen.sharding(), rank());
+        return {chosen.data(), model.config.num_experts, places, neighbours_};
     }
-    void expert_linear_backward_input(chosen of, const_rows dy, const_rows weight, rows dx) const {
-        cpx::expert_linear_backward_input<T>(of, model.config.num_experts, dy, weight, dx);
+    void expert_linear(experts_type const& at, const_rows x, const_rows weight, rows y) const {
+        cpx::expert_linear<T>(at.begins(), x, weight, y);
     }
-    /// `first`: of an expert's outputs, those whose gradients dy has.
-    void expert_linear_backward_weight(chosen of, const_rows dy, const_rows x, rows dweight, cpx::index_t first) const {
-        cpx::expert_linear_backward_weight<T>(of, model.config.num_experts, dy, x, dweight, first);
+    void expert_linear_backward_input(experts_type const& at, const_rows dy, const_rows weight, rows dx) const {
+        cpx::expert_linear_backward_input<T>(at.begins(), dy, weight, dx);
+    }
+    /// dweight: of all experts.
+    void expert_linear_backward_weight(auto const& sums, auto const&, experts_type const& at, const_rows x,
+                                       const_rows dy, rows dweight) {
+        sums.experts(at, x, dy, dweight, comm);
     }
 
     /// Norms of heads as wide as the weight; with z the gated one.
@@ -127,12 +139,14 @@ private:
     }
     T eps() const { return static_cast<T>(model.config.rms_norm_eps); }
     T centre() const { return static_cast<T>(model.config.zero_centred_norms); }
+
+    neighbours neighbours_;
 };
 
 template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
-            bool backward) {
-    auto const make = [&](cpx::threads& threads) { return host_rank<T>(model, threads, chunk); };
+            bool backward, int experts_over) {
+    auto const make = [&](cpx::threads& threads) { return host_rank<T>(model, threads, chunk, experts_over); };
     return run_ranks<host_rank<T>>(model.config, in, how, ranks, chunk, backward, true, by_layout, make);
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 struct options {
     std::string model, reference, ranks = "4", device = "cpu", dtype, attention, linear, carry, cut, chunk = "64",
-                                  features = "by_item", products = "cublas";
+                                  features = "by_item", products = "cublas", experts_over = "1";
     bool json = false, backward = false, all = false;
 
     bool on_gpus() const { return device == "cuda"; }
@@ -39,6 +39,8 @@ void complete(CLI::App const& app, options& o) {
                  cpx::quote(o.products));
     examples::require_effect(app, "--products", o.on_gpus(), "--device cuda", "cpu");
     if (!o.on_gpus()) return;
+    cpx::require(o.experts_over == "1", "--experts-over", "number of ranks with --device cuda", "1",
+                 cpx::quote(o.experts_over));
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
     cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
 }
@@ -203,6 +205,18 @@ void require_gpus(int ranks) {
                  ranks);
 }
 
+/// Returns how many neighbouring ranks share the experts.
+int divide_experts(cpx::qwen_config const& config, int ranks, options const& o) {
+    char const* const where = "--experts-over";
+    int const over = examples::parse_ranks(o.experts_over, examples::most_threads, where);
+    if (over == 1) return over;
+    cpx::require(config.moe(), where, "model", "one with experts", "one without");
+    cpx::require(ranks % over == 0, where, "number of ranks", "a divisor of --ranks, " + std::to_string(ranks), over);
+    cpx::require(config.num_experts % over == 0, where, "number of ranks",
+                 "a divisor of the experts, " + std::to_string(config.num_experts), over);
+    return over;
+}
+
 template <class T>
 std::vector<report> run(options const& o) {
     int const ranks = parse_ranks(o);
@@ -213,13 +227,14 @@ std::vector<report> run(options const& o) {
     auto const in = read_input(file, model.config, o);
     if (!model.config.linear()) strategies = without_linear(strategies);
     if (o.on_gpus()) require_gpus(ranks);
+    int const experts_over = divide_experts(model.config, ranks, o);
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
     auto const products = o.products == "fixed" ? qwen::products::fixed : qwen::products::cublas;
     auto const pass = [&](qwen::strategy const& how, int over) {
         if constexpr (std::same_as<T, float>)
             if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, over, o.backward, products);
-        return qwen::run(model, in, how, over, chunk, o.backward);
+        return qwen::run(model, in, how, over, chunk, o.backward, over == 1 ? 1 : experts_over);
     };
     std::vector<report> reports;
     std::map<qwen::attention_by, qwen::outcome> on_one_rank; // the same however linear attention is sharded
@@ -360,6 +375,9 @@ int main(int argc, char** argv) {
     app.add_option("--chunk", o.chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
     app.add_option("--features", o.features,
                    "who has the features of images and videos: by_item, of each image or frame one rank, or replicated")
+        ->capture_default_str();
+    app.add_option("--experts-over", o.experts_over,
+                   "how many neighbouring ranks share the experts of a mixture; a divisor of --ranks")
         ->capture_default_str();
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--all", o.all, "a table of all strategies, not of one a way to run linear attention");

@@ -38,32 +38,38 @@ private:
 };
 
 /// y = sum_s w_s down_e(silu(gate_e x) up_e x) + sigmoid(shared_expert_gate x) shared(x), over the experts e chosen, by
-/// descending w_s: their probabilities over their sum.
+/// descending w_s: their probabilities over their sum. Experts see rows of their own, on the ranks that own them.
 template <class Site>
 class expert_mlp {
+    using R = typename Site::rank_type;
     using T = typename Site::element;
     using tensor = typename Site::tensor;
     using summed = typename Site::summed;
     using numbers = cpx::tensor<index_t, decltype(Site::sharding), typename Site::memory>;
+    using buffer = cpx::row_buffer<T, typename Site::memory>;
 
 public:
     expert_mlp(Site& at, std::string const& mlp, cpx::qwen_config const& c)
         : at_(at), mlp_(mlp), inner_(c.moe_intermediate_size), choices_(c.num_experts_per_tok),
           shared_(at, mlp + "shared_expert.", c.shared_expert_intermediate_size),
           chosen_(at.sharding, at.rank.rank(), choices_, at.rank.memory()), weights_(at.make(choices_)),
-          logits_(at.make(c.num_experts)), gate_up_(at.make(choices_ * 2 * inner_)),
-          activation_(at.make(choices_ * inner_)), output_(at.make(choices_ * c.hidden_size)),
+          logits_(at.make(c.num_experts)), output_(at.make(choices_ * c.hidden_size)),
           shared_output_(at.make(c.hidden_size)), shared_gate_(at.make(1)) {}
 
     void operator()(tensor const& x, tensor& y) {
         at_.linear(mlp_ + "gate.weight", x, logits_);
         at_.each(rowwise::choose_experts<T>{logits_.data(), chosen_.data(), weights_.data()}, 1);
-        at_.rank.expert_linear(chosen(), x.data(), weight("experts.gate_up_proj"), gate_up_.data());
-        auto const gate_up = of_choice(gate_up_, 2 * inner_); // each choice has its gate, then its up
-        at_.rank.each(gate_up.count(), inner_,
-                      rowwise::silu_mul<T>{gate_up.columns(0, inner_), gate_up.columns(inner_, inner_),
-                                           of_choice(activation_, inner_)});
-        at_.rank.expert_linear(chosen(), activation_.data(), weight("experts.down_proj"), output_.data());
+        experts_.emplace(at_.rank.experts(chosen_));
+        input_ = experts_->template to_experts<T>(x.data(), x.width());
+        gate_up_ = of_experts(2 * inner_), activation_ = of_experts(inner_);
+        auto output = of_experts(y.width());
+        at_.rank.expert_linear(*experts_, input_.view(), weight("experts.gate_up_proj"), gate_up_.view());
+        auto const gate_up = gate_up_.view();
+        at_.rank.each(
+            gate_up.count(), inner_,
+            rowwise::silu_mul<T>{gate_up.columns(0, inner_), gate_up.columns(inner_, inner_), activation_.view()});
+        at_.rank.expert_linear(*experts_, activation_.view(), weight("experts.down_proj"), output.view());
+        experts_->template to_tokens<T>(output.view(), output_.data());
         shared_(x, shared_output_);
         at_.linear(mlp_ + "shared_expert_gate.weight", x, shared_gate_);
         auto opened = at_.make(y.width());
@@ -71,56 +77,56 @@ public:
         at_.each(rowwise::combine_experts<T>{weights_.data(), output_.data(), opened.data(), y.data()}, y);
     }
     void backward(summed const& x, tensor const& dy, tensor& dx) {
-        auto dlogits = at_.make(logits_.width()), doutput = at_.make(output_.width()), dshared = at_.make(dy.width()),
+        auto dlogits = at_.make(logits_.width()), terms = at_.make(output_.width()), dshared = at_.make(dy.width()),
              dshared_gate = at_.make(1);
-        at_.each(rowwise::choose_backward<T>{chosen(), weights_.data(), output_.data(), dy.data(), dlogits.data()}, 1);
-        at_.each(rowwise::combine_backward<T>{weights_.data(), dy.data(), doutput.data()}, doutput);
+        at_.each(
+            rowwise::choose_backward<T>{chosen_.data(), weights_.data(), output_.data(), dy.data(), dlogits.data()}, 1);
+        at_.each(rowwise::combine_backward<T>{weights_.data(), dy.data(), terms.data()}, terms);
         at_.each(rowwise::open<T>{dy.data(), shared_gate_.data(), dshared.data()}, dshared);
         at_.each(rowwise::sum_heads<T>{shared_output_.data(), dy.data(), dy.width(), dshared_gate.data()}, 1);
         at_.each(rowwise::sigmoid_backward<T>{shared_gate_.data(), dshared_gate.data()}, 1);
 
-        auto dactivation = at_.make(activation_.width()), dgate_up = at_.make(gate_up_.width()),
-             terms = at_.make(output_.width());
-        at_.rank.expert_linear_backward_input(chosen(), doutput.data(), weight("experts.down_proj"),
-                                              dactivation.data());
-        auto const gate_up = of_choice(gate_up_, 2 * inner_), of_gate_up = of_choice(dgate_up, 2 * inner_);
+        auto const doutput = experts_->template to_experts<T>(std::as_const(terms).data(), dy.width());
+        auto dactivation = of_experts(inner_), dgate_up = of_experts(2 * inner_), dinput = of_experts(dy.width());
+        at_.rank.expert_linear_backward_input(*experts_, doutput.view(), weight("experts.down_proj"),
+                                              dactivation.view());
+        auto const gate_up = gate_up_.view(), of_gate_up = dgate_up.view();
         at_.rank.each(gate_up.count(), inner_,
                       rowwise::silu_mul_backward<T>{gate_up.columns(0, inner_), gate_up.columns(inner_, inner_),
-                                                    of_choice(dactivation, inner_), of_gate_up.columns(0, inner_),
+                                                    dactivation.view(), of_gate_up.columns(0, inner_),
                                                     of_gate_up.columns(inner_, inner_)});
-        at_.rank.expert_linear_backward_input(chosen(), dgate_up.data(), weight("experts.gate_up_proj"), terms.data());
+        at_.rank.expert_linear_backward_input(*experts_, of_gate_up, weight("experts.gate_up_proj"), dinput.view());
+        experts_->template to_tokens<T>(dinput.view(), terms.data());
         at_.each(rowwise::add_choices<T>{terms.data(), dx.data()}, dx);
 
-        auto const everyones = at_.sums.whole(chosen_, at_.rank.comm);
-        at_.rank.ended();
-        experts_backward(everyones.data, "experts.gate_up_proj", x, dgate_up, 2 * inner_);
-        experts_backward(everyones.data, "experts.down_proj", at_.whole(activation_), doutput, dy.width());
+        auto const of_weight = [&](char const* name, buffer const& in, cpx::rows<T const> out) {
+            at_.rank.expert_linear_backward_weight(at_.sums, chosen_, *experts_, in.view(), out,
+                                                   at_.grads.of(mlp_ + name));
+        };
+        of_weight("experts.gate_up_proj", input_, of_gate_up);
+        of_weight("experts.down_proj", activation_, doutput.view());
         at_.linear_backward(mlp_ + "gate.weight", x, dlogits, dx);
         shared_.backward(x, dshared, dx);
         at_.linear_backward(mlp_ + "shared_expert_gate.weight", x, dshared_gate, dx);
     }
 
 private:
-    cpx::rows<index_t const> chosen() const { return chosen_.data(); }
-    cpx::rows<T const> weight(char const* name) const { return at_.rank.weight(mlp_ + name); }
-    /// Returns a row for every choice of every row.
-    static cpx::rows<T> of_choice(tensor& x, index_t width) {
-        return {x.data().data(), x.data().count() * (x.width() / width), width};
+    /// Returns a weight of this rank's experts.
+    cpx::rows<T const> weight(char const* name) const {
+        auto const all = at_.rank.weight(mlp_ + name);
+        index_t const out = all.count() / experts_->experts();
+        return all.sub(experts_->own().first * out, experts_->own().size() * out);
     }
-    void experts_backward(cpx::rows<index_t const> chosen, char const* name, summed const& x, tensor const& dy,
-                          index_t outputs) const {
-        auto const own = at_.share(dy, outputs);
-        if (!own.share.empty())
-            at_.rank.expert_linear_backward_weight(chosen, own.data, x.data, at_.grads.of(mlp_ + name),
-                                                   own.share.first);
-    }
+    buffer of_experts(index_t width) const { return {at_.rank.memory(), experts_->count(), width}; }
 
     Site& at_;
     std::string mlp_;
     index_t inner_, choices_;
     dense_mlp<Site> shared_;
     numbers chosen_;
-    tensor weights_, logits_, gate_up_, activation_, output_, shared_output_, shared_gate_;
+    tensor weights_, logits_, output_, shared_output_, shared_gate_;
+    std::optional<typename R::experts_type> experts_;
+    buffer input_, gate_up_, activation_; ///< of the rows of experts
 };
 
 /// h += mlp(norm(h)) of a layer, by one of these.

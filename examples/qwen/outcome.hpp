@@ -32,10 +32,11 @@ struct outcome {
 
 /// Runs the model over `ranks` threads, forward and, if asked for, backward. Throws `cpx::error` on bad input.
 ///
+/// `experts_over`: how many neighbouring ranks share the experts, a divisor of the ranks.
 /// Compiled for float and for double, each by a file of its own.
 template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
-            bool backward);
+            bool backward, int experts_over);
 
 /// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLAS or NCCL.
 int gpus();

@@ -101,6 +101,7 @@ private:
 template <class R, cpx::any_sharding S>
 class site {
 public:
+    using rank_type = R;
     using element = typename R::element;
     using memory = typename R::memory_type;
     using tensor = cpx::tensor<element, S, memory>;

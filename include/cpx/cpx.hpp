@@ -15,6 +15,7 @@
 #include <cpx/core/packing.hpp>
 #include <cpx/core/refused.hpp>
 #include <cpx/core/rotary_axes.hpp>
+#include <cpx/core/row_buffer.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/core/search.hpp>
 #include <cpx/core/thd.hpp>

@@ -1343,6 +1343,34 @@ inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order o
 
 } // namespace cpx
 
+// cpx/core/row_buffer.hpp
+// Rows that belong to nobody's batch.
+
+namespace cpx {
+
+/// Owns a dense (count, width) matrix that begins with zeros, in the memory M.
+template <class T, any_memory M = host_memory>
+class row_buffer {
+public:
+    row_buffer() = default;
+    row_buffer(M const& memory, index_t count, index_t width, caller here = caller::here())
+        : count_(count), width_(width), values_(memory.template zeros<T>("row_buffer", {count, width}, here)) {}
+    row_buffer(index_t count, index_t width, caller here = caller::here())
+        requires std::same_as<M, host_memory>
+        : row_buffer(M(), count, width, here) {}
+
+    rows<T> view() { return {values_.data(), count_, width_}; }
+    rows<T const> view() const { return {values_.data(), count_, width_}; }
+    index_t count() const { return count_; }
+    index_t width() const { return width_; }
+
+private:
+    index_t count_ = 0, width_ = 0;
+    typename M::template block<T> values_;
+};
+
+} // namespace cpx
+
 // cpx/layout/concept.hpp
 // What a layout is: how many ranks, how many chunks, and who owns each chunk.
 

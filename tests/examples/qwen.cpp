@@ -159,6 +159,28 @@ TEST_SUITE("examples") {
         }
     }
 
+    TEST_CASE("experts that neighbouring ranks share have the bits of one rank that has them all, gradients too") {
+        double const loss = loss_of(experts);
+        auto const weights = with_gradients(experts);
+        for (auto const& [ranks, over] : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {8, 4}, {8, 8}}) {
+            CAPTURE(ranks);
+            CAPTURE(over);
+            auto const report = run_json(on(experts, experts / "reference.safetensors", std::to_string(ranks)) +
+                                         arguments{"--backward", "--experts-over", std::to_string(over)});
+            check_figures(report, ranks, true, loss, weights); // exact strategies are compared with one rank
+            CHECK(report.at("strategies").size() == 34);
+        }
+        auto const shared = [](fs::path const& model, char const* over) {
+            return on(model, model / "reference.safetensors", "6") + arguments{"--experts-over", over};
+        };
+        check_refusal(shared(experts, "3"), {"--experts-over", "a divisor of the experts, 8, got 3"});
+        check_refusal(shared(experts, "4"), {"--experts-over", "a divisor of --ranks, 6, got 4"});
+        check_refusal(shared(experts, "16"), {"--experts-over", "a divisor of --ranks, 6, got 16"});
+        check_refusal(shared(data, "2"), {"--experts-over: model: expected one with experts"});
+        check_refusal(shared(experts, "0"), {"--experts-over", "from 1 to 256", "\"0\""});
+        check_refusal(shared(experts, "2") + arguments{"--device", "cuda"}, {"--experts-over", "with --device cuda"});
+    }
+
     TEST_CASE("models with images and videos have the log-probabilities, positions and all gradients of transformers") {
         for (fs::path const& model : {deepstack, hybrid}) {
             bool const linear = model == hybrid;

@@ -96,16 +96,35 @@ public:
         product_(gpu::transposed(dy), gpu::transposed(x), x.count(), 1, dweight);
     }
 
-    using chosen = cpx::rows<index_t const>;
-    void expert_linear(chosen of, const_rows x, const_rows weight, rows y) const {
-        gpu::expert_linear(of, x, weight, y, stream_);
+    using experts_type = gpu::expert_rows;
+    template <class Chosen>
+    experts_type experts(Chosen const& chosen) const {
+        return {chosen.data(), model.config.num_experts, memory()};
     }
-    void expert_linear_backward_input(chosen of, const_rows dy, const_rows weight, rows dx) const {
-        each(dx.count(), dx.width(), gpu::expert_backward_input{of, dy, weight, dx});
+    void expert_linear(experts_type const& at, const_rows x, const_rows weight, rows y) const {
+        gpu::expert_linear(at.chosen(), x, weight, y, stream_);
     }
-    void expert_linear_backward_weight(chosen of, const_rows dy, const_rows x, rows dweight, index_t first) const {
-        index_t const experts = model.config.num_experts, n = dy.width() / of.width();
-        gpu::expert_backward_weight const add{of, dy, x, dweight, dweight.count() / experts, first, n};
+    void expert_linear_backward_input(experts_type const& at, const_rows dy, const_rows weight, rows dx) const {
+        each(dx.count(), dx.width(), gpu::expert_backward_input{at.chosen(), dy, weight, dx});
+    }
+    /// Adds up the outputs of all experts of which this rank has a share; dweight: of all experts.
+    template <class Sums, class Chosen>
+    void expert_linear_backward_weight(Sums const& sums, Chosen const& chosen, experts_type const& at, const_rows x,
+                                       const_rows dy, rows dweight) {
+        auto const all = sums.whole(chosen, comm);
+        ended();
+        auto const of_tokens = [&](const_rows r) { // the choices of a token side by side
+            const_rows const wide(r.data(), at.tokens(), at.choices() * r.width());
+            return cpx::sharded(wide, chosen.sharding(), rank(), memory());
+        };
+        auto const in = sums.whole(of_tokens(x), comm);
+        ended();
+        auto const out = sums.share(of_tokens(dy), dy.width(), comm);
+        ended();
+        if (out.share.empty()) return;
+        index_t const experts = model.config.num_experts, n = out.share.size();
+        gpu::expert_backward_weight const add{all.data,        out.data, in.data, dweight, dweight.count() / experts,
+                                              out.share.first, n};
         each(experts * n, dweight.width(), add);
     }
 

@@ -142,8 +142,10 @@ private:
             of_experts.push_back({{begin, offsets.back()}, static_cast<int>(owner)});
         }
         thd const batch(std::move(offsets), {}, here);
-        return relayout(piecewise<by_token>(ranks, batch, of_tokens, here),
-                        piecewise<by_expert>(ranks, batch, of_experts, here), comm_->rank(), here);
+        auto plan = relayout(piecewise<by_token>(ranks, batch, of_tokens, here),
+                             piecewise<by_expert>(ranks, batch, of_experts, here), comm_->rank(), here);
+        identity::set(plan.id.operation, "expert_exchange");
+        return plan;
     }
 
     range own_of(int rank) const {

@@ -2,6 +2,7 @@
 // Rows by the experts that they chose, and the projections of experts.
 #pragma once
 
+#include <cpx/core/row_buffer.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/shape.hpp>
 
@@ -11,24 +12,6 @@
 #include <vector>
 
 namespace cpx {
-
-/// Owns a dense (count, width) matrix that begins with zeros.
-template <class T>
-class row_buffer {
-public:
-    row_buffer() = default;
-    row_buffer(index_t count, index_t width, caller here = caller::here())
-        : count_(count), width_(width), values_(detail::zeros<T>("row_buffer", {count, width}, here)) {}
-
-    rows<T> view() { return {values_.data(), count_, width_}; }
-    rows<T const> view() const { return {values_.data(), count_, width_}; }
-    index_t count() const { return count_; }
-    index_t width() const { return width_; }
-
-private:
-    index_t count_ = 0, width_ = 0;
-    std::vector<T> values_;
-};
 
 namespace detail {
 
