@@ -2441,7 +2441,12 @@ struct first_field<X> {
 /// `sharded` itself leaves that to overload resolution, where a conversion that only fails would look possible.
 template <class T, any_sharding S, any_memory M = host_memory>
 struct sharded_field : sharded<T, S, M> {
-    using sharded<T, S, M>::sharded;
+    // Not inherited: nvcc cannot compare inherited default arguments.
+    sharded_field(rows<T> data, S sharding, int rank, M memory, caller here = caller::here())
+        : sharded<T, S, M>(data, std::move(sharding), rank, memory, here) {}
+    sharded_field(rows<T> data, S sharding, int rank, caller here = caller::here())
+        requires std::default_initializable<M>
+        : sharded<T, S, M>(data, std::move(sharding), rank, here) {}
     sharded_field() : sharded_field(detail::any()) {}
     template <class X>
     sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}

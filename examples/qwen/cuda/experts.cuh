@@ -4,6 +4,11 @@
 
 #include "launch.cuh"
 
+#include "../rowwise.hpp"
+
+#include <cpx/core/row_buffer.hpp>
+#include <cpx/cuda/memory.hpp>
+
 namespace qwen::gpu {
 
 namespace kernels {
@@ -19,6 +24,17 @@ static __global__ void expert_linear(rows<index_t const> chosen, rows<float cons
 }
 
 } // namespace kernels
+
+/// A row for each choice of each token; its columns begin `each` after those of the choice before.
+template <class T>
+struct row_of_choice {
+    rows<T const> x;
+    index_t choices, each;
+    rows<T> to;
+    __device__ void operator()(index_t row, index_t j) const {
+        to(row, j) = x(row / choices, row % choices * each + j);
+    }
+};
 
 /// A row for each choice of each token, in their order: `cpx::expert_rows` on a device, where a rank has all experts.
 class expert_rows {
@@ -37,7 +53,7 @@ public:
     cpx::row_buffer<T, cpx::cuda::memory> to_experts(rows<T const> x, index_t width) const {
         cpx::row_buffer<T, cpx::cuda::memory> to(memory_, count(), width);
         index_t const each_width = x.width() == width ? 0 : width;
-        each(count(), width, of_choice<T>{x, choices(), each_width, to.view()}, memory_.stream());
+        each(count(), width, row_of_choice<T>{x, choices(), each_width, to.view()}, memory_.stream());
         return to;
     }
     template <class T>
@@ -47,15 +63,6 @@ public:
     }
 
 private:
-    template <class T>
-    struct of_choice {
-        rows<T const> x;
-        index_t choices, each;
-        rows<T> to;
-        __device__ void operator()(index_t row, index_t j) const {
-            to(row, j) = x(row / choices, row % choices * each + j);
-        }
-    };
     rows<index_t const> chosen_;
     index_t experts_;
     cpx::cuda::memory memory_;
