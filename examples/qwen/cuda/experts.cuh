@@ -4,8 +4,6 @@
 
 #include "launch.cuh"
 
-#include "../rowwise.hpp"
-
 #include <cpx/core/row_buffer.hpp>
 #include <cpx/cuda/memory.hpp>
 
@@ -59,7 +57,7 @@ public:
     template <class T>
     void to_tokens(rows<T const> x, rows<T> y) const {
         rows<T const> const wide(x.data(), tokens(), y.width());
-        each(tokens(), y.width(), rowwise::copy<T>{wide, y}, memory_.stream());
+        each(tokens(), y.width(), row_of_choice<T>{wide, 1, 0, y}, memory_.stream());
     }
 
 private:
