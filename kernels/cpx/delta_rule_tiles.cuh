@@ -51,8 +51,9 @@ __device__ __forceinline__ void wait(barrier& b, int parity) {
     b.wait(static_cast<std::uint32_t>(parity));
     asm volatile("" ::: "memory"); // CUTLASS's asm names no memory
 }
-/// One arrival for a warp: __syncwarp puts what the other lanes wrote before it. compute-sanitizer's racecheck follows
-/// such arrivals with `--racecheck-indirect-barrier-dependency yes` (its release notes).
+/// One arrival for a warp: __syncwarp puts what the other lanes read and wrote before it. compute-sanitizer's racecheck
+/// does not follow such arrivals (13.0), not with `--racecheck-indirect-barrier-dependency` either: it reports hazards
+/// that are gone when every lane arrives.
 __device__ __forceinline__ void arrive_warp(barrier& b) {
     __syncwarp();
     asm volatile("" ::: "memory");
