@@ -66,7 +66,7 @@ private:
     cpx::cuda::memory memory_;
 };
 
-/// y = W_e x for every row, where e is the expert chosen. chosen: (rows, 1); x: (rows, in); weight: (experts * out, in).
+/// y = W_e x for every row, e the expert chosen. chosen: (rows, 1); x: (rows, in); weight: (experts * out, in).
 inline void expert_linear(rows<index_t const> chosen, rows<float const> x, rows<float const> weight, rows<float> y,
                           cudaStream_t stream) {
     launch("expert_linear", kernels::expert_linear, chosen.count(), dim3(warp, warps), 0, stream, chosen, x, weight, y);
