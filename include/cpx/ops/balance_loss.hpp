@@ -7,6 +7,8 @@
 #include <cpx/plan/segments.hpp>
 #include <cpx/transport/sum.hpp>
 
+#include <type_traits>
+
 namespace cpx {
 
 /// Of which tokens a share is taken: of every sequence, and losses averaged, or of the whole batch.
@@ -91,13 +93,22 @@ balance_loss<T> expert_balance(expert_choices<T> const& of, S const& sharding, b
     return result;
 }
 
+template <class X>
+detail::refused expert_balance(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: expert_balance(of, sharding, over, comm) wants expert_choices of this rank's rows, their "
+                  "sharding, a balance_over and a cpx::transport");
+    return {};
+}
+
 /// Adds the gradient of a `balance_loss` to that of this rank's logits, which `moe_backward` takes: (rows, experts).
 ///
 /// of, sharding: those of the loss; dloss: the gradient of what it is part of, such as its coefficient.
 /// Choices have no gradient, probabilities do. Throws `cpx::error` if shapes do not fit.
 template <class T, any_sharding S>
 void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> const& of, S const& sharding, int rank,
-                           T dloss, rows<T> dlogits, caller here = caller::here()) {
+                           std::type_identity_t<T> dloss, std::type_identity_t<rows<T>> dlogits,
+                           caller here = caller::here()) {
     char const* const where = "balance_loss_backward";
     index_t const experts = of_batch.factor.width(), units = of_batch.factor.count();
     detail::require_shape(where, "logits", of.logits.view(), sharding.rows(rank, here), experts, here);
@@ -114,6 +125,14 @@ void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> co
         for (index_t e = 0; e < experts; ++e)
             dlogits(row, e) += dloss * p[static_cast<std::size_t>(e)] * static_cast<T>(factor[e] - mean);
     });
+}
+
+template <class T, class X>
+void balance_loss_backward(balance_loss<T> const&, X const&, detail::any = {}, detail::any = {}, detail::any = {},
+                           detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: balance_loss_backward(loss, of, sharding, rank, dloss, dlogits) wants the expert_choices and "
+                  "the sharding of the loss, and rows of its elements for dlogits");
 }
 
 } // namespace cpx
