@@ -35,26 +35,41 @@ struct held_rows {
 
 /// h += linear_attention(norm(h)) of rows on `S`, whose recurrence runs on `Mix`: the same, or by heads. Made once a
 /// batch, for all layers. On the host `cpx::gated_delta_net` is this without the norm, in one call.
-template <class R, cpx::carry_kind How, cpx::any_sharding S, cpx::any_sharding Mix>
+template <class R, cpx::any_sharding S, cpx::any_sharding Mix>
 class linear_attention {
     using T = typename R::element;
     using M = typename R::memory_type;
     using place = site<R, S>;
     using tensor = typename place::tensor;
     using mixed = cpx::tensor<T, Mix, M>;
+    using recurrence = cpx::delta_rule_tensors<T, Mix, M>;
+    using recurrence_gradients = cpx::delta_rule_gradient_tensors<T, Mix, M>;
 
 public:
-    linear_attention(place& at, Mix const& mix)
+    template <cpx::carry_kind How>
+    linear_attention(place& at, How, Mix const& mix)
         : at_(at), by_(at.rank, at.grads, mix, at.sums.order()),
           config_(delta_net_config(at.rank.model.config, at.rank.chunk)),
           before_(halo(mix, at.rank.rank(), config_.kernel - 1)),
-          after_(halo(mix, at.rank.rank(), config_.kernel - 1, cpx::side::after)),
-          carry_(cpx::carry<How>(mix, at.rank.rank())), sections_(config_.sections()),
+          after_(halo(mix, at.rank.rank(), config_.kernel - 1, cpx::side::after)), sections_(config_.sections()),
           channels_(at.rank.memory(), mix, at.rank.rank(), std::span(sections_).first(3)),
           of_heads_(at.rank.memory(), mix, at.rank.rank(), std::span(sections_).last(1)),
           values_(mix.heads(at.rank.rank(), config_.heads.value_heads).size()),
           q_(mix.heads(at.rank.rank(), config_.heads.key_heads).size() * config_.heads.key_dim),
-          v_(values_ * config_.heads.value_dim), qkv_(2 * q_ + v_) {}
+          v_(values_ * config_.heads.value_dim), qkv_(2 * q_ + v_) {
+        auto const carry = cpx::carry<How>(mix, at.rank.rank());
+        recur_ = [this, carry](recurrence const& t) {
+            gated_delta_rule(carry, t, config_.heads, options(), at_.rank.carrier());
+            at_.rank.ended_states(carry, cpx::state_shape{values_, config_.heads.key_dim, config_.heads.value_dim});
+        };
+        recur_backward_ = [this, carry](recurrence const& t, recurrence_gradients const& to) {
+            gated_delta_rule_backward(carry, t, to, config_.heads, options(), at_.rank.carrier());
+            at_.rank.ended();
+        };
+    }
+
+    linear_attention(linear_attention const&) = delete;
+    linear_attention& operator=(linear_attention const&) = delete;
 
     typename place::backward operator()(index_t layer, tensor& h) const {
         index_t const heads = config_.heads.value_heads, v = heads * config_.heads.value_dim;
@@ -113,7 +128,7 @@ private:
         auto const to = at_.grads.of(name(layer, suffix));
         at_.rank.each(1, to.width(), rowwise::add_rows<T>{from, rows.owned.data().data(), to});
     }
-    cpx::delta_rule_tensors<T, Mix, M> tensors(saved& s, cpx::sharded<T, Mix, M> const& o) const {
+    recurrence tensors(saved& s, cpx::sharded<T, Mix, M> const& o) const {
         auto const x = s.convolved.view(), gates = s.gates.view();
         return {x.columns(0, q_),
                 x.columns(q_, q_),
@@ -139,20 +154,16 @@ private:
         by_.each(rowwise::delta_gates<T>{b, a, A_log.data(), dt_bias.data(), s.gates.data().columns(0, values_),
                                          s.gates.data().columns(values_, values_)},
                  values_);
-        gated_delta_rule(carry_, tensors(s, o.view()), config_.heads, options(), at_.rank.carrier());
-        at_.rank.ended_states(carry_, cpx::state_shape{values_, config_.heads.key_dim, config_.heads.value_dim});
+        recur_(tensors(s, o.view()));
     }
 
     /// From the gradient of o to that of `projected`, and the weights' shares.
     void mix_backward(index_t layer, saved& s, mixed const& dout, mixed& dprojected) const {
         auto dx = by_.make(qkv_), dgates = by_.make(2 * values_), unused = by_.make(v_), terms = by_.make(2 * values_);
         auto const d = dx.view(), dg = dgates.view();
-        gated_delta_rule_backward(carry_, tensors(s, unused.view()),
-                                  cpx::delta_rule_gradient_tensors<T, Mix, M>{
-                                      dout.view(), d.columns(0, q_), d.columns(q_, q_), d.columns(2 * q_, v_),
-                                      dg.columns(0, values_), dg.columns(values_, values_)},
-                                  config_.heads, options(), at_.rank.carrier());
-        at_.rank.ended();
+        recur_backward_(tensors(s, unused.view()),
+                        {dout.view(), d.columns(0, q_), d.columns(q_, q_), d.columns(2 * q_, v_),
+                         dg.columns(0, values_), dg.columns(values_, values_)});
         auto const A_log = held(layer, "A_log", of_heads_), dt_bias = held(layer, "dt_bias", of_heads_);
         auto const in = [&](auto const& x, index_t first) { return x.columns(qkv_ + first, values_); };
         by_.each(rowwise::delta_gates_backward<T>{in(s.projected.data(), 0), in(s.projected.data(), values_),
@@ -207,10 +218,11 @@ private:
     site<R, Mix> by_;
     cpx::gated_delta_net_config config_;
     cpx::halo_plan<Mix> before_, after_;
-    cpx::carry_plan<How, Mix> carry_;
     std::vector<cpx::section> sections_;
     held_rows<M> channels_, of_heads_;
-    index_t values_, q_, v_, qkv_; ///< value heads, and columns of q, v and of all three, of this rank
+    index_t values_, q_, v_, qkv_;                 ///< value heads, and columns of q, v and of all three, of this rank
+    std::function<void(recurrence const&)> recur_; ///< by the carry, whose type nothing else need know
+    std::function<void(recurrence const&, recurrence_gradients const&)> recur_backward_;
 };
 
 } // namespace qwen

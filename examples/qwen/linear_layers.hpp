@@ -25,15 +25,16 @@ public:
 ///
 /// Norms, projections and MLPs see one token at a time, so relayouts stand outside them, on the residual stream, and
 /// only where the next layer wants another sharding.
-template <class R, class How, class Linear, class Mix>
+template <class R, class Linear, class Mix>
 class linear_layers_on final : public linear_layers<R> {
 public:
     using hidden = typename linear_layers<R>::hidden;
     using tensor = typename site<R, Linear>::tensor;
 
-    linear_layers_on(R& rank, gradients<R>& grads, entry_sharding const& entry, cpx::sum_order order,
+    template <class How>
+    linear_layers_on(R& rank, gradients<R>& grads, entry_sharding const& entry, cpx::sum_order order, How carry,
                      Linear const& linear, Mix const& mix)
-        : at_(rank, grads, linear, order), mixer_(at_, mix), there_(relayout(entry, linear, rank.rank())),
+        : at_(rank, grads, linear, order), mixer_(at_, carry, mix), there_(relayout(entry, linear, rank.rank())),
           back_(relayout(linear, entry, rank.rank())), dthere_(at_.make(rank.model.config.hidden_size)) {}
 
     void operator()(cpx::range layers, hidden& h, hidden& dh, steps& back) override {
@@ -62,7 +63,7 @@ private:
     }
 
     site<R, Linear> at_;
-    linear_attention<R, How, Linear, Mix> mixer_;
+    linear_attention<R, Linear, Mix> mixer_;
     cpx::relayout_plan<entry_sharding, Linear> there_;
     cpx::relayout_plan<Linear, entry_sharding> back_;
     tensor dthere_; ///< the gradient of the residual stream here

@@ -22,10 +22,10 @@ linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
                                Make const& by_tokens) {
     if (how.without()) return {};
     return with_linear(how, entry, net.sections(), by_tokens,
-                       [&]<class How, class Linear, class Mix>(How, Linear const& linear, Mix const& mix) {
+                       [&]<class How, class Linear, class Mix>(How carry, Linear const& linear, Mix const& mix) {
                            auto const make = [=](R& rank, gradients<R>& grads, cpx::sum_order order) {
-                               using layers = linear_layers_on<R, How, Linear, Mix>;
-                               return std::make_unique<layers>(rank, grads, entry, order, linear, mix);
+                               using layers = linear_layers_on<R, Linear, Mix>;
+                               return std::make_unique<layers>(rank, grads, entry, order, carry, linear, mix);
                            };
                            return linear_choice<R>{make, cpx::is_exact<How>(mix, net.chunk)};
                        });
