@@ -177,12 +177,13 @@ public:
         run(from == side::after, k, given, got, here);
     }
 
-    template <class X>
-    void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    // Not of `detail::any`, which takes rows in braces as well as what wants them.
+    template <class X, class... Rest>
+    void operator()(X const&, Rest const&...) {
         unfit<X>();
     }
-    template <class X>
-    void transposed(X const&, detail::any = {}, detail::any = {}) {
+    template <class X, class... Rest>
+    void transposed(X const&, Rest const&...) {
         unfit<X>();
     }
 
