@@ -102,13 +102,16 @@ std::vector<lane> routed_lanes(P const& mine, int rank, Q const& other) {
     return list;
 }
 
+constexpr int bounded(index_t number) {
+    return static_cast<int>(std::min<index_t>(number, std::numeric_limits<int>::max()));
+}
+
 /// Returns the lanes by which `reach` rows beside the segments of a rank come, where every chunk has so many.
 template <layout P>
 lane_plan halo_lanes(P const& layout, int unit, int rank, index_t reach, bool before) {
     lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.count = layout.chunks(), .unit = unit}};
-    index_t const least = (reach + unit) * layout.chunks();
-    p.cells.least = static_cast<int>(std::min<index_t>(least, std::numeric_limits<int>::max()));
-    int const rows = static_cast<int>(std::min<index_t>(reach, std::numeric_limits<int>::max()));
+    p.cells.least = bounded((bounded(reach) + index_t{unit}) * layout.chunks());
+    int const rows = bounded(reach);
     auto const owner = [&](int chunk) { return chunk < 0 || chunk == layout.chunks() ? rank : layout.owner(chunk); };
     for_each_chunk(layout, rank, [&](int c) {
         int const lower = owner(c - 1), upper = owner(c + 1);
@@ -132,10 +135,11 @@ lane_plan halo_lanes(P const& layout, int unit, int rank, index_t reach, bool be
 template <layout P>
 std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool back) {
     std::vector<lane_plan> list;
+    int const least = bounded((index_t{unit} + 1) * layout.chunks());
     for (int c = 1; c < layout.chunks(); ++c) {
         int const lower = layout.owner(c - 1), upper = layout.owner(c);
         if (lower == upper) continue;
-        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = (unit + 1) * layout.chunks()}};
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
         if (lower == rank) p.sends.push_back({upper, 0, 1});
         if (upper == rank) p.receives.push_back({lower, 0, 1});
         list.push_back(back ? p.transposed(p.kind) : p);
