@@ -1327,6 +1327,8 @@ inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order o
                                     caller here = caller::here()) {
     index_t const least = std::min({section[0], section[1], section[2]}),
                   most = std::max({section[0], section[1], section[2]});
+    require(order == axis_order::sectioned || order == axis_order::interleaved, "rotary_axes", "order",
+            "sectioned or interleaved", static_cast<int>(order), here);
     require(least >= 0, "rotary_axes", "section", "not negative", least, here);
     require(most <= 1 << 20, "rotary_axes", "section", "at most 2^20", most, here);
     index_t const sum = section[0] + section[1] + section[2];
@@ -3263,6 +3265,7 @@ private:
         };
         std::string_view const of = operation.data();
         for (meaning const m : {meaning{"carry", "elements of a map"},
+                                {"expert_balance", "over"},
                                 {"sum_over_ranks", "number of values"},
                                 {"media counts", "grids (hash)"},
                                 {"gather", "bytes"},
@@ -3910,6 +3913,8 @@ template <any_sharding S>
 halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side::before, caller here = caller::here()) {
     detail::require_rank("halo", rank, sharding.ranks(), here);
     detail::product("halo", "rows beside a segment", {reach}, here);
+    require(where == side::before || where == side::after, "halo", "side", "before or after", static_cast<int>(where),
+            here);
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
@@ -4183,13 +4188,16 @@ std::vector<lane> routed_lanes(P const& mine, int rank, Q const& other) {
     return list;
 }
 
+constexpr int bounded(index_t number) {
+    return static_cast<int>(std::min<index_t>(number, std::numeric_limits<int>::max()));
+}
+
 /// Returns the lanes by which `reach` rows beside the segments of a rank come, where every chunk has so many.
 template <layout P>
 lane_plan halo_lanes(P const& layout, int unit, int rank, index_t reach, bool before) {
     lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.count = layout.chunks(), .unit = unit}};
-    index_t const least = (reach + unit) * layout.chunks();
-    p.cells.least = static_cast<int>(std::min<index_t>(least, std::numeric_limits<int>::max()));
-    int const rows = static_cast<int>(std::min<index_t>(reach, std::numeric_limits<int>::max()));
+    p.cells.least = bounded((bounded(reach) + index_t{unit}) * layout.chunks());
+    int const rows = bounded(reach);
     auto const owner = [&](int chunk) { return chunk < 0 || chunk == layout.chunks() ? rank : layout.owner(chunk); };
     for_each_chunk(layout, rank, [&](int c) {
         int const lower = owner(c - 1), upper = owner(c + 1);
@@ -4213,10 +4221,11 @@ lane_plan halo_lanes(P const& layout, int unit, int rank, index_t reach, bool be
 template <layout P>
 std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool back) {
     std::vector<lane_plan> list;
+    int const least = bounded((index_t{unit} + 1) * layout.chunks());
     for (int c = 1; c < layout.chunks(); ++c) {
         int const lower = layout.owner(c - 1), upper = layout.owner(c);
         if (lower == upper) continue;
-        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = (unit + 1) * layout.chunks()}};
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
         if (lower == rank) p.sends.push_back({upper, 0, 1});
         if (upper == rank) p.receives.push_back({lower, 0, 1});
         list.push_back(back ? p.transposed(p.kind) : p);
@@ -5931,8 +5940,10 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
     id[identity::agreement] = 1;
+    std::string where = "exchange"; // ranks are counted as `comm` counts them
+    if constexpr (requires { comm.name(); }) where += " of " + comm.name();
     detail::compare(
-        "exchange", mine, of.batch, comm.ranks(),
+        where.c_str(), mine, of.batch, comm.ranks(),
         [&](void const* own, void* all, std::size_t bytes) { detail::gather(comm, id, own, all, bytes, here); }, here,
         of.source_settings, of.target_settings);
     comm.agreed().insert(mine.fingerprint());
@@ -6508,7 +6519,8 @@ namespace cpx {
 /// Some ranks of a group as a group: the i-th of `members` is rank i. Its messages are those of the whole group, so
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
-/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group. Ranks that are
+/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group, those
+/// of plans that differ count within this one and list its members. Ranks that are
 /// in several subgroups call them in one order, as all exchanges of two ranks are.
 template <transport Comm>
 class subgroup {
@@ -6543,6 +6555,12 @@ public:
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(members_.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
+    /// Returns how errors name the group whose ranks they count.
+    std::string name() const {
+        std::string text = "the subgroup";
+        for (int const member : members_) text += ' ' + std::to_string(member);
+        return text;
+    }
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         auto const renumbered = [&](auto list) {
             for (auto& parcel : list) parcel.peer = members_[static_cast<std::size_t>(parcel.peer)];

@@ -218,6 +218,38 @@ TEST_SUITE("ops") {
             chosen.view()(1, 1) = 0;
             rejects({"8 experts", "4 experts"}, [&] { make(comm.rank() == 1 ? 4 : 8, places); });
         });
+        // The same places on both ranks, as rows counted from 0 on each are: the owner says so.
+        std::string told;
+        try {
+            on(2, [&](cpx::threads& comm) {
+                cpx::row_buffer<index_t> const chosen(3, 1);
+                cpx::expert_exchange(chosen.view(), 2, std::vector<index_t>{0, 1, 2}, comm);
+            });
+        } catch (cpx::error const& e) {
+            told = e.what();
+        }
+        CHECK(told.find("expert_exchange: place of a token: expected one of its own in the batch") != told.npos);
+        on(4, [&](cpx::threads& comm) {
+            auto pairs = cpx::subgroup<cpx::threads>::of_neighbours(comm, 2);
+            std::vector<float> values(comm.rank() == 3 ? 9 : 8);
+            auto const sum = [&] { cpx::sum_over_ranks(values, pairs); };
+            if (comm.rank() < 2)
+                CHECK(support::message(sum) == "");
+            else
+                rejects({"exchange of the subgroup 2 3: ranks disagree on ", "8 (rank 0), 9 (rank 1)"}, sum);
+        });
+        on(2, [&](cpx::threads& comm) {
+            auto const batch = lengths({6});
+            auto const sharding = cpx::shard(batch, cpx::sequential<>(2));
+            cpx::tensor<float, std::remove_const_t<decltype(sharding)>> const x(sharding, comm.rank(), 3);
+            for (sum_order const order : {sum_order::by_rank, sum_order::by_row})
+                for (index_t const columns : {0, 2, -3})
+                    rejects({"weight_sums::share: columns of a section: expected a divisor of the width, 3, got " +
+                             std::to_string(columns)},
+                            [&] { cpx::weight_sums(sharding, comm.rank(), order).share(x, columns, comm); });
+            rejects({"weight_sums: order: expected by_rank or by_row, got 7"},
+                    [&] { cpx::weight_sums(sharding, comm.rank(), static_cast<sum_order>(7)); });
+        });
     }
 
     TEST_CASE_TEMPLATE("the loss that balances experts is the formula, on any sharding, padding left out", T, float,
@@ -311,6 +343,21 @@ TEST_SUITE("ops") {
             auto const few = cpx::shard(lengths({4}), cpx::sequential<>(1));
             support::rejects({"expert_exchange.cpp", "expert_balance: shape of logits: expected (4, 5), got (20, 5)"},
                              [&] { cpx::expert_balance(of, few, cpx::balance_over::batch, comm); });
+            support::rejects({"expert_balance: over: expected sequence or batch, got 7"},
+                             [&] { cpx::expert_balance(of, sharding, static_cast<cpx::balance_over>(7), comm); });
         });
+        for (int const wrong_choices : {0, 1}) // else another batch of as many tokens
+            support::rejects(
+                {"ranks are in different exchanges: ", wrong_choices ? "target width: expected " : "cu_seqlens"}, [&] {
+                    on(2, [&](cpx::threads& comm) {
+                        bool const other = comm.rank() == 1;
+                        auto const sharding =
+                            cpx::shard(other && !wrong_choices ? lengths({8, 12}) : lengths({6, 14}), cpx::zigzag<>(2));
+                        auto const own = take(x, {{1, hidden}}, sharding, comm.rank());
+                        auto const of = cpx::choose_experts<T>(cpx::rows<T const>(gate, hidden), own.data(),
+                                                               other && wrong_choices ? 3 : 2);
+                        cpx::expert_balance(of, sharding, cpx::balance_over::batch, comm);
+                    });
+                });
     }
 }

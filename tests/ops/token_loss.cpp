@@ -493,6 +493,19 @@ TEST_SUITE("ops") {
                          mean(logp, tokens, with(std::nan(""))));
         support::rejects({"weight of row 7: expected finite and not negative, got inf"},
                          mean(logp, tokens, with(endless)));
+        support::rejects({"mean_token_loss: weights: expected on every rank or on none, got on some ranks"}, [&] {
+            cpx::threads::run(2, [&](cpx::threads& comm) {
+                cpx::tensor<double, S> p(cpx::shard(batch, cpx::zigzag<>(2)), comm.rank(), 1);
+                cpx::tensor<index_t, S> const of(p.sharding(), comm.rank(), 1);
+                std::vector<double> const w(comm.rank() == 1 ? p.elements().size() : 0, 2);
+                cpx::mean_token_loss(p, of, comm, w);
+            });
+        });
+        support::rejects(
+            {"mean_token_loss_backward: weight of the loss: expected that of the batch, more than 0"}, [&] {
+                cpx::mean_token_loss_backward(cpx::token_loss(),
+                                              cpx::sharded<index_t, S>({ids.data(), 11, 1}, sharding, 0), 1, logp);
+            });
         support::rejects({"token_loss.cpp", "mean_token_loss_backward: sharding of dlogp: expected that of labels"},
                          back(foreign, logp, {}));
         support::rejects({"mean_token_loss_backward: shape of labels: expected (11, 1), got (11, 2)"},

@@ -32,6 +32,8 @@ inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order o
                                     caller here = caller::here()) {
     index_t const least = std::min({section[0], section[1], section[2]}),
                   most = std::max({section[0], section[1], section[2]});
+    require(order == axis_order::sectioned || order == axis_order::interleaved, "rotary_axes", "order",
+            "sectioned or interleaved", static_cast<int>(order), here);
     require(least >= 0, "rotary_axes", "section", "not negative", least, here);
     require(most <= 1 << 20, "rotary_axes", "section", "at most 2^20", most, here);
     index_t const sum = section[0] + section[1] + section[2];

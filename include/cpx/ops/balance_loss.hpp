@@ -5,8 +5,9 @@
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/ops/local/router.hpp>
 #include <cpx/plan/segments.hpp>
-#include <cpx/transport/sum.hpp>
+#include <cpx/transport/gather.hpp>
 
+#include <cstdint>
 #include <type_traits>
 
 namespace cpx {
@@ -38,8 +39,8 @@ void for_each_valid_row(S const& sharding, int rank, F&& f) {
 /// of a sequence or of the batch. Padding, behind the valid lengths of the batch, does not count. 1 if all experts are
 /// equally busy, E if one has all.
 ///
-/// of: of this rank's rows of `sharding`. Collective: the ranks add up 2 E numbers a sequence; none where every rank
-/// has every row. Choices are counted exactly, so that gradients have the same bits on all shardings; the loss is equal
+/// of: of this rank's rows of `sharding`. Collective: every rank sends every other 2 E numbers a sequence; none where
+/// every rank has every row. Choices are counted exactly, so that gradients have the same bits on all shardings; the loss is equal
 /// within rounding. Of a batch whose micro-batches lie in several steps, add up `choices` instead.
 /// Source: Fedus et al., "Switch Transformers", 2021, arXiv 2101.03961, equation 4. Hugging Face transformers'
 /// `load_balancing_loss_func` is this times the choices a token.
@@ -51,6 +52,8 @@ balance_loss<T> expert_balance(expert_choices<T> const& of, S const& sharding, b
     char const* const where = "expert_balance";
     int const rank = comm.rank();
     require(sharding.ranks() == comm.ranks(), where, "ranks of the sharding", comm.ranks(), sharding.ranks(), here);
+    require(over == balance_over::sequence || over == balance_over::batch, where, "over", "sequence or batch",
+            static_cast<int>(over), here);
     index_t const experts = of.logits.width(), count = of.chosen.width();
     detail::require_shape(where, "logits", of.logits.view(), sharding.rows(rank), experts, here);
     detail::require_shape(where, "chosen", of.chosen.view(), sharding.rows(rank), count, here);
@@ -72,7 +75,18 @@ balance_loss<T> expert_balance(expert_choices<T> const& of, S const& sharding, b
             ++choices(unit, expert);
         }
     });
-    if (!S::every_row) sum_over_ranks(numbers, comm, here);
+    if (!S::every_row) {
+        identity id = detail::identify(where, sharding, sharding);
+        id[identity::source_width] = static_cast<std::uint64_t>(experts);
+        id[identity::target_width] = static_cast<std::uint64_t>(count);
+        id[identity::parameter] = static_cast<std::uint64_t>(over);
+        auto all = detail::zeros<double>(where, {comm.ranks(), std::ssize(numbers)}, here);
+        detail::gather(comm, id, numbers.data(), all.data(), numbers.size() * sizeof(double), here);
+        for (std::size_t i = 0; i < numbers.size(); ++i) {
+            numbers[i] = 0;
+            for (std::size_t at = i; at < all.size(); at += numbers.size()) numbers[i] += all[at];
+        }
+    }
 
     balance_loss<T> result{0, {units, experts, here}, {units, experts, here}};
     auto const tokens = [&](index_t unit) {

@@ -31,7 +31,7 @@ public:
     ///
     /// Collective: counts of all experts go to every rank, then a place a row to its owner.
     /// Throws `cpx::error` if the experts are no multiple of the ranks, or not equally many on all, if there are not
-    /// as many places as tokens or a choice is no expert.
+    /// as many places as tokens or a choice is no expert; on an owner if two tokens of an expert have one place.
     expert_exchange(rows<index_t const> chosen, index_t experts, std::span<index_t const> places, Comm& comm,
                     caller here = caller::here())
         : expert_exchange(checked(chosen, experts, places, comm, here), comm, here) {}
@@ -100,16 +100,25 @@ private:
         auto sent_places = std::vector(sent_.places().begin(), sent_.places().end());
         exchange(plan_, rows<index_t>(sent_places.data(), sent_.count(), 1), rows<index_t>(places_.data(), count(), 1),
                  comm, here);
-        sort();
+        sort(here);
     }
 
-    /// Sorts the rows of every expert by their places.
-    void sort() {
+    /// Sorts the rows of every expert by their places, which differ.
+    void sort(caller here) {
         std::vector<index_t> order(places_.size());
         std::iota(order.begin(), order.end(), index_t{0});
         for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
             std::ranges::sort(order.begin() + begins_[e], order.begin() + begins_[e + 1], {},
                               [&](index_t row) { return places_[static_cast<std::size_t>(row)]; });
+        for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
+            for (index_t row = begins_[e]; row < begins_[e + 1]; ++row) {
+                auto const place = [&](index_t i) {
+                    return places_[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
+                };
+                if (place(row) < 0 || (row > begins_[e] && place(row) == place(row - 1)))
+                    require(false, "expert_exchange", "place of a token",
+                            "one of its own in the batch, as global_rows(sharding, rank) tells", place(row), here);
+            }
         if (std::ranges::is_sorted(order)) return;
         order_ = std::move(order);
         auto const arrived = places_;

@@ -104,15 +104,18 @@ token_loss sum_loss(sharded<T const, S> const& logp, sharded<index_t const, S> c
         double const weight = weight_of(labels.data()(row, 0), weights, row);
         if (weight == 0) continue; // 0 times -inf would be NaN
         own(row, 0) = -weight * static_cast<double>(logp.data()(row, 0));
-        own(row, 1) = weight;
+        own(row, 1) = weights.empty() ? weight : -weight; // so that all ranks see who has weights
     }
 
     token_loss loss;
     auto const add = [&](rows<double const> all) {
+        bool weighted = false, plain = false;
         for (index_t row = 0; row < all.count(); ++row) {
             loss.mean += all(row, 0);
-            loss.weight += all(row, 1);
+            loss.weight += std::abs(all(row, 1));
+            weighted |= all(row, 1)<0, plain |= all(row, 1)> 0;
         }
+        require(!weighted || !plain, where, "weights", "on every rank or on none", "on some ranks", here);
         if (loss.weight > 0) loss.mean /= loss.weight;
     };
     if constexpr (S::every_row) {
@@ -171,6 +174,8 @@ void spread_loss(token_loss const& loss, sharded<index_t const, S> const& labels
     require_apart(where, {{"dlogp", dlogp.data()}}, {{"labels", labels.data()}, {"weights", weights}}, here);
     for (index_t row = 0; row < count; ++row) {
         double const weight = weight_of(labels.data()(row, 0), weights, row);
+        if (weight > 0 && !(loss.weight > 0))
+            require(false, where, "weight of the loss", "that of the batch, more than 0", loss.weight, here);
         dlogp.data()(row, 0) = weight == 0 ? T(0) : static_cast<T>(-upstream * weight / loss.weight);
     }
 }

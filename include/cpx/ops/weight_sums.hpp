@@ -36,7 +36,12 @@ struct summed_rows {
 template <any_sharding S>
 class weight_sums {
 public:
-    weight_sums(S const& sharding, int rank, sum_order order) : sharding_(sharding), rank_(rank), order_(order) {}
+    weight_sums(S const& sharding, int rank, sum_order order, caller here = caller::here())
+        : sharding_(sharding), rank_(rank), order_(order) {
+        detail::require_rank("weight_sums", rank, sharding.ranks(), here);
+        require(order == sum_order::by_rank || order == sum_order::by_row, "weight_sums", "order", "by_rank or by_row",
+                static_cast<int>(order), here);
+    }
 
     S const& sharding() const { return sharding_; }
     sum_order order() const { return order_; }
@@ -59,6 +64,10 @@ public:
     summed_rows<element_of<X>, memory_of<X>> share(X const& x, index_t columns, Comm& comm,
                                                    caller here = caller::here()) const {
         rows<element_of<X> const> const own = rows_of(x, here);
+        require(
+            columns > 0 ? own.width() % columns == 0 : own.width() == 0, "weight_sums::share", "columns of a section",
+            [&] { return "a divisor of the width, " + std::to_string(own.width()); }, columns, here);
+        if (columns == 0) return {own, {0, 0}, {}};
         if (!speaks()) return {own.sub(0, 0), {0, 0}, {}};
         if (!moves()) return {own, {0, columns}, {}};
         std::vector<section> const sections(static_cast<std::size_t>(own.width() / columns), {columns, 1});

@@ -56,6 +56,8 @@ template <any_sharding S>
 halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side::before, caller here = caller::here()) {
     detail::require_rank("halo", rank, sharding.ranks(), here);
     detail::product("halo", "rows beside a segment", {reach}, here);
+    require(where == side::before || where == side::after, "halo", "side", "before or after", static_cast<int>(where),
+            here);
     thd const& batch = sharding.batch();
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;

@@ -180,6 +180,7 @@ private:
         };
         std::string_view const of = operation.data();
         for (meaning const m : {meaning{"carry", "elements of a map"},
+                                {"expert_balance", "over"},
                                 {"sum_over_ranks", "number of values"},
                                 {"media counts", "grids (hash)"},
                                 {"gather", "bytes"},

@@ -99,8 +99,10 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
     id[identity::agreement] = 1;
+    std::string where = "exchange"; // ranks are counted as `comm` counts them
+    if constexpr (requires { comm.name(); }) where += " of " + comm.name();
     detail::compare(
-        "exchange", mine, of.batch, comm.ranks(),
+        where.c_str(), mine, of.batch, comm.ranks(),
         [&](void const* own, void* all, std::size_t bytes) { detail::gather(comm, id, own, all, bytes, here); }, here,
         of.source_settings, of.target_settings);
     comm.agreed().insert(mine.fingerprint());

@@ -13,7 +13,8 @@ namespace cpx {
 /// Some ranks of a group as a group: the i-th of `members` is rank i. Its messages are those of the whole group, so
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
-/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group. Ranks that are
+/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group, those
+/// of plans that differ count within this one and list its members. Ranks that are
 /// in several subgroups call them in one order, as all exchanges of two ranks are.
 template <transport Comm>
 class subgroup {
@@ -48,6 +49,12 @@ public:
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(members_.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
+    /// Returns how errors name the group whose ranks they count.
+    std::string name() const {
+        std::string text = "the subgroup";
+        for (int const member : members_) text += ' ' + std::to_string(member);
+        return text;
+    }
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
         auto const renumbered = [&](auto list) {
             for (auto& parcel : list) parcel.peer = members_[static_cast<std::size_t>(parcel.peer)];
