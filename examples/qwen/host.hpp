@@ -23,7 +23,7 @@ public:
     using experts_type = cpx::expert_exchange<neighbours>;
 
     host_rank(checkpoint<T> const& of, cpx::threads& ranks, cpx::index_t of_delta_rule, int experts_over)
-        : model(of), comm(ranks), chunk(of_delta_rule), neighbours_(neighbours::of_neighbours(comm, experts_over)) {}
+        : model(of), comm(ranks), chunk(of_delta_rule), neighbours_(cpx::neighbours(comm, experts_over)) {}
     host_rank(host_rank const&) = delete; // which `neighbours_` would not follow
     host_rank& operator=(host_rank const&) = delete;
 

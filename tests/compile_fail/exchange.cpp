@@ -131,6 +131,13 @@ void other_batches(stepwise& move, bringing& bring, zigzag const& from, sequenti
     bring.set(batch);
 }
 
+// expect: subgroup.comm, members. wants a cpx::transport
+// expect: neighbours.comm, size. wants a cpx::transport
+void groups(group& lone, cpx::threads& comm) {
+    cpx::subgroup some(comm, 4);
+    cpx::neighbours(lone, 4);
+}
+
 // expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
 void makes(zigzag const& from, sequential const& to) { cpx::make_movement<float>(from, to, 4, cpx::capacity{}); }
 #endif

@@ -250,6 +250,10 @@ void weights_of_a_tensor(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx
                          cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, w.elements(), silu, x, comm);
 }
+void rows_to_write(cpx::moe_weights<float> const& w, cpx::rows<float> x, cpx::rows<cpx::index_t> chosen) {
+    cpx::moe_backward(w, cpx::moe(w, x, 2, x), x, x);
+    cpx::moe(w, x, cpx::replay_experts<float>(x, x, chosen), cpx::expert_rows(chosen, 8), x);
+}
 #else
 using held_twice = cpx::tensor<float, zigzag>&;
 using labels_of = std::vector<cpx::index_t> const&;
@@ -305,7 +309,34 @@ void shares(cpx::weight_sums<zigzag> const& of, held_twice x, cpx::threads& comm
 void layers(layer const& l, weights const& w, held_twice x, cpx::threads& comm) { l(w, x.data(), x, comm); }
 
 // expect: gated_delta_net wants its sharding, the rank and a config
+// expect: gated_delta_net wants its sharding, the rank and a config
 layer const of_a_batch(cpx::thd(), 0);
+cpx::gated_delta_net const of_no_carry(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0, cpx::gated_delta_net_config{});
+
+// expect: weight_sums.sharding, rank, order. wants the rows' sharding
+// expect: weight_sums::experts.at, x, dy, dweight, comm. wants expert_rows or an expert_exchange
+void adds(held_twice x, cpx::expert_rows const& at, cpx::rows<float> dw, cpx::threads& comm) {
+    cpx::weight_sums of(x.sharding(), cpx::sum_order::by_row);
+    cpx::weight_sums<zigzag>(x.sharding(), 0, cpx::sum_order::by_row).experts(at, x, x, dw, comm);
+}
+
+// expect: expert_exchange.chosen, experts, places, comm. wants rows of index_t
+// expect: expert_rows.chosen, experts. wants rows of index_t
+void own_experts(cpx::expert_choices<float> const& of, labels_of places, cpx::threads& comm) {
+    cpx::expert_exchange over_ranks(of.chosen, 8, places, comm);
+    cpx::expert_rows here(of.chosen, 8);
+}
+
+// expect: moe.weights, x, choices, y., or moe.weights, x, expert_choices, experts, y., wants moe_weights
+// expect: moe_backward.weights, saved, dy, dx, dlogits. wants moe_weights, what moe returned
+// expect: choose_experts<T>.gate, x, choices. wants rows of T
+// expect: replay_experts<T>.gate, x, chosen. wants rows of T
+void mixes(cpx::moe_weights<float> const& w, cpx::moe_saved<float> const& saved, held_twice x) {
+    cpx::moe(w, x, 2, x);
+    cpx::moe_backward(w, saved, x, x);
+    cpx::choose_experts(w.gate, x, 2);
+    cpx::replay_experts<float>(w.gate, x.data(), x);
+}
 
 // expect: a struct of tensors of one sharding is given one of another
 // expect: a struct of tensors lacks one, or is given what is none

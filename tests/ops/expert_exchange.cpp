@@ -68,7 +68,7 @@ results<T> run(layer<T> const& l, S const& sharding, int share, sum_order order)
         int const rank = comm.rank();
         auto const x = take(l.x, {{1, l.n.hidden}}, sharding, rank), dy = take(l.dy, {{1, l.n.hidden}}, sharding, rank);
         auto y = poisoned<T>(sharding, rank, l.n.hidden), dx = y;
-        auto neighbours = cpx::subgroup<cpx::threads>::of_neighbours(comm, share);
+        auto neighbours = cpx::neighbours(comm, share);
         auto const places = cpx::global_rows(sharding, rank);
         auto choices = cpx::choose_experts<T>(l.of({}).gate, x.data(), l.n.choices);
         cpx::expert_exchange at(choices.chosen.view(), l.n.experts, places, neighbours);
@@ -194,8 +194,7 @@ TEST_SUITE("ops") {
             rejects({"subgroup: member 1: expected ascending ranks of 0 to 3"}, [&] { group(comm, {2, 1}); });
             rejects({"subgroup: members: expected rank " + std::to_string(comm.rank()) + ", got others"},
                     [&] { group(comm, {(comm.rank() + 1) % 4}); });
-            rejects({"subgroup: neighbours: expected a divisor of the ranks, 4, got 3"},
-                    [&] { group::of_neighbours(comm, 3); });
+            rejects({"neighbours: size: expected a divisor of the ranks, 4, got 3"}, [&] { cpx::neighbours(comm, 3); });
         });
     }
 

@@ -35,6 +35,9 @@ public:
     expert_exchange(rows<index_t const> chosen, index_t experts, std::span<index_t const> places, Comm& comm,
                     caller here = caller::here())
         : expert_exchange(checked(chosen, experts, places, comm, here), comm, here) {}
+    template <class X = void>
+    explicit expert_exchange(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : expert_exchange(unfit<X>()) {}
 
     /// Brings together what `at` has in several groups of ranks: all rows of an expert to one of the ranks of `comm`,
     /// of which there may be more than experts. For sums in the order of the batch.
@@ -80,6 +83,13 @@ public:
     }
 
 private:
+    template <class X>
+    static expert_exchange const& unfit() {
+        static_assert(detail::never<X>,
+                      "cpx: expert_exchange(chosen, experts, places, comm) wants rows of index_t, the number of "
+                      "experts, the tokens' global_rows and a cpx::transport; take rows with view() or data()");
+        throw;
+    }
     static expert_rows checked(rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
                                Comm const& comm, caller here) {
         char const* const where = "expert_exchange";
@@ -169,5 +179,8 @@ private:
     cpx::plan back_;
     std::vector<index_t> begins_, places_, order_; ///< order: the arrived row of every row, unless it is the same
 };
+template <class X = void>
+expert_exchange(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> expert_exchange<detail::no_transport>;
 
 } // namespace cpx

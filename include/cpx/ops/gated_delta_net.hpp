@@ -262,7 +262,8 @@ private:
     static gated_delta_net const& unfit() {
         static_assert(detail::never<X>,
                       "cpx: gated_delta_net wants its sharding, the rank and a config; by heads its sharding, that of "
-                      "the recurrence and that of its result, the rank and a config");
+                      "the recurrence and that of its result, the rank and a config; the carry is spelled: "
+                      "gated_delta_net<scan, S>");
         throw;
     }
 
@@ -353,5 +354,8 @@ private:
     detail::gated_delta_mixer<How, Mix> mixer_;
     [[no_unique_address]] std::conditional_t<std::same_as<S, Mix>, nothing, four_moves> moves_;
 };
+template <class X> // which says that a carry must be chosen
+gated_delta_net(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> gated_delta_net<scan, sharding<sequential<1>>, replicated<1>>;
 
 } // namespace cpx

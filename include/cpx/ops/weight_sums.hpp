@@ -42,6 +42,9 @@ public:
         require(order == sum_order::by_rank || order == sum_order::by_row, "weight_sums", "order", "by_rank or by_row",
                 static_cast<int>(order), here);
     }
+    template <class X>
+    explicit weight_sums(X const&, detail::any = {}, detail::any = {}, detail::any = {})
+        : weight_sums(of_nothing<X>()) {}
 
     S const& sharding() const { return sharding_; }
     sum_order order() const { return order_; }
@@ -114,8 +117,8 @@ public:
     /// Adds the gradient of an `expert_linear` whose rows are those of `at`, `expert_rows` or an `expert_exchange`, to
     /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out).
     template <class T, class Experts, transport Comm>
-    void experts(Experts const& at, rows<T const> x, rows<T const> dy, rows<T> dweight, Comm& comm,
-                 caller here = caller::here()) const {
+    void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
+                 rows<T> dweight, Comm& comm, caller here = caller::here()) const {
         auto const add = [&](auto const& of, rows<T const> of_x, rows<T const> of_y) {
             index_t const out = of_y.width();
             expert_linear_backward_weight<T>(of.begins(), of_y, of_x,
@@ -142,8 +145,28 @@ public:
     detail::refused linear(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) const {
         return unfit<X>();
     }
+    template <class X = void>
+    detail::refused terms(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) const {
+        static_assert(detail::never<X>, "cpx: weight_sums::terms(sums, term, comm) wants a std::span of elements, a "
+                                        "function of a row and such a span, and a cpx::transport");
+        return {};
+    }
+    template <class X = void>
+    detail::refused experts(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}) const {
+        static_assert(detail::never<X>,
+                      "cpx: weight_sums::experts(at, x, dy, dweight, comm) wants expert_rows or an expert_exchange, "
+                      "rows of dweight's elements and a cpx::transport; take rows with view() or data()");
+        return {};
+    }
 
 private:
+    template <class X>
+    static weight_sums const& of_nothing() {
+        static_assert(detail::never<X>, "cpx: weight_sums(sharding, rank, order) wants the rows' sharding, this rank "
+                                        "and a sum_order");
+        throw;
+    }
     template <class X>
     static detail::refused unfit() {
         static_assert(detail::never<X>,
@@ -182,5 +205,8 @@ private:
     int rank_;
     sum_order order_;
 };
+template <class X>
+weight_sums(X const&, detail::any = {}, detail::any = {}, detail::any = {})
+    -> weight_sums<cpx::sharding<sequential<1>>>;
 
 } // namespace cpx

@@ -160,6 +160,14 @@ concept any_transport = transport<T> || device_transport<T>;
 
 namespace detail {
 
+/// What a class on a transport deduces where none fits; its constructor says so.
+struct no_transport {
+    int rank() const;
+    int ranks() const;
+    std::unordered_set<std::uint64_t>& agreed();
+    void transfer(identity const&, std::span<outgoing const>, std::span<incoming const>);
+};
+
 template <class Comm>
 struct rank_memory {
     using type = host_memory;

@@ -34,16 +34,10 @@ public:
         rank_ = static_cast<int>(own - members_.begin());
     }
 
-    /// Returns the group of `size` neighbouring ranks that this one is in: ranks 0 .. size - 1 are the first.
-    ///
-    /// Throws `cpx::error` unless the size divides that of the whole group.
-    static subgroup of_neighbours(Comm& all, int size, caller here = caller::here()) {
-        require(
-            size > 0 && all.ranks() % size == 0, "subgroup", "neighbours",
-            [&] { return "a divisor of the ranks, " + std::to_string(all.ranks()); }, size, here);
-        std::vector<int> members;
-        for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
-        return {all, std::move(members), here};
+    template <class X>
+    explicit subgroup(X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: subgroup(comm, members) wants a cpx::transport and the ranks that are "
+                                        "its members; the group of n neighbouring ranks is neighbours(comm, n)");
     }
 
     int rank() const { return rank_; }
@@ -65,10 +59,30 @@ public:
     }
 
 private:
-    Comm* all_;
+    Comm* all_ = nullptr;
     std::vector<int> members_;
     int rank_ = 0;
     std::unordered_set<std::uint64_t> agreed_;
 };
+template <class X>
+subgroup(X const&, detail::any = {}, detail::any = {}) -> subgroup<detail::no_transport>;
+
+/// Returns the group of `size` neighbouring ranks that this one is in: ranks 0 .. size - 1 are the first.
+///
+/// Throws `cpx::error` unless the size divides that of the whole group.
+template <transport Comm>
+subgroup<Comm> neighbours(Comm& all, int size, caller here = caller::here()) {
+    require(
+        size > 0 && all.ranks() % size == 0, "neighbours", "size",
+        [&] { return "a divisor of the ranks, " + std::to_string(all.ranks()); }, size, here);
+    std::vector<int> members;
+    for (int i = 0; i < size; ++i) members.push_back(all.rank() / size * size + i);
+    return {all, std::move(members), here};
+}
+template <class X>
+detail::refused neighbours(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: neighbours(comm, size) wants a cpx::transport and how many of its ranks");
+    return {};
+}
 
 } // namespace cpx

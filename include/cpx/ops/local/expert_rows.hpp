@@ -58,6 +58,12 @@ public:
         for (choice const& c : choices_)
             places_.push_back(places.empty() ? c.token : places[static_cast<std::size_t>(c.token)]);
     }
+    template <class X = void>
+    explicit expert_rows(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>,
+                      "cpx: expert_rows(chosen, experts) wants rows of index_t, the number of experts and perhaps "
+                      "places; take the rows of a row_buffer with view(), of a tensor with data()");
+    }
 
     index_t experts() const { return std::ssize(begins_) - 1; }
     /// Returns the experts whose rows these are.

@@ -7,6 +7,7 @@
 #include <cpx/ops/local/router.hpp>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace cpx {
@@ -91,8 +92,9 @@ moe_sizes require_moe(char const* where, moe_weights<T> const& w, Experts const&
 ///
 /// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T, class Experts>
-moe_saved<T, Experts> moe(moe_weights<T> const& w, rows<T const> x, expert_choices<T> of_router, Experts at, rows<T> y,
-                          caller here = caller::here()) {
+moe_saved<T, Experts> moe(moe_weights<T> const& w, std::type_identity_t<rows<T const>> x,
+                          std::type_identity_t<expert_choices<T>> of_router, Experts at,
+                          std::type_identity_t<rows<T>> y, caller here = caller::here()) {
     auto const n = detail::require_moe<T>("moe", w, at, x.width(), {"y", y}, here);
     index_t const count = x.count();
     detail::require_shape("moe", "y", y, count, n.hidden, here);
@@ -147,13 +149,22 @@ moe_saved<T, Experts> moe(moe_weights<T> const& w, rows<T const> x, expert_choic
 ///
 /// Throws `cpx::error` if there are fewer experts than choices, too.
 template <class T>
-moe_saved<T> moe(moe_weights<T> const& w, rows<T const> x, index_t choices, rows<T> y, caller here = caller::here()) {
+moe_saved<T> moe(moe_weights<T> const& w, std::type_identity_t<rows<T const>> x, index_t choices,
+                 std::type_identity_t<rows<T>> y, caller here = caller::here()) {
     require(choices >= 1 && choices <= w.gate.count(), "moe", "choices",
             "1 to the experts, " + std::to_string(w.gate.count()), choices, here);
     detail::require_shape("moe", "gate", w.gate, w.gate.count(), x.width(), here);
     auto chosen = choose_experts<T>(w.gate, x, choices, here);
     expert_rows at(chosen.chosen.view(), w.gate.count(), {}, here);
     return moe<T>(w, x, std::move(chosen), std::move(at), y, here);
+}
+template <class X = void>
+detail::refused moe(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                    detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: moe(weights, x, choices, y), or moe(weights, x, expert_choices, experts, y), wants moe_weights "
+                  "and rows of their elements; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

@@ -41,8 +41,9 @@ struct moe_gradients {
 ///
 /// Throws `cpx::error` if shapes do not fit or memory overlaps in another way.
 template <class T, class Experts>
-moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> const& saved, rows<T const> dy, rows<T> dx,
-                              rows<T const> dlogits = {}, caller here = caller::here()) {
+moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> const& saved,
+                              std::type_identity_t<rows<T const>> dy, std::type_identity_t<rows<T>> dx,
+                              std::type_identity_t<rows<T const>> dlogits = {}, caller here = caller::here()) {
     char const* const where = "moe_backward";
     auto const n = detail::require_moe<T>(where, w, saved.at, dy.width(), {"dx", dx}, here);
     index_t const count = saved.at.tokens(), choices = n.choices, rows_of_experts = saved.input.count();
@@ -123,6 +124,14 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> con
     add_input_of(g.dshared_gate_up.view().columns(n.shared, n.shared), w.shared_up_proj);
     add_input_of(g.dshared_gate.view(), w.shared_expert_gate);
     return g;
+}
+template <class X = void>
+detail::refused moe_backward(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                             detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: moe_backward(weights, saved, dy, dx, dlogits) wants moe_weights, what moe returned, and rows "
+                  "of their elements; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace cpx {
@@ -110,11 +112,19 @@ expert_choices<T> choose_experts(rows<T const> gate, rows<T const> x, index_t ch
     return r;
 }
 
+template <class X = void>
+detail::refused choose_experts(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: choose_experts<T>(gate, x, choices) wants rows of T and how many experts a row chooses, or "
+                  "logits, chosen and weights; take rows with view() or data()");
+    return {};
+}
+
 /// The same with choices that were made before, which go where their tokens go: (rows, choices). Throws as
 /// `weigh_experts` does.
-template <class T>
-expert_choices<T> replay_experts(rows<T const> gate, rows<T const> x, rows<index_t const> chosen,
-                                 caller here = caller::here()) {
+template <class T, class I>
+    requires std::same_as<std::remove_const_t<I>, index_t>
+expert_choices<T> replay_experts(rows<T const> gate, rows<T const> x, rows<I> chosen, caller here = caller::here()) {
     expert_choices<T> r{
         {x.count(), gate.count(), here}, {x.count(), chosen.width(), here}, {x.count(), chosen.width(), here}};
     detail::require_shape("replay_experts", "chosen", chosen, x.count(), chosen.width(), here);
@@ -123,6 +133,12 @@ expert_choices<T> replay_experts(rows<T const> gate, rows<T const> x, rows<index
     linear<T>(x, gate, r.logits.view(), here);
     weigh_experts<T>(r.logits.view(), chosen, r.weights.view(), here);
     return r;
+}
+template <class X = void>
+detail::refused replay_experts(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: replay_experts<T>(gate, x, chosen) wants rows of T, and of index_t the "
+                                    "experts that each row has chosen; take rows with view() or data()");
+    return {};
 }
 
 } // namespace cpx
