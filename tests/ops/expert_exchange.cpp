@@ -229,7 +229,7 @@ TEST_SUITE("ops") {
         }
         CHECK(told.find("expert_exchange: place of a token: expected one of its own in the batch") != told.npos);
         on(4, [&](cpx::threads& comm) {
-            auto pairs = cpx::subgroup<cpx::threads>::of_neighbours(comm, 2);
+            auto pairs = cpx::neighbours(comm, 2);
             std::vector<float> values(comm.rank() == 3 ? 9 : 8);
             auto const sum = [&] { cpx::sum_over_ranks(values, pairs); };
             if (comm.rank() < 2)
