@@ -324,10 +324,14 @@ struct any {
     any(std::initializer_list<any>) {}
 };
 
-/// The result of a call that has been refused. Loops over it are no second mistake.
+/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
 struct refused {
     int const* begin() const { return nullptr; }
     int const* end() const { return nullptr; }
+    template <class... X>
+    refused operator()(X const&...) const {
+        return {};
+    }
 };
 
 /// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
@@ -831,13 +835,20 @@ public:
     }
 
     /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
-    template <std::ranges::contiguous_range R>
+    template <std::ranges::sized_range R>
     rows(R&& list, index_t width, caller here = caller::here())
         : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
         constexpr bool stays = std::ranges::borrowed_range<R>;
         static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
         require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
                 "a multiple of the width " + std::to_string(width), std::ssize(list), here);
+    }
+
+    template <class X>
+        requires std::same_as<T, detail::refused>
+    explicit rows(X const&, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
+                                        "rows(pointer, count, width); of other lists write rows<T>(list, width)");
     }
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
@@ -863,8 +874,8 @@ private:
     template <class R>
     static T* elements(R& list) {
         constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
-        static_assert(fits,
-                      "cpx: rows of a list of other elements, or of one that is const; rows<T const> view the latter");
+        static_assert(fits, "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
+                            "span; rows<T const> view what is const");
         if constexpr (fits)
             return std::ranges::data(list);
         else
@@ -910,6 +921,8 @@ template <class T>
 rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
 rows(std::vector<T> const&, index_t) -> rows<T const>;
+template <class X>
+rows(X const&, detail::any = {}) -> rows<detail::refused>;
 
 } // namespace cpx
 
@@ -1124,6 +1137,12 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
     }
     return detail::padded_thd(lengths, std::move(valid), here);
 }
+template <class X>
+thd thd_from_positions(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: thd_from_positions(positions, pad) wants a vector, array or span of int32 or "
+                                    "int64, and what padding is, pad::joins_last_sequence or pad::own_sequence");
+    return {};
+}
 
 /// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
 /// rows lie in the (rows * columns) rows of the padded tensor. A row that is padding only is a sequence of length 0.
@@ -1202,6 +1221,13 @@ packing packing_from_mask(M const& mask, P const& positions, index_t columns, ca
     }
     return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
+template <class X>
+packing packing_from_mask(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: packing_from_mask(mask, columns, padding), or (mask, positions, columns), "
+                                    "wants a vector, array or span of bool, uint8, int32 or int64, positions of the "
+                                    "latter two; std::vector<bool> is none: take std::vector<std::uint8_t>");
+    throw;
+}
 
 /// Makes a batch of the offsets of valid tokens and those of padded sequences (cu_seqlens and cu_seqlens_padded of
 /// TransformerEngine and Megatron-LM). The padding is at the end of each sequence.
@@ -1239,6 +1265,13 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
                         "a multiple of " + std::to_string(buffer.multiple), std::to_string(lengths.back()), here);
     }
     return detail::padded_thd(lengths, std::move(counts), here);
+}
+template <class X>
+thd thd_from_cu_seqlens(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: thd_from_cu_seqlens(valid, padded) wants two vectors, arrays or spans of int32 "
+                  "or int64; offsets without padding go to thd(offsets)");
+    return {};
 }
 
 /// Returns the batch whose sequences have the valid lengths of `batch`, each padded at its end to a multiple of
@@ -1991,6 +2024,16 @@ detail::refused shard(X const&, detail::any = {}, detail::any = {}, detail::any 
                   "return int, or a rule that chooses layouts; shard<scope::batch>(batch, layout, cut)");
     return {};
 }
+template <layout_policy P, class X>
+detail::refused shard(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: shard takes the layout as an argument: shard(batch, zigzag<4>{})");
+    return {};
+}
+template <scope = scope::sequence, class P>
+detail::refused shard(std::initializer_list<index_t>, P const&, detail::any = {}) {
+    static_assert(detail::never<P>, "cpx: shard wants a cpx::thd of these offsets: shard(thd({0, 7, 20}), layout)");
+    return {};
+}
 
 } // namespace cpx
 
@@ -2333,6 +2376,9 @@ public:
         static_assert(detail::never<X>, "cpx: sharded wants rows of its elements, a sharding and a rank: "
                                         "sharded(rows(list, width), sharding, rank)");
     }
+    template <class X, class Y>
+        requires(std::same_as<T, detail::refused> && !std::convertible_to<Y, S>)
+    explicit sharded(X const&, Y const&, detail::any = {}) : sharded(unfit<X>()) {}
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -2353,6 +2399,12 @@ public:
     }
 
 private:
+    template <class X>
+    static sharded const& unfit() {
+        static_assert(detail::never<X>, "cpx: sharded(rows, sharding, rank) wants all three, in this order");
+        throw;
+    }
+
     rows<T> data_;
     S sharding_;
     int rank_;
@@ -2369,6 +2421,8 @@ template <class T, class S, class M>
 sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
+template <class X, class Y>
+sharded(X const&, Y const&, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 
@@ -2631,11 +2685,16 @@ public:
         sharding_ = sharding;
         count_ = count;
     }
+    template <class X>
+        requires(!std::convertible_to<X const&, S const&>)
+    void hold(X const&) {
+        unfit<X>();
+    }
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     template <class X = T>
-    rows<T const> data() const&& {
+    rows<T> data() const&& {
         ends<X>();
         throw;
     }
@@ -2643,14 +2702,14 @@ public:
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     template <class X = T>
-    std::span<T const> elements() const&& {
+    std::span<T> elements() const&& {
         ends<X>();
         throw;
     }
     sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
     sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
     template <class X = T>
-    sharded<T const, S, M> view() const&& {
+    sharded<T, S, M> view() const&& {
         ends<X>();
         throw;
     }
@@ -2667,6 +2726,11 @@ public:
         require(std::ssize(values) == count_ * width_, "tensor", "elements to write", count_ * width_, values.size(),
                 here);
         memory_.write(values_.data(), values, here);
+    }
+    template <class X>
+        requires(!std::convertible_to<X const&, std::span<T const>>)
+    void write(X const&) {
+        static_assert(detail::never<X>, "cpx: tensor::write wants a vector, array or span of the tensor's elements");
     }
     /// Returns all elements, row after row, once what was given to the memory's stream before is done.
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }
@@ -4869,7 +4933,7 @@ std::vector<index_t> global_rows(S const& sharding, int rank, caller here = call
     return list;
 }
 template <class X>
-detail::refused global_rows(X const&, detail::any = {}, detail::any = {}) {
+std::vector<index_t> global_rows(X const&, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};
@@ -4891,10 +4955,11 @@ std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
     }
     return list;
 }
-template <class X>
-    requires(!any_sharding<X>)
-detail::refused slots(X const&, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+template <class X, class... Rest>
+    requires(!any_sharding<X> || sizeof...(Rest) > 0)
+std::vector<slot> slots(X const&, Rest const&...) {
+    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns, "
+                                    "and no rank: it tells of all");
     return {};
 }
 
@@ -5852,6 +5917,10 @@ void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::her
         sends.push_back(consecutive<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
     detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
 }
+template <class X>
+void broadcast(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: broadcast(comm, bytes) wants std::as_writable_bytes(std::span(values))");
+}
 
 } // namespace cpx
 
@@ -6395,12 +6464,17 @@ public:
 
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
-    void operator()(X const&, Rest const&...) {
-        unfit<X>();
+    detail::refused operator()(X const&, Rest const&...) {
+        return unfit<X>();
     }
-    template <class X, class... Rest>
-    void transposed(X const&, Rest const&...) {
-        unfit<X>();
+    template <class... X>
+    detail::refused transposed(X const&...) {
+        return unfit<std::tuple<X...>>();
+    }
+    template <class X>
+        requires(!any_sharding<X>)
+    detail::refused make_tensor(X const&) const {
+        return unfit<X>();
     }
 
     /// Returns a tensor for every batch that fits, of this one at first; see `tensor::hold`. It is where this movement
@@ -6420,11 +6494,13 @@ public:
 
 private:
     template <class X>
-    static void unfit() {
+    static detail::refused unfit() {
         static_assert(
             detail::never<X>,
             "cpx: a movement takes, of a relayout, tensors x and y; of a halo, a tensor and rows, transposed "
-            "rows and a tensor; of a carry, a number, a side and two rows; view memory as sharded, or as rows");
+            "rows and a tensor; of a carry, a number, a side and two rows; view memory as sharded, or as rows; "
+            "make_tensor takes a sharding");
+        return {};
     }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {
@@ -6613,7 +6689,7 @@ namespace cpx {
 /// Each rank adds up its share of them and hands it to the others, so that it sends 2 (W - 1) / W times the values.
 /// Throws what `exchange` throws.
 template <std::ranges::contiguous_range V, any_transport Comm>
-    requires std::ranges::borrowed_range<V>
+    requires std::ranges::borrowed_range<V> && std::ranges::output_range<V, std::ranges::range_value_t<V>>
 void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
@@ -6632,8 +6708,8 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
 }
 template <class X>
 void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, and a "
-                                    "cpx::transport; of a tensor give its elements()");
+    static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, not "
+                                    "const, and a cpx::transport; of a tensor give its elements()");
 }
 
 } // namespace cpx
@@ -6657,11 +6733,15 @@ public:
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it. Where the
     /// system starts fewer threads, throws one that says how many.
     template <class F>
+        requires std::invocable<F&, threads&>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
-        constexpr bool fits = std::invocable<F&, threads&>;
-        static_assert(fits, "cpx: threads::run wants a program that takes its rank: [&](cpx::threads& comm) { ... }");
-        if constexpr (fits) run_all(ranks, std::ref(program), deadline, here);
+        run_all(ranks, std::ref(program), deadline, here);
+    }
+    template <class X>
+    static void run(X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: threads::run(ranks, program) wants a program that takes its rank: "
+                                        "[&](cpx::threads& comm) { ... }");
     }
 
     int rank() const { return rank_; }

@@ -111,13 +111,21 @@ void swapped(stepwise& move, cpx::tensor<float, given>& x, cpx::tensor<float, se
 void alone(plan<sequential, zigzag> p, view<sequential> x) { cpx::exchange(p, x); }
 
 // expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
-void sums(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::sum_over_ranks(x, comm); }
+// expect: sum_over_ranks.values, comm. wants a vector, array or span that stays
+void sums(cpx::tensor<float, zigzag>& x, std::vector<float> const& never_written, cpx::threads& comm) {
+    cpx::sum_over_ranks(x, comm);
+    cpx::sum_over_ranks(never_written, comm);
+}
 
 // expect: gather.comm, mine, all, bytes. gathers bytes
 void gathers(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::gather(x, comm); }
 
 // expect: a movement takes, of a relayout, tensors x and y
-void of_rows(stepwise& move, cpx::rows<float> x) { move(x, x); }
+// expect: a movement takes, of a relayout, tensors x and y
+void of_rows(stepwise& move, cpx::rows<float> x, cpx::thd const& batch) {
+    auto const y = move(x, x);
+    auto const z = move.make_tensor(batch);
+}
 
 // expect: a movement takes, of a relayout, tensors x and y
 void into_list(bringing& move, cpx::tensor<float, zigzag>& x, std::vector<float>& halo) { move(x, halo); }

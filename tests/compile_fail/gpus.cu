@@ -57,6 +57,13 @@ void prepared(cpx::cuda::conv_exchange<float, zigzag>& by, view<given, device> x
               cpx::rows<float const> w) {
     cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, y);
 }
+#ifndef CPX_GOOD
+// expect: cuda::causal_conv1d.by, x, weight, bias, activation, y. wants tensors of cuda::memory
+void prepared(cpx::cuda::conv_exchange<float, zigzag>& by, view<zigzag, device> x, cpx::rows<float const> w,
+              cpx::cuda::communicator& comm) {
+    cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, x, comm);
+}
+#endif
 
 #ifndef CPX_GOOD // its kernels take long to compile
 // expect: gated_delta_rule of tensors that are not sharded as the plan

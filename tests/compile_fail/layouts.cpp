@@ -89,9 +89,17 @@ auto const halo = cpx::halo(cpx::thd(), 0, 3);
 // expect: carry<scan>.sharding, rank., or carry<serial>, wants a sharding
 auto const carry = cpx::carry(sharding, 0);
 // expect: global_rows.sharding, rank. wants a sharding
-auto const global_rows = cpx::global_rows(cpx::thd(), 0);
+std::vector<cpx::index_t> const global_rows = cpx::global_rows(cpx::thd(), 0);
+// expect: slots.sharding. wants a sharding
 // expect: slots.sharding. wants a sharding
 auto const slots = cpx::slots(cpx::thd());
+auto const slots_of_rank = cpx::slots(sharding, 0);
+// expect: shard takes the layout as an argument
+auto const of_type = cpx::shard<cpx::zigzag<4>>(cpx::thd());
+// expect: thd_from_positions.positions, pad. wants a vector, array or span of int32 or int64
+auto const unpadded = cpx::thd_from_positions(numbers);
+// expect: packing_from_mask.mask, columns, padding., or .mask, positions, columns., wants
+auto const masked = cpx::packing_from_mask(std::vector<bool>(4), 4, cpx::padding::right);
 // expect: thd wants a vector, array or span of integers
 cpx::thd const offsets(std::vector<float>{0, 7});
 // expect: rows of a list of other elements
@@ -102,7 +110,11 @@ auto const of_no_type = cpx::make_tensor(sharding, 0, 1);
 cpx::replicated<4> const everywhere(4, cpx::thd());
 // expect: sharded wants rows of its elements
 cpx::sharded const of_list(values, sharding, 0);
-// expect: threads::run wants a program that takes its rank
+// expect: sharded.rows, sharding, rank. wants all three
+cpx::sharded const of_no_rank(tensor.data(), sharding);
+// expect: rows.list, width. wants a vector and the width of a row
+cpx::rows const of_no_width(values);
+// expect: threads::run.ranks, program. wants a program that takes its rank
 void run() {
     cpx::threads::run(4, [](int) {});
 }

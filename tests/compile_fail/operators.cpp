@@ -290,16 +290,20 @@ void features(cpx::sharded_positions<zigzag> const& positions, held_twice x) {
 
 // expect: mean_token_loss.logp, labels, comm. wants tensors of one sharding
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
+// expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
 void losses(held_twice logp, labels_of labels, cpx::threads& comm) {
     auto const loss = cpx::mean_token_loss(logp, labels, comm);
     cpx::mean_token_loss_backward(loss, labels, 1, logp);
+    cpx::mean_token_loss_backward({}, logp, logp);
 }
 
-// expect: mrope_positions.media, ids, tokens, comm. wants a tensor of integers
-// expect: mrope_positions.media, ids, tokens, comm. wants a tensor of integers
+// expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
+// expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
+// expect: mrope_positions.media, ids, tokens, comm. wants, behind the ids, what tokens
 void places(cpx::media const& m, std::vector<int> const& ids, held_twice x, cpx::threads& comm) {
     cpx::mrope_positions(m, ids, {.image = 100}, comm);
     cpx::mrope_positions(m, x, cpx::media_tokens{}, comm);
+    cpx::mrope_positions(m, x, comm);
 }
 
 // expect: weight_sums take tensors and a cpx::transport

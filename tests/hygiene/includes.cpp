@@ -75,7 +75,7 @@ numeric accumulate exclusive_scan gcd inclusive_scan inner_product iota lcm midp
 optional nullopt optional
 ostream endl flush ios ostream
 random mt19937 mt19937_64 random_device normal_distribution uniform_int_distribution uniform_real_distribution
-ranges borrowed_range contiguous_range iota_view random_access_range range range_reference_t range_value_t
+ranges borrowed_range contiguous_range iota_view output_range random_access_range range range_reference_t range_value_t
 ranges sized_range views
 regex regex regex_match regex_replace regex_search smatch sregex_iterator
 set begin data end erase_if initializer_list multiset set size ssize

@@ -146,6 +146,12 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
     }
     return detail::padded_thd(lengths, std::move(valid), here);
 }
+template <class X>
+thd thd_from_positions(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: thd_from_positions(positions, pad) wants a vector, array or span of int32 or "
+                                    "int64, and what padding is, pad::joins_last_sequence or pad::own_sequence");
+    return {};
+}
 
 /// Makes a batch of a padding mask, 1 where a token counts: one sequence a row, without its padding, and where its
 /// rows lie in the (rows * columns) rows of the padded tensor. A row that is padding only is a sequence of length 0.
@@ -224,6 +230,13 @@ packing packing_from_mask(M const& mask, P const& positions, index_t columns, ca
     }
     return packing(thd::from_lengths(lengths, here), std::move(starts), count, here);
 }
+template <class X>
+packing packing_from_mask(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: packing_from_mask(mask, columns, padding), or (mask, positions, columns), "
+                                    "wants a vector, array or span of bool, uint8, int32 or int64, positions of the "
+                                    "latter two; std::vector<bool> is none: take std::vector<std::uint8_t>");
+    throw;
+}
 
 /// Makes a batch of the offsets of valid tokens and those of padded sequences (cu_seqlens and cu_seqlens_padded of
 /// TransformerEngine and Megatron-LM). The padding is at the end of each sequence.
@@ -261,6 +274,13 @@ thd thd_from_cu_seqlens(V const& valid, P const& padded, padded_buffer buffer = 
                         "a multiple of " + std::to_string(buffer.multiple), std::to_string(lengths.back()), here);
     }
     return detail::padded_thd(lengths, std::move(counts), here);
+}
+template <class X>
+thd thd_from_cu_seqlens(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: thd_from_cu_seqlens(valid, padded) wants two vectors, arrays or spans of int32 "
+                  "or int64; offsets without padding go to thd(offsets)");
+    return {};
 }
 
 /// Returns the batch whose sequences have the valid lengths of `batch`, each padded at its end to a multiple of

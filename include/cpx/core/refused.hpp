@@ -19,10 +19,14 @@ struct any {
     any(std::initializer_list<any>) {}
 };
 
-/// The result of a call that has been refused. Loops over it are no second mistake.
+/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
 struct refused {
     int const* begin() const { return nullptr; }
     int const* end() const { return nullptr; }
+    template <class... X>
+    refused operator()(X const&...) const {
+        return {};
+    }
 };
 
 /// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.

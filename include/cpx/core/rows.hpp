@@ -35,13 +35,20 @@ public:
     }
 
     /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
-    template <std::ranges::contiguous_range R>
+    template <std::ranges::sized_range R>
     rows(R&& list, index_t width, caller here = caller::here())
         : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
         constexpr bool stays = std::ranges::borrowed_range<R>;
         static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
         require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
                 "a multiple of the width " + std::to_string(width), std::ssize(list), here);
+    }
+
+    template <class X>
+        requires std::same_as<T, detail::refused>
+    explicit rows(X const&, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
+                                        "rows(pointer, count, width); of other lists write rows<T>(list, width)");
     }
 
     CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
@@ -67,8 +74,8 @@ private:
     template <class R>
     static T* elements(R& list) {
         constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
-        static_assert(fits,
-                      "cpx: rows of a list of other elements, or of one that is const; rows<T const> view the latter");
+        static_assert(fits, "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
+                            "span; rows<T const> view what is const");
         if constexpr (fits)
             return std::ranges::data(list);
         else
@@ -114,5 +121,7 @@ template <class T>
 rows(std::vector<T>&, index_t) -> rows<T>;
 template <class T>
 rows(std::vector<T> const&, index_t) -> rows<T const>;
+template <class X>
+rows(X const&, detail::any = {}) -> rows<detail::refused>;
 
 } // namespace cpx

@@ -39,6 +39,9 @@ public:
         static_assert(detail::never<X>, "cpx: sharded wants rows of its elements, a sharding and a rank: "
                                         "sharded(rows(list, width), sharding, rank)");
     }
+    template <class X, class Y>
+        requires(std::same_as<T, detail::refused> && !std::convertible_to<Y, S>)
+    explicit sharded(X const&, Y const&, detail::any = {}) : sharded(unfit<X>()) {}
 
     operator sharded<T const, S, M>() const { return {data_, sharding_, rank_, memory_}; }
 
@@ -59,6 +62,12 @@ public:
     }
 
 private:
+    template <class X>
+    static sharded const& unfit() {
+        static_assert(detail::never<X>, "cpx: sharded(rows, sharding, rank) wants all three, in this order");
+        throw;
+    }
+
     rows<T> data_;
     S sharding_;
     int rank_;
@@ -75,6 +84,8 @@ template <class T, class S, class M>
 sharded(rows<T>, S, int, M) -> sharded<T, S, M>;
 template <class X, any_sharding S>
 sharded(X const&, S, int) -> sharded<detail::refused, S>;
+template <class X, class Y>
+sharded(X const&, Y const&, detail::any = {}) -> sharded<detail::refused, sharding<sequential<1>>>;
 
 namespace detail {
 

@@ -300,5 +300,15 @@ detail::refused shard(X const&, detail::any = {}, detail::any = {}, detail::any 
                   "return int, or a rule that chooses layouts; shard<scope::batch>(batch, layout, cut)");
     return {};
 }
+template <layout_policy P, class X>
+detail::refused shard(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: shard takes the layout as an argument: shard(batch, zigzag<4>{})");
+    return {};
+}
+template <scope = scope::sequence, class P>
+detail::refused shard(std::initializer_list<index_t>, P const&, detail::any = {}) {
+    static_assert(detail::never<P>, "cpx: shard wants a cpx::thd of these offsets: shard(thd({0, 7, 20}), layout)");
+    return {};
+}
 
 } // namespace cpx

@@ -60,11 +60,16 @@ public:
         sharding_ = sharding;
         count_ = count;
     }
+    template <class X>
+        requires(!std::convertible_to<X const&, S const&>)
+    void hold(X const&) {
+        unfit<X>();
+    }
 
     rows<T> data() & { return {values_.data(), count_, width_}; }
     rows<T const> data() const& { return {values_.data(), count_, width_}; }
     template <class X = T>
-    rows<T const> data() const&& {
+    rows<T> data() const&& {
         ends<X>();
         throw;
     }
@@ -72,14 +77,14 @@ public:
     std::span<T> elements() & { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     std::span<T const> elements() const& { return {values_.data(), static_cast<std::size_t>(count_ * width_)}; }
     template <class X = T>
-    std::span<T const> elements() const&& {
+    std::span<T> elements() const&& {
         ends<X>();
         throw;
     }
     sharded<T, S, M> view() & { return {data(), sharding_, rank_, memory_}; }
     sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
     template <class X = T>
-    sharded<T const, S, M> view() const&& {
+    sharded<T, S, M> view() const&& {
         ends<X>();
         throw;
     }
@@ -96,6 +101,11 @@ public:
         require(std::ssize(values) == count_ * width_, "tensor", "elements to write", count_ * width_, values.size(),
                 here);
         memory_.write(values_.data(), values, here);
+    }
+    template <class X>
+        requires(!std::convertible_to<X const&, std::span<T const>>)
+    void write(X const&) {
+        static_assert(detail::never<X>, "cpx: tensor::write wants a vector, array or span of the tensor's elements");
     }
     /// Returns all elements, row after row, once what was given to the memory's stream before is done.
     std::vector<T> read(caller here = caller::here()) const { return memory_.read(elements(), here); }

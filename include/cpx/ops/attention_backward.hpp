@@ -164,7 +164,7 @@ void attention_backward_queries(attention_queries<T, Q> const& from, K const& k,
         detail::attend_backward_queries<T, Q, sharding_of<K>>(from, k.view(), v.view(), heads, scale, dq.view(), here);
 }
 template <class X>
-void attention_backward_queries(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+void attention_backward_queries(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
                                 detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: attention_backward_queries(queries, k, v, heads, scale, dq) wants attention_queries of q, "
@@ -252,7 +252,7 @@ void attention_backward_keys(attention_queries<T, Q> const& from, K const& k, V 
         detail::attend_backward_keys<T, Q, S>(from, k.view(), v.view(), heads, scale, dk.view(), dv.view(), comm, here);
 }
 template <class X>
-void attention_backward_keys(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+void attention_backward_keys(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
                              detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(
         detail::never<X>,

@@ -111,7 +111,7 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> c
 }
 template <class Plan>
 void gated_delta_rule(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                      detail::any = {}) {
+                      detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<Plan>,
                   "cpx: gated_delta_rule wants a carry_plan, delta_rule_tensors, heads, options and a "
                   "cpx::transport; make the plan with carry<scan>(q.sharding(), ...)");

@@ -163,11 +163,18 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
     return result;
 }
 
+template <class X, class Y>
+detail::refused mrope_positions(X const&, Y const&, media_tokens, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: mrope_positions(media, ids, tokens, comm) wants cpx::media, a tensor of "
+                                    "integers and a cpx::transport, and mrope_positions(media, batch, ids, tokens) a "
+                                    "cpx::thd and all its ids; view a rank's list as sharded(rows(list, 1), sharding, "
+                                    "rank)");
+    return {};
+}
 template <class X>
-detail::refused mrope_positions(media const&, X const&, media_tokens, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: mrope_positions(media, ids, tokens, comm) wants a tensor of integers and a "
-                                    "cpx::transport, and mrope_positions(media, batch, ids, tokens) a cpx::thd and all "
-                                    "its ids; view a rank's list as sharded(rows(list, 1), sharding, rank)");
+detail::refused mrope_positions(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: mrope_positions(media, ids, tokens, comm) wants, behind the ids, what tokens "
+                                    "stand for media: cpx::media_tokens, or {.image = 151655}");
     return {};
 }
 template <class X>

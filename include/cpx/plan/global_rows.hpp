@@ -42,7 +42,7 @@ std::vector<index_t> global_rows(S const& sharding, int rank, caller here = call
     return list;
 }
 template <class X>
-detail::refused global_rows(X const&, detail::any = {}, detail::any = {}) {
+std::vector<index_t> global_rows(X const&, detail::any = {}, detail::any = {}) {
     static_assert(detail::never<X>,
                   "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
     return {};
@@ -64,10 +64,11 @@ std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
     }
     return list;
 }
-template <class X>
-    requires(!any_sharding<X>)
-detail::refused slots(X const&, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+template <class X, class... Rest>
+    requires(!any_sharding<X> || sizeof...(Rest) > 0)
+std::vector<slot> slots(X const&, Rest const&...) {
+    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns, "
+                                    "and no rank: it tells of all");
     return {};
 }
 

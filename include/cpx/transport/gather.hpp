@@ -82,5 +82,9 @@ void broadcast(Comm& comm, std::span<std::byte> bytes, caller here = caller::her
         sends.push_back(consecutive<std::byte const>(peer, bytes.data(), std::ssize(bytes)));
     detail::transfer(comm, detail::named("broadcast", bytes.size()), sends, receives, here);
 }
+template <class X>
+void broadcast(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: broadcast(comm, bytes) wants std::as_writable_bytes(std::span(values))");
+}
 
 } // namespace cpx

@@ -179,12 +179,17 @@ public:
 
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
-    void operator()(X const&, Rest const&...) {
-        unfit<X>();
+    detail::refused operator()(X const&, Rest const&...) {
+        return unfit<X>();
     }
-    template <class X, class... Rest>
-    void transposed(X const&, Rest const&...) {
-        unfit<X>();
+    template <class... X>
+    detail::refused transposed(X const&...) {
+        return unfit<std::tuple<X...>>();
+    }
+    template <class X>
+        requires(!any_sharding<X>)
+    detail::refused make_tensor(X const&) const {
+        return unfit<X>();
     }
 
     /// Returns a tensor for every batch that fits, of this one at first; see `tensor::hold`. It is where this movement
@@ -204,11 +209,13 @@ public:
 
 private:
     template <class X>
-    static void unfit() {
+    static detail::refused unfit() {
         static_assert(
             detail::never<X>,
             "cpx: a movement takes, of a relayout, tensors x and y; of a halo, a tensor and rows, transposed "
-            "rows and a tensor; of a carry, a number, a side and two rows; view memory as sharded, or as rows");
+            "rows and a tensor; of a carry, a number, a side and two rows; view memory as sharded, or as rows; "
+            "make_tensor takes a sharding");
+        return {};
     }
     /// Throws unless capacity and widths are sizes, and the first batch fits: before anything is prepared.
     capacity const& checked(capacity const& most, caller here) const {

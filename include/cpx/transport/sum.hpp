@@ -17,7 +17,7 @@ namespace cpx {
 /// Each rank adds up its share of them and hands it to the others, so that it sends 2 (W - 1) / W times the values.
 /// Throws what `exchange` throws.
 template <std::ranges::contiguous_range V, any_transport Comm>
-    requires std::ranges::borrowed_range<V>
+    requires std::ranges::borrowed_range<V> && std::ranges::output_range<V, std::ranges::range_value_t<V>>
 void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     index_t const count = std::ssize(values);
     thd const batch({0, count}); // every value is a row
@@ -36,8 +36,8 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
 }
 template <class X>
 void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, and a "
-                                    "cpx::transport; of a tensor give its elements()");
+    static_assert(detail::never<X>, "cpx: sum_over_ranks(values, comm) wants a vector, array or span that stays, not "
+                                    "const, and a cpx::transport; of a tensor give its elements()");
 }
 
 } // namespace cpx

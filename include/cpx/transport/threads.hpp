@@ -29,11 +29,15 @@ public:
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it. Where the
     /// system starts fewer threads, throws one that says how many.
     template <class F>
+        requires std::invocable<F&, threads&>
     static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) {
-        constexpr bool fits = std::invocable<F&, threads&>;
-        static_assert(fits, "cpx: threads::run wants a program that takes its rank: [&](cpx::threads& comm) { ... }");
-        if constexpr (fits) run_all(ranks, std::ref(program), deadline, here);
+        run_all(ranks, std::ref(program), deadline, here);
+    }
+    template <class X>
+    static void run(X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: threads::run(ranks, program) wants a program that takes its rank: "
+                                        "[&](cpx::threads& comm) { ... }");
     }
 
     int rank() const { return rank_; }

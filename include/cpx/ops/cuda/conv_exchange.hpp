@@ -227,6 +227,13 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         detail::convolve(by, from.data(), weight, bias, act, y, from.memory().stream(), here);
     }
 }
+template <class T, any_sharding S>
+void causal_conv1d(conv_exchange<T, S> const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                   cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<T>, "cpx: cuda::causal_conv1d(by, x, weight, bias, activation, y) wants tensors "
+                                         "of cuda::memory, a weight as rows and a bias in "
+                                         "their memory, and no communicator, which the conv_exchange has");
+}
 
 /// Computes the gradients of `causal_conv1d`. dy: (rows, channels), the gradient of y; the rest as there.
 ///
@@ -272,6 +279,14 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
         detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, from.memory().stream(), here);
     }
+}
+template <class T, any_sharding S>
+void causal_conv1d_backward(conv_exchange<T, S> const&, cpx::detail::any = {}, cpx::detail::any = {},
+                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                            cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<T>, "cpx: cuda::causal_conv1d_backward(by, x, weight, bias, activation, dy, "
+                                         "gradients) wants tensors of cuda::memory, a weight as rows and a bias in "
+                                         "their memory, and no communicator, which the conv_exchange has");
 }
 
 } // namespace cpx::cuda

@@ -2,6 +2,7 @@
 // Rotary position embedding of tensors on devices, on any sharding.
 #pragma once
 
+#include <cpx/core/refused.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/rotary.hpp>
 #include <cpx/layout/sharded.hpp>
@@ -27,6 +28,13 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
         rotary<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, x.view().memory().stream(), here);
     }
 }
+template <sharded_anywhere X>
+void rotary(X const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+            cpx::detail::any = {}, cpx::detail::any = {}) {
+    static_assert(cpx::detail::never<X>,
+                  "cpx: cuda::rotary(x, head_dim, pairs, positions, y) wants tensors of cuda::memory, whose stream it "
+                  "takes, and rotary_positions of their rows on the device; of the host's, call cpx::rotary");
+}
 
 /// Computes dx from dy, the gradients of `rotary`. Arguments and errors as there; dx may be dy.
 template <sharded_like<memory> X, sharded_like<memory> Y>
@@ -43,6 +51,14 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
         rotary_backward<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, dy.view().memory().stream(),
                                        here);
     }
+}
+template <sharded_anywhere X>
+void rotary_backward(X const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                     cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
+    static_assert(
+        cpx::detail::never<X>,
+        "cpx: cuda::rotary_backward(dy, head_dim, pairs, positions, dx) wants tensors of cuda::memory, whose stream it "
+        "takes, and rotary_positions of their rows on the device; of the host's, call cpx::rotary_backward");
 }
 
 } // namespace cpx::cuda
