@@ -2476,6 +2476,13 @@ sharded<T, S, M> field(X&& x) {
     throw;
 }
 
+template <class View>
+View no_field() {
+    static_assert(never<View>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                               "sharded(rows, sharding, rank)");
+    throw;
+}
+
 /// What a struct of tensors deduces from its first one; if that is none, its field says so.
 template <class X>
 struct first_field {
@@ -2503,7 +2510,7 @@ struct sharded_field : sharded<T, S, M> {
     sharded_field(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
         : sharded<T, S, M>(data, std::move(sharding), rank, here) {}
-    sharded_field() : sharded_field(detail::any()) {}
+    sharded_field() : sharded<T, S, M>(detail::no_field<sharded<T, S, M>>()) {}
     template <class X>
     sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
 };
@@ -2516,6 +2523,12 @@ struct sharded_fields : std::array<sharded<T, S>, N> {
     sharded_fields(X&&... x) : fields{detail::field<T, S>(std::forward<X>(x))...} {}
     template <sharded_like X>
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
+    template <class X>
+        requires(N != 1 || !sharded_like<X>)
+    sharded_fields(X const&) : sharded_fields(detail::no_field<sharded_fields>()) {}
+    template <class... X>
+        requires(sizeof...(X) != 1 && !(sizeof...(X) == N && (sharded_like<X> && ...)))
+    sharded_fields(X&&...) : sharded_fields(detail::no_field<sharded_fields>()) {}
 
 private:
     using fields = std::array<sharded<T, S>, N>;

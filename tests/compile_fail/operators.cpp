@@ -250,6 +250,13 @@ void weights_of_a_tensor(cpx::halo_plan<zigzag> const& plan, view<zigzag> x, cpx
                          cpx::threads& comm) {
     cpx::causal_conv1d(plan, x, w, w.elements(), silu, x, comm);
 }
+void fields_left_out(held& x, cpx::delta_rule_saved<float>& saved, std::vector<float>& dbias, cpx::rows<float> state) {
+    cpx::delta_rule_tensors{x, x, x, x, x, x, {}, {}, &saved};
+    cpx::delta_rule_gradient_tensors{x, x, x, x, x, x, {}, state};
+    cpx::causal_conv1d_gradients{x, {}, dbias};
+    cpx::recurrence_gradients{x, {x, x}, {}, state};
+    cpx::recurrence_tensors{{x, x}, x};
+}
 void rows_to_write(cpx::moe_weights<float> const& w, cpx::rows<float> x, cpx::rows<cpx::index_t> chosen) {
     cpx::moe_backward(w, cpx::moe(w, x, 2, x), x, x);
     cpx::moe(w, x, cpx::replay_experts<float>(x, x, chosen), cpx::expert_rows(chosen, 8), x);
@@ -351,6 +358,13 @@ void structs(cpx::tensor<double, zigzag>& x, cpx::tensor<double, sequential>& k)
 
 // expect: a struct of tensors lacks one, or is given what is none
 auto lacks(view<zigzag> x) { return cpx::delta_rule_tensors<float, zigzag>{x, x.data(), x, x, x, x}; }
+
+// expect: a struct of tensors lacks one, or is given what is none
+// expect: a struct of tensors lacks one, or is given what is none
+void incomplete(cpx::tensor<float, sequential>& x, cpx::tensor<double, sequential>& other) {
+    auto const without_o = cpx::delta_rule_tensors{x, x, x, x, x};
+    auto const of_two_types = cpx::recurrence_tensors{{x, other}, x};
+}
 #endif
 
 // Rows that are sharded already, given where whole ones, or others, are wanted: trainers shard them a second time.

@@ -161,8 +161,8 @@ struct causal_conv1d_gradients {
     sum_order order = sum_order::by_rank;
 };
 
-template <class X, class... Rest>
-causal_conv1d_gradients(X&&, Rest&&...)
+template <class X = detail::any>
+causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {})
     -> causal_conv1d_gradients<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                typename detail::first_field<X>::memory>;
 

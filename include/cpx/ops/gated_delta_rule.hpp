@@ -29,8 +29,9 @@ struct delta_rule_tensors {
     rows<sum> final = {};
     delta_rule_saved<T, M>* saved = nullptr;
 };
-template <class X, class... Rest>
-delta_rule_tensors(X&&, Rest&&...)
+template <class X>
+delta_rule_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                   detail::any = {}, detail::any = {}, detail::any = {})
     -> delta_rule_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                           typename detail::first_field<X>::memory>;
 

@@ -16,8 +16,9 @@ struct delta_rule_gradient_tensors {
     rows<sum const> dfinal = {};
     rows<sum> dinitial = {};
 };
-template <class X, class... Rest>
-delta_rule_gradient_tensors(X&&, Rest&&...)
+template <class X>
+delta_rule_gradient_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}, detail::any = {}, detail::any = {})
     -> delta_rule_gradient_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                    typename detail::first_field<X>::memory>;
 

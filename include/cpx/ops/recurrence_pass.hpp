@@ -34,6 +34,12 @@ struct recurrence_tensors {
 template <sharded_like X, sharded_like O, std::size_t N>
 recurrence_tensors(std::array<X, N>, O const&, rows<element_of<O> const> = {}, rows<element_of<O>> = {},
                    recurrence_saved<element_of<O>>* = nullptr) -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
+template <sharded_like X, sharded_like O, std::size_t N>
+recurrence_tensors(X const (&)[N], O const&, rows<element_of<O> const> = {}, rows<element_of<O>> = {},
+                   recurrence_saved<element_of<O>>* = nullptr) -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
+template <class X = void>
+recurrence_tensors(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> recurrence_tensors<detail::refused, sharding<sequential<1>>, 0>;
 
 /// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
 ///
@@ -50,6 +56,12 @@ struct recurrence_gradients {
 template <sharded_like O, sharded_like X, std::size_t N>
 recurrence_gradients(O const&, std::array<X, N>, rows<element_of<O> const> = {}, rows<element_of<O>> = {})
     -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
+template <sharded_like O, sharded_like X, std::size_t N>
+recurrence_gradients(O const&, X const (&)[N], rows<element_of<O> const> = {}, rows<element_of<O>> = {})
+    -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
+template <class X = void>
+recurrence_gradients(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> recurrence_gradients<detail::refused, sharding<sequential<1>>, 0>;
 
 namespace detail {
 
