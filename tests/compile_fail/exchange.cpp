@@ -106,6 +106,15 @@ using bringing = cpx::movement<float, cpx::halo_plan<zigzag>, cpx::threads>;
 // expect: movement of a tensor that is not sharded as its source
 void swapped(stepwise& move, cpx::tensor<float, given>& x, cpx::tensor<float, sequential>& y) { move(x, y); }
 
+// Rows that are not const, views and plain numbers fit a movement.
+void plainly(stepwise& move, bringing& bring,
+             cpx::movement<float, cpx::carry_plan<cpx::scan, zigzag>, cpx::threads>& carry, view<zigzag> x,
+             view<sequential> y, cpx::rows<float> some) {
+    move(x, y);
+    bring.transposed(some, x);
+    carry(0, cpx::side::before, some, some);
+}
+
 #ifndef CPX_GOOD
 // expect: exchange.plan, x, comm. wants a relayout_plan, a tensor and a cpx::transport
 void alone(plan<sequential, zigzag> p, view<sequential> x) { cpx::exchange(p, x); }

@@ -179,12 +179,18 @@ public:
 
     // Not of `detail::any`, which takes rows in braces as well as what wants them.
     template <class X, class... Rest>
-    detail::refused operator()(X const&, Rest const&...) {
+        requires(!std::convertible_to<X, index_t> || sizeof...(Rest) != 3)
+    detail::refused operator()(X const&, Rest&&...) {
         return unfit<X>();
     }
-    template <class... X>
-    detail::refused transposed(X const&...) {
-        return unfit<std::tuple<X...>>();
+    template <class X = void>
+    detail::refused transposed() {
+        return unfit<X>();
+    }
+    template <class X, class... Rest>
+        requires(detail::is_relayout<Plan> || !std::convertible_to<X, rows<T const>> || sizeof...(Rest) != 1)
+    detail::refused transposed(X const&, Rest&&...) {
+        return unfit<X>();
     }
     template <class X>
         requires(!any_sharding<X>)
