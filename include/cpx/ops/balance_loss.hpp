@@ -40,8 +40,8 @@ void for_each_valid_row(S const& sharding, int rank, F&& f) {
 /// equally busy, E if one has all.
 ///
 /// of: of this rank's rows of `sharding`. Collective: every rank sends every other 2 E numbers a sequence; none where
-/// every rank has every row. Choices are counted exactly, so that gradients have the same bits on all shardings; the loss is equal
-/// within rounding. Of a batch whose micro-batches lie in several steps, add up `choices` instead.
+/// every rank has every row. Choices are counted exactly, so that gradients have the same bits on all shardings; the
+/// loss is equal within rounding. Of a batch whose micro-batches lie in several steps, add up `choices` instead.
 /// Source: Fedus et al., "Switch Transformers", 2021, arXiv 2101.03961, equation 4. Hugging Face transformers'
 /// `load_balancing_loss_func` is this times the choices a token.
 ///
