@@ -44,7 +44,7 @@ inline constexpr index_t most_lane_numbers = 4000; ///< that one launch brings
 /// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
 inline void load_write_numbers(caller here = caller::here()) {
     cudaFuncAttributes loaded{};
-    for (std::size_t const count : {0, 640, 4000})
+    for (std::size_t const count : {std::size_t{0}, std::size_t{640}, std::size_t{4000}})
         detail::with_room(count, [&](auto most) {
             check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
             check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
