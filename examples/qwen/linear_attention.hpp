@@ -15,7 +15,7 @@ namespace qwen {
 /// The rows of a weight of channels or heads that a rank holds, and where it adds their gradients: each but once.
 template <class M>
 struct held_rows {
-    matrix<index_t, M> taken, owned;
+    cpx::row_buffer<index_t, M> taken, owned;
 
     template <class S>
     held_rows(M const& memory, S const& sharding, int rank, std::span<cpx::section const> sections)
@@ -117,16 +117,16 @@ private:
         return cpx::sharded(x.data(), by_output(), at_.rank.rank(), at_.rank.memory());
     }
     /// Returns this rank's rows of a weight.
-    matrix<T, M> held(index_t layer, char const* suffix, held_rows<M> const& rows) const {
+    cpx::row_buffer<T, M> held(index_t layer, char const* suffix, held_rows<M> const& rows) const {
         auto const weight = at_.rank.weight(name(layer, suffix));
-        auto const list = rows.taken.data();
-        matrix<T, M> made(at_.rank.memory(), list.count(), weight.width());
-        at_.rank.each(list.count(), weight.width(), rowwise::take_rows<T>{weight, list.data(), made.data()});
+        auto const list = rows.taken.view();
+        cpx::row_buffer<T, M> made(at_.rank.memory(), list.count(), weight.width());
+        at_.rank.each(list.count(), weight.width(), rowwise::take_rows<T>{weight, list.data(), made.view()});
         return made;
     }
     void add_held(index_t layer, char const* suffix, held_rows<M> const& rows, cpx::rows<T const> from) const {
         auto const to = at_.grads.of(name(layer, suffix));
-        at_.rank.each(1, to.width(), rowwise::add_rows<T>{from, rows.owned.data().data(), to});
+        at_.rank.each(1, to.width(), rowwise::add_rows<T>{from, rows.owned.view().data(), to});
     }
     recurrence tensors(saved& s, cpx::sharded<T, Mix, M> const& o) const {
         auto const x = s.convolved.view(), gates = s.gates.view();
@@ -145,13 +145,13 @@ private:
     /// The convolution, the gates and the delta rule: what needs neighbours.
     void mix(index_t layer, saved& s, mixed& o) const {
         auto const conv = held(layer, "conv1d.weight", channels_);
-        causal_conv1d(before_, s.projected.view().columns(0, qkv_), conv.data(), {}, cpx::activation::silu, s.convolved,
+        causal_conv1d(before_, s.projected.view().columns(0, qkv_), conv.view(), {}, cpx::activation::silu, s.convolved,
                       at_.rank.comm);
         at_.rank.ended(before_, qkv_);
         auto const A_log = held(layer, "A_log", of_heads_), dt_bias = held(layer, "dt_bias", of_heads_);
         auto const b = s.projected.data().columns(qkv_, values_),
                    a = s.projected.data().columns(qkv_ + values_, values_);
-        by_.each(rowwise::delta_gates<T>{b, a, A_log.data(), dt_bias.data(), s.gates.data().columns(0, values_),
+        by_.each(rowwise::delta_gates<T>{b, a, A_log.view(), dt_bias.view(), s.gates.data().columns(0, values_),
                                          s.gates.data().columns(values_, values_)},
                  values_);
         recur_(tensors(s, o.view()));
@@ -167,22 +167,22 @@ private:
         auto const A_log = held(layer, "A_log", of_heads_), dt_bias = held(layer, "dt_bias", of_heads_);
         auto const in = [&](auto const& x, index_t first) { return x.columns(qkv_ + first, values_); };
         by_.each(rowwise::delta_gates_backward<T>{in(s.projected.data(), 0), in(s.projected.data(), values_),
-                                                  A_log.data(), dt_bias.data(), dg.data().columns(0, values_),
+                                                  A_log.view(), dt_bias.view(), dg.data().columns(0, values_),
                                                   dg.data().columns(values_, values_), in(dprojected.data(), 0),
                                                   in(dprojected.data(), values_), terms.data()},
                  values_);
-        matrix<T, M> sums(at_.rank.memory(), 2 * values_, 1);
-        by_.add_terms(terms, sums.data());
-        add_held(layer, "A_log", of_heads_, sums.data().sub(0, values_));
-        add_held(layer, "dt_bias", of_heads_, sums.data().sub(values_, values_));
+        cpx::row_buffer<T, M> sums(at_.rank.memory(), 2 * values_, 1);
+        by_.add_terms(terms, sums.view());
+        add_held(layer, "A_log", of_heads_, sums.view().sub(0, values_));
+        add_held(layer, "dt_bias", of_heads_, sums.view().sub(values_, values_));
 
         auto const conv = held(layer, "conv1d.weight", channels_);
-        matrix<T, M> dconv(at_.rank.memory(), qkv_, config_.kernel);
+        cpx::row_buffer<T, M> dconv(at_.rank.memory(), qkv_, config_.kernel);
         auto const x = std::as_const(s).projected.view().columns(0, qkv_);
-        at_.rank.conv_backward(before_, after_, x, conv.data(), std::as_const(dx).view(),
-                               dprojected.view().columns(0, qkv_), dconv.data(), by_.sums);
+        at_.rank.conv_backward(before_, after_, x, conv.view(), std::as_const(dx).view(),
+                               dprojected.view().columns(0, qkv_), dconv.view(), by_.sums);
         at_.rank.ended();
-        add_held(layer, "conv1d.weight", channels_, dconv.data());
+        add_held(layer, "conv1d.weight", channels_, dconv.view());
     }
 
     void backward(index_t layer, saved& s, tensor& dh) const {

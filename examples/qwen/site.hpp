@@ -5,6 +5,7 @@
 #include "outcome.hpp"
 #include "rowwise.hpp"
 
+#include <cpx/core/row_buffer.hpp>
 #include <cpx/ops/weight_sums.hpp>
 #include <cpx/transport/sum.hpp>
 
@@ -17,25 +18,11 @@ namespace qwen {
 
 using cpx::index_t;
 
-/// Owns elements of a rank's memory that are not rows of the batch.
-template <class T, class M>
-class matrix {
-public:
-    matrix(M const& memory, index_t count, index_t width)
-        : values_(memory.template zeros<T>("matrix", {count, width})), count_(count), width_(width) {}
-    cpx::rows<T> data() { return {values_.data(), count_, width_}; }
-    cpx::rows<T const> data() const { return {values_.data(), count_, width_}; }
-
-private:
-    typename M::template block<T> values_;
-    index_t count_, width_;
-};
-
 /// Returns numbers of rows in a rank's memory.
 template <class M>
-matrix<index_t, M> list_of(M const& memory, std::vector<index_t> const& numbers) {
-    matrix<index_t, M> list(memory, std::ssize(numbers), 1);
-    memory.write(list.data().data(), std::span<index_t const>(numbers));
+cpx::row_buffer<index_t, M> list_of(M const& memory, std::vector<index_t> const& numbers) {
+    cpx::row_buffer<index_t, M> list(memory, std::ssize(numbers), 1);
+    memory.write(list.view().data(), std::span<index_t const>(numbers));
     return list;
 }
 
@@ -65,11 +52,11 @@ public:
 
     cpx::rows<T> of(std::string const& name) {
         auto const& p = places_.at(name);
-        return {values_.data().data() + p.first, p.count, p.width};
+        return {values_.view().data() + p.first, p.count, p.width};
     }
     /// Completes all of them in one call and returns them by name. Collective.
     std::map<std::string, gradient<T>> sum() {
-        std::span<T> const all(values_.data().data(), static_cast<std::size_t>(values_.data().count()));
+        std::span<T> const all(values_.view().data(), static_cast<std::size_t>(values_.count()));
         cpx::sum_over_ranks(all, rank_.comm);
         auto const values = rank_.memory().read(std::span<T const>(all));
         std::map<std::string, gradient<T>> result;
@@ -92,7 +79,7 @@ private:
     R& rank_;
     bool tied_;
     std::map<std::string, place> places_;
-    matrix<T, typename R::memory_type> values_;
+    cpx::row_buffer<T, typename R::memory_type> values_;
 };
 
 /// One rank's rows of a tensor sharded by `S`, in the memory of the rank R, a `host_rank` or a `gpu_rank`.

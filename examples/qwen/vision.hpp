@@ -35,9 +35,9 @@ public:
             x.write(made);
             auto const here = at_.move(plan, x);
             auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
-            auto const to = list.data().data();
+            auto const to = list.view().data();
             if (layer == features::embedding)
-                at_.rank.each(list.data().count(), h.width(), rowwise::put_rows<T>{here.data(), to, h.data()});
+                at_.rank.each(list.count(), h.width(), rowwise::put_rows<T>{here.data(), to, h.data()});
             else
                 at_.rank.each(1, h.width(), rowwise::add_rows<T>{here.data(), to, h.data()});
         });
@@ -48,17 +48,17 @@ public:
         each(layer, [&](features const& f, auto const& plan) {
             auto here = cpx::make_tensor<T>(plan.to, rank(), dh.width(), at_.rank.memory());
             auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
-            auto const from = list.data().data();
-            auto const each_row = [&](auto const& of_row) { at_.rank.each(list.data().count(), dh.width(), of_row); };
+            auto const from = list.view().data();
+            auto const each_row = [&](auto const& of_row) { at_.rank.each(list.count(), dh.width(), of_row); };
             each_row(rowwise::take_rows<T>{dh.data(), from, here.data()});
             if (layer == features::embedding) { // what stood there before the features does not matter
-                matrix<T, typename R::memory_type> const zeros(at_.rank.memory(), list.data().count(), dh.width());
-                each_row(rowwise::put_rows<T>{zeros.data(), from, dh.data()});
+                cpx::row_buffer<T, typename R::memory_type> const zeros(at_.rank.memory(), list.count(), dh.width());
+                each_row(rowwise::put_rows<T>{zeros.view(), from, dh.data()});
             }
             auto const home = at_.move(plan.transposed(), here);
             auto const rows = list_of(at_.rank.memory(), rows_of(plan.from));
-            rowwise::put_rows<T> const put{home.data(), rows.data().data(), at_.grads.of(f.name)};
-            at_.rank.each(rows.data().count(), dh.width(), put);
+            rowwise::put_rows<T> const put{home.data(), rows.view().data(), at_.grads.of(f.name)};
+            at_.rank.each(rows.count(), dh.width(), put);
         });
     }
 
