@@ -57,3 +57,4 @@
 #include <cpx/transport/subgroup.hpp>
 #include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>
+#include <cpx/transport/transport_ref.hpp>

@@ -150,8 +150,10 @@ void other_batches(stepwise& move, bringing& bring, zigzag const& from, sequenti
 
 // expect: subgroup.comm, members. wants a cpx::transport
 // expect: neighbours.comm, size. wants a cpx::transport
+// expect: transport_ref.comm. wants a cpx::transport
 void groups(group& lone, cpx::threads& comm) {
     cpx::subgroup some(comm, 4);
+    cpx::transport_ref any(lone);
     cpx::neighbours(lone, 4);
 }
 

@@ -2,10 +2,13 @@
 // Tensors in device memory, and programs that are the same on the host and between GPUs.
 #include <cpx/cuda/shared_communicator.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
+#include <cpx/ops/cuda/expert_exchange.hpp>
 
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/striped.hpp>
 #include <cpx/layout/zigzag.hpp>
+#include <cpx/plan/global_rows.hpp>
+#include <cpx/transport/subgroup.hpp>
 #include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>
 
@@ -18,6 +21,7 @@
 #include <support/rejects.hpp>
 
 #include <atomic>
+#include <functional>
 #include <utility>
 
 namespace {
@@ -122,6 +126,94 @@ void check_program(group& gpus, From const& from, To const& to, index_t taps) {
         }
         cpx::require(resource.given > 0 && resource.given == resource.taken, "test", "blocks freed",
                      resource.given.load(), resource.taken.load());
+        meet();
+    });
+    CHECK(on_host == on_gpus);
+}
+
+/// Ranks that are threads of one process: none goes on until all have ended an exchange.
+struct meeting : cuda::communicator {
+    std::function<void()> meet;
+    meeting(cpx::nccl& comm, cudaStream_t in, std::function<void()> everyone)
+        : communicator(comm, in), meet(std::move(everyone)) {}
+    template <class T>
+    void exchange(cpx::plan const& p, cpx::rows<T const> const& from, cpx::rows<T> const& to,
+                  cpx::caller here = cpx::caller::here()) {
+        communicator::exchange<T>(p, from, to, here);
+        wait();
+        meet();
+    }
+};
+
+/// Tokens of a batch, and the experts that they chose.
+struct choosing {
+    cpx::thd batch;
+    index_t experts, choices;
+    std::vector<index_t> chosen;
+};
+
+/// Brings rows to the experts that ranks of `group` share, back, there again, and to those that all ranks share: one
+/// program for all memories. Returns what arrives, and where.
+template <class Group, class All, class S>
+std::vector<std::vector<float>> to_experts(choosing const& of, S const& sharding, Group& group, All& all) {
+    index_t const width = 6;
+    auto const memory = cpx::rank_memory(group);
+    using M = std::remove_const_t<decltype(memory)>;
+    int const rank = all.rank();
+    auto const places = cpx::global_rows(sharding, rank);
+    auto const own = take(of.chosen, of.choices, sharding, rank);
+    cpx::row_buffer<index_t, M> chosen(memory, std::ssize(places), of.choices);
+    memory.write(chosen.view().data(), std::span<index_t const>(own));
+    cpx::row_buffer<float, M> x(memory, std::ssize(places), width), wide(memory, x.count(), of.choices * width);
+    memory.write(x.view().data(), std::span<float const>(numbers(sharding, rank, width)));
+
+    std::vector<std::vector<float>> found;
+    auto const keep = [&](auto const& rows) {
+        auto const size = static_cast<std::size_t>(rows.count() * rows.width());
+        found.push_back(memory.read(std::span<float const>(rows.data(), size)));
+    };
+    cpx::row_buffer<index_t, M> const& chosen_before = chosen;
+    cpx::row_buffer<float, M> const& x_before = x;
+    cpx::expert_exchange<Group> const at(chosen_before.view(), of.experts, places, group);
+    auto const there = at.template to_experts<float>(x_before.view(), width);
+    keep(there.view());
+    found.emplace_back(at.begins().begin(), at.begins().end());
+    found.emplace_back(at.places().begin(), at.places().end());
+    at.template to_tokens<float>(there.view(), wide.view());
+    keep(wide.view());
+    cpx::row_buffer<float, M> const& back = wide;
+    keep(at.template to_experts<float>(back.view(), width).view());
+    auto const of_all = cpx::expert_exchange<All>::of_rows(at, all);
+    keep(of_all.template to_experts<float>(there.view(), width).view());
+    found.emplace_back(of_all.places().begin(), of_all.places().end());
+    if (std::ssize(places) > 1 && of.choices > 1)
+        rejects({"nccl_tensors.cu", "expert_rows: stride of x: expected its width"}, [&] {
+            cpx::expert_rows_in<M>(memory, cpx::rows<index_t const>(own, of.choices), of.experts, {})
+                .template to_experts<float>(back.view().columns(0, of.choices), 1);
+        });
+    return found;
+}
+
+/// Experts that groups of `share` neighbouring ranks share.
+void check_experts(group& gpus, choosing const& of, int share) {
+    int const ranks = gpus.ranks();
+    auto const sharding = cpx::shard(of.batch, cpx::zigzag<>(ranks));
+    results on_host(static_cast<std::size_t>(ranks)), on_gpus = on_host;
+    cpx::threads::run(ranks, [&](cpx::threads& comm) {
+        auto neighbours = cpx::neighbours(comm, share);
+        on_host[static_cast<std::size_t>(comm.rank())] = to_experts(of, sharding, neighbours, comm);
+    });
+    gpus.run([&](cpx::nccl& joined, auto const& meet) {
+        cuda::stream const stream;
+        auto const shared = joined.split(joined.rank() / share);
+        {
+            meeting all(joined, stream, meet), neighbours(*shared, stream, meet);
+            meet();
+            auto found = to_experts(of, sharding, neighbours, all);
+            on_gpus[static_cast<std::size_t>(joined.rank())] = std::move(found);
+            all.wait();
+            meet();
+        }
         meet();
     });
     CHECK(on_host == on_gpus);
@@ -248,6 +340,27 @@ void check_beside(Plan const& halo, std::vector<float> const& values, std::strin
 } // namespace
 
 TEST_SUITE("cuda") {
+    TEST_CASE("rows of experts between GPUs are those of the host, in its order") {
+        if (!has_gpus()) return;
+        for (int const ranks : {1, 2, 4}) {
+            if (usable_gpus(ranks) < ranks) break;
+            CAPTURE(ranks);
+            group gpus(ranks);
+            for (int share = 1; share <= ranks; share *= 2)
+                for (auto const& list : {std::vector<index_t>{9, 0, 1, 30}, {1}, {}}) {
+                    choosing random{lengths(list), 8, 3, {}}, one{lengths(list), 4, 1, {}};
+                    support::splitmix numbers(static_cast<std::uint64_t>(ranks + share));
+                    for (index_t token = 0; token < random.batch.tokens(); ++token) {
+                        index_t const first = numbers.between(0, 5); // of 8: 0 and 7 are chosen by few
+                        random.chosen.insert(random.chosen.end(), {first + 1, first, first + 2});
+                        one.chosen.push_back(2);
+                    }
+                    check_experts(gpus, random, share);
+                    check_experts(gpus, one, share);
+                }
+        }
+    }
+
     namespace cuda = cpx::cuda; // not ::cuda, of the toolkit
 
     TEST_CASE(

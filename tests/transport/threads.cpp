@@ -2,6 +2,7 @@
 #include <cpx/transport/threads.hpp>
 
 #include <cpx/testing/transport.hpp>
+#include <cpx/transport/transport_ref.hpp>
 
 #include <doctest/doctest.h>
 
@@ -240,6 +241,21 @@ TEST_SUITE("transport") {
                 [&](auto const& program, auto deadline) { cpx::threads::run(ranks, program, deadline); }, 200ms);
             CHECK_MESSAGE((found.all_duties() && found.all_courtesies()), ranks << " ranks\n" << found.text());
         }
+    }
+
+    TEST_CASE("any transport behind one type does what it did") {
+        auto const found = cpx::testing::check_transport(
+            [](auto const& program, auto deadline) {
+                cpx::threads::run(
+                    3,
+                    [&](cpx::threads& comm) {
+                        cpx::transport_ref some(comm);
+                        program(some);
+                    },
+                    deadline);
+            },
+            200ms);
+        CHECK_MESSAGE((found.all_duties() && found.all_courtesies()), found.text());
     }
 
     TEST_CASE("the test of transports finds what is wrong with one") {

@@ -2,12 +2,16 @@
 // Lists of rows, by their numbers.
 #pragma once
 
+#include <cpx/core/memory.hpp>
+#include <cpx/core/rows.hpp>
+
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 namespace cpx {
@@ -30,6 +34,23 @@ grouped_rows<I> grouped(std::span<I const> list) {
     std::ranges::stable_sort(result.order, {}, [&](I i) { return list[static_cast<std::size_t>(i)]; });
     for (I const i : result.order) result.list.push_back(list[static_cast<std::size_t>(i)]);
     return result;
+}
+
+/// Copies row list[i] of `from` to row i of `to`. They do not overlap, and have the list's numbers of rows.
+///
+/// Of the host; `cuda::gather_rows` takes a device's memory in its place.
+template <class T>
+void gather_rows(host_memory, std::type_identity_t<rows<T const>> from, std::span<index_t const> list, rows<T> to,
+                 caller = caller::here()) {
+    for (index_t i = 0; i < to.count(); ++i)
+        std::copy_n(from.row(list[static_cast<std::size_t>(i)]), to.width(), to.row(i));
+}
+/// Copies row i of `from` to row list[i] of `to`; the other rows stay. The numbers differ. All else as above.
+template <class T>
+void scatter_rows(host_memory, std::type_identity_t<rows<T const>> from, std::span<index_t const> list, rows<T> to,
+                  caller = caller::here()) {
+    for (index_t i = 0; i < from.count(); ++i)
+        std::copy_n(from.row(i), to.width(), to.row(list[static_cast<std::size_t>(i)]));
 }
 
 } // namespace cpx

@@ -5,6 +5,7 @@
 #include <cpx/core/row_list.hpp>
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
 #include <cpx/row_gather.cuh>
@@ -108,6 +109,20 @@ void scatter_rows(std::type_identity_t<rows<T const>> from, std::span<I const> l
     if (others == other_rows::zeros)
         detail::move_rows<false, T, I>(rows<T const>(to.data(), 0, to.width()), nullptr, to.count(), to, stream, here);
     detail::move_rows<true, T>(from, list.data(), from.count(), to, stream, here);
+}
+
+/// The same in the stream of a memory, as on the host.
+template <class T>
+    requires std::is_trivially_copyable_v<T>
+void gather_rows(memory const& in, std::type_identity_t<rows<T const>> from, std::span<index_t const> list, rows<T> to,
+                 caller here = caller::here()) {
+    gather_rows<T, index_t>(from, list, to, in.stream(), here);
+}
+template <class T>
+    requires std::is_trivially_copyable_v<T>
+void scatter_rows(memory const& in, std::type_identity_t<rows<T const>> from, std::span<index_t const> list, rows<T> to,
+                  caller here = caller::here()) {
+    scatter_rows<T, index_t>(from, list, to, other_rows::stay, in.stream(), here);
 }
 
 /// Adds rows of `from` to rows of `to`: row order[i], or row i without an order, to row list[i]; a negative number: to

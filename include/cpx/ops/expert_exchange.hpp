@@ -2,10 +2,11 @@
 // Rows of tokens to the ranks that own the experts which they chose, and back.
 #pragma once
 
+#include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/piecewise.hpp>
+#include <cpx/layout/sequential.hpp>
 #include <cpx/ops/local/expert_rows.hpp>
 #include <cpx/transport/exchange.hpp>
-#include <cpx/transport/gather.hpp>
 
 #include <numeric>
 
@@ -22,14 +23,19 @@ struct by_expert {};
 /// to move gradients the transposed one. On its owner an expert has its rows in the order of their places in the batch,
 /// so that what it adds up of them has the bits of one rank. Takes the place of `expert_rows` in `moe`.
 /// Rank r of W owns the experts from r * experts / W on. Members that move rows are collective.
-template <transport Comm>
+///
+/// Rows are in the memory of the transport's ranks. Between devices include `ops/cuda/expert_exchange.hpp`: the host
+/// makes the lists, so that the constructor waits for the device, and the rows move in the transport's stream.
+template <any_transport Comm>
 class expert_exchange {
+    using M = rank_memory_of<Comm>;
+
 public:
     /// chosen: (tokens, choices) of this rank, experts from 0, any numbers of tokens, none included. places: where the
     /// rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`. comm: the ranks that share
     /// the experts.
     ///
-    /// Collective: counts of all experts go to every rank, then a place a row to its owner.
+    /// Collective: counts of all experts go to every rank, then a place a row to its owner; the host reads both.
     /// Throws `cpx::error` if the experts are no multiple of the ranks, or not equally many on all, if there are not
     /// as many places as tokens or a choice is no expert; on an owner if two tokens of an expert have one place.
     expert_exchange(rows<index_t const> chosen, index_t experts, std::span<index_t const> places, Comm& comm,
@@ -47,7 +53,7 @@ public:
         for (std::size_t e = 0; e + 1 < at.begins().size(); ++e)
             ids.resize(static_cast<std::size_t>(at.begins()[e + 1]), at.own().first + static_cast<index_t>(e));
         rows<index_t const> const chosen(ids.data(), std::ssize(ids), 1);
-        return {expert_rows(chosen, at.experts(), at.places(), here), comm, here};
+        return {expert_rows_in<M>(rank_memory(comm), chosen, at.experts(), at.places(), here), comm, here};
     }
 
     index_t experts() const { return sent_.experts(); }
@@ -60,26 +66,28 @@ public:
     /// Returns the exchange from the ranks of the tokens to those of the experts.
     relayout_plan<piecewise<by_token>, piecewise<by_expert>> const& plan() const { return plan_; }
 
+    M const& memory() const { return sent_.memory(); }
+
     /// As `expert_rows::to_experts`, to the owners.
     template <class T>
-    row_buffer<T> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
-        auto const sent = sent_.to_experts<T>(x, width, here);
-        row_buffer<T> arrived(count(), width, here);
+    row_buffer<T, M> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
+        auto const sent = sent_.template to_experts<T>(x, width, here);
+        row_buffer<T, M> arrived(memory(), count(), width, here);
         exchange(plan_, sent.view(), arrived.view(), *comm_, here);
-        if (order_.empty()) return arrived;
-        row_buffer<T> sorted(count(), width, here);
-        for (index_t i = 0; i < count(); ++i) std::copy_n(arrived.view().row(from(i)), width, sorted.view().row(i));
+        if (sorted_) return arrived;
+        row_buffer<T, M> sorted(memory(), count(), width, here);
+        gather_rows<T>(memory(), arrived.view(), order(), sorted.view(), here);
         return sorted;
     }
     /// As `expert_rows::to_tokens`, from the owners.
     template <class T>
     void to_tokens(rows<T const> x, rows<T> y, caller here = caller::here()) const {
         detail::require_shape("expert_exchange", "x", x, count(), x.width(), here);
-        row_buffer<T> as_arrived(order_.empty() ? 0 : count(), x.width(), here), back(sent_.count(), x.width(), here);
-        for (index_t i = 0; i < as_arrived.count(); ++i)
-            std::copy_n(x.row(i), x.width(), as_arrived.view().row(from(i)));
-        exchange(back_, order_.empty() ? x : rows<T const>(as_arrived.view()), back.view(), *comm_, here);
-        sent_.to_tokens<T>(back.view(), y, here);
+        row_buffer<T, M> as_arrived(memory(), sorted_ ? 0 : count(), x.width(), here),
+            back(memory(), sent_.count(), x.width(), here);
+        if (!sorted_) scatter_rows<T>(memory(), x, order(), as_arrived.view(), here);
+        exchange(back_, sorted_ ? x : rows<T const>(as_arrived.view()), back.view(), *comm_, here);
+        sent_.template to_tokens<T>(back.view(), y, here);
     }
 
 private:
@@ -90,26 +98,36 @@ private:
                       "experts, the tokens' global_rows and a cpx::transport; take rows with view() or data()");
         throw;
     }
-    static expert_rows checked(rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
-                               Comm const& comm, caller here) {
+    static expert_rows_in<M> checked(rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
+                                     Comm const& comm, caller here) {
         char const* const where = "expert_exchange";
         require(
             experts > 0 && experts % comm.ranks() == 0, where, "experts",
             [&] { return "a multiple of the ranks that share them, " + std::to_string(comm.ranks()); }, experts, here);
         require(std::ssize(places) == chosen.count(), where, "places", chosen.count(), places.size(), here);
-        return expert_rows(chosen, experts, places, here);
+        M const memory = rank_memory(comm);
+        if constexpr (std::same_as<M, host_memory>)
+            return {memory, chosen, experts, places, here};
+        else {
+            require(chosen.stride() == chosen.width(), where, "stride of chosen", chosen.width(), chosen.stride(),
+                    here);
+            auto const size = static_cast<std::size_t>(chosen.count() * chosen.width());
+            auto const on_host = memory.read(std::span<index_t const>(chosen.data(), size), here);
+            return {memory, rows<index_t const>(on_host.data(), chosen.count(), chosen.width()), experts, places, here};
+        }
     }
 
-    expert_exchange(expert_rows sent, Comm& comm, caller here)
+    expert_exchange(expert_rows_in<M> sent, Comm& comm, caller here)
         : sent_(std::move(sent)), comm_(&comm), plan_(make_plan(here)), back_(plan_.transposed()) {
         auto const& batch = plan_.to.batch();
         for (index_t e = own().first; e <= own().last; ++e)
             begins_.push_back(batch.offsets()[static_cast<std::size_t>(e)] -
                               batch.offsets()[static_cast<std::size_t>(own().first)]);
-        places_ = detail::zeros<index_t>("expert_exchange", {count()}, here);
-        auto sent_places = std::vector(sent_.places().begin(), sent_.places().end());
-        exchange(plan_, rows<index_t>(sent_places.data(), sent_.count(), 1), rows<index_t>(places_.data(), count(), 1),
-                 comm, here);
+        row_buffer<index_t, M> sent_places(memory(), sent_.count(), 1, here), places(memory(), count(), 1, here);
+        memory().write(sent_places.view().data(), sent_.places(), here);
+        exchange(plan_, sent_places.view(), places.view(), comm, here);
+        places_ =
+            memory().read(std::span<index_t const>(places.view().data(), static_cast<std::size_t>(count())), here);
         sort(here);
     }
 
@@ -117,36 +135,27 @@ private:
     void sort(caller here) {
         std::vector<index_t> order(places_.size());
         std::iota(order.begin(), order.end(), index_t{0});
-        for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
-            std::ranges::sort(order.begin() + begins_[e], order.begin() + begins_[e + 1], {},
-                              [&](index_t row) { return places_[static_cast<std::size_t>(row)]; });
-        for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
-            for (index_t row = begins_[e]; row < begins_[e + 1]; ++row) {
-                auto const place = [&](index_t i) {
-                    return places_[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
-                };
-                if (place(row) < 0 || (row > begins_[e] && place(row) == place(row - 1)))
-                    require(false, "expert_exchange", "place of a token",
-                            "one of its own in the batch, as global_rows(sharding, rank) tells", place(row), here);
-            }
-        if (std::ranges::is_sorted(order)) return;
-        order_ = std::move(order);
         auto const arrived = places_;
-        for (index_t i = 0; i < count(); ++i)
-            places_[static_cast<std::size_t>(i)] = arrived[static_cast<std::size_t>(from(i))];
+        auto const place = [&](index_t row) { return arrived[static_cast<std::size_t>(row)]; };
+        for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
+            std::ranges::sort(order.begin() + begins_[e], order.begin() + begins_[e + 1], {}, place);
+        std::ranges::transform(order, places_.begin(), place);
+        for (std::size_t e = 0; e + 1 < begins_.size(); ++e)
+            for (auto row = static_cast<std::size_t>(begins_[e]); row < static_cast<std::size_t>(begins_[e + 1]); ++row)
+                if (places_[row] < 0 ||
+                    (row > static_cast<std::size_t>(begins_[e]) && places_[row] == places_[row - 1]))
+                    require(false, "expert_exchange", "place of a token",
+                            "one of its own in the batch, as global_rows(sharding, rank) tells", places_[row], here);
+        sorted_ = std::ranges::is_sorted(order);
+        if (sorted_) return;
+        order_ = {memory(), count(), 1, here};
+        memory().write(order_.view().data(), std::span<index_t const>(order), here);
     }
 
     /// Lets all ranks know how many rows of every expert each of them has.
     relayout_plan<piecewise<by_token>, piecewise<by_expert>> make_plan(caller here) const {
         int const ranks = comm_->ranks();
-        std::vector<index_t> own;
-        for (index_t e = 0; e < experts(); ++e)
-            own.push_back(sent_.begins()[static_cast<std::size_t>(e) + 1] -
-                          sent_.begins()[static_cast<std::size_t>(e)]);
-        auto all = detail::zeros<index_t>("expert_exchange", {experts(), ranks}, here);
-        identity id = detail::named("expert_exchange", sizeof(index_t));
-        identity::set(id.source, std::to_string(experts()) + " experts");
-        detail::gather(*comm_, id, own.data(), all.data(), own.size() * sizeof(index_t), here);
+        auto const all = gather_counts(here);
         std::vector<index_t> offsets{0};
         std::vector<owned_piece> of_tokens, of_experts;
         for (index_t e = 0, owner = 0; e < experts(); ++e) {
@@ -166,18 +175,37 @@ private:
         identity::set(plan.id.operation, "expert_exchange");
         return plan;
     }
+    /// Returns of every rank in turn the rows of every expert.
+    std::vector<index_t> gather_counts(caller here) const {
+        std::vector<index_t> own;
+        for (std::size_t e = 0; e + 1 < sent_.begins().size(); ++e)
+            own.push_back(sent_.begins()[e + 1] - sent_.begins()[e]);
+        thd const numbers({0, comm_->ranks() * experts()}); // as many on every rank
+        auto counts = make_tensor<index_t>(shard(numbers, sequential<>(comm_->ranks())), *comm_, 1, here);
+        counts.write(own, here);
+        auto plan = relayout(counts.sharding(), replicated<>(comm_->ranks(), numbers), comm_->rank(), here);
+        identity::set(plan.id.operation, "expert_exchange");
+        identity::set(plan.id.source, std::to_string(experts()) + " experts");
+        for (auto const of_tokens :
+             {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
+            plan.id[of_tokens] = 0; // which are no tokens of anybody's
+        return exchange(plan, counts, *comm_, here).read(here);
+    }
 
     range own_of(int rank) const {
         index_t const ranks = comm_->ranks();
         return {rank * experts() / ranks, (rank + 1) * experts() / ranks};
     }
-    index_t from(index_t row) const { return order_[static_cast<std::size_t>(row)]; }
+    /// Returns of every row the one that arrived.
+    std::span<index_t const> order() const { return {order_.view().data(), places_.size()}; }
 
-    expert_rows sent_;
+    expert_rows_in<M> sent_;
     Comm* comm_;
     relayout_plan<piecewise<by_token>, piecewise<by_expert>> plan_;
     cpx::plan back_;
-    std::vector<index_t> begins_, places_, order_; ///< order: the arrived row of every row, unless it is the same
+    std::vector<index_t> begins_, places_;
+    bool sorted_ = true; ///< whether rows arrive in their order; else there is a list of them
+    row_buffer<index_t, M> order_;
 };
 template <class X = void>
 expert_exchange(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})

@@ -119,16 +119,27 @@ public:
     template <class T, class Experts, transport Comm>
     void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
                  rows<T> dweight, Comm& comm, caller here = caller::here()) const {
-        auto const add = [&](auto const& of, rows<T const> of_x, rows<T const> of_y) {
-            index_t const out = of_y.width();
-            expert_linear_backward_weight<T>(of.begins(), of_y, of_x,
-                                             dweight.sub(of.own().first * out, of.own().size() * out), here);
-        };
         detail::require_shape("weight_sums::experts", "dweight", dweight, at.experts() * dy.width(), x.width(), here);
+        experts<T>(
+            at, x, dy, comm,
+            [&](auto const& of, rows<T const> of_x, rows<T const> of_y) {
+                index_t const out = of_y.width();
+                expert_linear_backward_weight<T>(of.begins(), of_y, of_x,
+                                                 dweight.sub(of.own().first * out, of.own().size() * out), here);
+            },
+            here);
+    }
+    /// The same in any memory: calls `add(experts, x, dy)` with the rows of `experts.own()` that this rank is to add
+    /// up, from `experts.begins()` on; not at all where it has none.
+    template <class T, class Experts, any_transport Comm, class Add>
+        requires std::invocable<Add&, Experts const&, rows<T const>, rows<T const>>
+    void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
+                 Comm& comm, Add&& add, caller here = caller::here()) const {
         if (moves()) {
             auto const all = expert_exchange<Comm>::of_rows(at, comm, here);
             auto const all_x = all.template to_experts<T>(x, x.width(), here);
-            add(all, all_x.view(), all.template to_experts<T>(dy, dy.width(), here).view());
+            auto const all_y = all.template to_experts<T>(dy, dy.width(), here);
+            add(all, all_x.view(), all_y.view());
         } else if (speaks())
             add(at, x, dy);
     }

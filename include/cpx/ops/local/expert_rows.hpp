@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cpx/core/row_buffer.hpp>
+#include <cpx/core/row_list.hpp>
 #include <cpx/ops/local/linear.hpp>
 #include <cpx/ops/local/shape.hpp>
 
 #include <algorithm>
+#include <concepts>
 #include <span>
 #include <string>
 #include <vector>
@@ -24,17 +26,24 @@ inline void require_expert(char const* where, index_t expert, index_t experts, c
 
 /// The rows of tokens, one for each expert that a token chose: experts ascending, and of one expert the tokens.
 ///
-/// Where all tokens and all experts are one rank's; `expert_exchange` is the same over ranks.
-class expert_rows {
+/// Where all tokens and all experts are one rank's; `expert_exchange` is the same over ranks. Rows are in the memory M,
+/// the lists of them are made on the host.
+template <any_memory M>
+class expert_rows_in {
 public:
-    expert_rows() = default;
+    expert_rows_in() = default;
 
     /// chosen: (tokens, choices), experts from 0. places: where the tokens stand in the batch; none: in this order.
     ///
     /// Throws `cpx::error` if a choice is no expert. Cost: O(choices + experts).
-    expert_rows(rows<index_t const> chosen, index_t experts, std::span<index_t const> places = {},
-                caller here = caller::here())
-        : tokens_(chosen.count()), width_(chosen.width()) {
+    expert_rows_in(rows<index_t const> chosen, index_t experts, std::span<index_t const> places = {},
+                   caller here = caller::here())
+        requires std::same_as<M, host_memory>
+        : expert_rows_in(M(), chosen, experts, places, here) {}
+    /// The same of rows in a memory; `chosen` is on the host.
+    expert_rows_in(M const& memory, rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
+                   caller here = caller::here())
+        : memory_(memory), tokens_(chosen.count()), width_(chosen.width()) {
         char const* const where = "expert_rows";
         require(experts > 0, where, "experts", "at least 1", experts, here);
         require(places.empty() || std::ssize(places) == tokens_, where, "places", tokens_, places.size(), here);
@@ -47,19 +56,22 @@ public:
                 ++begin(expert + 1);
             }
         for (index_t expert = 0; expert < experts; ++expert) begin(expert + 1) += begin(expert);
-        choices_.resize(static_cast<std::size_t>(begins_.back()));
+        auto const count = static_cast<std::size_t>(begins_.back());
+        std::vector<index_t> lists(2 * count);
+        places_.resize(count);
         auto next = begins_;
         for (index_t token = 0; token < tokens_; ++token)
             for (index_t s = 0; s < width_; ++s) {
-                auto& row = next[static_cast<std::size_t>(chosen(token, s))];
-                choices_[static_cast<std::size_t>(row++)] = {token, s};
+                auto const row = static_cast<std::size_t>(next[static_cast<std::size_t>(chosen(token, s))]++);
+                lists[row] = token;
+                lists[count + row] = token * width_ + s;
+                places_[row] = places.empty() ? token : places[static_cast<std::size_t>(token)];
             }
-        places_.reserve(choices_.size());
-        for (choice const& c : choices_)
-            places_.push_back(places.empty() ? c.token : places[static_cast<std::size_t>(c.token)]);
+        lists_ = {memory, std::ssize(lists), 1, here};
+        memory.write(lists_.view().data(), std::span<index_t const>(lists), here);
     }
     template <class X = void>
-    explicit expert_rows(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit expert_rows_in(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>,
                       "cpx: expert_rows(chosen, experts) wants rows of index_t, the number of experts and perhaps "
                       "places; take the rows of a row_buffer with view(), of a tensor with data()");
@@ -70,45 +82,56 @@ public:
     range own() const { return {0, experts()}; }
     /// Returns where the rows of each own expert begin, and behind the last one's.
     std::span<index_t const> begins() const { return begins_; }
-    index_t count() const { return std::ssize(choices_); }
+    index_t count() const { return std::ssize(places_); }
     index_t tokens() const { return tokens_; }
     index_t choices() const { return width_; }
     /// Returns the place in the batch of every row's token.
     std::span<index_t const> places() const { return places_; }
+    M const& memory() const { return memory_; }
 
     /// Copies `width` columns to the rows of each choice. x: (tokens, width), the same for all choices of a token, or
-    /// (tokens, choices * width), choice after choice.
+    /// (tokens, choices * width), choice after choice and token after token.
     template <class T>
-    row_buffer<T> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
+    row_buffer<T, M> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
         bool const shared = x.width() == width;
         detail::require_shape("expert_rows", "x", x, tokens_, shared ? width : width_ * width, here);
-        row_buffer<T> to(count(), width, here);
-        for (index_t i = 0; i < count(); ++i) {
-            auto const [token, s] = choices_[static_cast<std::size_t>(i)];
-            std::copy_n(x.row(token) + (shared ? 0 : s * width), width, to.view().row(i));
-        }
+        row_buffer<T, M> to(memory_, count(), width, here);
+        gather_rows<T>(memory_, shared ? x : of_choices("x", x, width, here), list(!shared), to.view(), here);
         return to;
     }
-    /// Copies the rows of each choice to its columns. x: (count(), width), y: (tokens, choices * width).
+    /// Copies the rows of each choice to its columns. x: (count(), width), y: (tokens, choices * width), token after
+    /// token.
     template <class T>
     void to_tokens(rows<T const> x, rows<T> y, caller here = caller::here()) const {
         detail::require_shape("expert_rows", "x", x, count(), x.width(), here);
         detail::require_shape("expert_rows", "y", y, tokens_, width_ * x.width(), here);
         detail::require_apart("expert_rows", {{"y", y}}, {{"x", x}}, here);
-        for (index_t i = 0; i < count(); ++i) {
-            auto const [token, s] = choices_[static_cast<std::size_t>(i)];
-            std::copy_n(x.row(i), x.width(), y.row(token) + s * x.width());
-        }
+        scatter_rows<T>(memory_, x, list(true), of_choices("y", y, x.width(), here), here);
     }
 
 private:
-    struct choice {
-        index_t token, number;
-    };
+    /// Returns a row for each choice of each token.
+    template <class T>
+    rows<T> of_choices(char const* name, rows<T> x, index_t width, caller here) const {
+        require(
+            x.count() < 2 || x.stride() == x.width(), "expert_rows", (std::string("stride of ") + name).c_str(),
+            [&] { return "its width, " + std::to_string(x.width()); }, x.stride(), here);
+        return {x.data(), tokens_ * width_, width};
+    }
+    /// Returns of every row the token, or the choice, numbered through all tokens.
+    std::span<index_t const> list(bool of_choice) const {
+        auto const size = places_.size();
+        return {lists_.view().data() + (of_choice ? count() : 0), size};
+    }
+
+    M memory_{};
     index_t tokens_ = 0, width_ = 0;
-    std::vector<choice> choices_; ///< of every row
     std::vector<index_t> begins_{0}, places_;
+    row_buffer<index_t, M> lists_; ///< see `list`
 };
+
+/// The rows of experts on the host.
+using expert_rows = expert_rows_in<host_memory>;
 
 namespace detail {
 
