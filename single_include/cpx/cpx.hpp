@@ -4995,6 +4995,45 @@ struct media_tokens {
 };
 inline constexpr media_tokens token_types{1, 2};
 
+/// How a model counts positions at media: which placeholders are an item, the time of its frames, and by how much
+/// positions go on behind it. Height and width count from the beginning of the item.
+///
+/// Source: Hugging Face transformers, get_rope_index of the models.
+enum class mrope_rule {
+    /// Every image and every frame of a video is an item; on by max(height, width).
+    qwen3_vl, ///< and Qwen3.5
+    /// A video is an item, frame a at time a; on behind the greatest position.
+    qwen2_vl,
+    /// Frame a at a * seconds * tokens_per_second, multiplied in float and cut to an integer; on behind the greatest
+    /// position. As the model was published.
+    qwen2_5_vl,
+    /// The seconds are cut to an integer first. transformers from the middle of 2025 on.
+    qwen2_5_vl_whole_seconds,
+    /// So they are, and positions go on by max(height, width), so that text may have positions of the video before it.
+    /// transformers 5.
+    qwen2_5_vl_spatial_advance
+};
+
+/// Returns the position of a frame on the first axis, counted from the beginning of its item. seconds: of its video.
+CPX_HOST_DEVICE constexpr index_t frame_time(mrope_rule rule, index_t frame, double seconds,
+                                             index_t tokens_per_second) {
+    switch (rule) {
+    case mrope_rule::qwen3_vl: return 0;
+    case mrope_rule::qwen2_vl: return frame;
+    case mrope_rule::qwen2_5_vl: {
+        float const at = static_cast<float>(frame) * static_cast<float>(seconds);
+        return static_cast<index_t>(at * static_cast<float>(tokens_per_second));
+    }
+    default: return frame * (static_cast<index_t>(seconds) * tokens_per_second);
+    }
+}
+
+/// Returns by how much positions go on behind an item. last: the time of its last frame; sizes in rows of features.
+CPX_HOST_DEVICE constexpr index_t item_advance(mrope_rule rule, index_t last, index_t height, index_t width) {
+    index_t const side = height > width ? height : width;
+    return rule == mrope_rule::qwen2_5_vl_spatial_advance || last < side ? side : last + 1;
+}
+
 /// Position of a token on the three axes of multimodal rotary embedding.
 struct mrope_position {
     index_t time = 0, height = 0, width = 0;
@@ -5023,6 +5062,12 @@ struct media_segment {
     index_t images = 0, videos = 0; ///< rows of features before it, in the batch
     index_t origin = 0;             ///< what media before it leave of its first token's place in the sequence
     friend constexpr bool operator==(media_segment, media_segment) = default;
+};
+
+/// Placeholders of a segment: what ranks tell each other.
+struct media_count {
+    std::int32_t image = 0, video = 0;
+    friend constexpr bool operator==(media_count, media_count) = default;
 };
 
 /// Returns which of `frames`, of which there are `count` and one behind the last, holds row `row` of the features.
@@ -5055,25 +5100,6 @@ namespace cpx {
 struct media_grid {
     index_t time = 1, height = 0, width = 0;
     friend constexpr bool operator==(media_grid, media_grid) = default;
-};
-
-/// How a model counts positions at media: which placeholders are an item, the time of its frames, and by how much
-/// positions go on behind it. Height and width count from the beginning of the item.
-///
-/// Source: Hugging Face transformers, get_rope_index of the models.
-enum class mrope_rule {
-    /// Every image and every frame of a video is an item; on by max(height, width).
-    qwen3_vl, ///< and Qwen3.5
-    /// A video is an item, frame a at time a; on behind the greatest position.
-    qwen2_vl,
-    /// Frame a at a * seconds * tokens_per_second, multiplied in float and cut to an integer; on behind the greatest
-    /// position. As the model was published.
-    qwen2_5_vl,
-    /// The seconds are cut to an integer first. transformers from the middle of 2025 on.
-    qwen2_5_vl_whole_seconds,
-    /// So they are, and positions go on by max(height, width), so that text may have positions of the video before it.
-    /// transformers 5.
-    qwen2_5_vl_spatial_advance
 };
 
 /// What else the positions of a model depend on.
@@ -5127,17 +5153,9 @@ public:
 
     /// Returns the position of an item's frame on the first axis, counted from the beginning of the item.
     index_t time(media_item const& item, index_t frame) const {
-        double const seconds =
-            options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[static_cast<std::size_t>(item.number)];
-        switch (options_.rule) {
-        case mrope_rule::qwen3_vl: return 0;
-        case mrope_rule::qwen2_vl: return frame;
-        case mrope_rule::qwen2_5_vl: {
-            float const at = static_cast<float>(frame) * static_cast<float>(seconds);
-            return static_cast<index_t>(at * static_cast<float>(options_.tokens_per_second));
-        }
-        default: return frame * (static_cast<index_t>(seconds) * options_.tokens_per_second);
-        }
+        bool const known = !options_.seconds.empty() && item.frames > 1;
+        return frame_time(options_.rule, frame, known ? options_.seconds[static_cast<std::size_t>(item.number)] : 1,
+                          options_.tokens_per_second);
     }
 
 private:
@@ -5170,9 +5188,8 @@ private:
             double const step = static_cast<double>(options_.tokens_per_second) *
                                 (options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[i]);
             check("frames", static_cast<double>(time) * step <= static_cast<double>(most), "times below 2^31", time);
-            index_t const last = this->time(item, item.frames - 1), spatial = std::max(h, w);
-            bool const by_extent = options_.rule != mrope_rule::qwen2_5_vl_spatial_advance;
-            item.advance = by_extent ? std::max(last + 1, spatial) : spatial;
+            index_t const last = this->time(item, item.frames - 1);
+            item.advance = item_advance(options_.rule, last, h, w);
             overruns_ = overruns_ || last >= item.advance;
             for (index_t n = 0; n < (split ? time : 1); ++n) {
                 all.items.push_back(item);
@@ -5256,11 +5273,11 @@ namespace detail {
 constexpr char const* name_of(media_kind kind) { return kind == media_kind::image ? "image" : "video"; }
 
 /// Throws `cpx::error` unless there are as many placeholders of a kind as rows of features.
-inline void require_rows(media const& m, media_kind kind, index_t placeholders, caller here) {
-    if (placeholders != m.rows(kind))
+inline void require_rows(media_kind kind, index_t rows, index_t placeholders, caller here) {
+    if (placeholders != rows)
         throw error("mrope", std::string(name_of(kind)) + " placeholders in the batch",
-                    std::to_string(m.rows(kind)) + ", the rows of features that the grids have",
-                    std::to_string(placeholders), here);
+                    std::to_string(rows) + ", the rows of features that the grids have", std::to_string(placeholders),
+                    here);
 }
 
 /// The error of tokens that interrupt an item: text in an image, or an image that ends with its sequence.
@@ -5313,7 +5330,7 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
     for (media_kind const kind : {media_kind::image, media_kind::video})
-        detail::require_rows(m, kind, placeholders[static_cast<std::size_t>(kind)], here);
+        detail::require_rows(kind, m.rows(kind), placeholders[static_cast<std::size_t>(kind)], here);
 
     batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
     std::size_t next_item[3] = {};
@@ -5344,12 +5361,6 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
     }
     return p;
 }
-
-/// Placeholders of a segment: what ranks tell each other.
-struct media_count {
-    std::int32_t image = 0, video = 0;
-    friend constexpr bool operator==(media_count, media_count) = default;
-};
 
 /// Counts the placeholders of a rank's segments, whose ids are `ids(row)`.
 ///
@@ -5408,8 +5419,8 @@ media_places locate_media(media const& m, S const& sharding, int rank, std::vect
         all[i].count = counts[i];
         images += counts[i].image, videos += counts[i].video;
     }
-    detail::require_rows(m, media_kind::image, images, here);
-    detail::require_rows(m, media_kind::video, videos, here);
+    detail::require_rows(media_kind::image, m.rows(media_kind::image), images, here);
+    detail::require_rows(media_kind::video, m.rows(media_kind::video), videos, here);
     std::ranges::stable_sort(all, {},
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 

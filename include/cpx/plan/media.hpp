@@ -17,25 +17,6 @@ struct media_grid {
     friend constexpr bool operator==(media_grid, media_grid) = default;
 };
 
-/// How a model counts positions at media: which placeholders are an item, the time of its frames, and by how much
-/// positions go on behind it. Height and width count from the beginning of the item.
-///
-/// Source: Hugging Face transformers, get_rope_index of the models.
-enum class mrope_rule {
-    /// Every image and every frame of a video is an item; on by max(height, width).
-    qwen3_vl, ///< and Qwen3.5
-    /// A video is an item, frame a at time a; on behind the greatest position.
-    qwen2_vl,
-    /// Frame a at a * seconds * tokens_per_second, multiplied in float and cut to an integer; on behind the greatest
-    /// position. As the model was published.
-    qwen2_5_vl,
-    /// The seconds are cut to an integer first. transformers from the middle of 2025 on.
-    qwen2_5_vl_whole_seconds,
-    /// So they are, and positions go on by max(height, width), so that text may have positions of the video before it.
-    /// transformers 5.
-    qwen2_5_vl_spatial_advance
-};
-
 /// What else the positions of a model depend on.
 struct media_options {
     mrope_rule rule = mrope_rule::qwen3_vl;
@@ -87,17 +68,9 @@ public:
 
     /// Returns the position of an item's frame on the first axis, counted from the beginning of the item.
     index_t time(media_item const& item, index_t frame) const {
-        double const seconds =
-            options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[static_cast<std::size_t>(item.number)];
-        switch (options_.rule) {
-        case mrope_rule::qwen3_vl: return 0;
-        case mrope_rule::qwen2_vl: return frame;
-        case mrope_rule::qwen2_5_vl: {
-            float const at = static_cast<float>(frame) * static_cast<float>(seconds);
-            return static_cast<index_t>(at * static_cast<float>(options_.tokens_per_second));
-        }
-        default: return frame * (static_cast<index_t>(seconds) * options_.tokens_per_second);
-        }
+        bool const known = !options_.seconds.empty() && item.frames > 1;
+        return frame_time(options_.rule, frame, known ? options_.seconds[static_cast<std::size_t>(item.number)] : 1,
+                          options_.tokens_per_second);
     }
 
 private:
@@ -130,9 +103,8 @@ private:
             double const step = static_cast<double>(options_.tokens_per_second) *
                                 (options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[i]);
             check("frames", static_cast<double>(time) * step <= static_cast<double>(most), "times below 2^31", time);
-            index_t const last = this->time(item, item.frames - 1), spatial = std::max(h, w);
-            bool const by_extent = options_.rule != mrope_rule::qwen2_5_vl_spatial_advance;
-            item.advance = by_extent ? std::max(last + 1, spatial) : spatial;
+            index_t const last = this->time(item, item.frames - 1);
+            item.advance = item_advance(options_.rule, last, h, w);
             overruns_ = overruns_ || last >= item.advance;
             for (index_t n = 0; n < (split ? time : 1); ++n) {
                 all.items.push_back(item);

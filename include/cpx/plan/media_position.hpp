@@ -20,6 +20,45 @@ struct media_tokens {
 };
 inline constexpr media_tokens token_types{1, 2};
 
+/// How a model counts positions at media: which placeholders are an item, the time of its frames, and by how much
+/// positions go on behind it. Height and width count from the beginning of the item.
+///
+/// Source: Hugging Face transformers, get_rope_index of the models.
+enum class mrope_rule {
+    /// Every image and every frame of a video is an item; on by max(height, width).
+    qwen3_vl, ///< and Qwen3.5
+    /// A video is an item, frame a at time a; on behind the greatest position.
+    qwen2_vl,
+    /// Frame a at a * seconds * tokens_per_second, multiplied in float and cut to an integer; on behind the greatest
+    /// position. As the model was published.
+    qwen2_5_vl,
+    /// The seconds are cut to an integer first. transformers from the middle of 2025 on.
+    qwen2_5_vl_whole_seconds,
+    /// So they are, and positions go on by max(height, width), so that text may have positions of the video before it.
+    /// transformers 5.
+    qwen2_5_vl_spatial_advance
+};
+
+/// Returns the position of a frame on the first axis, counted from the beginning of its item. seconds: of its video.
+CPX_HOST_DEVICE constexpr index_t frame_time(mrope_rule rule, index_t frame, double seconds,
+                                             index_t tokens_per_second) {
+    switch (rule) {
+    case mrope_rule::qwen3_vl: return 0;
+    case mrope_rule::qwen2_vl: return frame;
+    case mrope_rule::qwen2_5_vl: {
+        float const at = static_cast<float>(frame) * static_cast<float>(seconds);
+        return static_cast<index_t>(at * static_cast<float>(tokens_per_second));
+    }
+    default: return frame * (static_cast<index_t>(seconds) * tokens_per_second);
+    }
+}
+
+/// Returns by how much positions go on behind an item. last: the time of its last frame; sizes in rows of features.
+CPX_HOST_DEVICE constexpr index_t item_advance(mrope_rule rule, index_t last, index_t height, index_t width) {
+    index_t const side = height > width ? height : width;
+    return rule == mrope_rule::qwen2_5_vl_spatial_advance || last < side ? side : last + 1;
+}
+
 /// Position of a token on the three axes of multimodal rotary embedding.
 struct mrope_position {
     index_t time = 0, height = 0, width = 0;
@@ -48,6 +87,12 @@ struct media_segment {
     index_t images = 0, videos = 0; ///< rows of features before it, in the batch
     index_t origin = 0;             ///< what media before it leave of its first token's place in the sequence
     friend constexpr bool operator==(media_segment, media_segment) = default;
+};
+
+/// Placeholders of a segment: what ranks tell each other.
+struct media_count {
+    std::int32_t image = 0, video = 0;
+    friend constexpr bool operator==(media_count, media_count) = default;
 };
 
 /// Returns which of `frames`, of which there are `count` and one behind the last, holds row `row` of the features.

@@ -14,11 +14,11 @@ namespace detail {
 constexpr char const* name_of(media_kind kind) { return kind == media_kind::image ? "image" : "video"; }
 
 /// Throws `cpx::error` unless there are as many placeholders of a kind as rows of features.
-inline void require_rows(media const& m, media_kind kind, index_t placeholders, caller here) {
-    if (placeholders != m.rows(kind))
+inline void require_rows(media_kind kind, index_t rows, index_t placeholders, caller here) {
+    if (placeholders != rows)
         throw error("mrope", std::string(name_of(kind)) + " placeholders in the batch",
-                    std::to_string(m.rows(kind)) + ", the rows of features that the grids have",
-                    std::to_string(placeholders), here);
+                    std::to_string(rows) + ", the rows of features that the grids have", std::to_string(placeholders),
+                    here);
 }
 
 /// The error of tokens that interrupt an item: text in an image, or an image that ends with its sequence.
@@ -71,7 +71,7 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
     for (media_kind const kind : {media_kind::image, media_kind::video})
-        detail::require_rows(m, kind, placeholders[static_cast<std::size_t>(kind)], here);
+        detail::require_rows(kind, m.rows(kind), placeholders[static_cast<std::size_t>(kind)], here);
 
     batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
     std::size_t next_item[3] = {};
@@ -102,12 +102,6 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
     }
     return p;
 }
-
-/// Placeholders of a segment: what ranks tell each other.
-struct media_count {
-    std::int32_t image = 0, video = 0;
-    friend constexpr bool operator==(media_count, media_count) = default;
-};
 
 /// Counts the placeholders of a rank's segments, whose ids are `ids(row)`.
 ///
@@ -166,8 +160,8 @@ media_places locate_media(media const& m, S const& sharding, int rank, std::vect
         all[i].count = counts[i];
         images += counts[i].image, videos += counts[i].video;
     }
-    detail::require_rows(m, media_kind::image, images, here);
-    detail::require_rows(m, media_kind::video, videos, here);
+    detail::require_rows(media_kind::image, m.rows(media_kind::image), images, here);
+    detail::require_rows(media_kind::video, m.rows(media_kind::video), videos, here);
     std::ranges::stable_sort(all, {},
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 
