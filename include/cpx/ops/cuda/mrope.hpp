@@ -51,8 +51,8 @@ private:
 /// Made once, by all ranks, for every batch that fits; then `set` says which batch, and a call computes its positions,
 /// both in the stream of the transport, without allocation or a wait for the device. Every rank tells every other the
 /// numbers of placeholders of its segments, two int32 each; a call without grids, or of a sharding by which every rank
-/// has every row, sends nothing. A graph of both, captured with a `set` by offsets on the device, works on whatever ids,
-/// grids and offsets are there when it is launched.
+/// has every row, sends nothing. A graph of both, captured with a `set` by offsets on the device, works on whatever
+/// ids, grids and offsets are there when it is launched.
 template <device_transport Comm>
 class mrope_positions {
 public:
