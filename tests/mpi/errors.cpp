@@ -87,6 +87,29 @@ bool alone() { return job::ranks() == 1; }
 TEST_SUITE("mpi") {
     using cpx::index_t;
 
+    TEST_CASE("what a late rank once waited for is not taken for what it waits for") {
+        auto const told = error(10s, [](cpx::mpi& comm) {
+            std::vector<std::byte> data(1 << 22); // too long to be taken before it is received
+            cpx::identity id;
+            auto const move = [&](int from, std::size_t bytes) { // between ranks 0 and 1
+                auto const own = std::span(data).first(bytes);
+                auto const send = cpx::consecutive<std::byte const>(1 - from, own.data(), std::ssize(own));
+                auto const receive = cpx::consecutive(from, own.data(), std::ssize(own));
+                if (comm.rank() == from)
+                    comm.transfer(id, {&send, 1}, {});
+                else
+                    comm.transfer(id, {}, {&receive, 1});
+            };
+            if (comm.rank() > 1 || comm.ranks() == 1) return;
+            if (comm.rank() == 0) std::this_thread::sleep_for(400ms); // rank 1 asks it what it waits for
+            move(0, data.size());
+            move(0, 8);
+            if (comm.rank() == 0) std::this_thread::sleep_for(100ms);
+            move(1, data.size());
+        });
+        CHECK(told == "");
+    }
+
     TEST_CASE("MPI does all that a transport owes, and its courtesies") {
         job::ranks();
         auto const run = [](auto const& program, auto deadline) {

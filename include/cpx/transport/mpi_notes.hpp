@@ -162,7 +162,9 @@ private:
     /// Returns whether `peer` does not take what `rank` sends.
     bool ignored_by(int peer, int rank) const {
         auto const& silent = at(known_, peer).waits->silent;
-        return std::ranges::find(silent, rank) == silent.end() && !none_from(rank, peer);
+        // Less, not other: a peer that has answered later may have taken more than this rank had sent when it answered.
+        return std::ranges::find(silent, rank) == silent.end() &&
+               at(at(known_, peer).received, rank) < at(at(known_, rank).sent, peer);
     }
 
     /// Returns what this rank waits for as text that `learn` reads.
