@@ -4,6 +4,6 @@
 
 namespace qwen {
 
-template outcome run(checkpoint<double> const&, input const&, strategy const&, int, cpx::index_t, bool, int);
+template outcome run(checkpoint<double> const&, input const&, strategy const&, group const&, cpx::index_t, bool);
 
 } // namespace qwen

@@ -19,16 +19,16 @@ public:
     using const_rows = cpx::rows<T const>;
 
     /// The group of neighbouring ranks that shares the experts.
-    using neighbours = cpx::subgroup<cpx::counted<cpx::threads>>;
+    using neighbours = cpx::subgroup<cpx::counted<cpx::transport_ref>>;
     using experts_type = cpx::expert_exchange<neighbours>;
 
-    host_rank(checkpoint<T> const& of, cpx::threads& ranks, cpx::index_t of_delta_rule, int experts_over)
+    host_rank(checkpoint<T> const& of, cpx::transport_ref& ranks, cpx::index_t of_delta_rule, int experts_over)
         : model(of), comm(ranks), chunk(of_delta_rule), neighbours_(cpx::neighbours(comm, experts_over)) {}
     host_rank(host_rank const&) = delete; // which `neighbours_` would not follow
     host_rank& operator=(host_rank const&) = delete;
 
     checkpoint<T> const& model;
-    cpx::counted<cpx::threads> comm;
+    cpx::counted<cpx::transport_ref> comm;
     cpx::index_t chunk; ///< tokens of the delta rule
 
     int rank() const { return comm.rank(); }
@@ -144,10 +144,10 @@ private:
 };
 
 template <class T>
-outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
-            bool backward, int experts_over) {
-    auto const make = [&](cpx::threads& threads) { return host_rank<T>(model, threads, chunk, experts_over); };
-    return run_ranks<host_rank<T>>(model.config, in, how, ranks, chunk, backward, true, by_layout, make);
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, group const& on, cpx::index_t chunk,
+            bool backward) {
+    auto const make = [&](cpx::transport_ref& comm) { return host_rank<T>(model, comm, chunk, on.experts_over); };
+    return run_ranks<host_rank<T>>(model.config, in, how, on, chunk, backward, true, by_layout, make);
 }
 
 } // namespace qwen

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 namespace {
@@ -21,8 +22,6 @@ struct options {
 
     bool on_gpus() const { return device == "cuda"; }
 };
-
-int parse_ranks(options const& o) { return examples::parse_ranks(o.ranks, examples::most_threads); }
 
 /// Throws `cpx::error` on what cannot be run; fills in what the device decides.
 void complete(CLI::App const& app, options& o) {
@@ -38,9 +37,8 @@ void complete(CLI::App const& app, options& o) {
     cpx::require(o.products == "cublas" || o.products == "fixed", "--products", "products", "cublas or fixed",
                  cpx::quote(o.products));
     examples::require_effect(app, "--products", o.on_gpus(), "--device cuda", "cpu");
+    examples::require_effect(app, "--ranks", !qwen::is_launched(), "no launcher of MPI, which says how many", "one");
     if (!o.on_gpus()) return;
-    cpx::require(o.experts_over == "1", "--experts-over", "number of ranks with --device cuda", "1",
-                 cpx::quote(o.experts_over));
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
     cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
 }
@@ -197,7 +195,7 @@ std::vector<qwen::strategy> without_linear(std::vector<qwen::strategy> const& al
     return list;
 }
 
-/// Throws `cpx::error` unless there are as many GPUs as ranks.
+/// Throws `cpx::error` unless there are as many GPUs as ranks of this process.
 void require_gpus(int ranks) {
     int const found = qwen::gpus();
     cpx::require(found > 0, "--device", "GPUs", "at least 1", found);
@@ -218,23 +216,22 @@ int divide_experts(cpx::qwen_config const& config, int ranks, options const& o) 
 }
 
 template <class T>
-std::vector<report> run(options const& o) {
-    int const ranks = parse_ranks(o);
+std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launched) {
     cpx::index_t const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
     auto strategies = choose(o);
     qwen::checkpoint<T> const model(o.model);
     cpx::safetensors const file(o.reference);
     auto const in = read_input(file, model.config, o);
     if (!model.config.linear()) strategies = without_linear(strategies);
-    if (o.on_gpus()) require_gpus(ranks);
-    int const experts_over = divide_experts(model.config, ranks, o);
+    if (o.on_gpus()) require_gpus(launched ? 1 : ranks);
+    qwen::group const all{ranks, launched, divide_experts(model.config, ranks, o)};
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
     auto const products = o.products == "fixed" ? qwen::products::fixed : qwen::products::cublas;
-    auto const pass = [&](qwen::strategy const& how, int over) {
+    auto const pass = [&](qwen::strategy const& how, qwen::group const& on) {
         if constexpr (std::same_as<T, float>)
-            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, over, o.backward, products);
-        return qwen::run(model, in, how, over, chunk, o.backward, over == 1 ? 1 : experts_over);
+            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, on, o.backward, products);
+        return qwen::run(model, in, how, on, chunk, o.backward);
     };
     std::vector<report> reports;
     std::map<qwen::attention_by, qwen::outcome> on_one_rank; // the same however linear attention is sharded
@@ -247,8 +244,9 @@ std::vector<report> run(options const& o) {
                  how.by_heads() || how.without() ? "none"
                  : how.cut.unit                  ? "aligned:" + std::to_string(how.cut.unit)
                                                  : "balanced",
-                 pass(how, ranks)};
-        if (!on_one_rank.contains(how.attention)) on_one_rank.emplace(how.attention, pass(how, 1));
+                 pass(how, all)};
+        if (launched && launched->rank() > 0) continue; // rank 0 compares
+        if (!on_one_rank.contains(how.attention)) on_one_rank.emplace(how.attention, pass(how, {}));
         auto const& one_rank = on_one_rank.at(how.attention);
         double sum = 0;
         for (std::size_t i = 0; i < reference.size(); ++i) {
@@ -350,6 +348,8 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
 
 } // namespace
 
+bool qwen::is_launched() { return std::getenv("OMPI_COMM_WORLD_SIZE") || std::getenv("PMI_SIZE"); }
+
 int main(int argc, char** argv) {
     CLI::App app("Runs a checkpoint of Qwen3.5 or Qwen3-VL under context parallelism and compares it with a reference.",
                  "qwen");
@@ -359,7 +359,9 @@ int main(int argc, char** argv) {
                    "safetensors file with input_ids, cu_seqlens and logprobs; with images or videos their grids and "
                    "features, too")
         ->required();
-    app.add_option("--ranks", o.ranks, "ranks, as threads of this process, at most 256; on GPUs one each")
+    app.add_option(
+           "--ranks", o.ranks,
+           "ranks, as threads of this process, at most 256; on GPUs one each; under mpirun as many as that starts")
         ->capture_default_str();
     app.add_option("--device", o.device, "cpu, or cuda: float32")->capture_default_str();
     app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
@@ -382,15 +384,19 @@ int main(int argc, char** argv) {
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--all", o.all, "a table of all strategies, not of one a way to run linear attention");
     app.add_flag("--json", o.json, "print JSON, of all strategies");
-    return examples::run_example(argc, argv, app, [&] {
-        complete(app, o);
+    auto const run_all = [&](cpx::transport_ref* launched) {
         bool const wide = o.dtype == "float64";
-        auto const reports = wide ? run<double>(o) : run<float>(o);
-        int const ranks = parse_ranks(o);
+        int const ranks = launched ? launched->ranks() : examples::parse_ranks(o.ranks, examples::most_threads);
+        auto const reports = wide ? run<double>(o, ranks, launched) : run<float>(o, ranks, launched);
         cpx::index_t const element = wide ? 8 : 4;
+        if (launched && launched->rank() > 0) return;
         if (o.json)
             print_json(reports, ranks, o, element);
         else
             print_table(reports, ranks, o, element);
+    };
+    return examples::run_example(argc, argv, app, [&] {
+        complete(app, o);
+        qwen::with_launched(run_all);
     });
 }

@@ -5,6 +5,7 @@
 #include "checkpoint.hpp"
 #include "input.hpp"
 #include "needs.hpp"
+#include "ranks.hpp"
 
 #include <cpx/ops/token_loss.hpp>
 #include <cpx/transport/counted.hpp>
@@ -30,13 +31,12 @@ struct outcome {
     needs counted;
 };
 
-/// Runs the model over `ranks` threads, forward and, if asked for, backward. Throws `cpx::error` on bad input.
+/// Runs the model, forward and, if asked for, backward; what comes of it is rank 0's. Throws `cpx::error` on bad input.
 ///
-/// `experts_over`: how many neighbouring ranks share the experts, a divisor of the ranks.
 /// Compiled for float and for double, each by a file of its own.
 template <class T>
-outcome run(checkpoint<T> const& model, input const& in, strategy const& how, int ranks, cpx::index_t chunk,
-            bool backward, int experts_over);
+outcome run(checkpoint<T> const& model, input const& in, strategy const& how, group const& on, cpx::index_t chunk,
+            bool backward);
 
 /// Returns how many GPUs there are. Throws `cpx::error` if the program is built without CUDA, cuBLAS or NCCL.
 int gpus();
@@ -44,8 +44,8 @@ int gpus();
 /// How GPUs multiply matrices: by cuBLAS, or so that a row's result has the same bits beside any other rows.
 enum class products { cublas, fixed };
 
-/// The same over `ranks` GPUs of this process. Throws what they report.
-outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, int ranks, bool backward,
-                    products by);
+/// The same on GPUs, one a rank. Throws what they report.
+outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, group const& on,
+                    bool backward, products by);
 
 } // namespace qwen

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a model under one strategy, a thread a rank, and accounts for what moved.
+// Runs a model under one strategy and accounts for what moved.
 #pragma once
 
 #include "outcome.hpp"
 #include "pass.hpp"
 
-#include <mutex>
+#include <cpx/transport/gather.hpp>
 
 namespace qwen {
 
@@ -31,27 +31,32 @@ linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
                        });
 }
 
-/// `make_rank(threads)` returns a rank R; `fixed`: whether its products have the same bits of any number of rows.
+/// What rank 0 hears of every rank.
+struct account {
+    cpx::tally rows, states; ///< sent
+    index_t positions_equal = true;
+};
+
+/// `make_rank(comm)` returns a rank R; `fixed`: whether its products have the same bits of any number of rows.
 template <class R, class Make, class F>
-outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy const& how, int ranks, index_t chunk,
+outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy const& how, group const& on, index_t chunk,
                   bool backward, bool fixed, Make const& by_tokens, F const& make_rank) {
-    auto const entry = enter(in.batch, ranks);
+    auto const entry = enter(in.batch, on.ranks);
     auto const linear = choose_linear<R>(how, entry, delta_net_config(config, chunk), by_tokens);
     using T = typename R::element;
     outcome result;
     result.exact = linear.exact && fixed;
-    result.counted = count_forward(config, how, in.batch, ranks, chunk);
-    std::mutex guard;
-    cpx::threads::run(ranks, [&](cpx::threads& threads) {
-        R rank = make_rank(threads);
+    result.counted = count_forward(config, how, in.batch, on.ranks, chunk);
+    on.run([&](cpx::transport_ref& comm) {
+        R rank = make_rank(comm);
         cpx::tensor<index_t, entry_sharding> ids(entry, rank.rank(), 1), labels = ids;
         auto const rows = global_rows(entry, rank.rank());
         for (std::size_t row = 0; row < rows.size(); ++row)
             ids.data().data()[row] = in.ids[static_cast<std::size_t>(rows[row])];
         next_token_labels(halo(entry, rank.rank(), 1, cpx::side::after), std::as_const(ids).view(), labels.view(),
-                          threads);
+                          comm);
         cpx::media_tokens const tokens{config.image_token_id, config.video_token_id};
-        auto const where = mrope_positions(in.media, ids, tokens, threads);
+        auto const where = mrope_positions(in.media, ids, tokens, comm);
         auto const there = [&](auto const& numbers) { // in the rank's memory
             auto made = cpx::make_tensor<index_t>(entry, rank.rank(), 1, rank.memory());
             made.write(numbers.elements());
@@ -63,9 +68,9 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
         auto logp = step.forward(own_ids, own_labels);
         cpx::tensor<T, entry_sharding> local(entry, rank.rank(), 1);
         local.write(logp.read());
-        cpx::tally const sent = rank.rows_sent(), states = rank.states_sent();
+        account own{rank.rows_sent(), rank.states_sent()};
 
-        auto const loss = mean_token_loss(local.view(), std::as_const(labels).view(), threads);
+        auto const loss = mean_token_loss(local.view(), std::as_const(labels).view(), comm);
         std::map<std::string, gradient<T>> gradients;
         if (backward) {
             auto dlogp = local;
@@ -73,16 +78,19 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
             logp.write(dlogp.elements());
             gradients = step.backward(logp);
         }
-        auto const all = exchange(local, cpx::replicated<>(ranks, in.batch), threads);
-        std::lock_guard const lock(guard);
+        auto const all = exchange(local, cpx::replicated<>(on.ranks, in.batch), comm);
         for (index_t axis = 0; axis < 3 && !in.position_ids.empty(); ++axis)
             for (std::size_t row = 0; row < rows.size(); ++row)
-                result.positions_equal &=
-                    where.axes()(axis, static_cast<index_t>(row)) ==
-                    in.position_ids[static_cast<std::size_t>(axis * in.batch.tokens() + rows[row])];
-        result.rows += sent;
-        result.states += states;
-        if (rank.rank() != 0) return;
+                own.positions_equal &= where.axes()(axis, static_cast<index_t>(row)) ==
+                                       in.position_ids[static_cast<std::size_t>(axis * in.batch.tokens() + rows[row])];
+        std::vector<account> of_ranks(static_cast<std::size_t>(on.ranks));
+        gather(comm, &own, of_ranks.data(), sizeof own);
+        if (comm.rank() != 0) return;
+        for (auto const& of : of_ranks) {
+            result.rows += of.rows;
+            result.states += of.states;
+            result.positions_equal &= of.positions_equal != 0;
+        }
         result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
         result.loss = loss;
         step.count_moves(result.counted);

@@ -9,7 +9,7 @@ int gpus() {
                      "one built without");
 }
 
-outcome run_on_gpus(checkpoint<float> const&, input const&, strategy const&, int, bool, products) {
+outcome run_on_gpus(checkpoint<float> const&, input const&, strategy const&, group const&, bool, products) {
     static_cast<void>(gpus());
     return {};
 }

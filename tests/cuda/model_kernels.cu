@@ -2,7 +2,6 @@
 // The kernels of the main job, which the library does not have, against the host's operations.
 #include "../../examples/qwen/cuda/attention.cuh"
 #include "../../examples/qwen/cuda/convolution.cuh"
-#include "../../examples/qwen/cuda/experts.cuh"
 #include "../../examples/qwen/cuda/norm.cuh"
 #include "../../examples/qwen/cuda/products.cuh"
 
@@ -98,51 +97,6 @@ TEST_SUITE("cuda") {
                 CHECK(normed.error() < tolerance);
                 CHECK(dx.error() < tolerance);
                 CHECK(dgain.error() < 2 * tolerance);
-            }
-
-            index_t const experts = 5, choices = 2, in = 12, out = 9;
-            std::vector<index_t> chosen;
-            for (index_t row = 0; row < rows; ++row) {
-                chosen.push_back(numbers.between(0, 2));
-                chosen.push_back(numbers.between(3, 4));
-            }
-            cpx::cuda::buffer<index_t> const there{std::span<index_t const>(chosen)};
-            cpx::rows<index_t const> const on_host(chosen, choices), on_gpu(there.data(), rows, choices);
-            cpx::expert_rows const at(on_host, experts);
-            gpu::expert_rows const at_gpu(on_gpu, experts, cpx::cuda::memory(nullptr));
-            for (index_t const columns : {in, choices * in}) { // one input for all choices, or one each
-                both from(numbers, rows, columns), weight(numbers, experts * out, in), to(numbers, rows, choices * out),
-                    dfrom(numbers, rows, choices * in), dweight(numbers, experts * out, in),
-                    some(numbers, rows, choices * 4);
-                auto const x = at.to_experts<float>(from.h(), in);
-                auto const x_gpu = at_gpu.to_experts<float>(from.d(), in);
-                cpx::row_buffer<float> y(at.count(), out), dx(at.count(), in);
-                cpx::expert_linear<float>(at.begins(), x.view(), weight.h(), y.view());
-                at.to_tokens<float>(y.view(), to.h());
-                wide_rows const y_gpu(to.device.data(), at_gpu.count(), out),
-                    dx_gpu(dfrom.device.data(), at.count(), in);
-                gpu::expert_linear(at_gpu.chosen(), x_gpu.view(), weight.d(), y_gpu, nullptr);
-                CHECK(to.error() < tolerance);
-                cpx::expert_linear_backward_input<float>(at.begins(), y.view(), weight.h(), dx.view());
-                at.to_tokens<float>(dx.view(), dfrom.h());
-                gpu::each(at.count(), in, gpu::expert_backward_input{at_gpu.chosen(), y_gpu, weight.d(), dx_gpu},
-                          nullptr);
-                CHECK(dfrom.error() < tolerance);
-                auto const dy = at.to_experts<float>(some.h(), 4); // of 4 outputs of each expert, from the third on
-                for (index_t e = 0; e < experts; ++e) {
-                    index_t const first = at.begins()[static_cast<std::size_t>(e)],
-                                  count = at.begins()[static_cast<std::size_t>(e) + 1] - first;
-                    cpx::linear_backward_weight<float>(dy.view().sub(first, count), x.view().sub(first, count),
-                                                       dweight.h().sub(e * out + 3, 4));
-                }
-                cpx::rows<float const> const by_token(x_gpu.view().data(), rows, choices * in);
-                gpu::each(experts * 4, in,
-                          gpu::expert_backward_weight{on_gpu, some.d(), by_token, dweight.d(), out, 3, 4}, nullptr);
-                CHECK(dweight.error() < tolerance);
-                both back(numbers, rows, choices * in);
-                at.to_tokens<float>(x.view(), back.h());
-                at_gpu.to_tokens<float>(x_gpu.view(), back.d());
-                CHECK(back.error() == 0);
             }
         }
     }

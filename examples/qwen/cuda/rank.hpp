@@ -5,20 +5,42 @@
 #include "attention.cuh"
 #include "blas.hpp"
 #include "convolution.cuh"
-#include "experts.cuh"
 #include "norm.cuh"
 
 #include "../run.hpp"
 
 #include <cpx/ops/cuda/causal_conv1d.hpp>
+#include <cpx/ops/cuda/expert_exchange.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
 #include <cpx/ops/cuda/rotary.hpp>
 #include <cpx/ops/local/rotary.hpp>
 
 #include <barrier>
+#include <memory>
 #include <optional>
 
 namespace qwen {
+
+/// The transport of ranks some of which are threads of one process, of which none may allocate memory while another
+/// one's exchange waits for it: all end an exchange before one goes on.
+class ending_communicator : public cpx::cuda::communicator {
+public:
+    ending_communicator(cpx::nccl& comm, cudaStream_t in, std::barrier<>& everyone)
+        : communicator(comm, in), everyone_(everyone) {}
+    template <class T>
+    void exchange(cpx::plan const& p, cpx::rows<T const> const& from, cpx::rows<T> const& to,
+                  cpx::caller here = cpx::caller::here()) {
+        communicator::exchange(p, from, to, here);
+        end();
+    }
+    void end() {
+        wait();
+        everyone_.arrive_and_wait();
+    }
+
+private:
+    std::barrier<>& everyone_; ///< of this process
+};
 
 /// A `host_rank` on a GPU, of the same operations. The device of `comm` must be current.
 class gpu_rank {
@@ -29,9 +51,11 @@ public:
     using const_rows = cpx::rows<float const>;
     using index_t = cpx::index_t;
 
-    /// `everyone`: where all ranks meet; those that fail leave.
-    gpu_rank(checkpoint<float> const& of, cpx::nccl& ranks, std::barrier<>& everyone, bool fixed)
-        : model(of), everyone_(everyone), product_(stream_, fixed), fixed_(fixed), comm(ranks, stream_), states_(comm) {
+    /// `everyone`: where all ranks of this process meet; those that fail leave.
+    gpu_rank(checkpoint<float> const& of, cpx::nccl& ranks, int experts_over, std::barrier<>& everyone, bool fixed)
+        : model(of), everyone_(everyone), product_(stream_, fixed), comm(ranks, stream_, everyone), states_(comm) {
+        if (experts_over < ranks.ranks()) some_ = ranks.split(ranks.rank() / experts_over);
+        neighbours_.emplace(some_ ? *some_ : ranks, stream_, everyone);
         model.each([&](std::string const& name, const_rows w) {
             weights_.emplace(name, cpx::cuda::buffer<float>(std::span<float const>(
                                        w.data(), static_cast<std::size_t>(w.count() * w.width()))));
@@ -47,11 +71,10 @@ private:
     cpx::cuda::stream stream_; // outlives what is in its order
     std::barrier<>& everyone_;
     gpu::product product_;
-    bool fixed_;
 
 public:
     static constexpr index_t chunk = 64;
-    cpx::cuda::communicator comm;
+    ending_communicator comm;
 
     int rank() const { return comm.rank(); }
     cpx::cuda::memory memory() const { return comm.memory(); }
@@ -62,11 +85,8 @@ public:
         return {w.data(), shape.count(), shape.width()};
     }
     cpx::cuda::state_exchange& carrier() { return states_; }
-    /// Waits for all ranks: they are threads of one process, of which none may allocate memory while another one's
-    /// exchange waits for it. A process a GPU need not.
     void ended(cpx::plan const& of = {}, index_t width = 0) {
-        comm.wait();
-        everyone_.arrive_and_wait();
+        comm.end();
         rows_sent_ += tally(of, width);
     }
     template <class Plan>
@@ -96,36 +116,35 @@ public:
         product_(gpu::transposed(dy), gpu::transposed(x), x.count(), 1, dweight);
     }
 
-    using experts_type = gpu::expert_rows;
+    using experts_type = cpx::expert_exchange<ending_communicator>;
     template <class Chosen>
-    experts_type experts(Chosen const& chosen) const {
-        return {chosen.data(), model.config.num_experts, memory()};
+    experts_type experts(Chosen const& chosen) {
+        auto const places = global_rows(chosen.sharding(), rank());
+        return {chosen.data(), model.config.num_experts, places, *neighbours_};
     }
     void expert_linear(experts_type const& at, const_rows x, const_rows weight, rows y) const {
-        gpu::expert_linear(at.chosen(), x, weight, y, stream_);
+        index_t const out = y.width();
+        each_expert(at, [&](index_t expert, index_t row, index_t count) {
+            linear(x.sub(row, count), weight.sub(expert * out, out), y.sub(row, count));
+        });
     }
+    /// Adds to dx.
     void expert_linear_backward_input(experts_type const& at, const_rows dy, const_rows weight, rows dx) const {
-        each(dx.count(), dx.width(), gpu::expert_backward_input{at.chosen(), dy, weight, dx});
+        index_t const out = dy.width();
+        each_expert(at, [&](index_t expert, index_t row, index_t count) {
+            linear_backward_input(dy.sub(row, count), weight.sub(expert * out, out), dx.sub(row, count));
+        });
     }
-    /// Adds up the outputs of all experts of which this rank has a share; dweight: of all experts.
-    template <class Sums, class Chosen>
-    void expert_linear_backward_weight(Sums const& sums, Chosen const& chosen, experts_type const& at, const_rows x,
+    /// dweight: of all experts.
+    void expert_linear_backward_weight(auto const& sums, auto const&, experts_type const& at, const_rows x,
                                        const_rows dy, rows dweight) {
-        auto const all = sums.whole(chosen, comm);
-        ended();
-        auto const of_tokens = [&](const_rows r) { // the choices of a token side by side
-            const_rows const wide(r.data(), at.tokens(), at.choices() * r.width());
-            return cpx::sharded(wide, chosen.sharding(), rank(), memory());
-        };
-        auto const in = sums.whole(of_tokens(x), comm);
-        ended();
-        auto const out = sums.share(of_tokens(dy), dy.width(), comm);
-        ended();
-        if (out.share.empty()) return;
-        index_t const experts = model.config.num_experts, n = out.share.size();
-        gpu::expert_backward_weight const add{all.data,        out.data, in.data, dweight, dweight.count() / experts,
-                                              out.share.first, n};
-        each(experts * n, dweight.width(), add);
+        sums.template experts<float>(at, x, dy, comm, [&](experts_type const& of, const_rows of_x, const_rows of_y) {
+            index_t const out = of_y.width();
+            each_expert(of, [&](index_t expert, index_t row, index_t count) {
+                auto const own = dweight.sub((of.own().first + expert) * out, out);
+                linear_backward_weight(of_y.sub(row, count), of_x.sub(row, count), own);
+            });
+        });
     }
 
     void norm(const_rows x, const_rows z, const_rows weight, rows y) const {
@@ -190,6 +209,13 @@ public:
     }
 
 private:
+    /// Calls `f(expert, row, count)` for every expert of this rank that has rows: its number, the first, how many.
+    template <class F>
+    static void each_expert(experts_type const& at, F const& f) {
+        auto const begins = at.begins();
+        for (std::size_t e = 0; e + 1 < begins.size(); ++e)
+            if (begins[e] < begins[e + 1]) f(static_cast<index_t>(e), begins[e], begins[e + 1] - begins[e]);
+    }
     static cpx::tally tally(cpx::plan const& p, index_t width) {
         return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<index_t>(sizeof(float))};
     }
@@ -244,6 +270,8 @@ private:
         return t;
     }
 
+    std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
+    std::optional<ending_communicator> neighbours_; ///< that share the experts
     cpx::cuda::state_exchange states_;
     cpx::tally rows_sent_, states_sent_;
     std::map<std::string, cpx::cuda::buffer<float>> weights_;
