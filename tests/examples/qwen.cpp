@@ -181,7 +181,6 @@ TEST_SUITE("examples") {
         check_refusal(shared(experts, "16"), {"--experts-over", "a divisor of --ranks, 6, got 16"});
         check_refusal(shared(data, "2"), {"--experts-over: model: expected one with experts"});
         check_refusal(shared(experts, "0"), {"--experts-over", "from 1 to 256", "\"0\""});
-        check_refusal(shared(experts, "2") + arguments{"--device", "cuda"}, {"--experts-over", "with --device cuda"});
     }
 
     TEST_CASE("models with images and videos have the log-probabilities, positions and all gradients of transformers") {
