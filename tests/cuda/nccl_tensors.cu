@@ -3,6 +3,7 @@
 #include <cpx/cuda/shared_communicator.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/expert_exchange.hpp>
+#include <cpx/ops/cuda/mrope.hpp>
 
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/striped.hpp>
@@ -16,6 +17,7 @@
 
 #include "group.hpp"
 
+#include <support/media.hpp>
 #include <support/packings.hpp>
 #include <support/random.hpp>
 #include <support/rejects.hpp>
@@ -590,6 +592,68 @@ TEST_SUITE("cuda") {
                 move(x, y);
                 comm.wait();
             });
+            meet();
+        });
+    }
+
+    TEST_CASE("positions between GPUs are those of the whole batch, also where a graph works on another packing") {
+        if (!has_gpus(2)) return;
+        using support::placeholders;
+        group(2).run([&](cpx::nccl& joined, auto const& meet) {
+            cuda::stream const stream;
+            cuda::communicator comm(joined, stream);
+            auto const first = support::media_writer().text(5).image(8, 12).text(11).end().text(24).end().done();
+            auto const other =
+                support::media_writer().text(16).end().text(10).image(4, 8).text(7).image(8, 8).text(7).end().done();
+            auto const sharding_of = [](auto const& b) { return cpx::shard(b.batch, cpx::zigzag<2>()); };
+            auto const own_of = [&](auto const& b, index_t const* from) {
+                std::vector<index_t> list;
+                sharding_of(b).for_each_piece(comm.rank(), [&](cpx::range piece) {
+                    list.insert(list.end(), from + piece.first, from + piece.last);
+                });
+                return list;
+            };
+            cuda::buffer<index_t> ids(32), offsets(3), images(6);
+            auto const view = [](auto const& b) {
+                return std::span<index_t const>(b.data(), static_cast<std::size_t>(b.size()));
+            };
+            cuda::mrope_positions<cuda::communicator> p(comm, {32, 4, 2, 2, 0});
+            auto const run = [&] {
+                p.set(sharding_of(first), view(offsets));
+                p(view(ids), placeholders, {view(images), {}, {}});
+            };
+            auto const write = [&](auto const& b, std::vector<index_t> const& grids) {
+                ids.write(own_of(b, b.ids.data()));
+                offsets.write(b.batch.offsets());
+                images.write(grids);
+                meet();
+            };
+            auto const check = [&](auto const& b) {
+                comm.wait();
+                p.check();
+                auto const whole = cpx::mrope_positions(b.items, b.batch, b.ids, placeholders);
+                std::vector<std::int32_t> got(96);
+                cuda::check(cudaMemcpy(got.data(), p.axes().data(), got.size() * 4, cudaMemcpyDeviceToHost), "read");
+                for (std::size_t a = 0; a < 3; ++a) {
+                    auto const expected = own_of(b, whole.axes.data() + 64 * a);
+                    for (std::size_t row = 0; row < 32; ++row) CHECK(got[32 * a + row] == expected[row]);
+                }
+                meet();
+            };
+            std::vector<index_t> const of_first{0, 0, 0, 1, 8, 12}, of_other{1, 4, 8, 1, 8, 8};
+            write(first, of_first);
+            run();
+            check(first);
+            {
+                cuda::graph const graph(stream, run);
+                meet();
+                for (bool const again : {false, true}) {
+                    auto const& b = again ? first : other;
+                    write(b, again ? of_first : of_other);
+                    graph.launch(stream);
+                    check(b);
+                }
+            }
             meet();
         });
     }
