@@ -418,6 +418,45 @@ TEST_SUITE("ops") {
         }
     }
 
+    TEST_CASE("the gradient of embeddings k ahead is their difference, on ranks") {
+        index_t const width = 2;
+        auto const batch = cpx::thd({0, 0, 1, 5, 12}, {0, 1, 3, 7});
+        auto const sharding = cpx::shard(batch, cpx::zigzag<>(3));
+        support::splitmix numbers(95);
+        auto x = uniform<double>(numbers, batch.tokens() * width, 1);
+        for (index_t k = 1; k <= 4; ++k) {
+            auto const shift = [&](std::vector<double> const& of, cpx::side where) {
+                std::vector<double> shifted(of.size(), poison<double>());
+                std::mutex guard;
+                cpx::threads::run(sharding.ranks(), [&](cpx::threads& comm) {
+                    auto own = poisoned<double>(sharding, comm.rank(), width);
+                    cpx::shift_rows(cpx::halo(sharding, comm.rank(), k, where),
+                                    rows_of(of, width, sharding, comm.rank()), own, comm);
+                    std::lock_guard const lock(guard);
+                    put(own, comm.rank(), shifted);
+                });
+                return shifted;
+            };
+            auto const loss = [&] { // sum y^3 / 3
+                double sum = 0;
+                for (double const y : shift(x, cpx::side::after)) sum += y * y * y / 3;
+                return sum;
+            };
+            auto dy = shift(x, cpx::side::after);
+            for (double& y : dy) y *= y;
+            auto const dx = shift(dy, cpx::side::before);
+            for (std::size_t i = 0; i < x.size(); ++i) {
+                double const kept = x[i], step = 1e-4;
+                x[i] = kept + step;
+                double const more = loss();
+                x[i] = kept - step;
+                double const less = loss();
+                x[i] = kept;
+                CHECK(std::abs((more - less) / (2 * step) - dx[i]) <= 1e-8);
+            }
+        }
+    }
+
     TEST_CASE("where every rank holds every row nothing is sent") {
         auto const p = random_problem<double>(support::lengths({5, 0, 8}), 3, false, 5);
         auto const silent = [&](auto const& sharding) {
