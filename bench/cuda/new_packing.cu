@@ -77,7 +77,7 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
     cuda::buffer<element> const beside(4 * sequences * width), given(sequences * state), got(sequences * state);
     cuda::buffer<int> wrong{std::span<int const>(std::vector<int>(1))};
 
-    enum { relayouts, with_halo, with_carry, calls, all, times };
+    enum { relayouts, with_halo, with_carry, tables, calls, all, times };
     std::vector<double> known[times], fresh[times];
     double before = 0;
     for (index_t round = 0; round < rounds; ++round) {
@@ -96,12 +96,15 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
                     took[what].push_back(std::chrono::duration<double>(now - last).count() * 1e6);
                 last = now;
             };
-            move.set(from, to);
-            lap(relayouts);
-            halos.set(to);
-            lap(with_halo);
-            carries.set(to);
-            lap(with_carry);
+            cpx::set_together(comm, [&] {
+                move.set(from, to);
+                lap(relayouts);
+                halos.set(to);
+                lap(with_halo);
+                carries.set(to);
+                lap(with_carry);
+            });
+            lap(tables);
             move(x, y);
             move.transposed(y, z);
             halos(y, cpx::rows<element>(beside.data(), halos.rows_of().second, width));
@@ -125,9 +128,9 @@ std::string run_on(Comm& comm, char const* how, timing::limits& limits) {
     if (rank == 0) {
         auto const more = [&](int what) { return median(fresh[what]) - median(known[what]); };
         std::printf("%-28s known %6.1f us, new %6.1f us: %5.1f more, of which relayouts %.1f, halo %.1f, carry %.1f, "
-                    "calls %.1f\n",
+                    "their tables %.1f, calls %.1f\n",
                     how, median(known[all]), median(fresh[all]), more(all), more(relayouts), more(with_halo),
-                    more(with_carry), more(calls));
+                    more(with_carry), more(tables), more(calls));
         limits.at_most(std::string("a new packing, ") + how, more(all), 60, "us");
     }
     return "";

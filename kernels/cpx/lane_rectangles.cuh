@@ -9,14 +9,16 @@
 
 namespace cpx::kernels {
 
-/// Writes the word `words` times, and the rectangles of all jobs, a warp each. `sent`: a `lane_list`.
+/// Writes all numbers, and the rectangles of all jobs, a warp each. `sent`: a `lane_list`.
 template <int N>
-__global__ void __launch_bounds__(256) list_lanes(__grid_constant__ launch_list<std::int64_t, N> const sent,
-                                                  std::uint64_t* to, int words, rectangle* list) {
+__global__ void __launch_bounds__(256) list_lanes(__grid_constant__ launch_list<std::int64_t, N> const sent) {
     auto const& all = *reinterpret_cast<cpx::detail::lane_list const*>(sent.items);
     int const thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), job = thread / 32, lane = thread % 32;
-    for (int i = thread; i < words; i += static_cast<int>(gridDim.x * blockDim.x))
-        to[i] = static_cast<std::uint64_t>(all.word);
+    for (int n = 0; n < all.numbers; ++n) {
+        auto const [to, number, count, offsets] = all.all_numbers()[n];
+        for (int i = thread; i < count; i += static_cast<int>(gridDim.x * blockDim.x))
+            to[i] = offsets ? all.offsets()[min(i, all.sequences)] : number;
+    }
     if (job >= all.jobs) return;
     auto const sum = [&](index_t n, index_t& total) {
         index_t until = n;
@@ -27,7 +29,7 @@ __global__ void __launch_bounds__(256) list_lanes(__grid_constant__ launch_list<
         total += __shfl_sync(~0u, until, 31);
         return until - n;
     };
-    cpx::detail::list_lane(all, all.all_jobs()[job], lane, 32, sum, list);
+    cpx::detail::list_lane(all, all.all_jobs()[job], lane, 32, sum);
 }
 
 } // namespace cpx::kernels

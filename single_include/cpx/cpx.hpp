@@ -4695,6 +4695,19 @@ index_t most_segments(S const& s, capacity const& most, caller here) {
     return product("movement", "segments", {most.sequences + 1, pieces}, here);
 }
 
+/// Returns how many rows a rank has, or a few more if these do not exceed `most`: where chunks are about equal, that
+/// takes no look at sequences.
+template <any_sharding S>
+index_t about_rows(S const& s, int rank, index_t most) {
+    if constexpr (in_lanes<S>) {
+        index_t chunks = 0;
+        for_each_chunk(s.policy(), rank, [&](int) { ++chunks; });
+        index_t const rows = chunks * (s.batch().tokens() / s.policy().chunks() + 1 + s.batch().sequences());
+        if (unit_of(s) == 1 && rows <= most) return rows; // a chunk has one row more than its share, at most
+    }
+    return s.rows(rank);
+}
+
 /// Returns how many rows beside segments a rank sends, or gets, at most. A row may go to several ranks, where segments
 /// are shorter than `reach`.
 template <any_sharding S>
@@ -6547,7 +6560,7 @@ private:
         index_t const sequences = std::get<0>(shardings).batch().sequences();
         index_t const rows = std::apply(
             [&](auto const&... s) {
-                return std::max({index_t{0}, s.rows(plan_.rank)...});
+                return std::max({index_t{0}, detail::about_rows(s, plan_.rank, most.rows)...});
             },
             shardings);
         require(
@@ -6602,6 +6615,19 @@ private:
     capacity most_;
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;
 };
+
+/// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
+/// has returned or one of them is called: where a pair of layers wants several, that saves the host a launch for each.
+template <class Comm, class F>
+void set_together(Comm&& comm, F&& f, caller here = caller::here()) {
+    constexpr bool fits = any_transport<std::remove_cvref_t<Comm>> && std::invocable<F&>;
+    static_assert(fits, "cpx: set_together(comm, f) wants a cpx::transport and what sets movements: "
+                        "[&] { there.set(from, to); halo.set(to); }");
+    if constexpr (fits && requires { comm.tables().together(f, here); })
+        comm.tables().together(f, here);
+    else if constexpr (fits)
+        f();
+}
 
 /// Returns a movement: `make_movement<float>(plan, width, capacity, comm)`.
 template <class T, class Plan, any_transport Comm>

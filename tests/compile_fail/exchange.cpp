@@ -159,4 +159,7 @@ void groups(group& lone, cpx::threads& comm) {
 
 // expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
 void makes(zigzag const& from, sequential const& to) { cpx::make_movement<float>(from, to, 4, cpx::capacity{}); }
+
+// expect: set_together.comm, f. wants a cpx::transport and what sets movements
+void sets(cpx::threads& comm) { cpx::set_together(comm, 4); }
 #endif

@@ -473,7 +473,10 @@ TEST_SUITE("cuda") {
                 auto const sharding = of.from(lengths(list));
                 auto x = cpx::make_tensor<float>(sharding, comm, 6), dx = cpx::make_tensor<float>(sharding, comm, 6);
                 x.write(numbers(sharding, rank, 6));
-                halos.set(sharding);
+                cpx::set_together(comm, [&] {
+                    halos.set(sharding);
+                    carries.set(sharding);
+                });
                 auto const& halo = halos.plan();
                 cuda::buffer<float> beside(halo.target_rows * 6), states(std::ssize(halo.segments) * 6),
                     got(std::ssize(halo.segments) * 6);
@@ -484,7 +487,6 @@ TEST_SUITE("cuda") {
                 meet();
                 check_beside(halo, beside.read(), text(list));
 
-                carries.set(sharding);
                 auto const& carry = carries.plan();
                 for (index_t level = 0; level < carry.steps; ++level) {
                     auto const step = carry.step(level, cpx::side::before);
@@ -562,7 +564,7 @@ TEST_SUITE("cuda") {
                 auto const batch = lengths(list);
                 x.hold(of.from(batch)), y.hold(of.to(batch)), z.hold(of.from(batch));
                 x.write(numbers(of.from(batch), rank, 4));
-                move.set(of.from(batch), of.to(batch));
+                cpx::set_together(comm, [&] { move.set(of.from(batch), of.to(batch)); });
                 moves.launch(stream);
                 comm.wait();
                 meet();

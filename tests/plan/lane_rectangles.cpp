@@ -62,28 +62,32 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     std::vector<tables::rectangle> list;
     auto const expected = tables::tables_of(tables::listed_rectangles(p, shape, list), {});
 
-    tables::lane_tables made(p.batch, shape);
+    std::vector<tables::rectangle> by_lanes(2 * (lanes.sends.size() + lanes.receives.size()) *
+                                            static_cast<std::size_t>(p.batch.sequences()));
+    index_t told = 0;
+    tables::lane_tables made(p.batch, shape, by_lanes.data());
+    tables::lane_work all_work{.lanes = {{}}, .cells = {{}}, .numbers = {{&told, 7, 1, 0}}}; // of another exchange
     for (int before = 0; before < 2; ++before) { // the second of two plans: what it has does not begin at 0
         if (!made.next(lanes)) return false;
         CHECK(made.rows(true) == p.source_rows);
         CHECK(made.rows(false) == p.target_rows);
         auto const got = tables::tables_of(made, {});
         if (before == 0) continue;
-        auto const numbers = made.numbers(7);
+        all_work.add(made.work());
+        auto const numbers = all_work.list(p.batch);
+        CHECK(std::ssize(numbers) == all_work.size(p.batch));
         auto const& all = *reinterpret_cast<tables::lane_list const*>(numbers.data());
-        CHECK(all.word == 7);
-        std::vector<tables::rectangle> by_lanes(static_cast<std::size_t>(made.rectangles()));
+        CHECK(all.numbers == 1);
+        CHECK(all.all_numbers()->number == 7);
         for (int job = 0; job < all.jobs; ++job)
-            tables::list_lane(
-                all, all.all_jobs()[job], 0, 1,
-                [](index_t n, index_t& total) {
-                    total += n;
-                    return index_t{0};
-                },
-                by_lanes.data());
+            tables::list_lane(all, all.all_jobs()[job], 0, 1, [](index_t n, index_t& total) {
+                total += n;
+                return index_t{0};
+            });
         CHECK(got.packed == expected.packed);
         CHECK(got.unpacked == expected.unpacked);
-        auto const second = std::span<tables::rectangle const>(by_lanes).last(by_lanes.size() / 2);
+        auto const count = static_cast<std::size_t>(made.rectangles());
+        auto const second = std::span<tables::rectangle const>(by_lanes).subspan(count / 2, count / 2);
         CHECK((describe(got, second) == describe(expected, list)));
     }
     return true;

@@ -165,7 +165,7 @@ TEST_SUITE("transport") {
                     CHECK(y.read() == cpx::exchange(x, to(batch), comm).read());
                     move.transposed(y, z);
                     CHECK(z.read() == values);
-                    halos.set(from(batch));
+                    cpx::set_together(comm, [&] { halos.set(from(batch)); });
                     auto const& halo = halos.plan();
                     std::vector<float> given(static_cast<std::size_t>(halo.target_rows * 2)), expected(given);
                     halos(x, {given.data(), std::ssize(given) / 2, 2});

@@ -30,13 +30,15 @@ public:
     using prepared = prepared_plans<T, Plan>;
 
     explicit communicator(nccl& comm, cudaStream_t in, memory_resource& from = default_resource())
-        : comm_(comm), memory_(in, from) {}
+        : comm_(comm), memory_(in, from), tables_(in) {}
 
     int rank() const { return comm_.rank(); }
     int ranks() const { return comm_.ranks(); }
     cuda::memory const& memory() const { return memory_; }
     cudaStream_t stream() const { return memory_.stream(); }
     nccl& nccl_communicator() const { return comm_; }
+    /// Returns what makes the tables of movements; see `set_together`.
+    detail::batch_tables& tables() { return tables_; }
 
     /// Runs a plan in the stream; `cpx::exchange` calls it. Collective.
     template <class T>
@@ -66,6 +68,7 @@ public:
 private:
     nccl& comm_;
     cuda::memory memory_;
+    detail::batch_tables tables_;
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
 };
 
@@ -78,9 +81,9 @@ class prepared_plans {
 public:
     prepared_plans(Plan const& p, typename kind::width width, capacity const& most, communicator& comm, caller here,
                    range others = {})
-        : memory_(comm.memory()), width_(width), first_(kind::batch_of(p)), now_(first_),
-          there_(ready(p, false, most, comm, others, here)) {
-        if (!kind::mirrors(p)) back_ = ready(p, true, most, comm, others, here);
+        : comm_(comm), width_(width), first_(kind::batch_of(p)), now_(first_),
+          there_(ready(p, false, most, others, here)) {
+        if (!kind::mirrors(p)) back_ = ready(p, true, most, others, here);
     }
     template <class F>
     void set(typename kind::batch const& of, F&& plan_of, caller here) {
@@ -90,15 +93,16 @@ public:
     }
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
-        if (!back || !back_.by) return (*there_.by)(from, to, memory_.stream(), number, back, here);
-        if (!std::exchange(back_is_set_, true)) set(back_, now_, plan_of, true, here);
-        (*back_.by)(from, to, memory_.stream(), number, false, here);
+        bool const mirrored = back && !back_.by;
+        if (back && !mirrored && !std::exchange(back_is_set_, true)) set(back_, now_, plan_of, true, here);
+        comm_.tables().write(here);
+        (*(back && !mirrored ? back_ : there_).by)(from, to, comm_.stream(), number, mirrored, here);
     }
     template <class F>
     std::pair<index_t, index_t> rows_of(F&&, index_t number, caller here) const {
         return there_.by->rows_of(number, here);
     }
-    cuda::memory memory() const { return memory_; }
+    cuda::memory memory() const { return comm_.memory(); }
 
 private:
     /// What moves rows one way, by messages, and of which lanes: none if they do not tell what moves.
@@ -112,21 +116,21 @@ private:
         thd const& batch = std::get<0>(of).batch();
         bool const alike = !to.lanes.empty() && to.id != identity() && cpx::detail::cut_alike(of, first_);
         to.id.set_batch(batch);
-        if (alike && to.by->set(to.lanes, to.id, batch, memory_.stream(), here)) return;
+        if (alike && to.by->set(to.lanes, to.id, batch, comm_.tables(), here)) return;
+        comm_.tables().write(here); // of the batch before, perhaps
         kind::exchanges(plan_of(), width_, back,
-                        [&](std::span<plan const> plans) { to.by->set(plans, memory_.stream(), here); });
+                        [&](std::span<plan const> plans) { to.by->set(plans, comm_.stream(), here); });
     }
-    one_way ready(Plan const& p, bool back, capacity const& most, communicator const& comm, range others,
-                  caller here) const {
+    one_way ready(Plan const& p, bool back, capacity const& most, range others, caller here) const {
         exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
             return one_way{
-                std::make_unique<exchange<T>>(plans, kind::row_width(width_), comm.nccl_communicator(), of, here),
+                std::make_unique<exchange<T>>(plans, kind::row_width(width_), comm_.nccl_communicator(), of, here),
                 kind::lanes(p, back), plans.empty() ? identity() : plans[0].id};
         });
     }
 
-    cuda::memory memory_;
+    communicator& comm_;
     typename kind::width width_;
     typename kind::batch first_, now_; ///< for which it was made, and has been set
     one_way there_, back_;             ///< those back, unless they are the same the other way

@@ -107,15 +107,15 @@ public:
             [&] { return "at most " + std::to_string(staged_out_.size()); }, made.staged, here);
         put(std::move(made), plans, false, stream, here);
     }
-    /// The same by lanes, of which a kernel makes the tables: the host counts the rows of messages alone. `id`: of the
-    /// plans that the lanes stand for, of this batch. Returns false if they do not tell what moves of it, or this
-    /// exchange has no room for tables with a place for every lane and sequence; then nothing has changed.
-    bool set(std::span<lane_plan const> plans, identity const& id, thd const& batch, cudaStream_t stream,
+    /// The same by lanes, of which a kernel of `to` makes the tables: the host counts the rows of messages alone. `id`:
+    /// of the plans that the lanes stand for, of this batch. Returns false if they do not tell what moves of it, or
+    /// there is no room for tables with a place for every lane and sequence; then nothing has changed.
+    bool set(std::span<lane_plan const> plans, identity const& id, thd const& batch, detail::batch_tables& to,
              caller here = caller::here()) {
         if (!of_.room) return false;
         auto const stride = [&](index_t given) { return given ? given : width_; };
         end source{0, width_, stride(of_.from_stride), true}, target{0, width_, stride(of_.to_stride), true};
-        cpx::detail::lane_tables all(batch, shape_of(source, target));
+        cpx::detail::lane_tables all(batch, shape_of(source, target), list());
         tables made;
         for (lane_plan const& p : plans) {
             auto const first = static_cast<std::size_t>(all.rectangles());
@@ -123,11 +123,12 @@ public:
             source.rows = all.rows(true), target.rows = all.rows(false);
             made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
         }
-        auto const numbers = all.numbers(word_of(plans, [&](lane_plan const&) -> identity const& { return id; }));
-        if (all.rectangles() > room() || made.staged > staged_out_.size() ||
-            std::ssize(numbers) > detail::most_lane_numbers)
-            return false;
-        detail::list_lanes(numbers, word(), 1 + comm_.ranks(), list(), stream, here);
+        if (all.rectangles() > room() || made.staged > staged_out_.size()) return false;
+        std::uint64_t const word = word_of(id, plans.size());
+        auto work = all.work();
+        work.numbers.push_back(
+            {reinterpret_cast<index_t*>(this->word()), static_cast<index_t>(word), 1 + comm_.ranks(), 0});
+        if (!to.add(batch, work, here)) return false;
         commit(std::move(made), false);
         return true;
     }
@@ -279,7 +280,7 @@ private:
     }
     /// Gives the tables of `plans` to the device, in the order of the stream. `compared`: no rank has others.
     void put(tables made, std::span<plan const> plans, bool compared, cudaStream_t stream, caller here) {
-        auto const word = word_of(plans, [](plan const& p) -> identity const& { return p.id; });
+        auto const word = word_of(plans.empty() ? identity() : plans[0].id, plans.size());
         std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
                           bytes = made.list.size() * sizeof(kernels::rectangle);
         std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
@@ -287,16 +288,12 @@ private:
         write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
         commit(std::move(made), compared);
     }
-    /// Returns the word by which ranks compare plans, and says which they are.
-    template <class Plan, class F>
-    std::uint64_t word_of(std::span<Plan const> plans, F&& id_of) {
-        std::uint64_t word = 0;
-        for (Plan const& p : plans) {
-            identity const id = id_of(p).template for_elements<T>(width_);
-            if (&p == plans.data()) comm_.runs(id);
-            word = cpx::detail::mix(word, id.fingerprint());
-        }
-        return word;
+    /// Returns the word by which ranks compare plans, of which `first` is the first, and says which they are.
+    std::uint64_t word_of(identity const& first, std::size_t count) {
+        if (count == 0) return 0;
+        identity const id = first.template for_elements<T>(width_);
+        comm_.runs(id);
+        return cpx::detail::mix(id.fingerprint(), count);
     }
     void commit(tables made, bool compared) {
         plans_ = std::move(made.plans);

@@ -91,6 +91,9 @@ private:
         cpx::detail::require_batch("relayout", "batch of the target", "the source's", given, to.batch(), here);
         if (there_) there_->set(from, to);
         if (back_) back_->set(to, from);
+        cpx::detail::lane_work const copied{.numbers = {{offsets_.data(), 0, offsets_.size(), 1}}};
+        if (comm_.tables().add(given, copied, here)) return;
+        comm_.tables().write(here); // of the batch before, perhaps
         std::vector<index_t> offsets(given.offsets().begin(), given.offsets().end());
         offsets.resize(static_cast<std::size_t>(offsets_.size()), offsets.back());
         write_numbers(offsets, offsets_.data(), comm_.stream(), here);
@@ -99,6 +102,7 @@ private:
     template <class Kernel, class F>
     void push(Kernel const& move, rows<T const> from, rows<T> to, F&& send, caller here) {
         if (to.width() == 0 || most_.rows == 0) return; // on all ranks
+        comm_.tables().write(here);
         cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
         check(cudaStreamIsCapturing(comm_.stream(), &capturing), "cudaStreamIsCapturing", here);
         bool const captured = capturing != cudaStreamCaptureStatusNone;

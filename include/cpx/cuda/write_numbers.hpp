@@ -9,8 +9,10 @@
 #include <cpx/launch_list.cuh>
 
 #include <algorithm>
+#include <exception>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 namespace cpx::cuda {
 
@@ -30,21 +32,20 @@ void in_launches(std::span<T const> list, F&& launch) {
 /// Calls `f` with how many numbers a launch is to bring, of `count`: what is launched is copied, needed or not.
 template <class F>
 void with_room(std::size_t count, F&& f) {
-    if (count <= 128)
-        f(std::integral_constant<int, 128>());
+    if (count <= 256)
+        f(std::integral_constant<int, 256>());
     else if (count <= 640)
         f(std::integral_constant<int, 640>());
     else
         f(std::integral_constant<int, 4000>());
 }
-inline constexpr index_t most_lane_numbers = 4000; ///< that one launch brings
 
 } // namespace detail
 
 /// Loads what `write_numbers` and `list_lanes` launch: if first launches did, those might wait for the device.
 inline void load_write_numbers(caller here = caller::here()) {
     cudaFuncAttributes loaded{};
-    for (std::size_t const count : {std::size_t{0}, std::size_t{640}, std::size_t{4000}})
+    for (std::size_t const count : {std::size_t{256}, std::size_t{640}, std::size_t{4000}})
         detail::with_room(count, [&](auto most) {
             check(cudaFuncGetAttributes(&loaded, kernels::write_numbers<most>), "cudaFuncGetAttributes", here);
             check(cudaFuncGetAttributes(&loaded, kernels::list_lanes<most>), "cudaFuncGetAttributes", here);
@@ -67,19 +68,56 @@ inline void write_numbers(std::span<index_t const> numbers, index_t* to, cudaStr
 
 namespace detail {
 
-/// Writes a word `words` times and the rectangles of `lane_tables`, of which these are the numbers, in stream order.
-inline void list_lanes(std::span<index_t const> numbers, std::uint64_t* word, int words,
-                       cpx::detail::rectangle* rectangles, cudaStream_t stream, caller here) {
-    auto const& all = *reinterpret_cast<cpx::detail::lane_list const*>(numbers.data());
-    with_room(numbers.size(), [&](auto most) {
-        using items = kernels::launch_list<std::int64_t, most>;
-        in_launches<items>(numbers, [&](items const& list, unsigned) {
-            auto const blocks = static_cast<unsigned>(all.jobs / 8 + 1);
-            kernels::list_lanes<most><<<blocks, 256, 0, stream>>>(list, word, words, rectangles);
-            check(cudaGetLastError(), "list_lanes", here);
+/// Tables of batches, which a kernel makes: all of one batch by one launch, where they are asked for together.
+class batch_tables {
+public:
+    explicit batch_tables(cudaStream_t in) : stream_(in) {}
+
+    /// Makes tables of `batch` in the order of the stream, or lets `write` make them. Returns false if they are more
+    /// than a launch brings.
+    bool add(thd const& batch, cpx::detail::lane_work const& more, caller here) {
+        index_t const most = 4000; // numbers
+        if (more.size(batch) > most) return false;
+        if (batch != batch_ || all_.size(batch) + more.size(batch) > most) write(here);
+        batch_ = batch;
+        all_.add(more);
+        if (!held_) write(here);
+        return true;
+    }
+    /// Makes all tables that have been asked for.
+    void write(caller here) {
+        if (all_.numbers.empty()) return;
+        auto const numbers = std::exchange(all_, {}).list(batch_);
+        auto const& list = *reinterpret_cast<cpx::detail::lane_list const*>(numbers.data());
+        with_room(numbers.size(), [&](auto room) {
+            using items = kernels::launch_list<std::int64_t, room>;
+            in_launches<items>(std::span<index_t const>(numbers), [&](items const& part, unsigned) {
+                kernels::list_lanes<room><<<static_cast<unsigned>(list.jobs / 8 + 1), 256, 0, stream_>>>(part);
+                check(cudaGetLastError(), "list_lanes", here);
+            });
         });
-    });
-}
+    }
+    /// Makes what `f()` asks for when it has returned.
+    template <class F>
+    void together(F&& f, caller here) {
+        bool const outer = std::exchange(held_, true);
+        std::exception_ptr failed;
+        try {
+            f();
+        } catch (...) {
+            failed = std::current_exception();
+        }
+        held_ = outer;
+        if (!held_) write(here);
+        if (failed) std::rethrow_exception(failed);
+    }
+
+private:
+    cudaStream_t stream_;
+    thd batch_;
+    cpx::detail::lane_work all_;
+    bool held_ = false;
+};
 
 } // namespace detail
 

@@ -53,6 +53,19 @@ index_t most_segments(S const& s, capacity const& most, caller here) {
     return product("movement", "segments", {most.sequences + 1, pieces}, here);
 }
 
+/// Returns how many rows a rank has, or a few more if these do not exceed `most`: where chunks are about equal, that
+/// takes no look at sequences.
+template <any_sharding S>
+index_t about_rows(S const& s, int rank, index_t most) {
+    if constexpr (in_lanes<S>) {
+        index_t chunks = 0;
+        for_each_chunk(s.policy(), rank, [&](int) { ++chunks; });
+        index_t const rows = chunks * (s.batch().tokens() / s.policy().chunks() + 1 + s.batch().sequences());
+        if (unit_of(s) == 1 && rows <= most) return rows; // a chunk has one row more than its share, at most
+    }
+    return s.rows(rank);
+}
+
 /// Returns how many rows beside segments a rank sends, or gets, at most. A row may go to several ranks, where segments
 /// are shorter than `reach`.
 template <any_sharding S>

@@ -238,7 +238,7 @@ private:
         index_t const sequences = std::get<0>(shardings).batch().sequences();
         index_t const rows = std::apply(
             [&](auto const&... s) {
-                return std::max({index_t{0}, s.rows(plan_.rank)...});
+                return std::max({index_t{0}, detail::about_rows(s, plan_.rank, most.rows)...});
             },
             shardings);
         require(
@@ -293,6 +293,19 @@ private:
     capacity most_;
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;
 };
+
+/// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
+/// has returned or one of them is called: where a pair of layers wants several, that saves the host a launch for each.
+template <class Comm, class F>
+void set_together(Comm&& comm, F&& f, caller here = caller::here()) {
+    constexpr bool fits = any_transport<std::remove_cvref_t<Comm>> && std::invocable<F&>;
+    static_assert(fits, "cpx: set_together(comm, f) wants a cpx::transport and what sets movements: "
+                        "[&] { there.set(from, to); halo.set(to); }");
+    if constexpr (fits && requires { comm.tables().together(f, here); })
+        comm.tables().together(f, here);
+    else if constexpr (fits)
+        f();
+}
 
 /// Returns a movement: `make_movement<float>(plan, width, capacity, comm)`.
 template <class T, class Plan, any_transport Comm>
