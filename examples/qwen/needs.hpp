@@ -2,44 +2,47 @@
 // What a pass must move, counted from who owns which rows: no plan is asked.
 #pragma once
 
-#include "names.hpp"
-
 #include <cpx/cpx.hpp>
-#include <cpx/model/qwen_config.hpp>
-#include <cpx/ops/gated_delta_net.hpp>
 
 namespace qwen {
-
-/// Returns the sizes of the model's gated delta nets.
-inline cpx::gated_delta_net_config delta_net_config(cpx::qwen_config const& c, cpx::index_t chunk) {
-    return {c.hidden_size,
-            {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim},
-            c.linear_conv_kernel_dim,
-            chunk,
-            c.rms_norm_eps};
-}
 
 /// What one forward pass must move, counted from who owns which rows, what gathering whole tensors would move, and how
 /// evenly ranks have rows.
 struct needs {
     cpx::volume least, all_gather;
     double imbalance = 1; ///< the most rows of a rank where linear attention runs, by the mean
+
+    /// Adds what moving one tensor of `width` between two shardings takes.
+    template <class From, class To>
+    void move(From const& from, To const& to, cpx::index_t width) {
+        cpx::volume const moved = lower_bound(from, to, width);
+        cpx::index_t const everywhere = moved.rows > 0 ? (from.ranks() - 1) * from.batch().tokens() : 0;
+        add(moved, everywhere, width);
+    }
+    /// Adds what the `reach` rows before every segment take, or to gather the last rows of all segments on every rank.
+    template <class S>
+    void halo(S const& sharding, cpx::index_t reach, cpx::index_t width) {
+        cpx::index_t const rows = halo_lower_bound(sharding, reach);
+        cpx::index_t tails = 0;
+        for (int rank = 0; rank < sharding.ranks() && rows > 0; ++rank)
+            for (auto const& segment : segments(sharding, rank)) tails += std::min(reach, segment.count);
+        add({rows, rows * width}, (sharding.ranks() - 1) * tails, width);
+    }
+    template <class S>
+    void balance(S const& sharding) {
+        cpx::index_t most = 0;
+        for (int rank = 0; rank < sharding.ranks(); ++rank) most = std::max(most, sharding.rows(rank));
+        if (cpx::index_t const tokens = sharding.batch().tokens(); tokens > 0)
+            imbalance = static_cast<double>(most * sharding.ranks()) / static_cast<double>(tokens);
+    }
+
+private:
+    void add(cpx::volume const& moved, cpx::index_t gathered, cpx::index_t width) {
+        least.rows += moved.rows;
+        least.elements += moved.elements;
+        all_gather.rows += gathered;
+        all_gather.elements += gathered * width;
+    }
 };
-
-/// Adds what moving one tensor of `width` between two shardings takes.
-template <class From, class To>
-void count(From const& from, To const& to, cpx::index_t width, needs& n) {
-    cpx::volume const least = lower_bound(from, to, width);
-    cpx::index_t const everywhere = (from.ranks() - 1) * from.batch().tokens();
-    n.least.rows += least.rows;
-    n.least.elements += least.elements;
-    if (least.rows == 0) return;
-    n.all_gather.rows += everywhere;
-    n.all_gather.elements += everywhere * width;
-}
-
-/// Counts a forward pass of a batch of text whose hidden states enter zigzag over sequences.
-needs count_forward(cpx::qwen_config const& config, strategy const& how, cpx::thd const& batch, int ranks,
-                    cpx::index_t chunk);
 
 } // namespace qwen

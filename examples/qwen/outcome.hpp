@@ -4,6 +4,7 @@
 
 #include "checkpoint.hpp"
 #include "input.hpp"
+#include "names.hpp"
 #include "needs.hpp"
 #include "ranks.hpp"
 

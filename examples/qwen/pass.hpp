@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention.hpp"
-#include "linear_layers.hpp"
+#include "linear_attention.hpp"
 #include "vision.hpp"
 
 namespace qwen {
@@ -14,106 +14,79 @@ namespace qwen {
 template <class R>
 class pass {
     using T = typename R::element;
-    using M = typename R::memory_type;
-    using place = site<R, entry_sharding>;
+    using var = typename tape<R>::template var<entry_sharding>;
 
 public:
-    using hidden = typename place::tensor;
-    using numbers = cpx::tensor<index_t, entry_sharding, M>;
-    /// Makes the layers of linear attention; empty where there are none.
-    using make_linear = std::function<std::unique_ptr<linear_layers<R>>(R&, gradients<R>&, cpx::sum_order)>;
+    using numbers = cpx::tensor<index_t, entry_sharding, typename R::memory_type>;
 
-    pass(R& rank, input const& in, positions const& where, make_linear const& make, attention_by attention,
+    pass(R& rank, input const& in, positions const& where, make_linear<R> const& make, attention_by attention,
          cpx::sum_order order)
-        : model_(rank.model), grads_(rank, in.of_media), attention_(attention), positions_(where),
-          at_(rank, grads_, where.sharding(), order), vision_(in, where, at_),
-          linear_(make ? make(rank, grads_, order) : nullptr), dh_(at_.make(model_.config.hidden_size)) {}
+        : at_(rank, in.of_media, order), attention_(at_, where.sharding(), attention, where), vision_(in, where, at_),
+          linear_(make ? make(at_) : nullptr) {
+        if (!linear_) at_.counted.balance(where.sharding());
+    }
 
     /// Returns log p(label) for the rows of this rank; 0 where the label is `cpx::ignored`.
-    hidden forward(numbers const& ids, numbers const& labels) {
+    var forward(numbers const& ids, numbers const& labels) {
         auto h = embed(ids);
-        add_features(features::embedding, h);
-        auto const& c = model_.config;
-        for (index_t i = 0; i < c.num_hidden_layers;) {
+        vision_(features::embedding, h);
+        auto const& types = at_.rank.model.config.layer_types;
+        auto const linear = [&](index_t i) {
+            return i < std::ssize(types) && types[static_cast<std::size_t>(i)] == cpx::layer_type::linear_attention;
+        };
+        for (index_t i = 0; i < std::ssize(types);) {
             index_t const first = i;
-            while (i < c.num_hidden_layers && type(i) == cpx::layer_type::linear_attention) ++i;
+            while (linear(i)) ++i;
             if (i > first) {
-                (*linear_)({first, i}, h, dh_, tape_);
-                continue;
+                h = linear_({first, i}, h);
+            } else {
+                h = mlp(at_, i, attention_(i, h));
+                vision_(i++, h);
             }
-            record(full_attention<R>(at_, attention_, positions_, i)(h));
-            record(mlp(at_, i, h));
-            add_features(i, h);
-            ++i;
         }
         return predict(h, labels);
     }
 
     /// Returns the gradients of what `forward` returned, given that of its log-probabilities, summed over ranks.
-    std::map<std::string, gradient<T>> backward(hidden const& dlogp) {
-        dlogp_ = dlogp.data();
-        for (; !tape_.empty(); tape_.pop_back()) tape_.back()();
-        return grads_.sum();
+    std::map<std::string, gradient<T>> backward() {
+        at_.run_back();
+        return at_.grads.sum();
     }
 
-    /// Adds what bringing features of images and videos takes.
-    void count_moves(needs& n) const { vision_.count_moves(model_.config.hidden_size, n); }
+    /// Returns what the forward pass had to move, on rank 0.
+    needs const& counted() const { return at_.counted; }
 
 private:
-    void add_features(index_t layer, hidden& h) {
-        vision_(layer, h);
-        tape_.push_back([this, layer] { vision_.backward(layer, dh_); });
-    }
-
-    cpx::layer_type type(index_t layer) const { return model_.config.layer_types[static_cast<std::size_t>(layer)]; }
-
-    void record(typename place::backward step) {
-        tape_.push_back([this, step = std::move(step)] { step(dh_); });
-    }
-
-    hidden embed(numbers const& ids) {
+    var embed(numbers const& ids) {
         char const* const name = "model.embed_tokens.weight";
-        auto h = at_.make(model_.config.hidden_size);
-        at_.each(rowwise::take_rows<T>{at_.rank.weight(name), ids.data().data(), h.data()}, h);
-        tape_.push_back([this, &ids, name] {
-            auto const dweight = grads_.of(name);
-            auto const whole = at_.sums.whole(ids, at_.rank.comm);
-            auto const own = at_.share(dh_, dweight.width());
-            auto const to = dweight.columns(own.share.first, own.share.size());
+        auto const h = at_.make(ids.sharding(), at_.rank.model.config.hidden_size);
+        at_.each(h->data(), rowwise::take_rows<T>{at_.rank.weight(name), ids.data().data(), h->data()});
+        at_.back([=, this, &ids] {
+            auto const whole = at_.sums(ids.sharding()).whole(ids, at_.rank.comm);
+            at_.rank.ended();
+            auto const own = at_.share(h->grad(), h->width());
+            auto const to = at_.grads.of(name).columns(own.share.first, own.share.size());
             at_.rank.each(1, to.width(), rowwise::add_rows<T>{own.data, whole.data.data(), to});
         });
         return h;
     }
 
-    hidden predict(hidden const& h, numbers const& labels) {
-        struct saved {
-            hidden h, x, logits;
-        };
-        auto const s = std::make_shared<saved>(at_.copy(h), at_.make(h.width()), at_.make(model_.config.vocab_size));
-        auto logp = at_.make(1);
-        at_.norm("model.norm.weight", s->h, s->x);
-        at_.linear("lm_head.weight", s->x, s->logits);
+    var predict(var const& h, numbers const& labels) {
+        auto const logits = at_.linear({"lm_head.weight"}, at_.norm("model.norm.weight", h));
+        auto const logp = at_.beside(h, 1);
         index_t const* const label = labels.data().data();
-        at_.each(rowwise::log_probability<T>{s->logits.data(), label, logp.data()}, logp);
-        tape_.push_back([this, s, label] {
-            at_.each(rowwise::log_probability_backward<T>{s->logits.data(), label, dlogp_}, 1);
-            auto dx = at_.make(s->x.width());
-            at_.linear_backward("lm_head.weight", at_.whole(s->x), s->logits, dx);
-            at_.norm_backward("model.norm.weight", s->h, dx, dh_);
+        at_.each(logp->data(), rowwise::log_probability<T>{logits->data(), label, logp->data()});
+        at_.back([=, this] {
+            auto const d = logp->grad().data();
+            at_.each(d, rowwise::log_probability_backward<T>{logits->data(), label, d, logits->grad().data()});
         });
         return logp;
     }
 
-    checkpoint<T> const& model_;
-    gradients<R> grads_;
-    attention_by attention_;
-    positions const& positions_;
-    place at_;
+    tape<R> at_;
+    full_attention<R> attention_;
     vision<R> vision_;
-    std::unique_ptr<linear_layers<R>> linear_;
-    hidden dh_; ///< the gradient of the residual stream as far as the way back has come
-    cpx::rows<T const> dlogp_;
-    steps tape_;
+    linear_layers<R> linear_;
 };
 
 } // namespace qwen

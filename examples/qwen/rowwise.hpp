@@ -59,13 +59,20 @@ struct open {
         y(row, j) = x(row, j) * cpx::sigmoid(gate(row, gate.width() == 1 ? 0 : j));
     }
 };
-/// The gradient of a gate, from that of its sigmoid in place.
+/// For every gate the columns that it counts for.
 template <class T>
-struct sigmoid_backward {
-    rows<T const> gate;
-    rows<T> d;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        d(row, j) = cpx::sigmoid_backward(gate(row, j), d(row, j));
+struct open_backward {
+    rows<T const> x, gate, dy;
+    rows<T> dx, dgate;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
+        index_t const each = x.width() / gate.width();
+        T const opened = cpx::sigmoid(gate(row, h));
+        T sum = 0;
+        for (index_t j = h * each; j < (h + 1) * each; ++j) {
+            sum += x(row, j) * dy(row, j);
+            dx(row, j) = dy(row, j) * opened;
+        }
+        dgate(row, h) = cpx::sigmoid_backward(gate(row, h), sum);
     }
 };
 
@@ -121,13 +128,13 @@ struct delta_gates_backward {
     }
 };
 
-/// delta = sum over a head of o dout, or of `dim` columns.
+/// delta = sum over a head of o dout.
 template <class T>
-struct sum_heads {
+struct attention_delta {
     rows<T const> o, dout;
-    index_t dim;
     rows<T> delta;
     CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
+        index_t const dim = o.width() / delta.width();
         T sum = 0;
         for (index_t j = h * dim; j < (h + 1) * dim; ++j) sum += o(row, j) * dout(row, j);
         delta(row, h) = sum;
@@ -178,26 +185,29 @@ struct combine_backward {
         doutput(row, j) = weights(row, j / dy.width()) * dy(row, j % dy.width());
     }
 };
+/// Those of their weights.
+template <class T>
+struct weigh_backward {
+    rows<T const> output, dy;
+    rows<T> dweights;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t s) const {
+        T sum = 0;
+        for (index_t j = 0; j < dy.width(); ++j) sum += dy(row, j) * output(row, s * dy.width() + j);
+        dweights(row, s) = sum;
+    }
+};
 /// Those of the logits of a row; of experts not chosen they are left alone.
 template <class T>
 struct choose_backward {
     rows<index_t const> chosen;
-    rows<T const> weights, output, dy;
+    rows<T const> weights, dweights;
     rows<T> dlogits;
     CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
         // Divided by their sum, the largest probabilities are the softmax of their own logits: the others cancel.
-        index_t const width = dy.width();
         T mean = 0;
-        for (index_t s = 0; s < weights.width(); ++s) {
-            T of_weight = 0;
-            for (index_t j = 0; j < width; ++j) of_weight += dy(row, j) * output(row, s * width + j);
-            dlogits(row, chosen(row, s)) = of_weight;
-            mean += weights(row, s) * of_weight;
-        }
-        for (index_t s = 0; s < weights.width(); ++s) {
-            T& d = dlogits(row, chosen(row, s));
-            d = weights(row, s) * (d - mean);
-        }
+        for (index_t s = 0; s < weights.width(); ++s) mean += weights(row, s) * dweights(row, s);
+        for (index_t s = 0; s < weights.width(); ++s)
+            dlogits(row, chosen(row, s)) = weights(row, s) * (dweights(row, s) - mean);
     }
 };
 /// Adds up what the choices of a row give for their common input.
@@ -234,12 +244,12 @@ struct log_probability {
                 : static_cast<T>(static_cast<double>(logits(row, labels[row]) - most) - std::log(total(row, most)));
     }
 };
-/// logits become their gradients.
 template <class T>
 struct log_probability_backward {
-    rows<T> logits;
+    rows<T const> logits;
     index_t const* labels;
     rows<T const> dlogp;
+    rows<T> dlogits;
     CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
         index_t const label = labels[row];
         log_probability<T> const forward{logits, labels, {}};
@@ -247,7 +257,7 @@ struct log_probability_backward {
         T const divisor = label < 0 ? T(1) : static_cast<T>(forward.total(row, most));
         for (index_t j = 0; j < logits.width(); ++j) {
             T const p = std::exp(logits(row, j) - most) / divisor;
-            logits(row, j) = label < 0 ? T(0) : dlogp(row, 0) * (j == label ? 1 - p : -p);
+            dlogits(row, j) = label < 0 ? T(0) : dlogp(row, 0) * (j == label ? 1 - p : -p);
         }
     }
 };

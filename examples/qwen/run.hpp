@@ -12,7 +12,7 @@ namespace qwen {
 /// How layers of linear attention are made, and whether their results are bitwise those of one rank.
 template <class R>
 struct linear_choice {
-    typename pass<R>::make_linear make = {};
+    make_linear<R> make = {};
     bool exact = true;
 };
 
@@ -23,9 +23,8 @@ linear_choice<R> choose_linear(strategy const& how, entry_sharding const& entry,
     if (how.without()) return {};
     return with_linear(how, entry, net.sections(), by_tokens,
                        [&]<class How, class Linear, class Mix>(How carry, Linear const& linear, Mix const& mix) {
-                           auto const make = [=](R& rank, gradients<R>& grads, cpx::sum_order order) {
-                               using layers = linear_layers_on<R, Linear, Mix>;
-                               return std::make_unique<layers>(rank, grads, entry, order, carry, linear, mix);
+                           auto const make = [=](tape<R>& at) -> linear_layers<R> {
+                               return layers_on<R, Linear, Mix>(at, entry, carry, linear, mix);
                            };
                            return linear_choice<R>{make, cpx::is_exact<How>(mix, net.chunk)};
                        });
@@ -46,7 +45,6 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
     using T = typename R::element;
     outcome result;
     result.exact = linear.exact && fixed;
-    result.counted = count_forward(config, how, in.batch, on.ranks, chunk);
     on.run([&](cpx::transport_ref& comm) {
         R rank = make_rank(comm);
         cpx::tensor<index_t, entry_sharding> ids(entry, rank.rank(), 1), labels = ids;
@@ -65,9 +63,9 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
         auto const own_ids = there(ids), own_labels = there(labels);
         auto const order = result.exact ? cpx::sum_order::by_row : cpx::sum_order::by_rank;
         pass<R> step(rank, in, where, linear.make, how.attention, order);
-        auto logp = step.forward(own_ids, own_labels);
+        auto const logp = step.forward(own_ids, own_labels);
         cpx::tensor<T, entry_sharding> local(entry, rank.rank(), 1);
-        local.write(logp.read());
+        local.write(logp->value.read());
         account own{rank.rows_sent(), rank.states_sent()};
 
         auto const loss = mean_token_loss(local.view(), std::as_const(labels).view(), comm);
@@ -75,8 +73,8 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
         if (backward) {
             auto dlogp = local;
             mean_token_loss_backward(loss, std::as_const(labels).view(), 1, dlogp.view());
-            logp.write(dlogp.elements());
-            gradients = step.backward(logp);
+            rank.memory().write(logp->grad().data().data(), std::as_const(dlogp).elements());
+            gradients = step.backward();
         }
         auto const all = exchange(local, cpx::replicated<>(on.ranks, in.batch), comm);
         for (index_t axis = 0; axis < 3 && !in.position_ids.empty(); ++axis)
@@ -93,7 +91,7 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
         }
         result.log_probabilities.assign(all.data().data(), all.data().data() + all.data().count());
         result.loss = loss;
-        step.count_moves(result.counted);
+        result.counted = step.counted();
         for (auto const& [name, of] : gradients)
             result.gradients[rank.model.file_name(name)] = {of.columns, {of.values.begin(), of.values.end()}};
     });

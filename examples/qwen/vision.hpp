@@ -2,8 +2,7 @@
 // Features of images and videos in one rank's pass: from the tower's rows to their placeholders, their gradients home.
 #pragma once
 
-#include "needs.hpp"
-#include "site.hpp"
+#include "tape.hpp"
 
 #include <cpx/ops/mrope.hpp>
 
@@ -15,92 +14,72 @@ namespace qwen {
 template <class R>
 class vision {
     using T = typename R::element;
-    using place = site<R, entry_sharding>;
+    using var = typename tape<R>::template var<entry_sharding>;
     using positions = cpx::sharded_positions<entry_sharding>;
-
-public:
-    vision(input const& in, positions const& where, place& at)
-        : in_(in), positions_(where), at_(at), images_(plan(cpx::media_kind::image)),
-          videos_(plan(cpx::media_kind::video)) {}
-
-    /// Puts the features in the rows of h that are for the embedding, or for behind a layer.
-    void operator()(index_t layer, typename place::tensor& h) const {
-        each(layer, [&](features const& f, auto const& plan) {
-            auto x = cpx::make_tensor<T>(plan.from, rank(), h.width(), at_.rank.memory());
-            std::vector<T> made;
-            for (index_t const row : rows_of(plan.from)) {
-                auto const first = f.values.begin() + row * h.width();
-                made.insert(made.end(), first, first + h.width());
-            }
-            x.write(made);
-            auto const here = at_.move(plan, x);
-            auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
-            auto const to = list.view().data();
-            if (layer == features::embedding)
-                at_.rank.each(list.count(), h.width(), rowwise::put_rows<T>{here.data(), to, h.data()});
-            else
-                at_.rank.each(1, h.width(), rowwise::add_rows<T>{here.data(), to, h.data()});
-        });
-    }
-
-    /// Takes their gradients out of dh, the gradient of what the call left in h.
-    void backward(index_t layer, typename place::tensor& dh) const {
-        each(layer, [&](features const& f, auto const& plan) {
-            auto here = cpx::make_tensor<T>(plan.to, rank(), dh.width(), at_.rank.memory());
-            auto const list = list_of(at_.rank.memory(), positions_.placeholders(f.kind));
-            auto const from = list.view().data();
-            auto const each_row = [&](auto const& of_row) { at_.rank.each(list.count(), dh.width(), of_row); };
-            each_row(rowwise::take_rows<T>{dh.data(), from, here.data()});
-            if (layer == features::embedding) { // what stood there before the features does not matter
-                cpx::row_buffer<T, typename R::memory_type> const zeros(at_.rank.memory(), list.count(), dh.width());
-                each_row(rowwise::put_rows<T>{zeros.view(), from, dh.data()});
-            }
-            auto const home = at_.move(plan.transposed(), here);
-            auto const rows = list_of(at_.rank.memory(), rows_of(plan.from));
-            rowwise::put_rows<T> const put{home.data(), rows.view().data(), at_.grads.of(f.name)};
-            at_.rank.each(rows.count(), dh.width(), put);
-        });
-    }
-
-    /// Adds what bringing all features takes.
-    void count_moves(index_t width, needs& n) const {
-        for (features const& f : in_.of_media)
-            std::visit([&](auto const& plan) { count(plan.from, plan.to, width, n); }, of(f.kind));
-    }
-
-private:
     using at_placeholders = typename positions::features_sharding;
     using any_plan = std::variant<cpx::relayout_plan<cpx::piecewise<cpx::by_item>, at_placeholders>,
                                   cpx::relayout_plan<cpx::replicated<>, at_placeholders>>;
 
-    int rank() const { return at_.rank.rank(); }
-    any_plan plan(cpx::media_kind kind) const {
-        int const ranks = at_.sharding.ranks();
-        auto const& to = positions_.features(kind);
-        if (in_.made == tower::by_item) return relayout(features_by_item(in_.media, kind, ranks), to, rank());
-        return relayout(cpx::replicated<>(ranks, in_.media.batch(kind)), to, rank());
-    }
-    any_plan const& of(cpx::media_kind kind) const { return kind == cpx::media_kind::image ? images_ : videos_; }
+public:
+    vision(input const& in, positions const& where, tape<R>& at)
+        : in_(in), at_(at), images_(plan(cpx::media_kind::image, where)), videos_(plan(cpx::media_kind::video, where)),
+          of_images_(at.list_of(where.placeholders(cpx::media_kind::image))),
+          of_videos_(at.list_of(where.placeholders(cpx::media_kind::video))) {}
 
-    template <class F>
-    void each(index_t layer, F&& f) const {
-        for (features const& some : in_.of_media)
-            if (some.layer == layer) std::visit([&](auto const& plan) { f(some, plan); }, of(some.kind));
+    /// Puts the features in the rows of h that are for the embedding, or adds them to those for behind a layer.
+    void operator()(index_t layer, var const& h) {
+        for (features const& f : in_.of_media) {
+            bool const image = f.kind == cpx::media_kind::image;
+            if (f.layer == layer)
+                std::visit([&](auto const& plan) { add(f, plan, image ? of_images_ : of_videos_, h); },
+                           image ? images_ : videos_);
+        }
     }
-    /// Returns the rows of the features that this rank has.
-    template <class Source>
-    std::vector<index_t> rows_of(Source const& source) const {
-        std::vector<index_t> list;
-        source.for_each_piece(rank(), [&](cpx::range rows) {
-            for (index_t row = rows.first; row < rows.last; ++row) list.push_back(row);
+
+private:
+    template <class Plan>
+    void add(features const& f, Plan const& plan, typename tape<R>::list const& list, var const& h) {
+        std::vector<T> own;
+        std::vector<index_t> own_rows;
+        plan.from.for_each_piece(at_.rank.rank(), [&](cpx::range rows) {
+            for (index_t row = rows.first; row < rows.last; ++row) own_rows.push_back(row);
+            own.insert(own.end(), f.values.begin() + rows.first * h->width(),
+                       f.values.begin() + rows.last * h->width());
         });
-        return list;
+        auto const x = at_.make(plan.from, h->width());
+        x->value.write(own);
+        auto const list_of_own = at_.list_of(own_rows);
+        at_.back([=, this, &f] {
+            auto const to = at_.grads.of(f.name), from = x->grad().data();
+            at_.each(from, rowwise::put_rows<T>{from, list_of_own->view().data(), to});
+        });
+        auto const here = at_.move(plan, plan.transposed(), x);
+        auto const rows = list->view().data();
+        bool const replace = f.layer == features::embedding;
+        if (replace)
+            at_.each(here->data(), rowwise::put_rows<T>{here->data(), rows, h->data()});
+        else
+            at_.rank.each(1, h->width(), rowwise::add_rows<T>{here->data(), rows, h->data()});
+        at_.back([=, this] {
+            auto const d = here->grad().data(), dh = h->grad().data();
+            at_.each(d, rowwise::take_rows<T>{dh, rows, d});
+            if (!replace) return; // what stood there before the features does not matter
+            auto const zeros = at_.beside(here, h->width());
+            at_.each(d, rowwise::put_rows<T>{zeros->data(), rows, dh});
+        });
+    }
+
+    any_plan plan(cpx::media_kind kind, positions const& where) const {
+        auto const& to = where.features(kind);
+        if (in_.made == tower::by_item)
+            return relayout(features_by_item(in_.media, kind, to.ranks()), to, at_.rank.rank());
+        return relayout(cpx::replicated<>(to.ranks(), in_.media.batch(kind)), to, at_.rank.rank());
     }
 
     input const& in_;
-    positions const& positions_;
-    place& at_;
+    tape<R>& at_;
     any_plan images_, videos_;
+    typename tape<R>::list of_images_, of_videos_; ///< the rows of their placeholders
 };
 
 } // namespace qwen
