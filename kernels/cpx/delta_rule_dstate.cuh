@@ -11,16 +11,18 @@ namespace cpx::kernels {
 namespace delta {
 
 /// Queries, keys and gates come long before they are wanted: first P and X are made of them.
+template <int Halves>
 struct dstate_memory {
-    static constexpr int stages = 4, dout_stages = 3;
+    static constexpr int stages = Halves == 2 ? 3 : 4, dout_stages = 3;
     char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes];
     char inverse[dout_stages][panel_bytes];
-    char dout[dout_stages][panel_bytes]; ///< and then gradients of values: a warp writes where it alone has read
-    char p[panel_bytes], x[2][2 * panel_bytes];
+    /// And then gradients of values: a warp writes where it alone has read.
+    char dout[dout_stages][Halves][panel_bytes];
+    char p[Halves][panel_bytes], x[2][2 * panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], inverse_full[dout_stages], inverse_empty[dout_stages];
-    barrier dout_full[dout_stages], dout_empty[dout_stages], dvalues_full[dout_stages];
-    barrier p_full, p_empty, x_full[2], x_empty[2], landed, dout_landed;
+    barrier dout_full[dout_stages], dout_empty[dout_stages], dvalues_full[dout_stages][Halves];
+    barrier p_full[Halves], p_empty[Halves], x_full[2], x_empty[2], landed, dout_landed;
 };
 
 } // namespace delta
@@ -33,30 +35,36 @@ struct delta_dvalues {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
-/// Walks back along half the value channels of a sequence and value head, `block` of all of them; `initial` and `last`
-/// of the walk are the gradients of the states after the sequences and before them. By a warp that loads, one that
-/// stores, warpgroups that make P and X, one that has the gradient.
+/// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
+/// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
+/// one for each half that stores; a warpgroup each for P, X and the gradient of a half, or one for P and X and one each
+/// for the gradients of both halves.
+template <int Halves>
 __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
                                           CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
                                           int block) {
-    auto& memory = shared_memory<dstate_memory>();
-    constexpr int stages = dstate_memory::stages, dout_stages = dstate_memory::dout_stages;
+    using layout = dstate_memory<Halves>;
+    auto& memory = shared_memory<layout>();
+    constexpr int stages = layout::stages, dout_stages = layout::dout_stages;
+    constexpr bool both = Halves == 2;
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
         for (int i = 0; i < dout_stages; ++i) {
-            memory.inverse_full[i].init(1), memory.inverse_empty[i].init(8);
-            memory.dout_full[i].init(1), memory.dout_empty[i].init(1), memory.dvalues_full[i].init(4);
+            memory.inverse_full[i].init(1), memory.inverse_empty[i].init(both ? 4 : 8);
+            memory.dout_full[i].init(1), memory.dout_empty[i].init(Halves);
+            for (auto& full : memory.dvalues_full[i]) full.init(4);
         }
-        memory.p_full.init(4), memory.p_empty.init(4);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.x_empty[i].init(4);
+        for (int i = 0; i < Halves; ++i) memory.p_full[i].init(4), memory.p_empty[i].init(4 * Halves);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.x_empty[i].init(4 * Halves);
         memory.landed.init(1), memory.dout_landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    int const heads = in.key_heads * in.group, half = block % 2;
-    int const head = block / 2 % heads, number = block / 2 / heads;
+    int const heads = in.key_heads * in.group, first_half = both ? 0 : block % 2;
+    int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
-    int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128, channel = 128 * head + 64 * half;
+    int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128;
+    int const channel = 128 * head + 64 * first_half;
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -99,62 +107,59 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 barrier& full = whole ? memory.dout_full[d.at] : memory.dout_landed;
                 wait(memory.dout_empty[d.at], d.parity ^ 1);
                 if (lane == 0) {
-                    full.arrive_and_expect_tx(panel_bytes);
-                    load_panels<1>(dout, full, memory.dout[d.at], channel, row);
+                    full.arrive_and_expect_tx(Halves * panel_bytes);
+                    load_panels<Halves>(dout, full, memory.dout[d.at][0], channel, row);
                 }
                 __syncwarp();
                 if (whole) continue;
                 wait(memory.dout_landed, landings++ % 2);
-                clear_rows(memory.dout[d.at], n);
+#pragma unroll
+                for (int i = 0; i < Halves; ++i) clear_rows(memory.dout[d.at][i], n);
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.dout_full[d.at]);
             }
-        } else if (warp == 2) {
+        } else if (int const own = warp - 2; own < Halves) {
             for (int c = chunks - 1; c >= 0; --c, d.next()) {
                 int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
-                wait(memory.dvalues_full[d.at], d.parity);
-                store_rows(dvalues, to.rows, memory.dout[d.at], channel, begin, n);
+                wait(memory.dvalues_full[d.at][own], d.parity);
+                store_rows(dvalues, to.rows, memory.dout[d.at][own], channel + 64 * own, begin, n);
                 arrive_warp(memory.dout_empty[d.at]);
                 if (int const done = chunks - c; lane == 0 && (done % walk_chunks == 0 || c == 0)) {
                     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); // CUTLASS's waits for reads alone
-                    publish(in.plan.flags + 2 * in.half_of(number, head, half) + 1, done);
+                    publish(in.plan.flags + 2 * in.half_of(number, head, first_half + own) + 1, done);
                 }
             }
         }
-    } else if (group == 1) {
-        cutlass::arch::warpgroup_reg_dealloc<104>();
+    } else if (group == 1 || (!both && group == 3)) {
+        cutlass::arch::warpgroup_reg_dealloc<both ? 104 : 112>();
         ring<stages> r;
         ring<dout_stages> a;
-        for (int i = 0; i < chunks; ++i, r.next(), a.next()) {
-            wait(memory.full[r.at], r.parity);
-            wait(memory.inverse_full[a.at], a.parity);
-            std::uint32_t words[16];
-            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
-                      words);
-            arrive_warp(memory.inverse_empty[a.at]);
-            arrive_warp(memory.empty[r.at]);
-            wait(memory.p_empty, i & 1 ^ 1);
-            store_operand(words, memory.p);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.p_full);
-        }
-    } else if (group == 3) {
-        cutlass::arch::warpgroup_reg_dealloc<128>();
-        ring<stages> r;
-        ring<dout_stages> a;
+        ring<Halves> p;
         ring<2> x;
-        for (int i = 0; i < chunks; ++i, r.next(), a.next(), x.next()) {
+        for (int i = 0; i < chunks; ++i, r.next(), a.next(), p.next(), x.next()) {
             wait(memory.full[r.at], r.parity);
             wait(memory.inverse_full[a.at], a.parity);
-            wait(memory.x_empty[x.at], x.parity ^ 1);
-            compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.x_full[x.at]);
+            if (both || group == 1) {
+                std::uint32_t words[16];
+                compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
+                          words);
+                wait(memory.p_empty[p.at], p.parity ^ 1);
+                store_operand(words, memory.p[p.at]);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.p_full[p.at]);
+            }
+            if (both || group == 3) {
+                wait(memory.x_empty[x.at], x.parity ^ 1);
+                compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.x_full[x.at]);
+            }
             arrive_warp(memory.inverse_empty[a.at]);
             arrive_warp(memory.empty[r.at]);
         }
     } else {
-        cutlass::arch::warpgroup_reg_alloc<232>();
+        cutlass::arch::warpgroup_reg_alloc<both ? 184 : 232>();
+        int const own = group - 2, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
         char* trace = in.states + in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
@@ -165,50 +170,70 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         auto const await_chunk = [&] {
             wait(memory.full[r.at], r.parity);
             wait(memory.dout_full[place.at], place.parity);
-            load_transposed(memory.dout[place.at], d);
+            load_transposed(memory.dout[place.at][own], d);
             fading = memory.gates[r.at].decay[delta_chunk - 1];
         };
         if (chunks > 0) await_chunk();
+        if (both && group == 3 && chunks > 0) give_turn(2);
         for (int i = 0; i < chunks; ++i) {
-            int const at = r.at, dout_at = place.at, side = i & 1;
+            int const at = r.at, dout_at = place.at, side = i & 1, p_at = both ? side : 0;
             std::uint32_t f[32], reading[16], erasing[16];
             round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
-            token_decays e;
-            load_decays(memory.gates[at], e);
 #pragma unroll
-            for (int j = 0; j < 16; ++j)
-                reading[j] = two_bf16(in.scale * e[j / 2].x * low_half(d[j]), in.scale * e[j / 2].y * high_half(d[j]));
-            wait(memory.x_full[side], i >> 1 & 1);
-            wait(memory.p_full, i & 1);
+            for (int j = 0; j < 16; ++j) {
+                float2 const e = decays_of(memory.gates[at], j / 2);
+                reading[j] = two_bf16(in.scale * e.x * low_half(d[j]), in.scale * e.y * high_half(d[j]));
+            }
             float dy[32];
+            auto const read = [&] {
+                keep(s);
+                cute::warpgroup_arrive();
+                multiply_down(s, reading, memory.queries[at], true);
+                cute::warpgroup_commit_batch();
+            };
+            auto const leave_trace = [&] {
+                store_trace(f, trace);
+                trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
+            };
+            if constexpr (both) { // fewer registers; the other half's products fill the gap
+                read();
+                leave_trace();
+                take_turn(group);
+            }
+            wait(memory.x_full[side], i >> 1 & 1);
+            wait(memory.p_full[p_at], (both ? i >> 1 : i) & 1);
+            if constexpr (both) {
+                cute::warpgroup_wait<0>();
+                keep(s);
+            }
             keep(dy);
-            keep(s);
             cute::warpgroup_arrive();
             multiply_along<8>(dy, f, memory.x[side], false);
-            multiply_down(dy, d, memory.p, true);
+            multiply_down(dy, d, memory.p[p_at], true);
             cute::warpgroup_commit_batch();
-            multiply_down(s, reading, memory.queries[at], true);
-            cute::warpgroup_commit_batch();
-            store_trace(f, trace);
-            trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
-            cute::warpgroup_wait<1>();
+            if constexpr (!both) read(), leave_trace();
+            cute::warpgroup_wait<both ? 0 : 1>();
             keep(dy);
 #pragma unroll
-            for (int j = 0; j < 16; ++j) erasing[j] = two_bf16(-e[j / 2].x * dy[2 * j], -e[j / 2].y * dy[2 * j + 1]);
+            for (int j = 0; j < 16; ++j) {
+                float2 const e = decays_of(memory.gates[at], j / 2);
+                erasing[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
+            }
             cute::warpgroup_arrive();
             multiply_down(s, erasing, memory.keys[at], true);
             cute::warpgroup_commit_batch();
-            arrive_warp(memory.p_empty);
+            if constexpr (both) give_turn(5 - group);
+            arrive_warp(memory.p_empty[p_at]);
             arrive_warp(memory.x_empty[side]);
             std::uint32_t dv[16];
             round_to_operand(dy, dv);
-            store_transposed(dv, memory.dout[dout_at]);
+            store_transposed(dv, memory.dout[dout_at][own]);
             r.next();
             place.next();
             if (i + 1 < chunks) await_chunk();
             cutlass::arch::fence_view_async_shared(); // waits for what was written
-            arrive_warp(memory.dvalues_full[dout_at]);
+            arrive_warp(memory.dvalues_full[dout_at][own]);
             cute::warpgroup_wait<0>();
             keep(s);
             arrive_warp(memory.empty[at]);
@@ -220,8 +245,9 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
 } // namespace delta
 #endif
 
-/// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 4 blocks of
-/// 512 threads.
+/// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 4 / Halves
+/// blocks of 512 threads.
+template <int Halves>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                      __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
@@ -232,9 +258,9 @@ static __global__ void __launch_bounds__(512, 1)
     let_next_kernel_come();
     int const half = static_cast<int>(gridDim.x) / 2, block = static_cast<int>(blockIdx.x);
     if (block < half)
-        delta::walk_back(queries, keys, dout, dvalues, back, to, block); // which takes longer
+        delta::walk_back<Halves>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
-        delta::walk_along<true>(keys, values, along, block - half);
+        delta::walk_along<true, Halves>(keys, values, along, block - half);
 #endif
 }
 

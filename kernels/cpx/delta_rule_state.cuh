@@ -31,9 +31,10 @@ namespace delta {
 
 inline constexpr int snapshot_words = 64 * 128;
 
+template <int Halves>
 struct state_memory {
     static constexpr int stages = 4;
-    char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][panel_bytes],
+    char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][Halves][panel_bytes],
         x[2][2 * panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read[2], written, seen, landed;
@@ -83,24 +84,24 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
-/// Walks along half the value channels of a sequence and value head, `block` of all of them, up to its last part or,
-/// Traced, along all of it, and then writes the states before all chunks instead of those before parts. By a warp that
-/// loads, a warpgroup that makes X, one that has the state.
-template <bool Traced>
+/// Walks along Halves halves of the value channels of a sequence and value head, `block` of all of them, up to its last
+/// part or, Traced, along all of it, and then writes the states before all chunks instead of those before parts. By a
+/// warp that loads, a warpgroup that makes X, one for each half that has its state.
+template <bool Traced, int Halves>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                            int block) {
-    auto& memory = shared_memory<state_memory>();
-    constexpr int stages = state_memory::stages;
+    auto& memory = shared_memory<state_memory<Halves>>();
+    constexpr int stages = state_memory<Halves>::stages;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(8);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4);
-        memory.written.init(4), memory.seen.init(1);
+        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 + 4 * Halves);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
+        memory.written.init(4 * Halves), memory.seen.init(1);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    int const heads = in.key_heads * in.group, half = block % 2;
-    int const head = block / 2 % heads, number = block / 2 / heads;
+    int const heads = in.key_heads * in.group, first_half = Halves == 2 ? 0 : block % 2;
+    int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
     int const chunks = Traced ? sequence.chunks : (sequence.parts - 1) * in.plan.part_chunks,
               every = Traced ? walk_chunks : in.plan.part_chunks, group = static_cast<int>(threadIdx.x) / 128;
@@ -114,18 +115,19 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx(4 * panel_bytes + sizeof(delta_gates));
+                    full.arrive_and_expect_tx((3 + Halves) * panel_bytes + sizeof(delta_gates));
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
                     load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
                                   memory.inverse[r.at], memory.gates[r.at]);
-                    load_panels<1>(values, full, memory.values[r.at], 128 * head + 64 * half, row);
+                    load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
                 }
                 __syncwarp();
                 if (whole) continue;
                 wait(memory.landed, landings++ % 2);
                 clear_rows(memory.keys[r.at], n);
                 clear_rows(memory.keys[r.at] + panel_bytes, n);
-                clear_rows(memory.values[r.at], n);
+#pragma unroll
+                for (int i = 0; i < Halves; ++i) clear_rows(memory.values[r.at][i], n);
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.full[r.at]);
             }
@@ -134,14 +136,16 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 c = min(c + every, chunks);
                 wait(memory.written, parity);
                 memory.seen.arrive();
-                if (Traced)
-                    publish(in.plan.flags + 2 * in.half_of(number, head, half), c);
-                else
-                    publish(in.plan.flags + in.half_of(sequence.first_part + c / every, head, half), 1);
+#pragma unroll
+                for (int half = first_half; half < first_half + Halves; ++half)
+                    if (Traced)
+                        publish(in.plan.flags + 2 * in.half_of(number, head, half), c);
+                    else
+                        publish(in.plan.flags + in.half_of(sequence.first_part + c / every, head, half), 1);
             }
         }
     } else if (group == 1) {
-        cutlass::arch::warpgroup_reg_dealloc<128>();
+        cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         ring<stages> r;
         ring<2> x;
         for (int c = 0; c < chunks; ++c, r.next(), x.next()) {
@@ -153,8 +157,9 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
             arrive_warp(memory.x_full[x.at]);
             arrive_warp(memory.empty[r.at]);
         }
-    } else if (group == 2) {
-        cutlass::arch::warpgroup_reg_alloc<200>();
+    } else if (group < 2 + Halves) {
+        cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
+        int const own = group - 2, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
         float* snapshot = in.snapshots + in.half_of(sequence.first_part + 1, head, half) * snapshot_words;
@@ -166,7 +171,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         float fading = 0;
         auto const await_chunk = [&] {
             wait(memory.full[r.at], r.parity);
-            load_transposed(memory.values[r.at], v);
+            load_transposed(memory.values[r.at][own], v);
             fading = memory.gates[r.at].decay[delta_chunk - 1];
         };
         if (chunks > 0) await_chunk();
@@ -223,7 +228,7 @@ static __global__ void __launch_bounds__(384, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
     let_next_kernel_come();
-    delta::walk_along<false>(keys, values, in, static_cast<int>(blockIdx.x));
+    delta::walk_along<false, 1>(keys, values, in, static_cast<int>(blockIdx.x));
 #endif
 }
 

@@ -44,9 +44,12 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
 /// The decays from the chunk's beginning to the tokens of a thread's accumulators.
 using token_decays = float2[8];
 
+__device__ __forceinline__ float2 decays_of(delta_gates const& gates, int j) {
+    return *reinterpret_cast<float2 const*>(gates.decay + 8 * j + threadIdx.x % 4 * 2);
+}
 __device__ __forceinline__ void load_decays(delta_gates const& gates, token_decays& e) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) e[j] = *reinterpret_cast<float2 const*>(gates.decay + 8 * j + threadIdx.x % 4 * 2);
+    for (int j = 0; j < 8; ++j) e[j] = decays_of(gates, j);
 }
 
 /// Y^T from V^T and K S, as an operand.

@@ -352,6 +352,12 @@ TEST_SUITE("cuda") {
         auto p = make<T>({1100, 77, 300}, 2, 2, 128, 128, kind::mild, 11);
         auto const whole = on_gpu<T>(p, true);
         CHECK(same_gradients(on_gpu<T>(p, true), whole));
+        auto crowd = p; // of so many that the backward walks along both halves of a head's channels in one block
+        crowd.offsets.insert(crowd.offsets.end(), 64, p.tokens());
+        crowd.state.resize(crowd.state.size() / 3 * 67), crowd.dlast.resize(crowd.state.size());
+        auto among = on_gpu<T>(crowd, true);
+        among.dstate.resize(whole.dstate.size());
+        CHECK(same_gradients(among, whole));
         for (index_t const part : {1, 3, 16, 1000}) {
             CAPTURE(part);
             p.shape.part = part;

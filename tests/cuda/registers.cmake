@@ -1,7 +1,8 @@
 # cmake -D NVCC=... -D INCLUDES=... -D OUTPUT=... -P registers.cmake
 # Compiles the gated delta rule's kernels for sm_90a; fails if registers are spilled or tensor cores' products serialised.
 file(WRITE ${OUTPUT}.cu
-    "#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n#include <cpx/delta_rule_scan.cuh>\n")
+    "#include <cpx/delta_rule_dstate.cuh>\n#include <cpx/delta_rule_grad.cuh>\n#include <cpx/delta_rule_scan.cuh>\n"
+    "void* const walks[] = {(void*)cpx::kernels::delta_rule_walks<1>, (void*)cpx::kernels::delta_rule_walks<2>};\n")
 list(TRANSFORM INCLUDES PREPEND -I)
 execute_process(
     COMMAND ${NVCC} -gencode arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Xptxas -v

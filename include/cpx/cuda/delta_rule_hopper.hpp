@@ -53,12 +53,15 @@ inline int multiprocessors() {
     return count;
 }
 
+/// Whether as many blocks keep the multiprocessors busy.
+inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
+
 /// Returns how many chunks a part has: all, if sequences and heads alone keep the multiprocessors busy; by scan always
 /// as many, so that the bits depend on no multiprocessors.
 inline index_t delta_part(gated_delta_rule_shape const& shape, index_t sequences) {
     if (shape.part > 0) return shape.part;
     if (shape.scan) return 32;
-    return 10 * sequences * shape.value_heads >= 9 * multiprocessors() ? 1 << 24 : 16;
+    return fills_multiprocessors(sequences * shape.value_heads) ? 1 << 24 : 16;
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows.
@@ -173,7 +176,7 @@ void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_i
         launch_early(kernels::delta_rule_join, grid, dim3(512), 0, stream, "delta_rule_join", here, walk, steps);
     } else if (space.states_first) {
         launch_hopper(kernels::delta_rule_state, space.sequences * shape.value_heads * 2, 384,
-                      sizeof(delta::state_memory), stream, "delta_rule_state", here, k, v, walk);
+                      sizeof(delta::state_memory<1>), stream, "delta_rule_state", here, k, v, walk);
     }
     launch_hopper(kernels::delta_rule_main, space.parts * shape.value_heads, 512, sizeof(delta::main_memory), stream,
                   "delta_rule_main", here, q, k, v, out, walk,
@@ -204,9 +207,15 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
     back.states = workspace + space.dstates;
     back.initial = dlast.data();
     back.last = to.dstate.data();
-    launch_hopper(kernels::delta_rule_walks, space.sequences * shape.value_heads * 4, 512,
-                  std::max(sizeof(delta::state_memory), sizeof(delta::dstate_memory)), stream, "delta_rule_walks", here,
-                  q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
+    auto const launch_walks = [&](auto halves) {
+        launch_hopper(kernels::delta_rule_walks<halves>, space.sequences * shape.value_heads * 4 / halves, 512,
+                      std::max(sizeof(delta::state_memory<halves>), sizeof(delta::dstate_memory<halves>)), stream,
+                      "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
+    };
+    if (fills_multiprocessors(2 * space.sequences * shape.value_heads)) // then what both halves share counts
+        launch_walks(std::integral_constant<int, 2>());
+    else // then how long a step takes
+        launch_walks(std::integral_constant<int, 1>());
     index_t const tasks = space.chunks * shape.key_heads;
     launch_hopper(kernels::delta_rule_grad, std::min<index_t>(tasks, multiprocessors()), 512,
                   sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
