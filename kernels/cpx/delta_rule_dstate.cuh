@@ -118,7 +118,8 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.dout_full[d.at]);
             }
-        } else if (int const own = warp - 2; own < Halves) {
+        } else if (warp < 2 + Halves) {
+            int const own = both ? warp - 2 : 0;
             for (int c = chunks - 1; c >= 0; --c, d.next()) {
                 int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
                 wait(memory.dvalues_full[d.at][own], d.parity);
@@ -130,8 +131,8 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 }
             }
         }
-    } else if (group == 1 || (!both && group == 3)) {
-        cutlass::arch::warpgroup_reg_dealloc<both ? 104 : 112>();
+    } else if (group == 1) {
+        cutlass::arch::warpgroup_reg_dealloc<104>();
         ring<stages> r;
         ring<dout_stages> a;
         ring<Halves> p;
@@ -139,27 +140,44 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         for (int i = 0; i < chunks; ++i, r.next(), a.next(), p.next(), x.next()) {
             wait(memory.full[r.at], r.parity);
             wait(memory.inverse_full[a.at], a.parity);
-            if (both || group == 1) {
-                std::uint32_t words[16];
-                compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
-                          words);
-                wait(memory.p_empty[p.at], p.parity ^ 1);
-                store_operand(words, memory.p[p.at]);
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.p_full[p.at]);
+            std::uint32_t words[16];
+            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
+                      words);
+            if constexpr (!both) {
+                arrive_warp(memory.inverse_empty[a.at]);
+                arrive_warp(memory.empty[r.at]);
             }
-            if (both || group == 3) {
+            wait(memory.p_empty[p.at], p.parity ^ 1);
+            store_operand(words, memory.p[p.at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.p_full[p.at]);
+            if constexpr (both) {
                 wait(memory.x_empty[x.at], x.parity ^ 1);
                 compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory.x_full[x.at]);
+                arrive_warp(memory.inverse_empty[a.at]);
+                arrive_warp(memory.empty[r.at]);
             }
+        }
+    } else if (!both && group == 3) {
+        cutlass::arch::warpgroup_reg_dealloc<128>();
+        ring<stages> r;
+        ring<dout_stages> a;
+        ring<2> x;
+        for (int i = 0; i < chunks; ++i, r.next(), a.next(), x.next()) {
+            wait(memory.full[r.at], r.parity);
+            wait(memory.inverse_full[a.at], a.parity);
+            wait(memory.x_empty[x.at], x.parity ^ 1);
+            compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.x_full[x.at]);
             arrive_warp(memory.inverse_empty[a.at]);
             arrive_warp(memory.empty[r.at]);
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<both ? 184 : 232>();
-        int const own = group - 2, half = first_half + own;
+        int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
         char* trace = in.states + in.half_of(sequence.first_chunk + chunks - 1, head, half) * (state_bytes / 2);
@@ -180,15 +198,15 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             std::uint32_t f[32], reading[16], erasing[16];
             round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
+            token_decays held;
+            if constexpr (!both) load_decays(memory.gates[at], held);
+            auto const decays = [&](int j) { return both ? decays_of(memory.gates[at], j) : held[j]; };
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
-                float2 const e = decays_of(memory.gates[at], j / 2);
+                float2 const e = decays(j / 2);
                 reading[j] = two_bf16(in.scale * e.x * low_half(d[j]), in.scale * e.y * high_half(d[j]));
             }
-            float dy[32];
             auto const read = [&] {
-                keep(s);
-                cute::warpgroup_arrive();
                 multiply_down(s, reading, memory.queries[at], true);
                 cute::warpgroup_commit_batch();
             };
@@ -197,17 +215,18 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 trace -= in.half_of(1, 0, 0) * (state_bytes / 2);
             };
             if constexpr (both) { // fewer registers; the other half's products fill the gap
+                keep(s);
+                cute::warpgroup_arrive();
                 read();
                 leave_trace();
                 take_turn(group);
             }
             wait(memory.x_full[side], i >> 1 & 1);
             wait(memory.p_full[p_at], (both ? i >> 1 : i) & 1);
-            if constexpr (both) {
-                cute::warpgroup_wait<0>();
-                keep(s);
-            }
+            if constexpr (both) cute::warpgroup_wait<0>();
+            float dy[32];
             keep(dy);
+            keep(s);
             cute::warpgroup_arrive();
             multiply_along<8>(dy, f, memory.x[side], false);
             multiply_down(dy, d, memory.p[p_at], true);
@@ -217,7 +236,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             keep(dy);
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
-                float2 const e = decays_of(memory.gates[at], j / 2);
+                float2 const e = decays(j / 2);
                 erasing[j] = two_bf16(-e.x * dy[2 * j], -e.y * dy[2 * j + 1]);
             }
             cute::warpgroup_arrive();

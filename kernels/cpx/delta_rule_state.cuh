@@ -159,7 +159,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         }
     } else if (group < 2 + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
-        int const own = group - 2, half = first_half + own;
+        int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
         float* snapshot = in.snapshots + in.half_of(sequence.first_part + 1, head, half) * snapshot_words;
