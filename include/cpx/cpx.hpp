@@ -7,6 +7,7 @@
 #include <cpx/core/element_name.hpp>
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
+#include <cpx/core/field.hpp>
 #include <cpx/core/given_rows.hpp>
 #include <cpx/core/hash.hpp>
 #include <cpx/core/index.hpp>

@@ -320,8 +320,8 @@ namespace cpx::detail {
 struct any {
     any() = default;
     template <class X>
-    any(X const&) {}
-    any(std::initializer_list<any>) {}
+    constexpr any(X const&) {}
+    constexpr any(std::initializer_list<any>) {}
 };
 
 /// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
@@ -333,6 +333,16 @@ struct refused {
         return {};
     }
 };
+
+/// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
+///
+/// For functions of rows, which any argument would fit no worse than the function itself: rows of T become rows of
+/// T const.
+template <class F, class... X>
+inline constexpr bool takes = false;
+template <class... P, class... X>
+inline constexpr bool takes<void(P...), X...> =
+    std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
 
 /// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
 template <class X>
@@ -374,75 +384,6 @@ struct extent<dynamic> {
 
     int value = 1;
 };
-
-} // namespace cpx
-
-// cpx/core/hash.hpp
-// A hash of numbers: the same on every machine, for ranks to compare.
-
-namespace cpx::detail {
-
-/// Mixes one number into a 64-bit hash. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
-/// OOPSLA 2014, the finaliser of SplitMix64.
-constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-    std::uint64_t z = (hash ^ value) + 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
-template <class Numbers>
-std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
-    hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
-    for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
-    return hash;
-}
-
-} // namespace cpx::detail
-
-// cpx/core/search.hpp
-// Finds, among places that ascend, the last that is not beyond another.
-
-namespace cpx {
-
-namespace detail {
-
-/// Returns the largest i in [low, high) with `begins(i) <= at`, or `low`.
-CPX_CALLS_BACK
-template <class Int, class At, class Begins>
-CPX_HOST_DEVICE constexpr Int last_between(At at, Int low, Int high, Begins const& begins) {
-    while (low + 1 < high) {
-        Int const middle = low + (high - low) / 2;
-        bool const before = begins(middle) <= at; // chosen by it, not branched on: half of the branches would be missed
-        low = before ? middle : low;
-        high = before ? high : middle;
-    }
-    return low;
-}
-
-} // namespace detail
-
-/// Returns the largest i in [0, count) with `begins(i) <= at`, for `begins` ascending from at most `at`.
-CPX_CALLS_BACK
-template <class Int, class At, class Begins>
-CPX_HOST_DEVICE constexpr Int last_at_or_before(At at, Int count, Begins const& begins) {
-    return detail::last_between(at, Int{0}, count, begins);
-}
-
-/// The same; `guess` is where to look first. Cost: O(log d) if the guess is d off.
-CPX_CALLS_BACK
-template <class Int, class At, class Begins>
-CPX_HOST_DEVICE constexpr Int last_at_or_before(At at, Int count, Int guess, Begins const& begins) {
-    Int low = guess, high = guess, step = 1;
-    if (begins(guess) <= at) {
-        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
-        high = low + step < count ? low + step : count;
-    } else {
-        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
-        low = step < high ? high - step : 0;
-    }
-    return detail::last_between(at, low, high, begins);
-}
 
 } // namespace cpx
 
@@ -535,6 +476,267 @@ std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, c
 
 } // namespace cpx::detail
 
+// cpx/core/rows.hpp
+// A view of a rank's local rows.
+
+namespace cpx {
+
+/// A view of (count, width) elements, row-major; row `i` begins at `data + i * stride`.
+///
+/// Owns nothing. `stride > width` views some columns of wider rows, such as q inside a fused qkv projection.
+/// Throws `cpx::error`, on the host, of numbers that are negative or of 2^62 bytes and more.
+template <class T>
+class rows {
+public:
+    constexpr rows() = default;
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, caller here = caller::here())
+        : rows(data, count, width, width, here) {}
+    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride,
+                                   [[maybe_unused]] caller here = caller::here())
+        : data_(data), count_(count), width_(width), stride_(stride) {
+#ifndef __CUDA_ARCH__
+        if (((count | width | stride) >> 28) != 0 || sizeof(T) > 64) // few of the views made for every head and segment
+            for (index_t const row : {width, stride})
+                detail::product("rows", "bytes", {count, row, static_cast<index_t>(sizeof(T))}, here);
+#endif
+    }
+
+    /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
+    template <std::ranges::sized_range R>
+    rows(R&& list, index_t width, caller here = caller::here())
+        : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
+        constexpr bool stays = std::ranges::borrowed_range<R>;
+        static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
+        require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
+                "a multiple of the width " + std::to_string(width), std::ssize(list), here);
+    }
+
+    template <class X>
+        requires std::same_as<T, detail::refused>
+    explicit rows(X const&, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
+                                        "rows(pointer, count, width); of other lists write rows<T>(list, width)");
+    }
+
+    CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
+
+    CPX_HOST_DEVICE constexpr T* data() const { return data_; }
+    CPX_HOST_DEVICE constexpr index_t count() const { return count_; }
+    CPX_HOST_DEVICE constexpr index_t width() const { return width_; }
+    /// Returns the elements from the beginning of one row to the beginning of the next.
+    CPX_HOST_DEVICE constexpr index_t stride() const { return stride_; }
+    CPX_HOST_DEVICE constexpr T* row(index_t i) const { return data_ + i * stride_; }
+    CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
+
+    /// Returns rows `[first, first + count)`.
+    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
+        return {data_ + first * stride_, count, width_, stride_};
+    }
+    /// Returns columns `[first, first + width)` of every row.
+    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
+        return {data_ + first, count_, width, stride_};
+    }
+
+private:
+    template <class R>
+    static T* elements(R& list) {
+        constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
+        static_assert(fits, "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
+                            "span; rows<T const> view what is const");
+        if constexpr (fits)
+            return std::ranges::data(list);
+        else
+            return nullptr;
+    }
+
+    T* data_ = nullptr;
+    index_t count_ = 0, width_ = 0, stride_ = 0;
+};
+
+/// What an operator takes that knows the width of the rows: rows, or a
+/// tensor of them, or their elements in a vector, array or span.
+template <class T>
+class rows_or_list {
+public:
+    rows_or_list() = default;
+    rows_or_list(rows<T> r) : rows_(r) {}
+    rows_or_list(rows<std::remove_const_t<T>> r)
+        requires std::is_const_v<T>
+        : rows_(r) {}
+    template <class X>
+        requires requires(X& x) { rows<T>(x.data()); }
+    rows_or_list(X& tensor) : rows_(tensor.data()) {}
+    template <class R>
+        requires std::is_convertible_v<R, std::span<T>>
+    rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
+
+    /// Returns rows of `width` elements; of a list that does not hold whole ones, rows of another width.
+    rows<T> of_width(index_t width) const {
+        index_t const size = std::ssize(list_);
+        if (!is_list_) return rows_;
+        return width > 0 && size % width == 0 ? rows<T>(list_.data(), size / width, width)
+                                              : rows<T>(list_.data(), size, 1);
+    }
+
+private:
+    rows<T> rows_;
+    std::span<T> list_;
+    bool is_list_ = false;
+};
+
+template <class T>
+rows(std::vector<T>&, index_t) -> rows<T>;
+template <class T>
+rows(std::vector<T> const&, index_t) -> rows<T const>;
+template <class X>
+rows(X const&, detail::any = {}) -> rows<detail::refused>;
+
+} // namespace cpx
+
+// cpx/core/field.hpp
+// Fields of structs of arguments, which say in one sentence what does not fit.
+
+namespace cpx {
+
+namespace detail {
+
+/// Returns `x` as a field of type F, or says why it is none.
+template <class F, class X>
+constexpr F fit(X&& x) {
+    constexpr bool fits = std::is_convertible_v<X, F>;
+    static_assert(fits || !std::is_class_v<F>,
+                  "cpx: a field is given other elements, to write what is const, or no view; view a vector as "
+                  "rows(list, width), a tensor as its data() or elements()");
+    static_assert(fits || !std::is_pointer_v<F>,
+                  "cpx: a field wants the address of an object of the tensors' elements and memory: &saved");
+    static_assert(fits || !std::is_enum_v<F>,
+                  "cpx: a field wants one of the names of its type, such as sum_order::by_row");
+    if constexpr (fits) return std::forward<X>(x);
+    throw;
+}
+
+/// The last field of a struct of arguments.
+struct no_more {
+    no_more() = default;
+    template <class X>
+    no_more(X const&) {
+        static_assert(never<X>, "cpx: a struct is given more fields than it has");
+    }
+};
+
+} // namespace detail
+
+/// An F in a struct of arguments, as `sharded_field` is a `sharded`: rows, a list, an address or a choice.
+///
+/// F itself leaves what does not fit to overload resolution.
+template <class F>
+struct field : F {
+    field() = default;
+    template <class X>
+    constexpr field(X&& x) : F(detail::fit<F>(std::forward<X>(x))) {}
+    // In braces: what F is made of. Not inherited: nvcc cannot compare inherited default arguments.
+    template <class X>
+        requires std::constructible_from<F, X, index_t, caller>
+    constexpr field(X&& list, index_t width, caller here = caller::here()) : F(std::forward<X>(list), width, here) {}
+    template <class X>
+        requires std::constructible_from<F, X, index_t, index_t, caller>
+    constexpr field(X&& data, index_t count, index_t width, caller here = caller::here())
+        : F(std::forward<X>(data), count, width, here) {}
+    template <class X>
+        requires std::constructible_from<F, X, index_t, index_t, index_t, caller>
+    constexpr field(X&& data, index_t count, index_t width, index_t stride, caller here = caller::here())
+        : F(std::forward<X>(data), count, width, stride, here) {}
+};
+
+template <class F>
+    requires(!std::is_class_v<F>)
+struct field<F> {
+    constexpr field() = default;
+    template <class X>
+    constexpr field(X&& x) : value_(detail::fit<F>(std::forward<X>(x))) {}
+
+    constexpr operator F() const { return value_; }
+    constexpr F operator->() const
+        requires std::is_pointer_v<F>
+    {
+        return value_;
+    }
+
+private:
+    F value_{};
+};
+
+} // namespace cpx
+
+// cpx/core/hash.hpp
+// A hash of numbers: the same on every machine, for ranks to compare.
+
+namespace cpx::detail {
+
+/// Mixes one number into a 64-bit hash. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
+/// OOPSLA 2014, the finaliser of SplitMix64.
+constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+    std::uint64_t z = (hash ^ value) + 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+template <class Numbers>
+std::uint64_t mix_all(std::uint64_t hash, Numbers const& numbers) {
+    hash = mix(hash, static_cast<std::uint64_t>(std::size(numbers)));
+    for (auto const number : numbers) hash = mix(hash, static_cast<std::uint64_t>(number));
+    return hash;
+}
+
+} // namespace cpx::detail
+
+// cpx/core/search.hpp
+// Finds, among places that ascend, the last that is not beyond another.
+
+namespace cpx {
+
+namespace detail {
+
+/// Returns the largest i in [low, high) with `begins(i) <= at`, or `low`.
+CPX_CALLS_BACK
+template <class Int, class At, class Begins>
+CPX_HOST_DEVICE constexpr Int last_between(At at, Int low, Int high, Begins const& begins) {
+    while (low + 1 < high) {
+        Int const middle = low + (high - low) / 2;
+        bool const before = begins(middle) <= at; // chosen by it, not branched on: half of the branches would be missed
+        low = before ? middle : low;
+        high = before ? high : middle;
+    }
+    return low;
+}
+
+} // namespace detail
+
+/// Returns the largest i in [0, count) with `begins(i) <= at`, for `begins` ascending from at most `at`.
+CPX_CALLS_BACK
+template <class Int, class At, class Begins>
+CPX_HOST_DEVICE constexpr Int last_at_or_before(At at, Int count, Begins const& begins) {
+    return detail::last_between(at, Int{0}, count, begins);
+}
+
+/// The same; `guess` is where to look first. Cost: O(log d) if the guess is d off.
+CPX_CALLS_BACK
+template <class Int, class At, class Begins>
+CPX_HOST_DEVICE constexpr Int last_at_or_before(At at, Int count, Int guess, Begins const& begins) {
+    Int low = guess, high = guess, step = 1;
+    if (begins(guess) <= at) {
+        for (; low + step < count && begins(low + step) <= at; step *= 2) low += step;
+        high = low + step < count ? low + step : count;
+    } else {
+        for (; step < high && begins(high - step) > at; step *= 2) high -= step;
+        low = step < high ? high - step : 0;
+    }
+    return detail::last_between(at, low, high, begins);
+}
+
+} // namespace cpx
+
 // cpx/core/thd.hpp
 // The packed batch: sequences laid end to end in one row of tokens ("thd": tokens, heads, dim).
 
@@ -543,7 +745,8 @@ namespace cpx {
 /// A vector, array or span of integers of any width.
 template <class R>
 concept integers = std::ranges::contiguous_range<R const> && std::integral<std::ranges::range_value_t<R const>> &&
-                   !std::same_as<std::ranges::range_value_t<R const>, bool>;
+                   !std::same_as<std::ranges::range_value_t<R const>, bool> &&
+                   !std::same_as<std::ranges::range_value_t<R const>, char>;
 
 /// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
 ///
@@ -590,8 +793,12 @@ public:
         : thd(numbers("thd", "offset ", offsets, here), numbers("thd", "valid length of sequence ", valid, here),
               here) {}
 
+    /// Of offsets in braces, which might be arguments of other constructors, too.
+    explicit thd(std::initializer_list<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here())
+        : thd(std::vector<index_t>(offsets), std::move(valid), here) {}
+
     template <class X>
-        requires(!integers<X> && !std::convertible_to<X, index_t>) // {0, 7} may not be one of these
+        requires(!integers<X>)
     explicit thd(X const&, detail::any = {}, detail::any = {}) {
         not_integers<X>();
     }
@@ -607,6 +814,12 @@ public:
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
         return batch;
     }
+    template <class X>
+        requires(!integers<X>)
+    static thd from_offsets(X const&, detail::any = {}, detail::any = {}) {
+        not_integers<X>();
+        return {};
+    }
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
     static thd uniform(index_t count, index_t length, caller here = caller::here()) {
@@ -614,6 +827,12 @@ public:
         auto offsets = detail::zeros<index_t>("thd::uniform", {count + 1}, here);
         for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets), {}, here);
+    }
+    template <class X = void>
+    static thd uniform(detail::any, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: thd::uniform(count, length) wants two numbers; of lengths that differ, "
+                                        "thd::from_lengths");
+        return {};
     }
 
     /// Returns the batch of sequences with these lengths. Throws `cpx::error` that names the first that is negative or
@@ -762,6 +981,12 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
                         "a multiple of " + std::to_string(2 * index_t{ranks}), std::to_string(batch.length(s)), here);
     return given_rows::shard;
 }
+template <class X = void>
+given_rows guess_rows(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: guess_rows(rows, ranks, padded, valid) wants two numbers and vectors, arrays "
+                                    "or spans of integers: the offsets of the padded batch, and perhaps of its tokens");
+    return {};
+}
 
 } // namespace cpx
 
@@ -806,123 +1031,6 @@ concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
                          m.write(to, from, here);
                          { m.read(from, here) } -> std::same_as<std::vector<float>>;
                      };
-
-} // namespace cpx
-
-// cpx/core/rows.hpp
-// A view of a rank's local rows.
-
-namespace cpx {
-
-/// A view of (count, width) elements, row-major; row `i` begins at `data + i * stride`.
-///
-/// Owns nothing. `stride > width` views some columns of wider rows, such as q inside a fused qkv projection.
-/// Throws `cpx::error`, on the host, of numbers that are negative or of 2^62 bytes and more.
-template <class T>
-class rows {
-public:
-    constexpr rows() = default;
-    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, caller here = caller::here())
-        : rows(data, count, width, width, here) {}
-    CPX_HOST_DEVICE constexpr rows(T* data, index_t count, index_t width, index_t stride,
-                                   [[maybe_unused]] caller here = caller::here())
-        : data_(data), count_(count), width_(width), stride_(stride) {
-#ifndef __CUDA_ARCH__
-        if (((count | width | stride) >> 28) != 0 || sizeof(T) > 64) // few of the views made for every head and segment
-            for (index_t const row : {width, stride})
-                detail::product("rows", "bytes", {count, row, static_cast<index_t>(sizeof(T))}, here);
-#endif
-    }
-
-    /// Views a vector, array or span that holds whole rows of `width` elements. Throws `cpx::error` if it does not.
-    template <std::ranges::sized_range R>
-    rows(R&& list, index_t width, caller here = caller::here())
-        : rows(elements(list), width > 0 ? std::ssize(list) / width : 0, std::max<index_t>(width, 0), here) {
-        constexpr bool stays = std::ranges::borrowed_range<R>;
-        static_assert(stays, "cpx: rows of a vector that ends with the expression; give it a name");
-        require(width >= 0 && count_ * width == std::ssize(list), "rows", "size of the list",
-                "a multiple of the width " + std::to_string(width), std::ssize(list), here);
-    }
-
-    template <class X>
-        requires std::same_as<T, detail::refused>
-    explicit rows(X const&, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
-                                        "rows(pointer, count, width); of other lists write rows<T>(list, width)");
-    }
-
-    CPX_HOST_DEVICE constexpr operator rows<T const>() const { return {data_, count_, width_, stride_}; }
-
-    CPX_HOST_DEVICE constexpr T* data() const { return data_; }
-    CPX_HOST_DEVICE constexpr index_t count() const { return count_; }
-    CPX_HOST_DEVICE constexpr index_t width() const { return width_; }
-    /// Returns the elements from the beginning of one row to the beginning of the next.
-    CPX_HOST_DEVICE constexpr index_t stride() const { return stride_; }
-    CPX_HOST_DEVICE constexpr T* row(index_t i) const { return data_ + i * stride_; }
-    CPX_HOST_DEVICE constexpr T& operator()(index_t i, index_t column) const { return data_[i * stride_ + column]; }
-
-    /// Returns rows `[first, first + count)`.
-    CPX_HOST_DEVICE constexpr rows sub(index_t first, index_t count) const {
-        return {data_ + first * stride_, count, width_, stride_};
-    }
-    /// Returns columns `[first, first + width)` of every row.
-    CPX_HOST_DEVICE constexpr rows columns(index_t first, index_t width) const {
-        return {data_ + first, count_, width, stride_};
-    }
-
-private:
-    template <class R>
-    static T* elements(R& list) {
-        constexpr bool fits = std::is_convertible_v<R&, std::span<T>>;
-        static_assert(fits, "cpx: rows of a list of other elements, of one that is const, or of no vector, array or "
-                            "span; rows<T const> view what is const");
-        if constexpr (fits)
-            return std::ranges::data(list);
-        else
-            return nullptr;
-    }
-
-    T* data_ = nullptr;
-    index_t count_ = 0, width_ = 0, stride_ = 0;
-};
-
-/// What an operator takes that knows the width of the rows: rows, or a
-/// tensor of them, or their elements in a vector, array or span.
-template <class T>
-class rows_or_list {
-public:
-    rows_or_list() = default;
-    rows_or_list(rows<T> r) : rows_(r) {}
-    rows_or_list(rows<std::remove_const_t<T>> r)
-        requires std::is_const_v<T>
-        : rows_(r) {}
-    template <class X>
-        requires requires(X& x) { rows<T>(x.data()); }
-    rows_or_list(X& tensor) : rows_(tensor.data()) {}
-    template <class R>
-        requires std::is_convertible_v<R, std::span<T>>
-    rows_or_list(R&& list) : list_(std::forward<R>(list)), is_list_(true) {}
-
-    /// Returns rows of `width` elements; of a list that does not hold whole ones, rows of another width.
-    rows<T> of_width(index_t width) const {
-        index_t const size = std::ssize(list_);
-        if (!is_list_) return rows_;
-        return width > 0 && size % width == 0 ? rows<T>(list_.data(), size / width, width)
-                                              : rows<T>(list_.data(), size, 1);
-    }
-
-private:
-    rows<T> rows_;
-    std::span<T> list_;
-    bool is_list_ = false;
-};
-
-template <class T>
-rows(std::vector<T>&, index_t) -> rows<T>;
-template <class T>
-rows(std::vector<T> const&, index_t) -> rows<T const>;
-template <class X>
-rows(X const&, detail::any = {}) -> rows<detail::refused>;
 
 } // namespace cpx
 
@@ -1291,10 +1399,24 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
     return detail::padded_thd(lengths, std::move(valid), here);
 }
 
+template <class X>
+thd pad_to_multiple(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: pad_to_multiple(batch, multiple) wants a cpx::thd, such as thd({0, 7, 20}), "
+                                    "and a number");
+    return {};
+}
+
 /// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
 inline packing unpadded(thd const& padded, caller here = caller::here()) {
     std::vector<index_t> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
     return packing(pad_to_multiple(padded, 1, here), offsets, padded.tokens(), here);
+}
+
+template <class X>
+packing unpadded(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: unpadded(padded) wants a cpx::thd with valid lengths, such as "
+                                    "thd_from_cu_seqlens returns");
+    throw;
 }
 
 /// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.
@@ -1308,6 +1430,11 @@ void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> 
     for (index_t s = 0; s < p.batch().sequences(); ++s)
         detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
+}
+template <class T = void>
+void pack(detail::any, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: pack(packing, buffer, packed) wants a packing and rows, those written not "
+                                    "const; of a tensor data(), of a vector rows(list, width)");
 }
 
 /// Copies the rows of the batch into a padded buffer and zeros into the padding: writes every row of `buffer`.
@@ -1330,6 +1457,11 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
         row += count;
     }
     zero_until(p.buffer_rows());
+}
+template <class T = void>
+void unpack(detail::any, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: unpack(packing, packed, buffer) wants a packing and rows, those written not "
+                                    "const; of a tensor data(), of a vector rows(list, width)");
 }
 
 } // namespace cpx
@@ -2220,6 +2352,12 @@ public:
         lists_ = std::make_shared<lists const>(std::move(made));
     }
 
+    template <class X = void>
+    explicit piecewise(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: piecewise(ranks, batch, pieces) wants the number of ranks, a cpx::thd "
+                                        "and its pieces with their ranks; or by_counts(batch, rows of every rank)");
+    }
+
     /// Returns the sharding in which rank r holds the next `counts[r]` rows.
     static piecewise by_counts(thd batch, std::vector<index_t> const& counts, caller here = caller::here()) {
         std::vector<owned_piece> pieces;
@@ -2458,14 +2596,35 @@ using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<
 
 namespace detail {
 
-/// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
-template <class T, any_sharding S, any_memory M = host_memory, class X>
-sharded<T, S, M> field(X&& x) {
+/// What stands in place of a tensor. `Of`: what the sentence is said for, once.
+template <class Of>
+struct no_tensor {
+    template <class View>
+    operator View const&() const {
+        throw;
+    }
+};
+/// A struct that can deduce nothing says it once for all its fields.
+template <class T, class View>
+using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, rows<refused>, View>;
+template <class Of>
+no_tensor<Of> no_field() {
+    static_assert(never<Of>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                             "sharded(rows, sharding, rank)");
+    return {};
+}
+
+/// Returns the view of a tensor, or says why a struct of views `View` does not take it.
+template <class View, class X>
+View view_field(X&& x) {
     constexpr bool views = sharded_anywhere<X>;
-    static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
-                         "sharded(rows, sharding, rank)");
-    if constexpr (views && !std::same_as<std::remove_const_t<T>, refused>) {
-        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
+    if constexpr (std::same_as<element_of<View>, refused>)
+        no_field<rows<element_of<View>>>();
+    else if constexpr (!views)
+        static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                             "sharded(rows, sharding, rank)");
+    else {
+        constexpr bool fits = std::same_as<sharding_of<X>, sharding_of<View>>, holds = std::is_convertible_v<X, View>;
         static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
         static_assert(
             !fits || holds,
@@ -2473,13 +2632,6 @@ sharded<T, S, M> field(X&& x) {
             "one that ends with the expression; give it a name");
         if constexpr (fits && holds) return std::forward<X>(x);
     }
-    throw;
-}
-
-template <class View>
-View no_field() {
-    static_assert(never<View>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
-                               "sharded(rows, sharding, rank)");
     throw;
 }
 
@@ -2510,9 +2662,15 @@ struct sharded_field : sharded<T, S, M> {
     sharded_field(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
         : sharded<T, S, M>(data, std::move(sharding), rank, here) {}
-    sharded_field() : sharded<T, S, M>(detail::no_field<sharded<T, S, M>>()) {}
+    sharded_field() : seen(detail::no_field<detail::said_of<T, seen>>()) {}
     template <class X>
-    sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
+    sharded_field(X&& x) : seen(detail::view_field<seen>(std::forward<X>(x))) {}
+    template <class X, class Y, class... More>
+        requires(!std::convertible_to<X, rows<T>>)
+    sharded_field(X const&, Y const&, More const&...) : seen(detail::no_field<detail::said_of<T, seen>>()) {}
+
+private:
+    using seen = sharded<T, S, M>;
 };
 
 /// N of them: an array of tensors, or tensors in braces.
@@ -2520,20 +2678,21 @@ template <class T, any_sharding S, std::size_t N>
 struct sharded_fields : std::array<sharded<T, S>, N> {
     template <sharded_like... X>
         requires(sizeof...(X) == N)
-    sharded_fields(X&&... x) : fields{detail::field<T, S>(std::forward<X>(x))...} {}
+    sharded_fields(X&&... x) : fields{detail::view_field<sharded<T, S>>(std::forward<X>(x))...} {}
     template <sharded_like X>
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
-    sharded_fields(X const&) : sharded_fields(detail::no_field<sharded_fields>()) {}
+    sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, fields>>()) {}
     template <class... X>
         requires(sizeof...(X) != 1 && !(sizeof...(X) == N && (sharded_like<X> && ...)))
-    sharded_fields(X&&...) : sharded_fields(detail::no_field<sharded_fields>()) {}
+    sharded_fields(X&&...) : fields(detail::no_field<detail::said_of<T, fields>>()) {}
 
 private:
     using fields = std::array<sharded<T, S>, N>;
     template <class X, std::size_t... I>
-    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>) : fields{detail::field<T, S>(list[I])...} {}
+    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>)
+        : fields{detail::view_field<sharded<T, S>>(list[I])...} {}
 };
 
 namespace detail {
@@ -2623,6 +2782,12 @@ public:
                 layout<L> // last, because for a table it would ask for this class, which is not complete
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
+    template <class X = void>
+    explicit table(detail::any, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
+                                        "table(2, {0, 1, 1, 0}); or another layout");
+    }
+
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }
     int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }
@@ -2682,6 +2847,8 @@ public:
     template <class X>
     explicit tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : tensor(unfit<X>()) {}
+    template <class U, any_sharding R, any_memory N>
+    tensor(tensor<U, R, N> const&) : tensor(unfit<U>()) {}
     template <class X>
     tensor& operator=(X const&) {
         return unfit<X>();
@@ -2873,6 +3040,11 @@ public:
                         here);
     }
 
+    template <class X = void>
+    explicit constexpr mesh(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
+    }
+
     constexpr int world() const { return world_; }
     /// Returns how many ranks a group of these axes has.
     constexpr int size(axis set, caller here = caller::here()) const {
@@ -3021,7 +3193,7 @@ private:
         return {rank * (all / ranks), (rank + 1) * (all / ranks)};
     }
 
-    int world_, chunks_;
+    int world_ = 1, chunks_ = 1;
     grid dense_, experts_;
 };
 
@@ -3070,6 +3242,12 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     });
     return list;
 }
+template <class X>
+std::vector<segment> segments(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: segments(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) "
+                                    "returns, and a rank");
+    return {};
+}
 
 /// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
 inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
@@ -3087,6 +3265,11 @@ inline std::vector<index_t> positions(std::vector<segment> const& segments, call
     for (segment const& s : segments)
         for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
     return list;
+}
+template <class X>
+std::vector<index_t> positions(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: positions wants segments: positions(segments(sharding, rank))");
+    return {};
 }
 
 } // namespace cpx
@@ -4871,6 +5054,12 @@ edge_rows edges_of(halo_plan<S> const& p) {
         rows_beside(p, [&](index_t row, bool halo) { return halo ? std::ssize(edges.rows) + row : place(row); });
     return edges;
 }
+template <class X>
+edge_rows edges_of(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: edges_of wants a plan of rows after segments: "
+                                    "halo(sharding, rank, reach, side::after)");
+    return {};
+}
 
 /// What a causal convolution reads beside a rank's own rows.
 struct conv_batch {
@@ -5517,6 +5706,12 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
+template <class X>
+std::vector<index_t> traffic(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
+                                    "returns");
+    return {};
+}
 
 /// Rows of which all or some columns move, and what moves of them in elements.
 struct volume {
@@ -6048,13 +6243,14 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
 ///
 /// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
 /// differ, of batches the first offset, of long tables the first owner, and who has which value. Cost, the first time:
-/// one message of `sizeof(identity)` bytes between each two ranks.
+/// one message of `sizeof(identity)` bytes between each two ranks. Errors begin with `by`.
 template <transport Comm>
-void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here()) {
+void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here(),
+           char const* by = "exchange") {
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
     id[identity::agreement] = 1;
-    std::string where = "exchange"; // ranks are counted as `comm` counts them
+    std::string where = by; // ranks are counted as `comm` counts them
     if constexpr (requires { comm.name(); }) where += " of " + comm.name();
     detail::compare(
         where.c_str(), mine, of.batch, comm.ranks(),
@@ -6156,8 +6352,8 @@ parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
 }
 
 template <class T>
-void check_buffer(char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
-    std::string const where = std::string("exchange, ") + which;
+void check_buffer(char const* by, char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
+    std::string const where = std::string(by) + ", " + which;
     require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
     require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
     require(buffer.stride() >= buffer.width(), where.c_str(), "stride of the buffer",
@@ -6217,8 +6413,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 template <class A, class B, transport Comm>
 void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by) {
     identity id = p.id.for_elements<B>(from.width());
-    if (by) id.run_by(by);
-    if (!p.local) agree(comm, id, p, here);
+    std::string_view const function = by, operation = id.operation.data();
+    if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
+    if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
@@ -6232,17 +6429,17 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     comm.exchange(p, rows<B const>(from), to, here);
 }
 
-/// `by`: the operator whose exchange it is, which errors name.
+/// `by`: the function whose exchange it is, which errors name, and other ranks, too.
 template <class A, class B, class Comm>
-void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = nullptr) {
-    require_own("exchange", "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
-    check_buffer("source", from, p.source_rows, p.source_width, here);
-    check_buffer("target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
-            to.width(), here);
-    require_apart("exchange", {{"target", to}}, {{"source", from}}, here);
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
+    require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
+    check_buffer(by, "source", from, p.source_rows, p.source_width, here);
+    check_buffer(by, "target", to, p.target_rows, p.target_width, here);
+    require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
+            here);
+    require_apart(by, {{"target", to}}, {{"source", from}}, here);
     constexpr bool addable = requires(B sum, B const term) { sum += term; };
-    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
+    require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
     run_plan(p, from, to, comm, here, by);
 }
@@ -6757,10 +6954,10 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     plan.id[identity::parameter] = static_cast<std::uint64_t>(count);
     using T = std::ranges::range_value_t<V>;
     auto const memory = rank_memory(comm);
-    sharded const all(rows<T>(std::ranges::data(values), count, 1), whole, comm.rank(), memory);
+    rows<T> const all(std::ranges::data(values), count, 1);
     tensor<T, sharding<sequential<>>, rank_memory_of<Comm>> share(plan.from, comm.rank(), 1, memory, here);
-    exchange(plan.transposed(), all, share, comm, here);
-    exchange(plan, share, all, comm, here);
+    detail::exchange_rows(plan.transposed(), all, share.data(), comm, here, "sum_over_ranks");
+    detail::exchange_rows(plan, share.data(), all, comm, here, "sum_over_ranks");
 }
 template <class X>
 void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {

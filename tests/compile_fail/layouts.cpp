@@ -114,6 +114,34 @@ cpx::sharded const of_list(values, sharding, 0);
 cpx::sharded const of_no_rank(tensor.data(), sharding);
 // expect: rows.list, width. wants a vector and the width of a row
 cpx::rows const of_no_width(values);
+// expect: thd wants a vector, array or span of integers
+cpx::thd const of_a_number(20);
+// expect: thd::uniform.count, length. wants two numbers
+auto const uniform = cpx::thd::uniform(4);
+// expect: pad_to_multiple.batch, multiple. wants a cpx::thd
+auto const padded = cpx::pad_to_multiple(8, cpx::thd());
+// expect: unpadded.padded. wants a cpx::thd with valid lengths
+auto const without = cpx::unpadded(numbers);
+// expect: pack.packing, buffer, packed. wants a packing and rows
+void packs(cpx::packing const& p) { cpx::pack(p, tensor, tensor); }
+// expect: guess_rows.rows, ranks, padded, valid. wants two numbers
+auto const guessed = cpx::guess_rows(numbers, 4, 16);
+// expect: mesh wants its sizes by name
+cpx::mesh const of_sizes(8, 2);
+// expect: a tensor is made of a sharding of its type
+cpx::tensor<float, cpx::sharding<cpx::zigzag<4>>> const moved_elsewhere = cpx::make_tensor<float>(sharding, 0, 1);
+// expect: table wants the number of ranks and the rank of every chunk
+cpx::table const owners(std::vector<int>{0, 1});
+// expect: piecewise.ranks, batch, pieces. wants the number of ranks
+cpx::piecewise<int> const of_no_pieces{cpx::thd()};
+// expect: segments.sharding, rank. wants a sharding
+auto const segments = cpx::segments(cpx::thd(), 0);
+// expect: positions wants segments
+auto const positions = cpx::positions(sharding, 0);
+// expect: traffic.from, to. wants two shardings
+auto const traffic = cpx::traffic(sharding);
+// expect: edges_of wants a plan of rows after segments
+auto const edges = cpx::edges_of(sharding);
 // expect: threads::run.ranks, program. wants a program that takes its rank
 void run() {
     cpx::threads::run(4, [](int) {});

@@ -349,21 +349,69 @@ void mixes(cpx::moe_weights<float> const& w, cpx::moe_saved<float> const& saved,
     cpx::replay_experts<float>(w.gate, x.data(), x);
 }
 
-// expect: a struct of tensors of one sharding is given one of another
+// Fields that are no tensors.
+// expect: a field is given other elements, to write what is const, or no view
+// expect: a field is given other elements, to write what is const, or no view
+// expect: a field wants one of the names of its type, such as sum_order::by_row
+// expect: a struct is given more fields than it has
+void lists(held_twice x, std::vector<double>& doubles, std::vector<float>& w, std::vector<float> const& written_never) {
+    auto const of_doubles = cpx::causal_conv1d_gradients{x, doubles, w};
+    auto const of_constants = cpx::causal_conv1d_gradients{x, w, written_never};
+    auto const of_numbers = cpx::causal_conv1d_gradients{x, w, w, 1};
+    auto const of_more = cpx::causal_conv1d_gradients{x, w, w, cpx::sum_order::by_row, w};
+}
+
+// expect: a field is given other elements, to write what is const, or no view
+// expect: a field is given other elements, to write what is const, or no view
+// expect: a field wants the address of an object of the tensors' elements and memory: &saved
+// expect: a struct is given more fields than it has
+void states(held_twice x, std::vector<float>& list, cpx::rows<float const> read, cpx::delta_rule_saved<float>& saved) {
+    auto const of_a_list = cpx::delta_rule_tensors{x, x, x, x, x, x, list};
+    auto const of_constants = cpx::recurrence_tensors{{x, x}, x, {}, read};
+    auto const of_a_value = cpx::recurrence_tensors{{x, x}, x, {}, {}, saved};
+    auto const of_more = cpx::delta_rule_gradient_tensors{x, x, x, x, x, x, {}, {}, saved};
+}
+
+// What could deduce nothing is refused once a unit, with the calls that it goes to.
 // expect: a struct of tensors lacks one, or is given what is none
+void nothing(cpx::halo_plan<zigzag> const& plan, held_twice x, list w, cpx::threads& comm) {
+    cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, x, cpx::causal_conv1d_gradients{}, comm);
+}
+
+void swapped(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_attention const& r, held_twice x,
+             cpx::recurrence_tensors<float, zigzag, 4> const& t, cpx::threads& comm) {
+    cpx::recur_backward(plan, r, t, cpx::recurrence_gradients{{x, x, x, x}, x}, comm);
+    cpx::recur(plan, r, cpx::recurrence_tensors{x, {x, x, x, x}}, comm);
+    cpx::gated_delta_rule(plan, cpx::delta_rule_tensors{x.data(), x, x, x, x, x}, {}, {}, comm);
+}
+
+// Functions of one rank's rows.
+// expect: linear<T>.x, weight, y. wants rows of T, not const where they are written
+// expect: linear<T>.x, weight, y. wants rows of T, not const where they are written
+// expect: rms_norm<T>.x, weight, eps, gain_offset, y. wants rows and spans of T
+// expect: log_probabilities<T>.logits, labels, out. wants rows of T, labels of index_t
+void of_one_rank(held_twice x, std::vector<int> const& labels, std::vector<float>& out) {
+    cpx::linear<float>(x, x.data(), x.data());
+    cpx::linear(x.data(), x.data(), x.data());
+    cpx::rms_norm<float>(x.data(), x.data(), 1e-6f, 1, x.data());
+    cpx::log_probabilities<float>(x.data(), labels, out);
+}
+
+// expect: gated_delta_net_cache<T>.config, sharding, rank. wants a gated_delta_net_config
+cpx::gated_delta_net_cache<float> const cache(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0);
+
+// expect: a struct of tensors of one sharding is given one of another
 void structs(cpx::tensor<double, zigzag>& x, cpx::tensor<double, sequential>& k) {
     auto const mixed = cpx::delta_rule_tensors{x, k, x, x, x, x};
-    auto const none = cpx::delta_rule_tensors{x.data(), x, x, x, x, x};
 }
 
 // expect: a struct of tensors lacks one, or is given what is none
 auto lacks(view<zigzag> x) { return cpx::delta_rule_tensors<float, zigzag>{x, x.data(), x, x, x, x}; }
 
 // expect: a struct of tensors lacks one, or is given what is none
-// expect: a struct of tensors lacks one, or is given what is none
 void incomplete(cpx::tensor<float, sequential>& x, cpx::tensor<double, sequential>& other) {
     auto const without_o = cpx::delta_rule_tensors{x, x, x, x, x};
-    auto const of_two_types = cpx::recurrence_tensors{{x, other}, x};
+    auto const of_two_types = cpx::recurrence_tensors{{x, other}, x}; // said above
 }
 #endif
 

@@ -607,8 +607,10 @@ TEST_SUITE("ops") {
         };
         CHECK(support::message(call(right, right, 1)) == "");
         auto const with = [&](cpx::rows<float> conv, cpx::rows<float> recurrent) {
-            return cpx::gated_delta_net_state<float>{conv.data() ? conv : right.conv,
-                                                     recurrent.data() ? recurrent : right.recurrent};
+            cpx::gated_delta_net_state<float> state = right;
+            if (conv.data()) state.conv = conv;
+            if (recurrent.data()) state.recurrent = recurrent;
+            return state;
         };
         auto const bad_conv = with({values.data(), 2, 159}, {}), bad_recurrent = with({}, {values.data() + 320, 1, 96});
         rejects({"decode.cpp", name + "shape of states of the source, conv: expected (2, 160), got (2, 159)"},

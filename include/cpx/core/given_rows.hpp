@@ -47,5 +47,11 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
                         "a multiple of " + std::to_string(2 * index_t{ranks}), std::to_string(batch.length(s)), here);
     return given_rows::shard;
 }
+template <class X = void>
+given_rows guess_rows(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: guess_rows(rows, ranks, padded, valid) wants two numbers and vectors, arrays "
+                                    "or spans of integers: the offsets of the padded batch, and perhaps of its tokens");
+    return {};
+}
 
 } // namespace cpx

@@ -300,10 +300,24 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
     return detail::padded_thd(lengths, std::move(valid), here);
 }
 
+template <class X>
+thd pad_to_multiple(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: pad_to_multiple(batch, multiple) wants a cpx::thd, such as thd({0, 7, 20}), "
+                                    "and a number");
+    return {};
+}
+
 /// Returns the valid rows of `padded` as a batch without padding, and where they lie in `padded`.
 inline packing unpadded(thd const& padded, caller here = caller::here()) {
     std::vector<index_t> const offsets(padded.offsets().begin(), padded.offsets().end() - 1);
     return packing(pad_to_multiple(padded, 1, here), offsets, padded.tokens(), here);
+}
+
+template <class X>
+packing unpadded(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: unpadded(padded) wants a cpx::thd with valid lengths, such as "
+                                    "thd_from_cu_seqlens returns");
+    throw;
 }
 
 /// Copies the rows of the batch out of a padded buffer, without the padding, which is not read.
@@ -317,6 +331,11 @@ void pack(packing const& p, std::type_identity_t<rows<T const>> buffer, rows<T> 
     for (index_t s = 0; s < p.batch().sequences(); ++s)
         detail::copy_rows<T>(buffer.sub(p.start(s), p.batch().length(s)),
                              packed.sub(p.batch().offset(s), p.batch().length(s)));
+}
+template <class T = void>
+void pack(detail::any, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: pack(packing, buffer, packed) wants a packing and rows, those written not "
+                                    "const; of a tensor data(), of a vector rows(list, width)");
 }
 
 /// Copies the rows of the batch into a padded buffer and zeros into the padding: writes every row of `buffer`.
@@ -339,6 +358,11 @@ void unpack(packing const& p, std::type_identity_t<rows<T const>> packed, rows<T
         row += count;
     }
     zero_until(p.buffer_rows());
+}
+template <class T = void>
+void unpack(detail::any, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<T>, "cpx: unpack(packing, packed, buffer) wants a packing and rows, those written not "
+                                    "const; of a tensor data(), of a vector rows(list, width)");
 }
 
 } // namespace cpx

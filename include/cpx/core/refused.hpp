@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cpx/core/config.hpp>
+#include <cpx/core/error.hpp>
 
 #include <concepts>
 #include <initializer_list>
+#include <type_traits>
 
 // Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
 // no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
@@ -15,8 +17,8 @@ namespace cpx::detail {
 struct any {
     any() = default;
     template <class X>
-    any(X const&) {}
-    any(std::initializer_list<any>) {}
+    constexpr any(X const&) {}
+    constexpr any(std::initializer_list<any>) {}
 };
 
 /// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
@@ -28,6 +30,16 @@ struct refused {
         return {};
     }
 };
+
+/// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
+///
+/// For functions of rows, which any argument would fit no worse than the function itself: rows of T become rows of
+/// T const.
+template <class F, class... X>
+inline constexpr bool takes = false;
+template <class... P, class... X>
+inline constexpr bool takes<void(P...), X...> =
+    std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
 
 /// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
 template <class X>

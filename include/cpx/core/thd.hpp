@@ -11,9 +11,11 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <ranges>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -21,7 +23,8 @@ namespace cpx {
 /// A vector, array or span of integers of any width.
 template <class R>
 concept integers = std::ranges::contiguous_range<R const> && std::integral<std::ranges::range_value_t<R const>> &&
-                   !std::same_as<std::ranges::range_value_t<R const>, bool>;
+                   !std::same_as<std::ranges::range_value_t<R const>, bool> &&
+                   !std::same_as<std::ranges::range_value_t<R const>, char>;
 
 /// A packed batch of N sequences, described by their N + 1 offsets (cu_seqlens).
 ///
@@ -68,8 +71,12 @@ public:
         : thd(numbers("thd", "offset ", offsets, here), numbers("thd", "valid length of sequence ", valid, here),
               here) {}
 
+    /// Of offsets in braces, which might be arguments of other constructors, too.
+    explicit thd(std::initializer_list<index_t> offsets, std::vector<index_t> valid = {}, caller here = caller::here())
+        : thd(std::vector<index_t>(offsets), std::move(valid), here) {}
+
     template <class X>
-        requires(!integers<X> && !std::convertible_to<X, index_t>) // {0, 7} may not be one of these
+        requires(!integers<X>)
     explicit thd(X const&, detail::any = {}, detail::any = {}) {
         not_integers<X>();
     }
@@ -85,6 +92,12 @@ public:
                 "at most the rows of the buffer, " + std::to_string(buffer_rows), batch.tokens(), here);
         return batch;
     }
+    template <class X>
+        requires(!integers<X>)
+    static thd from_offsets(X const&, detail::any = {}, detail::any = {}) {
+        not_integers<X>();
+        return {};
+    }
 
     /// Returns `count` sequences of `length` tokens each, as unpacked (batch, time) tensors hold them.
     static thd uniform(index_t count, index_t length, caller here = caller::here()) {
@@ -92,6 +105,12 @@ public:
         auto offsets = detail::zeros<index_t>("thd::uniform", {count + 1}, here);
         for (index_t s = 0; s <= count; ++s) offsets[static_cast<std::size_t>(s)] = s * length;
         return thd(std::move(offsets), {}, here);
+    }
+    template <class X = void>
+    static thd uniform(detail::any, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: thd::uniform(count, length) wants two numbers; of lengths that differ, "
+                                        "thd::from_lengths");
+        return {};
     }
 
     /// Returns the batch of sequences with these lengths. Throws `cpx::error` that names the first that is negative or

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/core/activation.hpp>
+#include <cpx/core/field.hpp>
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/conv_parts.hpp>
 #include <cpx/cuda/conv_plan.hpp>
@@ -233,10 +234,11 @@ struct causal_conv1d_gradients;
 /// `causal_conv1d_workspace(plan, channels)` elements at a multiple of 16 bytes.
 template <conv_element T>
 struct causal_conv1d_gradients<T> {
-    rows<T> dx;
-    rows<float> dweight = {};
-    std::span<float> dbias = {};
-    std::span<float> workspace = {};
+    field<rows<T>> dx;
+    field<rows<float>> dweight = {};
+    field<std::span<float>> dbias = {};
+    field<std::span<float>> workspace = {};
+    cpx::detail::no_more end = {};
 };
 
 /// Returns how many elements the backward of any type needs to add up dweight and dbias.

@@ -2,6 +2,7 @@
 // What the gated delta rule in device memory is given, and how its workspace is divided.
 #pragma once
 
+#include <cpx/core/field.hpp>
 #include <cpx/cuda/arguments.hpp>
 
 #include <cpx/delta_rule_plan.cuh>
@@ -53,9 +54,9 @@ struct gated_delta_rule_input {
 /// The gradients of a gated delta rule, shaped as what they are gradients of; all written.
 template <class T>
 struct gated_delta_rule_gradients {
-    rows<T> dq, dk, dv;
-    rows<float> dg, dbeta;
-    std::span<float> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
+    field<rows<T>> dq, dk, dv;
+    field<rows<float>> dg, dbeta;
+    field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
 };
 
 namespace detail {

@@ -56,6 +56,12 @@ public:
         lists_ = std::make_shared<lists const>(std::move(made));
     }
 
+    template <class X = void>
+    explicit piecewise(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: piecewise(ranks, batch, pieces) wants the number of ranks, a cpx::thd "
+                                        "and its pieces with their ranks; or by_counts(batch, rows of every rank)");
+    }
+
     /// Returns the sharding in which rank r holds the next `counts[r]` rows.
     static piecewise by_counts(thd batch, std::vector<index_t> const& counts, caller here = caller::here()) {
         std::vector<owned_piece> pieces;

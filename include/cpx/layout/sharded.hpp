@@ -2,8 +2,8 @@
 // Rows with their sharding, and the memory that they are in, in the type.
 #pragma once
 
+#include <cpx/core/field.hpp>
 #include <cpx/core/memory.hpp>
-#include <cpx/core/rows.hpp>
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/sharding.hpp>
 
@@ -121,14 +121,35 @@ using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<
 
 namespace detail {
 
-/// Returns the view of a tensor, or says why a struct of views `sharded<T, S, M>` does not take it.
-template <class T, any_sharding S, any_memory M = host_memory, class X>
-sharded<T, S, M> field(X&& x) {
+/// What stands in place of a tensor. `Of`: what the sentence is said for, once.
+template <class Of>
+struct no_tensor {
+    template <class View>
+    operator View const&() const {
+        throw;
+    }
+};
+/// A struct that can deduce nothing says it once for all its fields.
+template <class T, class View>
+using said_of = std::conditional_t<std::same_as<std::remove_const_t<T>, refused>, rows<refused>, View>;
+template <class Of>
+no_tensor<Of> no_field() {
+    static_assert(never<Of>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                             "sharded(rows, sharding, rank)");
+    return {};
+}
+
+/// Returns the view of a tensor, or says why a struct of views `View` does not take it.
+template <class View, class X>
+View view_field(X&& x) {
     constexpr bool views = sharded_anywhere<X>;
-    static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
-                         "sharded(rows, sharding, rank)");
-    if constexpr (views && !std::same_as<std::remove_const_t<T>, refused>) {
-        constexpr bool fits = std::same_as<sharding_of<X>, S>, holds = std::is_convertible_v<X, sharded<T, S, M>>;
+    if constexpr (std::same_as<element_of<View>, refused>)
+        no_field<rows<element_of<View>>>();
+    else if constexpr (!views)
+        static_assert(views, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
+                             "sharded(rows, sharding, rank)");
+    else {
+        constexpr bool fits = std::same_as<sharding_of<X>, sharding_of<View>>, holds = std::is_convertible_v<X, View>;
         static_assert(fits, "cpx: a struct of tensors of one sharding is given one of another; relayout that first");
         static_assert(
             !fits || holds,
@@ -136,13 +157,6 @@ sharded<T, S, M> field(X&& x) {
             "one that ends with the expression; give it a name");
         if constexpr (fits && holds) return std::forward<X>(x);
     }
-    throw;
-}
-
-template <class View>
-View no_field() {
-    static_assert(never<View>, "cpx: a struct of tensors lacks one, or is given what is none; view other memory as "
-                               "sharded(rows, sharding, rank)");
     throw;
 }
 
@@ -173,9 +187,15 @@ struct sharded_field : sharded<T, S, M> {
     sharded_field(rows<T> data, S sharding, int rank, caller here = caller::here())
         requires std::default_initializable<M>
         : sharded<T, S, M>(data, std::move(sharding), rank, here) {}
-    sharded_field() : sharded<T, S, M>(detail::no_field<sharded<T, S, M>>()) {}
+    sharded_field() : seen(detail::no_field<detail::said_of<T, seen>>()) {}
     template <class X>
-    sharded_field(X&& x) : sharded<T, S, M>(detail::field<T, S, M>(std::forward<X>(x))) {}
+    sharded_field(X&& x) : seen(detail::view_field<seen>(std::forward<X>(x))) {}
+    template <class X, class Y, class... More>
+        requires(!std::convertible_to<X, rows<T>>)
+    sharded_field(X const&, Y const&, More const&...) : seen(detail::no_field<detail::said_of<T, seen>>()) {}
+
+private:
+    using seen = sharded<T, S, M>;
 };
 
 /// N of them: an array of tensors, or tensors in braces.
@@ -183,20 +203,21 @@ template <class T, any_sharding S, std::size_t N>
 struct sharded_fields : std::array<sharded<T, S>, N> {
     template <sharded_like... X>
         requires(sizeof...(X) == N)
-    sharded_fields(X&&... x) : fields{detail::field<T, S>(std::forward<X>(x))...} {}
+    sharded_fields(X&&... x) : fields{detail::view_field<sharded<T, S>>(std::forward<X>(x))...} {}
     template <sharded_like X>
     sharded_fields(std::array<X, N> const& list) : sharded_fields(list, std::make_index_sequence<N>{}) {}
     template <class X>
         requires(N != 1 || !sharded_like<X>)
-    sharded_fields(X const&) : sharded_fields(detail::no_field<sharded_fields>()) {}
+    sharded_fields(X const&) : fields(detail::no_field<detail::said_of<T, fields>>()) {}
     template <class... X>
         requires(sizeof...(X) != 1 && !(sizeof...(X) == N && (sharded_like<X> && ...)))
-    sharded_fields(X&&...) : sharded_fields(detail::no_field<sharded_fields>()) {}
+    sharded_fields(X&&...) : fields(detail::no_field<detail::said_of<T, fields>>()) {}
 
 private:
     using fields = std::array<sharded<T, S>, N>;
     template <class X, std::size_t... I>
-    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>) : fields{detail::field<T, S>(list[I])...} {}
+    sharded_fields(std::array<X, N> const& list, std::index_sequence<I...>)
+        : fields{detail::view_field<sharded<T, S>>(list[I])...} {}
 };
 
 namespace detail {

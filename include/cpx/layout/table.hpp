@@ -33,6 +33,12 @@ public:
                 layout<L> // last, because for a table it would ask for this class, which is not complete
     explicit table(L const& l, caller here = caller::here()) : table(l.ranks(), owners_of(l), here) {}
 
+    template <class X = void>
+    explicit table(detail::any, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: table wants the number of ranks and the rank of every chunk: "
+                                        "table(2, {0, 1, 1, 0}); or another layout");
+    }
+
     int ranks() const { return ranks_; }
     int chunks() const { return static_cast<int>(owners_->size()); }
     int owner(int chunk) const { return (*owners_)[static_cast<std::size_t>(chunk)]; }

@@ -44,6 +44,8 @@ public:
     template <class X>
     explicit tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
         : tensor(unfit<X>()) {}
+    template <class U, any_sharding R, any_memory N>
+    tensor(tensor<U, R, N> const&) : tensor(unfit<U>()) {}
     template <class X>
     tensor& operator=(X const&) {
         return unfit<X>();

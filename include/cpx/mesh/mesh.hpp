@@ -4,6 +4,7 @@
 
 #include <cpx/core/error.hpp>
 #include <cpx/core/index.hpp>
+#include <cpx/core/refused.hpp>
 
 #include <algorithm>
 #include <array>
@@ -67,6 +68,11 @@ public:
                         "groups of ranks " + std::to_string(dense_.of(axis::pp).stride) + " and " +
                             std::to_string(experts_.of(axis::pp).stride) + " apart",
                         here);
+    }
+
+    template <class X = void>
+    explicit constexpr mesh(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: mesh wants its sizes by name: mesh({.world = 8, .cp = 2})");
     }
 
     constexpr int world() const { return world_; }
@@ -217,7 +223,7 @@ private:
         return {rank * (all / ranks), (rank + 1) * (all / ranks)};
     }
 
-    int world_, chunks_;
+    int world_ = 1, chunks_ = 1;
     grid dense_, experts_;
 };
 

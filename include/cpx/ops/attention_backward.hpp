@@ -15,9 +15,10 @@ namespace cpx {
 template <class T, any_sharding Q, any_memory M = host_memory>
 struct attention_queries {
     sharded_field<T const, Q, M> q, dout, lse, delta;
+    detail::no_more end = {};
 };
-template <class X, class... Rest>
-attention_queries(X&&, Rest&&...)
+template <class X = detail::any>
+attention_queries(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> attention_queries<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding>;
 
 namespace detail {
@@ -155,9 +156,10 @@ void attention_backward_queries(attention_queries<T, Q> const& from, K const& k,
     constexpr bool writes = detail::writes<Dq, K, V> && std::same_as<element_of<Dq>, T>;
     static_assert(keys, "cpx: the gradient of queries wants keys and values on every rank; relayout them to "
                         "replicated or head_sharded first");
-    static_assert(fits, "cpx: attention_backward_queries of q and dq, or of k and v, on two shardings; make dq of q's "
-                        "sharding, and relayout k and v alike");
-    static_assert(writes,
+    static_assert(fits || detail::never<T>,
+                  "cpx: attention_backward_queries of q and dq, or of k and v, on two shardings; make dq of q's "
+                  "sharding, and relayout k and v alike");
+    static_assert(writes || detail::never<T>,
                   "cpx: attention_backward_queries wants k, v and dq of q's elements, and a dq that is not const "
                   "and has a name");
     if constexpr (keys && fits && writes)
@@ -242,12 +244,14 @@ void attention_backward_keys(attention_queries<T, Q> const& from, K const& k, V 
     constexpr bool all = Q::every_row || S::every_row, fits = detail::sharded_as<S, V, Dk, Dv>;
     constexpr bool writes = detail::writes<Dk, K, V> && detail::writes<Dv> && std::same_as<element_of<Dk>, T> &&
                             std::same_as<element_of<Dv>, T>;
-    static_assert(all, "cpx: the gradients of keys want every query of a key's sequence, or every key of a query's; "
-                       "relayout the queries, or the keys and values, to replicated or head_sharded first");
+    static_assert(all || detail::never<T>,
+                  "cpx: the gradients of keys want every query of a key's sequence, or every key of a query's; "
+                  "relayout the queries, or the keys and values, to replicated or head_sharded first");
     static_assert(fits, "cpx: attention_backward_keys of k, v, dk and dv on two shardings; relayout k and v alike, and "
                         "make dk and dv of their sharding");
-    static_assert(writes, "cpx: attention_backward_keys wants k, v, dk and dv of q's elements, and dk and dv that are "
-                          "not const and have names");
+    static_assert(writes || detail::never<T>,
+                  "cpx: attention_backward_keys wants k, v, dk and dv of q's elements, and dk and dv that are "
+                  "not const and have names");
     if constexpr (all && fits && writes)
         detail::attend_backward_keys<T, Q, S>(from, k.view(), v.view(), heads, scale, dk.view(), dv.view(), comm, here);
 }

@@ -56,8 +56,9 @@ void require_taps(char const* where, halo_plan<S> const& plan, side wanted, rows
 /// same.
 template <class T>
 struct causal_conv1d_states {
-    rows<T const> initial = {};
-    rows<T> final = {};
+    field<rows<T const>> initial = {};
+    field<rows<T>> final = {};
+    detail::no_more end = {};
 };
 
 namespace detail {
@@ -156,13 +157,14 @@ void causal_conv1d(Plan const&, detail::any = {}, detail::any = {}, detail::any 
 template <class T, any_sharding S, any_memory M = host_memory>
 struct causal_conv1d_gradients {
     sharded_field<T, S, M> dx;
-    rows_or_list<typename M::template sum<T>> dweight = {};
-    std::span<typename M::template sum<T>> dbias = {};
-    sum_order order = sum_order::by_rank;
+    field<rows_or_list<typename M::template sum<T>>> dweight = {};
+    field<std::span<typename M::template sum<T>>> dbias = {};
+    field<sum_order> order = sum_order::by_rank;
+    detail::no_more end = {};
 };
 
 template <class X = detail::any>
-causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {})
+causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> causal_conv1d_gradients<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                typename detail::first_field<X>::memory>;
 
@@ -244,14 +246,15 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
 template <any_sharding S, any_sharding A, sharded_like X, sharded_like Dy, class T = element_of<X>, any_sharding G = S,
           transport Comm>
 void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& after, X const& x,
-                            std::type_identity_t<rows_or_list<T const>> weight,
-                            std::type_identity_t<std::span<T const>> bias, activation act, Dy const& dy,
-                            causal_conv1d_gradients<T, G> const& to, Comm& comm, caller here = caller::here()) {
+                            rows_or_list<element_of<X> const> weight, std::span<element_of<X> const> bias,
+                            activation act, Dy const& dy, causal_conv1d_gradients<T, G> const& to, Comm& comm,
+                            caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<S, X, Dy> && std::same_as<A, S> && std::same_as<G, S>;
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
-    static_assert(fits, "cpx: causal_conv1d_backward of tensors that are not sharded as the plans; make both plans "
-                        "with halo(x.sharding(), ...) and dy and dx of the same sharding");
-    static_assert(same, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
+    static_assert(fits || detail::never<T>,
+                  "cpx: causal_conv1d_backward of tensors that are not sharded as the plans; make both plans "
+                  "with halo(x.sharding(), ...) and dy and dx of the same sharding");
+    static_assert(same || detail::never<T>, "cpx: causal_conv1d_backward wants x and dy of the gradients' elements");
     if constexpr (fits && same)
         detail::convolve_backward<T, S>(before, after, x.view(), weight.of_width(before.reach + 1), bias, act,
                                         dy.view(), to, comm, here);

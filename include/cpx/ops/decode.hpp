@@ -23,6 +23,12 @@ sharding<table, scope::batch> sequence_ends(S const& s) {
     }
     return shard<scope::batch>(thd::uniform(batch.sequences(), 1), table(s.ranks(), std::move(owners)));
 }
+template <class X>
+detail::refused sequence_ends(X const&) {
+    static_assert(detail::never<X>, "cpx: sequence_ends wants a sharding by tokens, such as shard(batch, zigzag<4>{}) "
+                                    "returns");
+    return {};
+}
 
 /// Owns the states of one gated delta net layer on one rank, zeros at first: those of sequences that have not begun.
 template <class T>
@@ -39,6 +45,11 @@ public:
         recurrent_width_ = n.recurrent;
         conv_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.conv}, here);
         recurrent_ = detail::zeros<T>("gated_delta_net_cache", {sequences_, n.recurrent}, here);
+    }
+    template <class X = void>
+    explicit gated_delta_net_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: gated_delta_net_cache<T>(config, sharding, rank) wants a "
+                                        "gated_delta_net_config, the recurrence's sharding and a rank");
     }
     gated_delta_net_state<T> view() {
         return {{conv_.data(), sequences_, conv_width_}, {recurrent_.data(), sequences_, recurrent_width_}};

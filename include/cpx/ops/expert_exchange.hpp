@@ -71,9 +71,11 @@ public:
     /// As `expert_rows::to_experts`, to the owners.
     template <class T>
     row_buffer<T, M> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
+        char const* const where = "expert_exchange::to_experts";
+        detail::require_choices(where, x, tokens(), choices(), width, here);
         auto const sent = sent_.template to_experts<T>(x, width, here);
         row_buffer<T, M> arrived(memory(), count(), width, here);
-        exchange(plan_, sent.view(), arrived.view(), *comm_, here);
+        detail::exchange_rows(plan_, sent.view(), arrived.view(), *comm_, here, where);
         if (sorted_) return arrived;
         row_buffer<T, M> sorted(memory(), count(), width, here);
         gather_rows<T>(memory(), arrived.view(), order(), sorted.view(), here);
@@ -82,11 +84,13 @@ public:
     /// As `expert_rows::to_tokens`, from the owners.
     template <class T>
     void to_tokens(rows<T const> x, rows<T> y, caller here = caller::here()) const {
-        detail::require_shape("expert_exchange", "x", x, count(), x.width(), here);
+        char const* const where = "expert_exchange::to_tokens";
+        detail::require_shape(where, "x", x, count(), x.width(), here);
+        detail::require_shape(where, "y", y, tokens(), choices() * x.width(), here);
         row_buffer<T, M> as_arrived(memory(), sorted_ ? 0 : count(), x.width(), here),
             back(memory(), sent_.count(), x.width(), here);
         if (!sorted_) scatter_rows<T>(memory(), x, order(), as_arrived.view(), here);
-        exchange(back_, sorted_ ? x : rows<T const>(as_arrived.view()), back.view(), *comm_, here);
+        detail::exchange_rows(back_, sorted_ ? x : rows<T const>(as_arrived.view()), back.view(), *comm_, here, where);
         sent_.template to_tokens<T>(back.view(), y, here);
     }
 
@@ -125,7 +129,7 @@ private:
                               batch.offsets()[static_cast<std::size_t>(own().first)]);
         row_buffer<index_t, M> sent_places(memory(), sent_.count(), 1, here), places(memory(), count(), 1, here);
         memory().write(sent_places.view().data(), sent_.places(), here);
-        exchange(plan_, sent_places.view(), places.view(), comm, here);
+        detail::exchange_rows(plan_, sent_places.view(), places.view(), comm, here, "expert_exchange");
         places_ =
             memory().read(std::span<index_t const>(places.view().data(), static_cast<std::size_t>(count())), here);
         sort(here);

@@ -42,7 +42,8 @@ struct gated_delta_net_config {
 /// value_dim).
 template <class A>
 struct gated_delta_net_parameters {
-    rows<A> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
+    field<rows<A>> in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv, A_log, dt_bias, norm, out_proj;
+    detail::no_more end = {};
 };
 
 /// Calls `f(name, rows, count, width)` for each parameter, const or not, with its name in a checkpoint and its shape.
@@ -72,7 +73,8 @@ using gated_delta_net_weights = gated_delta_net_parameters<T const>;
 /// `gated_delta_net_relayout`.
 template <class T>
 struct gated_delta_net_state {
-    rows<T> conv = {}, recurrent = {};
+    field<rows<T>> conv = {}, recurrent = {};
+    detail::no_more end = {};
 };
 
 /// What the backward needs of its forward: the inputs of the gated norm, on the sharding of the layer, and what belongs
@@ -91,7 +93,8 @@ struct gated_delta_net_gradients; // see gated_delta_net_backward.hpp
 template <class T, any_sharding S, any_sharding Mix>
 struct gated_delta_net_memory {
     gated_delta_net_state<T> state = {};
-    gated_delta_net_saved<T, S, Mix>* saved = nullptr;
+    field<gated_delta_net_saved<T, S, Mix>*> saved = nullptr;
+    detail::no_more end = {};
 };
 
 namespace detail {
@@ -296,7 +299,7 @@ private:
         detail::require_apart(where, std::array{detail::operand("y", y.data()), conv, recurrent}, operands(w), here);
         detail::require_apart(where, {conv, recurrent}, {{"x", in}}, here);
         detail::require_apart(where, {{"y", y.data()}}, {{"x", in}}, here, detail::in_place::yes);
-        auto* const saved = memory.saved;
+        gated_delta_net_saved<T, S, Mix>* const saved = memory.saved;
         require(!saved || (!memory.state.conv.data() && !memory.state.recurrent.data()), where, "memory",
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
                 here);

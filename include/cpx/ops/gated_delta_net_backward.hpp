@@ -15,7 +15,8 @@ template <class T, any_sharding S>
 struct gated_delta_net_gradients {
     sharded_field<T, S> dx;
     gated_delta_net_parameters<T> weights;
-    sum_order order = sum_order::by_rank;
+    field<sum_order> order = sum_order::by_rank;
+    detail::no_more end = {};
 };
 
 namespace detail {

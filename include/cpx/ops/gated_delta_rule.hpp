@@ -25,13 +25,14 @@ struct delta_rule_tensors {
     sharded_field<T const, S, M> q, k, v;
     sharded_field<sum const, S, M> g, beta;
     sharded_field<T, S, M> o;
-    rows<sum const> initial = {};
-    rows<sum> final = {};
-    delta_rule_saved<T, M>* saved = nullptr;
+    field<rows<sum const>> initial = {};
+    field<rows<sum>> final = {};
+    field<delta_rule_saved<T, M>*> saved = nullptr;
+    detail::no_more end = {};
 };
-template <class X>
-delta_rule_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                   detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+delta_rule_tensors(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                   detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> delta_rule_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                           typename detail::first_field<X>::memory>;
 
@@ -106,8 +107,9 @@ template <carry_kind How, any_sharding S, class T, any_sharding X, transport Com
 void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X> const& t, delta_rule_heads const& heads,
                       delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S>;
-    static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
-                        "carry(q.sharding(), ...)");
+    static_assert(fits || detail::never<T>,
+                  "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
+                  "carry(q.sharding(), ...)");
     if constexpr (fits) detail::recur_on_host(plan, detail::gated_delta{heads, options}, detail::listed(t), comm, here);
 }
 template <class Plan>

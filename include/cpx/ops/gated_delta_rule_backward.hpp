@@ -13,12 +13,13 @@ struct delta_rule_gradient_tensors {
     sharded_field<T const, S, M> dout;
     sharded_field<T, S, M> dq, dk, dv;
     sharded_field<sum, S, M> dg, dbeta;
-    rows<sum const> dfinal = {};
-    rows<sum> dinitial = {};
+    field<rows<sum const>> dfinal = {};
+    field<rows<sum>> dinitial = {};
+    detail::no_more end = {};
 };
-template <class X>
-delta_rule_gradient_tensors(X&&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
-                            detail::any = {}, detail::any = {}, detail::any = {})
+template <class X = detail::any>
+delta_rule_gradient_tensors(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                            detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> delta_rule_gradient_tensors<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
                                    typename detail::first_field<X>::memory>;
 
@@ -33,9 +34,11 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
                                delta_rule_gradient_tensors<D, G> const& to, delta_rule_heads const& heads,
                                delta_rule_options const& options, Comm& comm, caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
-    static_assert(fits, "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
-                        "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
-    static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
+    constexpr bool made = !detail::never<T> && !detail::never<D>;
+    static_assert(fits || !made,
+                  "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
+                  "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
+    static_assert(same || !made, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");
     if constexpr (fits && same)
         detail::recur_backward_on_host(
             plan, detail::gated_delta{heads, options}, detail::listed(t),

@@ -164,10 +164,12 @@ template <carry_kind How, any_sharding S, class R, class T, any_sharding X, std:
 void recur(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, N> const& t, Comm& comm,
            caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S>, models = detail::runs_on<R, T, N>();
-    static_assert(fits, "cpx: recur of tensors that are not sharded as the plan; make the plan with "
-                        "carry(x.sharding(), ...)");
-    static_assert(models, "cpx: recur of what is no model of cpx::recurrence, or has another number of inputs; "
-                          "ops/local/recurrence.hpp says what a model has");
+    static_assert(fits || detail::never<T>,
+                  "cpx: recur of tensors that are not sharded as the plan; make the plan with "
+                  "carry(x.sharding(), ...)");
+    static_assert(models || detail::never<T>,
+                  "cpx: recur of what is no model of cpx::recurrence, or has another number of inputs; "
+                  "ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && models) detail::recur_on_host(plan, r, t, comm, here);
 }
 template <class Plan>
@@ -187,16 +189,19 @@ void recur(Plan const&, detail::any = {}, detail::any = {}, detail::any = {}, de
 /// on one rank.
 /// Collective. Throws as `recur` does.
 template <carry_kind How, any_sharding S, class R, class T, any_sharding X, std::size_t N, class D = T,
-          any_sharding G = X, transport Comm>
+          any_sharding G = X, std::size_t K = N, transport Comm>
 void recur_backward(carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, X, N> const& t,
-                    recurrence_gradients<D, G, N> const& to, Comm& comm, caller here = caller::here()) {
+                    recurrence_gradients<D, G, K> const& to, Comm& comm, caller here = caller::here()) {
+    constexpr bool made = !detail::never<T> && !detail::never<D>;
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>,
-                   models = detail::runs_on<R, T, N>();
-    static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
-                        "with carry(x.sharding(), ...) and the gradients of the same sharding");
-    static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
-    static_assert(models, "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
-                          "inputs; ops/local/recurrence.hpp says what a model has");
+                   models = detail::runs_on<R, T, N>() && K == N;
+    static_assert(fits || !made,
+                  "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
+                  "with carry(x.sharding(), ...) and the gradients of the same sharding");
+    static_assert(same || !made, "cpx: recur_backward wants gradients of the tensors' elements");
+    static_assert(models || !made,
+                  "cpx: recur_backward of what is no model of cpx::recurrence, or has another number of "
+                  "inputs; ops/local/recurrence.hpp says what a model has");
     if constexpr (fits && same && models) detail::recur_backward_on_host(plan, r, t, to, comm, here);
 }
 template <class Plan>

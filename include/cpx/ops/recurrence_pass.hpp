@@ -27,18 +27,19 @@ struct recurrence_tensors {
     using state = T;
     sharded_fields<T const, S, N> x;
     sharded_field<T, S> o;
-    rows<T const> initial = {};
-    rows<T> final = {};
-    recurrence_saved<T>* saved = nullptr;
+    field<rows<T const>> initial = {};
+    field<rows<T>> final = {};
+    field<recurrence_saved<T>*> saved = nullptr;
+    detail::no_more end = {};
 };
 template <sharded_like X, sharded_like O, std::size_t N>
-recurrence_tensors(std::array<X, N>, O const&, rows<element_of<O> const> = {}, rows<element_of<O>> = {},
-                   recurrence_saved<element_of<O>>* = nullptr) -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
+recurrence_tensors(std::array<X, N> const&, O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
+    -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
 template <sharded_like X, sharded_like O, std::size_t N>
-recurrence_tensors(X const (&)[N], O const&, rows<element_of<O> const> = {}, rows<element_of<O>> = {},
-                   recurrence_saved<element_of<O>>* = nullptr) -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
+recurrence_tensors(X const (&)[N], O const&, detail::any = {}, detail::any = {}, detail::any = {}, ...)
+    -> recurrence_tensors<element_of<O>, sharding_of<O>, N>;
 template <class X = void>
-recurrence_tensors(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+recurrence_tensors(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_tensors<detail::refused, sharding<sequential<1>>, 0>;
 
 /// What goes into and comes out of the backward of a recurrence, shaped and sharded as in `recurrence_tensors`.
@@ -50,17 +51,18 @@ template <class T, any_sharding S, std::size_t N>
 struct recurrence_gradients {
     sharded_field<T const, S> dout;
     sharded_fields<T, S, N> dx;
-    rows<T const> dfinal = {};
-    rows<T> dinitial = {};
+    field<rows<T const>> dfinal = {};
+    field<rows<T>> dinitial = {};
+    detail::no_more end = {};
 };
 template <sharded_like O, sharded_like X, std::size_t N>
-recurrence_gradients(O const&, std::array<X, N>, rows<element_of<O> const> = {}, rows<element_of<O>> = {})
+recurrence_gradients(O const&, std::array<X, N> const&, detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
 template <sharded_like O, sharded_like X, std::size_t N>
-recurrence_gradients(O const&, X const (&)[N], rows<element_of<O> const> = {}, rows<element_of<O>> = {})
+recurrence_gradients(O const&, X const (&)[N], detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<element_of<O>, sharding_of<O>, N>;
 template <class X = void>
-recurrence_gradients(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+recurrence_gradients(detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
     -> recurrence_gradients<detail::refused, sharding<sequential<1>>, 0>;
 
 namespace detail {

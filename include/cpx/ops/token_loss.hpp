@@ -122,7 +122,8 @@ token_loss sum_loss(sharded<T const, S> const& logp, sharded<index_t const, S> c
         add(own);
     } else {
         replicated<> const whole(comm.ranks(), sharding.batch());
-        auto const all = exchange(relayout(sharding, whole, comm.rank(), here), terms, comm, here);
+        auto all = make_tensor<double>(whole, comm.rank(), 2, here);
+        exchange_rows(relayout(sharding, whole, comm.rank(), here), own, all.data(), comm, here, where);
         add(all.data());
     }
     return loss;

@@ -207,7 +207,7 @@ private:
         summed_rows<T, rank_memory_of<Comm>> all{
             {}, {0, width}, memory.template zeros<T>("weight_sums", {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
-        exchange(plan, x, target, comm, here);
+        detail::exchange_rows(plan, x, target, comm, here, "weight_sums");
         all.data = target;
         return all;
     }

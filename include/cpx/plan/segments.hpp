@@ -46,6 +46,12 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     });
     return list;
 }
+template <class X>
+std::vector<segment> segments(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: segments(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) "
+                                    "returns, and a rank");
+    return {};
+}
 
 /// Returns the local cu_seqlens of a rank: where its segments begin, and its number of rows at the end.
 inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
@@ -63,6 +69,11 @@ inline std::vector<index_t> positions(std::vector<segment> const& segments, call
     for (segment const& s : segments)
         for (index_t i = 0; i < s.count; ++i) *next++ = s.token + i;
     return list;
+}
+template <class X>
+std::vector<index_t> positions(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: positions wants segments: positions(segments(sharding, rank))");
+    return {};
 }
 
 } // namespace cpx

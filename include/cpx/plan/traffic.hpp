@@ -22,6 +22,12 @@ std::vector<index_t> traffic(From const& from, To const& to, caller here = calle
     }
     return rows;
 }
+template <class X>
+std::vector<index_t> traffic(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: traffic(from, to) wants two shardings, such as shard(batch, zigzag<4>{}) "
+                                    "returns");
+    return {};
+}
 
 /// Rows of which all or some columns move, and what moves of them in elements.
 struct volume {

@@ -93,13 +93,14 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
 ///
 /// Collective. Throws `cpx::error` on every rank, before anything moves, naming the first field in which the ranks
 /// differ, of batches the first offset, of long tables the first owner, and who has which value. Cost, the first time:
-/// one message of `sizeof(identity)` bytes between each two ranks.
+/// one message of `sizeof(identity)` bytes between each two ranks. Errors begin with `by`.
 template <transport Comm>
-void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here()) {
+void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here(),
+           char const* by = "exchange") {
     if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
     id[identity::agreement] = 1;
-    std::string where = "exchange"; // ranks are counted as `comm` counts them
+    std::string where = by; // ranks are counted as `comm` counts them
     if constexpr (requires { comm.name(); }) where += " of " + comm.name();
     detail::compare(
         where.c_str(), mine, of.batch, comm.ranks(),

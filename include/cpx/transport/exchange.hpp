@@ -40,8 +40,8 @@ parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
 }
 
 template <class T>
-void check_buffer(char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
-    std::string const where = std::string("exchange, ") + which;
+void check_buffer(char const* by, char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
+    std::string const where = std::string(by) + ", " + which;
     require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
     require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
     require(buffer.stride() >= buffer.width(), where.c_str(), "stride of the buffer",
@@ -101,8 +101,9 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
 template <class A, class B, transport Comm>
 void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by) {
     identity id = p.id.for_elements<B>(from.width());
-    if (by) id.run_by(by);
-    if (!p.local) agree(comm, id, p, here);
+    std::string_view const function = by, operation = id.operation.data();
+    if (function != "exchange" && !operation.starts_with(function.substr(0, function.find("::")))) id.run_by(by);
+    if (!p.local) agree(comm, id, p, here, by);
 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
@@ -116,17 +117,17 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     comm.exchange(p, rows<B const>(from), to, here);
 }
 
-/// `by`: the operator whose exchange it is, which errors name.
+/// `by`: the function whose exchange it is, which errors name, and other ranks, too.
 template <class A, class B, class Comm>
-void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = nullptr) {
-    require_own("exchange", "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
-    check_buffer("source", from, p.source_rows, p.source_width, here);
-    check_buffer("target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), "exchange", "width of the target", from.width(),
-            to.width(), here);
-    require_apart("exchange", {{"target", to}}, {{"source", from}}, here);
+void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
+    require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
+    check_buffer(by, "source", from, p.source_rows, p.source_width, here);
+    check_buffer(by, "target", to, p.target_rows, p.target_width, here);
+    require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
+            here);
+    require_apart(by, {{"target", to}}, {{"source", from}}, here);
     constexpr bool addable = requires(B sum, B const term) { sum += term; };
-    require(addable || p.kind != flow::sums, "exchange", "elements of a plan that sums",
+    require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
             "a type with +=", std::string(type_name<B>()), here);
     run_plan(p, from, to, comm, here, by);
 }

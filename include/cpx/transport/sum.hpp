@@ -29,10 +29,10 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     plan.id[identity::parameter] = static_cast<std::uint64_t>(count);
     using T = std::ranges::range_value_t<V>;
     auto const memory = rank_memory(comm);
-    sharded const all(rows<T>(std::ranges::data(values), count, 1), whole, comm.rank(), memory);
+    rows<T> const all(std::ranges::data(values), count, 1);
     tensor<T, sharding<sequential<>>, rank_memory_of<Comm>> share(plan.from, comm.rank(), 1, memory, here);
-    exchange(plan.transposed(), all, share, comm, here);
-    exchange(plan, share, all, comm, here);
+    detail::exchange_rows(plan.transposed(), all, share.data(), comm, here, "sum_over_ranks");
+    detail::exchange_rows(plan, share.data(), all, comm, here, "sum_over_ranks");
 }
 template <class X>
 void sum_over_ranks(X const&, detail::any = {}, detail::any = {}) {

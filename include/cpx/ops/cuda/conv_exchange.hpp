@@ -131,9 +131,10 @@ private:
 /// hold: the gradient is the sum over all ranks.
 template <conv_element T, any_sharding S>
 struct causal_conv1d_gradients<T, S> {
-    sharded<T, S, memory> dx;
-    rows<float> dweight = {};
-    std::span<float> dbias = {};
+    sharded_field<T, S, memory> dx;
+    field<rows<float>> dweight = {};
+    field<std::span<float>> dbias = {};
+    cpx::detail::no_more end = {};
 };
 
 namespace detail {
@@ -227,12 +228,13 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
         detail::convolve(by, from.data(), weight, bias, act, y, from.memory().stream(), here);
     }
 }
-template <class T, any_sharding S>
-void causal_conv1d(conv_exchange<T, S> const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+template <class By>
+void causal_conv1d(By const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                    cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
-    static_assert(cpx::detail::never<T>, "cpx: cuda::causal_conv1d(by, x, weight, bias, activation, y) wants tensors "
-                                         "of cuda::memory, a weight as rows and a bias in "
-                                         "their memory, and no communicator, which the conv_exchange has");
+    static_assert(cpx::detail::never<By>,
+                  "cpx: cuda::causal_conv1d(by, x, weight, bias, activation, y) wants a conv_exchange, "
+                  "tensors of cuda::memory, a weight as rows and a bias in their memory, and no communicator, which "
+                  "the conv_exchange has; or a conv_plan, rows and a stream");
 }
 
 /// Computes the gradients of `causal_conv1d`. dy: (rows, channels), the gradient of y; the rest as there.
@@ -280,13 +282,15 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
         detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, from.memory().stream(), here);
     }
 }
-template <class T, any_sharding S>
-void causal_conv1d_backward(conv_exchange<T, S> const&, cpx::detail::any = {}, cpx::detail::any = {},
-                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+template <class By>
+void causal_conv1d_backward(By const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
+                            cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                             cpx::detail::any = {}) {
-    static_assert(cpx::detail::never<T>, "cpx: cuda::causal_conv1d_backward(by, x, weight, bias, activation, dy, "
-                                         "gradients) wants tensors of cuda::memory, a weight as rows and a bias in "
-                                         "their memory, and no communicator, which the conv_exchange has");
+    static_assert(
+        cpx::detail::never<By>,
+        "cpx: cuda::causal_conv1d_backward(by, x, weight, bias, activation, dy, gradients) wants a conv_exchange, "
+        "tensors of cuda::memory, a weight as rows and a bias in their memory, and no communicator, which the "
+        "conv_exchange has; or a conv_plan, rows and a stream");
 }
 
 } // namespace cpx::cuda

@@ -28,7 +28,7 @@ void rotary(X const& x, index_t head_dim, rotary_pairs const& pairs, rotary_posi
         rotary<element_of<Y>>(std::span(&tensor, 1), head_dim, pairs, positions, x.view().memory().stream(), here);
     }
 }
-template <sharded_anywhere X>
+template <class X>
 void rotary(X const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
             cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(cpx::detail::never<X>,
@@ -52,7 +52,7 @@ void rotary_backward(X const& dy, index_t head_dim, rotary_pairs const& pairs, r
                                        here);
     }
 }
-template <sharded_anywhere X>
+template <class X>
 void rotary_backward(X const&, cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {},
                      cpx::detail::any = {}, cpx::detail::any = {}, cpx::detail::any = {}) {
     static_assert(

@@ -54,6 +54,12 @@ void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y, caller here = cal
     for (index_t i = 0; i < y.count(); ++i)
         for (index_t j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
+void silu_mul(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: silu_mul<T>(gate, up, y) wants rows of T, not const where they are "
+                                             "written; take rows with view() or data()");
+}
 
 /// Computes `dgate` and `dup` of `silu_mul`. All are (rows, width); a result may be one of the inputs.
 ///
@@ -74,6 +80,12 @@ void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, r
             dgate(i, j) = silu_backward(g, d * u);
             dup(i, j) = d * silu(g);
         }
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T>, rows<T>), X...>)
+void silu_mul_backward(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: silu_mul_backward<T>(gate, up, dy, dgate, dup) wants rows of T, not "
+                                             "const where they are written; take rows with view() or data()");
 }
 
 } // namespace cpx

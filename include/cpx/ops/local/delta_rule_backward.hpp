@@ -2,6 +2,7 @@
 // The backward of the gated delta rule of one head over one segment, in chunks.
 #pragma once
 
+#include <cpx/core/field.hpp>
 #include <cpx/ops/local/delta_rule.hpp>
 
 #include <algorithm>
@@ -134,7 +135,8 @@ delta_chunk_gradients<T> differentiate_chunk(delta_reverse<T> const& c, padded<T
 /// dq and dk are added to, so that value heads which share them may be run in turn; dv, dg and dbeta are written.
 template <class T>
 struct delta_rule_gradients {
-    rows<T> dq, dk, dv, dg, dbeta;
+    field<rows<T>> dq, dk, dv, dg, dbeta;
+    detail::no_more end = {};
 };
 
 /// Computes the gradients of `delta_rule_forward`.

@@ -22,6 +22,12 @@ inline void require_expert(char const* where, index_t expert, index_t experts, c
         require(false, where, "chosen expert", "0 to " + std::to_string(experts - 1), expert, here);
 }
 
+/// Throws `cpx::error` unless `x` has `width` columns of every token, or of every choice of it.
+template <class T>
+void require_choices(char const* where, rows<T const> x, index_t tokens, index_t choices, index_t width, caller here) {
+    require_shape(where, "x", x, tokens, x.width() == width ? width : choices * width, here);
+}
+
 } // namespace detail
 
 /// The rows of tokens, one for each expert that a token chose: experts ascending, and of one expert the tokens.
@@ -94,7 +100,7 @@ public:
     template <class T>
     row_buffer<T, M> to_experts(rows<T const> x, index_t width, caller here = caller::here()) const {
         bool const shared = x.width() == width;
-        detail::require_shape("expert_rows", "x", x, tokens_, shared ? width : width_ * width, here);
+        detail::require_choices("expert_rows::to_experts", x, tokens_, width_, width, here);
         row_buffer<T, M> to(memory_, count(), width, here);
         gather_rows<T>(memory_, shared ? x : of_choices("x", x, width, here), list(!shared), to.view(), here);
         return to;
@@ -103,9 +109,10 @@ public:
     /// token.
     template <class T>
     void to_tokens(rows<T const> x, rows<T> y, caller here = caller::here()) const {
-        detail::require_shape("expert_rows", "x", x, count(), x.width(), here);
-        detail::require_shape("expert_rows", "y", y, tokens_, width_ * x.width(), here);
-        detail::require_apart("expert_rows", {{"y", y}}, {{"x", x}}, here);
+        char const* const where = "expert_rows::to_tokens";
+        detail::require_shape(where, "x", x, count(), x.width(), here);
+        detail::require_shape(where, "y", y, tokens_, width_ * x.width(), here);
+        detail::require_apart(where, {{"y", y}}, {{"x", x}}, here);
         scatter_rows<T>(memory_, x, list(true), of_choices("y", y, x.width(), here), here);
     }
 
@@ -167,6 +174,12 @@ void expert_linear(std::span<index_t const> begins, rows<T const> x, rows<T cons
         linear<T>(x.sub(row, count), weight.sub(expert * out, out), y.sub(row, count));
     });
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
+void expert_linear(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: expert_linear<T>(begins, x, weight, y) wants begins() and rows of "
+                                             "T, not const where they are written; take rows with view() or data()");
+}
 
 /// Computes `dx = dy W_e` for the rows of every expert, the gradient of the input of `expert_linear`.
 ///
@@ -187,6 +200,13 @@ void expert_linear_backward_input(std::span<index_t const> begins, rows<T const>
         linear_backward_input<T>(dy.sub(row, count), weight.sub(expert * out, out), dx.sub(row, count));
     });
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
+void expert_linear_backward_input(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: expert_linear_backward_input<T>(begins, dy, weight, dx) wants begins() and rows of T, not "
+                  "const where they are written; take rows with view() or data()");
+}
 
 /// Computes `dW_e += dy^T x` over the rows of every expert, the gradient of the weight of `expert_linear`.
 ///
@@ -206,6 +226,13 @@ void expert_linear_backward_weight(std::span<index_t const> begins, rows<T const
     detail::for_each_expert(where, begins, dy.count(), here, [&](index_t expert, index_t row, index_t count) {
         linear_backward_weight<T>(dy.sub(row, count), x.sub(row, count), dweight.sub(expert * out, out));
     });
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
+void expert_linear_backward_weight(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: expert_linear_backward_weight<T>(begins, dy, x, dweight) wants begins() and rows of T, not "
+                  "const where they are written; take rows with view() or data()");
 }
 
 } // namespace cpx

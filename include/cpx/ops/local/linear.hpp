@@ -120,6 +120,12 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = call
         }
     }
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
+void linear(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: linear<T>(x, weight, y) wants rows of T, not const where they are "
+                                             "written; take rows with view() or data()");
+}
 
 /// Computes `dx = dy W`, the gradient of the input of `linear`.
 ///
@@ -134,6 +140,12 @@ void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, c
     detail::require_apart("linear_backward_input", {{"dx", dx}}, {{"dy", dy}, {"weight", weight}}, here);
     for (index_t row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
     detail::add_products<T>(dy, weight, dx);
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
+void linear_backward_input(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: linear_backward_input<T>(dy, weight, dx) wants rows of T, not const "
+                                             "where they are written; take rows with view() or data()");
 }
 
 /// Computes `dweight += dy^T x`, the gradient of the weight of `linear`.
@@ -156,6 +168,12 @@ void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight, 
             for (index_t out = 0; out < dy.width(); ++out) turned(out, row) = dy(begin + row, out);
         detail::add_products<T>(turned.view(), x.sub(begin, count), dweight);
     }
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
+void linear_backward_weight(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: linear_backward_weight<T>(dy, x, dweight) wants rows of T, not "
+                                             "const where they are written; take rows with view() or data()");
 }
 
 } // namespace cpx

@@ -2,6 +2,7 @@
 // Mixture of experts: every token chooses some of them, and each expert sees only the rows of tokens that chose it.
 #pragma once
 
+#include <cpx/core/field.hpp>
 #include <cpx/ops/local/activation.hpp>
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/router.hpp>
@@ -18,13 +19,14 @@ namespace cpx {
 /// gate_up_proj the first half is the gate.
 template <class T>
 struct moe_weights {
-    rows<T const> gate;               ///< (all experts, hidden), the logits of the experts
-    rows<T const> gate_up_proj;       ///< (experts * 2 * inner, hidden)
-    rows<T const> down_proj;          ///< (experts * hidden, inner)
-    rows<T const> shared_gate_proj;   ///< (shared inner, hidden)
-    rows<T const> shared_up_proj;     ///< (shared inner, hidden)
-    rows<T const> shared_down_proj;   ///< (hidden, shared inner)
-    rows<T const> shared_expert_gate; ///< (1, hidden)
+    field<rows<T const>> gate;               ///< (all experts, hidden), the logits of the experts
+    field<rows<T const>> gate_up_proj;       ///< (experts * 2 * inner, hidden)
+    field<rows<T const>> down_proj;          ///< (experts * hidden, inner)
+    field<rows<T const>> shared_gate_proj;   ///< (shared inner, hidden)
+    field<rows<T const>> shared_up_proj;     ///< (shared inner, hidden)
+    field<rows<T const>> shared_down_proj;   ///< (hidden, shared inner)
+    field<rows<T const>> shared_expert_gate; ///< (1, hidden)
+    detail::no_more end = {};
 };
 
 /// What the backward of `moe` needs of its forward. Of tokens a row each; of experts a row for each of `at`, by

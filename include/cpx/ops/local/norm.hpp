@@ -98,6 +98,12 @@ void rms_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, 
         y(i, j) = normed * (gain_offset + weight[static_cast<std::size_t>(j % size)]);
     });
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, std::span<T const>, T, T, rows<T>), X...>)
+void rms_norm(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: rms_norm<T>(x, weight, eps, gain_offset, y) wants rows and spans of "
+                                             "T, not const where they are written; take rows with view() or data()");
+}
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * weight * silu(z)`, the norm of a gated delta net's output.
 ///
@@ -117,6 +123,12 @@ void gated_rms_norm(rows<T const> x, rows<T const> z, std::span<T const> weight,
         y(i, j) = normed * weight[static_cast<std::size_t>(j % size)] * silu(z(i, j));
     });
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, std::span<T const>, T, rows<T>), X...>)
+void gated_rms_norm(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: gated_rms_norm<T>(x, z, weight, eps, y) wants rows and spans of T, "
+                                             "not const where they are written; take rows with view() or data()");
+}
 
 /// Computes `dx` and adds to `dweight`, the gradients of `rms_norm`.
 ///
@@ -134,6 +146,13 @@ void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain
             T const gradient = dy(i, column);
             return std::pair(gradient * (gain_offset + weight[static_cast<std::size_t>(j)]), gradient * normed);
         });
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, std::span<T const>, T, T, rows<T const>, rows<T>, std::span<T>), X...>)
+void rms_norm_backward(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: rms_norm_backward<T>(x, weight, eps, gain_offset, dy, dx, dweight) wants rows and spans of T, "
+                  "not const where they are written; take rows with view() or data()");
 }
 
 /// Computes `dx` and `dz` and adds to `dweight`, the gradients of `gated_rms_norm`, each unless it is empty.
@@ -159,6 +178,15 @@ void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const
             if (dz.data() != nullptr) dz(i, column) = silu_backward(gate, gradient * (normed * gain));
             return std::pair(opened * gain, opened * normed);
         });
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, std::span<T const>, T, rows<T const>, rows<T>, rows<T>,
+                                 std::span<T>),
+                            X...>)
+void gated_rms_norm_backward(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: gated_rms_norm_backward<T>(x, z, weight, eps, dy, dx, dz, dweight) wants rows and spans of T, "
+                  "not const where they are written; take rows with view() or data()");
 }
 
 } // namespace cpx
