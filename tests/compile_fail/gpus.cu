@@ -2,6 +2,7 @@
 #include <cpx/cpx.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/rotary.hpp>
 
 using zigzag = cpx::sharding<cpx::zigzag<4>>;
 using sequential = cpx::sharding<cpx::sequential<4>>;
@@ -58,10 +59,25 @@ void prepared(cpx::cuda::conv_exchange<float, zigzag>& by, view<given, device> x
     cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, y);
 }
 #ifndef CPX_GOOD
-// expect: cuda::causal_conv1d.by, x, weight, bias, activation, y. wants tensors of cuda::memory
+// expect: cuda::causal_conv1d.by, x, weight, bias, activation, y. wants a conv_exchange, tensors of cuda::memory
 void prepared(cpx::cuda::conv_exchange<float, zigzag>& by, view<zigzag, device> x, cpx::rows<float const> w,
               cpx::cuda::communicator& comm) {
     cpx::cuda::causal_conv1d(by, x, w, {}, cpx::activation::none, x, comm);
+}
+
+// expect: cuda::causal_conv1d.by, x, weight, bias, activation, y. wants a conv_exchange
+void unprepared(cpx::halo_plan<zigzag> const& p, view<zigzag, device> x, cpx::rows<float const> w) {
+    cpx::cuda::causal_conv1d(p, x, w, {}, cpx::activation::none, x);
+}
+
+// expect: cuda::rotary.x, head_dim, pairs, positions, y. wants tensors of cuda::memory
+void turns(std::vector<float>& x, cpx::cuda::rotary_pairs const& pairs, cpx::cuda::rotary_positions const& positions) {
+    cpx::cuda::rotary(x, 8, pairs, positions, x);
+}
+
+// expect: a field is given other elements, to write what is const, or no view
+auto gradients(view<zigzag, device> dx, std::vector<float> const& dweight) {
+    return cpx::cuda::causal_conv1d_gradients<float, zigzag>{dx, dweight};
 }
 #endif
 

@@ -215,6 +215,14 @@ TEST_SUITE("ops") {
             chosen.view()(1, 1) = 8;
             rejects({"chosen expert: expected 0 to 7, got 8"}, [&] { make(8, places); });
             chosen.view()(1, 1) = 0;
+            index_t const first = 3 * comm.rank();
+            cpx::expert_exchange const at(chosen.view(), 8, std::vector{first, first + 1, first + 2}, comm);
+            cpx::row_buffer<float> const x(4, 3), of_experts(at.count(), 3);
+            cpx::row_buffer<float> y(3, 3);
+            rejects({"expert_exchange.cpp", "expert_exchange::to_experts: shape of x: expected (3, 3), got (4, 3)"},
+                    [&] { at.to_experts<float>(x.view(), 3); });
+            rejects({"expert_exchange.cpp", "expert_exchange::to_tokens: shape of y: expected (3, 6), got (3, 3)"},
+                    [&] { at.to_tokens<float>(of_experts.view(), y.view()); });
             rejects({"8 experts", "4 experts"}, [&] { make(comm.rank() == 1 ? 4 : 8, places); });
         });
         // The same places on both ranks, as rows counted from 0 on each are: the owner says so.
@@ -235,7 +243,7 @@ TEST_SUITE("ops") {
             if (comm.rank() < 2)
                 CHECK(support::message(sum) == "");
             else
-                rejects({"exchange of the subgroup 2 3: ranks disagree on ", "8 (rank 0), 9 (rank 1)"}, sum);
+                rejects({"sum_over_ranks of the subgroup 2 3: ranks disagree on ", "8 (rank 0), 9 (rank 1)"}, sum);
         });
         on(2, [&](cpx::threads& comm) {
             auto const batch = lengths({6});

@@ -389,7 +389,7 @@ TEST_SUITE("ops") {
             cpx::moe<float>(m.view(), x, std::move(choices), at, y.view());
         });
         using weights = cpx::moe_weights<float>;
-        std::vector<std::pair<rows<float const> weights::*, std::string>> const members = {
+        std::vector<std::pair<cpx::field<rows<float const>> weights::*, std::string>> const members = {
             {&weights::gate_up_proj, "gate_up_proj: expected (30, 6), got (29, 6)"},
             {&weights::shared_up_proj, "shared_up_proj: expected (7, 6), got (6, 6)"},
             {&weights::shared_down_proj, "shared_down_proj: expected (6, 7), got (5, 7)"},

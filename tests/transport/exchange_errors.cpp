@@ -207,8 +207,8 @@ TEST_SUITE("transport") {
             });
         });
         for (auto const& text : texts)
-            CHECK_MESSAGE(holds(text, "ranks disagree on number of values: expected one value on all ranks, got "
-                                      "4 (ranks 0 2), 5 (rank 1)"),
+            CHECK_MESSAGE(holds(text, "sum_over_ranks: ranks disagree on number of values: expected one value on all "
+                                      "ranks, got 4 (ranks 0 2), 5 (rank 1)"),
                           text);
         cpx::threads::run(1, [](cpx::threads& comm) {
             auto const two = cpx::shard(batch, cpx::zigzag<>{2});
