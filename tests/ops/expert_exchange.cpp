@@ -214,7 +214,7 @@ TEST_SUITE("ops") {
             rejects({"places: expected 3, got 2"}, [&] { make(8, std::span(places).first(2)); });
             chosen.view()(1, 1) = 8;
             rejects({"chosen expert: expected 0 to 7, got 8"}, [&] { make(8, places); });
-            chosen.view()(1, 1) = 0;
+            for (index_t row = 0; row < 3; ++row) chosen.view()(row, 1) = 1;
             index_t const first = 3 * comm.rank();
             cpx::expert_exchange const at(chosen.view(), 8, std::vector{first, first + 1, first + 2}, comm);
             cpx::row_buffer<float> const x(4, 3), of_experts(at.count(), 3);

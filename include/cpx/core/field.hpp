@@ -6,6 +6,7 @@
 #include <cpx/core/rows.hpp>
 
 #include <concepts>
+#include <cstddef>
 #include <type_traits>
 #include <utility>
 
@@ -48,6 +49,9 @@ struct field : F {
     template <class X>
     constexpr field(X&& x) : F(detail::fit<F>(std::forward<X>(x))) {}
     // In braces: what F is made of. Not inherited: nvcc cannot compare inherited default arguments.
+    template <class X>
+        requires std::constructible_from<F, X, std::size_t> && (!std::constructible_from<F, X, index_t, caller>)
+    constexpr field(X&& data, std::size_t size) : F(std::forward<X>(data), size) {}
     template <class X>
         requires std::constructible_from<F, X, index_t, caller>
     constexpr field(X&& list, index_t width, caller here = caller::here()) : F(std::forward<X>(list), width, here) {}
