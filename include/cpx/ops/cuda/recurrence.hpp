@@ -26,6 +26,8 @@ struct device_tensors {
     rows<float> final;
     Saved* saved;
 };
+template <class X, class O, class Saved>
+device_tensors(X, O, rows<float const>, rows<float>, field<Saved*>) -> device_tensors<X, O, Saved>;
 template <class D, class X>
 struct device_gradients {
     D dout;
