@@ -200,7 +200,12 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             scale(s, fading); // while products are under way, the compiler would await them
             token_decays held;
             if constexpr (!both) load_decays(memory.gates[at], held);
-            auto const decays = [&](int j) { return both ? decays_of(memory.gates[at], j) : held[j]; };
+            auto const decays = [&](int j) {
+                if constexpr (both)
+                    return decays_of(memory.gates[at], j);
+                else
+                    return held[j];
+            };
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
                 float2 const e = decays(j / 2);

@@ -260,8 +260,11 @@ std::vector<float> rotated(std::vector<float> const& values, std::vector<index_t
     if (y.size() > 0) cuda::check(cudaMemset(y.data(), 0xff, values.size() * sizeof(float)), "cudaMemset");
     cuda::rotated<float> const tensor{{x.data(), count, width}, {y.data(), count, width}};
     cpx::rows<std::int64_t const> const axes(device_positions.data(), 3, count);
-    (back ? cuda::rotary_backward<float> : cuda::rotary<float>)(std::span(&tensor, 1), head_dim, pairs, axes, nullptr,
-                                                                cpx::caller::here());
+    std::span<cuda::rotated<float> const> const one(&tensor, 1);
+    if (back)
+        cuda::rotary_backward<float>(one, head_dim, pairs, axes, nullptr);
+    else
+        cuda::rotary<float>(one, head_dim, pairs, axes, nullptr);
     return y.read();
 }
 
