@@ -108,7 +108,7 @@ struct lane_work {
     }
     /// Returns how many numbers the kernel reads.
     index_t size(thd const& batch) const {
-        auto const words = [](auto const& of) { return std::ssize(of) * sizeof(of[0]) / sizeof(index_t); };
+        auto const words = [](auto const& of) { return of.size() * sizeof(of[0]) / sizeof(index_t); };
         return static_cast<index_t>(sizeof(lane_list) / sizeof(index_t) + words(batch.offsets()) + words(lanes) +
                                     words(cells) + words(jobs) + words(numbers));
     }
