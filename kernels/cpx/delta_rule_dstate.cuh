@@ -11,9 +11,9 @@ namespace cpx::kernels {
 namespace delta {
 
 /// Queries, keys and gates come long before they are wanted: first P and X are made of them.
-template <int Halves>
+template <std::size_t Halves>
 struct dstate_memory {
-    static constexpr int stages = Halves == 2 ? 3 : 4, dout_stages = 3;
+    static constexpr std::size_t stages = Halves == 2 ? 3 : 4, dout_stages = 3;
     char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes];
     char inverse[dout_stages][panel_bytes];
     /// And then gradients of values: a warp writes where it alone has read.

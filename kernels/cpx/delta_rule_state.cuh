@@ -31,7 +31,7 @@ namespace delta {
 
 inline constexpr int snapshot_words = 64 * 128;
 
-template <int Halves>
+template <std::size_t Halves>
 struct state_memory {
     static constexpr int stages = 4;
     char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][Halves][panel_bytes],
