@@ -124,7 +124,7 @@ public:
             made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
         }
         if (all.rectangles() > room() || made.staged > staged_out_.size()) return false;
-        std::uint64_t const word = word_of(id, plans.size());
+        std::uint64_t const word = word_of(plans.size(), [&](std::size_t) -> identity const& { return id; });
         auto work = all.work();
         work.numbers.push_back(
             {reinterpret_cast<index_t*>(this->word()), static_cast<index_t>(word), 1 + comm_.ranks(), 0});
@@ -280,7 +280,7 @@ private:
     }
     /// Gives the tables of `plans` to the device, in the order of the stream. `compared`: no rank has others.
     void put(tables made, std::span<plan const> plans, bool compared, cudaStream_t stream, caller here) {
-        auto const word = word_of(plans.empty() ? identity() : plans[0].id, plans.size());
+        auto const word = word_of(plans.size(), [&](std::size_t i) -> identity const& { return plans[i].id; });
         std::size_t const before = static_cast<std::size_t>(head()) / sizeof word,
                           bytes = made.list.size() * sizeof(kernels::rectangle);
         std::vector<index_t> numbers(before + bytes / sizeof word, static_cast<index_t>(word));
@@ -288,12 +288,22 @@ private:
         write_numbers(numbers, reinterpret_cast<index_t*>(list_.data()), stream, here);
         commit(std::move(made), compared);
     }
-    /// Returns the word by which ranks compare plans, of which `first` is the first, and says which they are.
-    std::uint64_t word_of(identity const& first, std::size_t count) {
-        if (count == 0) return 0;
-        identity const id = first.template for_elements<T>(width_);
-        comm_.runs(id);
-        return cpx::detail::mix(id.fingerprint(), count);
+    /// Returns the word by which ranks compare plans, and says which they are; an `id_of(i)` that stays is hashed once.
+    template <class F>
+    std::uint64_t word_of(std::size_t count, F&& id_of) {
+        std::uint64_t word = 0, hash = 0;
+        identity const* last = nullptr;
+        for (std::size_t i = 0; i < count; ++i) {
+            identity const& given = id_of(i);
+            if (&given != last) {
+                identity const id = given.template for_elements<T>(width_);
+                if (!last) comm_.runs(id);
+                hash = id.fingerprint();
+                last = &given;
+            }
+            word = cpx::detail::mix(word, hash);
+        }
+        return word;
     }
     void commit(tables made, bool compared) {
         plans_ = std::move(made.plans);
