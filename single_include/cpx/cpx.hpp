@@ -3010,6 +3010,7 @@ struct mesh_sizes {
 ///
 /// Pure arithmetic, a constant where its sizes are: `constexpr mesh all({.world = 8, .cp = 2, .ep = 8, .etp = 1})`.
 /// World ranks count from 0 as torchrun's and MPI's do; `rank` elsewhere in cpx is a coordinate here, on cp.
+/// Members throw `cpx::error` for a rank outside the world, and for axes of dense layers and of experts in one set.
 class mesh {
 public:
     /// Throws `cpx::error` if sizes do not divide the world's, or if dense layers and experts would have other pipeline
@@ -3017,16 +3018,24 @@ public:
     explicit constexpr mesh(mesh_sizes const& sizes, caller here = caller::here())
         : world_(sizes.world), chunks_(sizes.chunks) {
         int const etp = sizes.etp == 0 ? sizes.tp : sizes.etp;
-        for (int const size : {sizes.world, sizes.tp, sizes.cp, sizes.pp, sizes.ep, etp, sizes.ulysses, sizes.chunks})
-            if (size < 1) throw error("mesh", "sizes", "at least 1", std::to_string(size), here);
+        for (auto const& [name, size] : std::array<std::pair<char const*, int>, 8>{{{"world", sizes.world},
+                                                                                    {"tp", sizes.tp},
+                                                                                    {"cp", sizes.cp},
+                                                                                    {"pp", sizes.pp},
+                                                                                    {"ep", sizes.ep},
+                                                                                    {"etp", etp},
+                                                                                    {"ulysses", sizes.ulysses},
+                                                                                    {"chunks", sizes.chunks}}})
+            if (size < 1) throw error("mesh", name, "at least 1", std::to_string(size), here);
         if (sizes.cp % sizes.ulysses != 0)
             throw error("mesh", "cp", "a multiple of ulysses = " + std::to_string(sizes.ulysses),
                         std::to_string(sizes.cp), here);
         int const dp = remaining("tp, cp, pp", {sizes.tp, sizes.cp, sizes.pp}, here),
                   edp = remaining("etp, ep, pp", {etp, sizes.ep, sizes.pp}, here);
         for (axis const each : {axis::tp, axis::cp, axis::ep, axis::dp, axis::pp})
-            if (std::ranges::count(sizes.order, each) != 1)
-                throw error("mesh", "order", "tp, cp, ep, dp and pp, each once", "others", here);
+            if (auto const times = std::ranges::count(sizes.order, each); times != 1)
+                throw error("mesh", "order", "tp, cp, ep, dp and pp, each once",
+                            names_of(each) + ' ' + std::to_string(times) + " times", here);
         for (axis const a : sizes.order) {
             if (a == axis::tp) add(dense_, a, sizes.tp), add(experts_, axis::etp, etp);
             if (a == axis::cp)
@@ -3050,81 +3059,71 @@ public:
 
     constexpr int world() const { return world_; }
     /// Returns how many ranks a group of these axes has.
-    constexpr int size(axis set, caller here = caller::here()) const {
-        int product = 1;
-        for (digit const& d : grid_of(set, here).digits)
-            if (has(set, d.of)) product *= d.size;
-        return product;
-    }
+    constexpr int size(axis set, caller here = caller::here()) const { return members("mesh::size", set, here); }
 
     /// Returns where a rank stands in its group of these axes, from 0: on the first axis of the order fastest.
     constexpr int coordinate(axis set, int world_rank, caller here = caller::here()) const {
-        return number(set, true, world_rank, here);
+        return number("mesh::coordinate", set, true, world_rank, here);
     }
     /// Returns the number of its group: what the communicators' `split` take. From 0, without gaps.
     constexpr int color(axis set, int world_rank, caller here = caller::here()) const {
-        return number(set, false, world_rank, here);
+        return number("mesh::color", set, false, world_rank, here);
     }
     /// Returns the world rank that stands at `coordinate` in group `color` of these axes.
-    constexpr int rank(axis set, int color, int coordinate, caller here = caller::here()) const {
-        int const members = size(set, here);
-        require_below("coordinate", coordinate, members, here);
-        require_below("color", color, world_ / members, here);
-        int rank = 0;
-        for (digit const& d : grid_of(set, here).digits) {
-            int& rest = has(set, d.of) ? coordinate : color;
-            rank += rest % d.size * d.stride;
-            rest /= d.size;
-        }
-        return rank;
+    constexpr int world_rank(axis set, int color, int coordinate, caller here = caller::here()) const {
+        char const* const where = "mesh::world_rank";
+        int const count = members(where, set, here);
+        require_below(where, "coordinate", coordinate, count, here);
+        require_below(where, "color", color, world_ / count, here);
+        return member(set, color, coordinate, here);
     }
     /// Returns the world ranks of the group of a rank, by their coordinates.
     std::vector<int> group(axis set, int world_rank, caller here = caller::here()) const {
-        std::vector<int> ranks(static_cast<std::size_t>(size(set, here)));
-        int const own = color(set, world_rank, here);
-        for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = rank(set, own, static_cast<int>(i), here);
+        char const* const where = "mesh::group";
+        std::vector<int> ranks(static_cast<std::size_t>(members(where, set, here)));
+        int const own = number(where, set, false, world_rank, here);
+        for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = member(set, own, static_cast<int>(i), here);
         return ranks;
     }
 
     /// Returns a color of those of a group that share a node with a rank: the lowest world rank of them. Ranks of a
     /// node are neighbours.
     constexpr int color_in_node(axis set, int world_rank, int ranks_per_node, caller here = caller::here()) const {
-        if (ranks_per_node < 1)
-            throw error("mesh", "ranks of a node", "at least 1", std::to_string(ranks_per_node), here);
-        int const own = color(set, world_rank, here), node = world_rank / ranks_per_node;
-        int lowest = world_rank;
-        for (int i = 0; i < size(set, here); ++i)
-            if (int const other = rank(set, own, i, here); other / ranks_per_node == node && other < lowest)
-                lowest = other;
-        return lowest;
+        return lowest_in_node("mesh::color_in_node", set, world_rank, ranks_per_node, here);
     }
     /// Returns whether all groups of these axes stay within nodes.
     constexpr bool within_nodes(axis set, int ranks_per_node, caller here = caller::here()) const {
+        char const* const where = "mesh::within_nodes";
         for (int r = 0; r < world_; ++r)
-            if (color_in_node(set, r, ranks_per_node, here) != rank(set, color(set, r, here), 0, here)) return false;
+            if (lowest_in_node(where, set, r, ranks_per_node, here) !=
+                member(set, number(where, set, false, r, here), 0, here))
+                return false;
         return true;
     }
 
     /// Returns the layers of a rank, of so many in all: those of one chunk of a virtual pipeline, which goes through
-    /// all pipeline ranks before the next chunk begins.
+    /// all pipeline ranks before the next chunk begins. Throws unless every chunk of every rank has as many.
     constexpr range layers(index_t all, int world_rank, int chunk = 0, caller here = caller::here()) const {
-        require_below("chunk of layers", chunk, chunks_, here);
-        index_t const pp = size(axis::pp), stage = chunk * pp + coordinate(axis::pp, world_rank, here);
-        return part("layers", all, "pipeline stages", pp * chunks_, stage, here);
+        char const* const where = "mesh::layers";
+        require_below(where, "chunk of layers", chunk, chunks_, here);
+        index_t const pp = members(where, axis::pp, here), at = number(where, axis::pp, true, world_rank, here);
+        return part(where, "layers", all, pp * chunks_, chunk * pp + at, "pipeline stages", here);
     }
-    /// Returns the experts of a rank, of so many a layer.
+    /// Returns the experts of a rank, of so many a layer. Throws unless ep divides them.
     constexpr range experts(index_t all, int world_rank, caller here = caller::here()) const {
-        return part("experts", all, "ep", size(axis::ep), coordinate(axis::ep, world_rank, here), here);
+        return part("mesh::experts", "experts", all, axis::ep, "ep", world_rank, here);
     }
     /// Returns which sequences of a step a rank loads: tp, cp and pp do not multiply them, their ranks load the same.
+    /// Throws unless dp divides them.
     constexpr range sequences(index_t step, int world_rank, caller here = caller::here()) const {
-        return part("sequences of a step", step, "dp", size(axis::dp), coordinate(axis::dp, world_rank, here), here);
+        return part("mesh::sequences", "sequences of a step", step, axis::dp, "dp", world_rank, here);
     }
-    /// Returns in how many micro-batches a rank takes its sequences of a step.
+    /// Returns in how many micro-batches a rank takes its sequences of a step. Throws unless all are whole.
     constexpr index_t accumulation_steps(index_t step, index_t micro_batch, caller here = caller::here()) const {
-        index_t const own = sequences(step, 0, here).size();
+        char const* const where = "mesh::accumulation_steps";
+        index_t const own = part(where, "sequences of a step", step, axis::dp, "dp", 0, here).size();
         if (micro_batch < 1 || own % micro_batch != 0)
-            throw error("mesh", "sequences of a micro-batch", "a divisor of a rank's " + std::to_string(own),
+            throw error(where, "sequences of a micro-batch", "a divisor of a rank's " + std::to_string(own),
                         std::to_string(micro_batch), here);
         return own / micro_batch;
     }
@@ -3154,6 +3153,18 @@ private:
     static constexpr bool has(axis set, axis one) {
         return (static_cast<unsigned>(set) & static_cast<unsigned>(one)) != 0;
     }
+    static std::string names_of(axis set) {
+        std::string text;
+        for (auto const& [one, name] : std::array<std::pair<axis, char const*>, 7>{{{axis::tp, "tp"},
+                                                                                    {axis::cp, "cp"},
+                                                                                    {axis::dp, "dp"},
+                                                                                    {axis::pp, "pp"},
+                                                                                    {axis::etp, "etp"},
+                                                                                    {axis::ep, "ep"},
+                                                                                    {axis::edp, "edp"}}})
+            if (has(set, one)) text += (text.empty() ? "" : ", ") + std::string(name);
+        return text;
+    }
     constexpr int remaining(char const* names, std::array<int, 3> const& sizes, caller here) const {
         index_t product = 1;
         for (int const size : sizes) product = product > world_ ? product : product * size;
@@ -3164,36 +3175,71 @@ private:
                         std::to_string(world_), here);
         return static_cast<int>(world_ / product);
     }
-    constexpr grid const& grid_of(axis set, caller here) const {
+    constexpr grid const& grid_of(char const* where, axis set, caller here) const {
         bool const dense = has(set, axis::tp | axis::cp | axis::dp),
                    experts = has(set, axis::etp | axis::ep | axis::edp);
         if (dense && experts)
-            throw error("mesh", "axes", "those of dense layers or those of experts", "some of both", here);
+            throw error(where, "axes", "those of dense layers or those of experts", names_of(set), here);
         if (auto const unknown = static_cast<unsigned>(set) >> 8; unknown != 0)
-            throw error("mesh", "axes", "tp, cp, dp, pp, etp, ep or edp", "bit " + std::to_string(unknown << 8), here);
+            throw error(where, "axes", "tp, cp, dp, pp, etp, ep or edp", "bit " + std::to_string(unknown << 8), here);
         return experts ? experts_ : dense_;
     }
-    constexpr int number(axis set, bool inside, int world_rank, caller here) const {
-        require_below("world rank", world_rank, world_, here);
+    /// Returns how many ranks a group has.
+    constexpr int members(char const* where, axis set, caller here) const {
+        int product = 1;
+        for (digit const& d : grid_of(where, set, here).digits)
+            if (has(set, d.of)) product *= d.size;
+        return product;
+    }
+    /// Returns the coordinate in a group, `inside`, or the number of the group.
+    constexpr int number(char const* where, axis set, bool inside, int world_rank, caller here) const {
+        require_below(where, "world rank", world_rank, world_, here);
         int result = 0, weight = 1;
-        for (digit const& d : grid_of(set, here).digits) {
+        for (digit const& d : grid_of(where, set, here).digits) {
             if (has(set, d.of) != inside) continue;
             result += world_rank / d.stride % d.size * weight;
             weight *= d.size;
         }
         return result;
     }
-    static constexpr void require_below(char const* what, int number, int count, caller here) {
-        if (number < 0 || number >= count)
-            throw error("mesh", what, "0 to " + std::to_string(count - 1), std::to_string(number), here);
+    /// Returns the world rank at a coordinate of a group that are checked.
+    constexpr int member(axis set, int color, int coordinate, caller here) const {
+        int rank = 0;
+        for (digit const& d : grid_of("mesh", set, here).digits) {
+            int& rest = has(set, d.of) ? coordinate : color;
+            rank += rest % d.size * d.stride;
+            rest /= d.size;
+        }
+        return rank;
     }
-    /// Returns the part of so many things that one of `ranks` has.
-    static constexpr range part(char const* what, index_t all, char const* of, index_t ranks, index_t rank,
-                                caller here) {
+    constexpr int lowest_in_node(char const* where, axis set, int world_rank, int ranks_per_node, caller here) const {
+        if (ranks_per_node < 1)
+            throw error(where, "ranks of a node", "at least 1", std::to_string(ranks_per_node), here);
+        int const own = number(where, set, false, world_rank, here), node = world_rank / ranks_per_node;
+        int lowest = world_rank;
+        for (int i = 0; i < members(where, set, here); ++i)
+            if (int const other = member(set, own, i, here); other / ranks_per_node == node && other < lowest)
+                lowest = other;
+        return lowest;
+    }
+    static constexpr void require_below(char const* where, char const* what, int number, int count, caller here) {
+        if (number < 0 || number >= count)
+            throw error(where, what, "0 to " + std::to_string(count - 1), std::to_string(number), here);
+    }
+    /// Returns the part of so many things that one of `ranks` has; of an axis that the rank which stands there has.
+    static constexpr range part(char const* where, char const* what, index_t all, index_t ranks, index_t rank,
+                                char const* of, caller here) {
         if (all < 0 || all % ranks != 0)
-            throw error("mesh", what, "a multiple of " + std::string(of) + " = " + std::to_string(ranks),
+            throw error(where, what,
+                        std::string(all < 0 ? "not negative, " : "") + "a multiple of " + of + " = " +
+                            std::to_string(ranks),
                         std::to_string(all), here);
         return {rank * (all / ranks), (rank + 1) * (all / ranks)};
+    }
+    constexpr range part(char const* where, char const* what, index_t all, axis over, char const* name, int world_rank,
+                         caller here) const {
+        return part(where, what, all, members(where, over, here), number(where, over, true, world_rank, here), name,
+                    here);
     }
 
     int world_ = 1, chunks_ = 1;
