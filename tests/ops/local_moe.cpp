@@ -225,32 +225,44 @@ TEST_SUITE("ops") {
         }
     }
 
-    TEST_CASE("the gradients of a mixture of experts are its differences") {
-        for (sizes const& n : many) {
-            if (n.experts > 100) continue; // too many weights
-            CAPTURE(n.experts);
-            model<double> m(n, 30);
-            auto x = bits::uniform<double>(n.count, n.hidden, 4, 2);
-            auto const dy = bits::uniform<double>(n.count, n.hidden, 5);
-            scattered<double> y(n.count, n.hidden), dx(n.count, n.hidden, 2, 1);
-            auto const saved = cpx::moe<double>(m.view(), x, n.choices, y.view());
-            auto const loss = [&] {
-                auto const again = cpx::moe<double>(m.view(), x, n.choices, y.view());
-                REQUIRE(bits::same<size>(again.of_router.chosen.view(),
-                                         saved.of_router.chosen.view())); // else there is no difference
-                return gradients::loss(y, dy);
-            };
-            auto const g = cpx::moe_backward<double>(m.view(), saved, dy, dx.view());
-            auto const of_weights = weight_gradients<double>(m.view(), saved, g, x);
-            gradients::check(x.view(), dx, loss);
-            for (std::size_t i = 0; i < of_weights.size(); ++i) {
-                CAPTURE(i);
-                gradients::check(m.weights[i].view(), of_weights[i].view(), loss);
+    TEST_CASE(
+        "the gradients of a mixture of experts are its differences, with a loss of the logits and replayed, too") {
+        for (sizes const& n : many)
+            for (bool const replayed : {false, true}) {
+                if (n.experts > 100) continue; // too many weights
+                CAPTURE(n.experts);
+                CAPTURE(replayed);
+                model<double> m(n, 30);
+                auto x = bits::uniform<double>(n.count, n.hidden, 4, 2);
+                auto const dy = bits::uniform<double>(n.count, n.hidden, 5),
+                           dlogits = bits::uniform<double>(n.count, n.experts, 6);
+                auto const given = random_choices(n.count, n.choices, n.experts, 7);
+                scattered<double> y(n.count, n.hidden), dx(n.count, n.hidden, 2, 1);
+                auto const run = [&] {
+                    auto const gate = m.view().gate;
+                    auto choices = replayed ? cpx::replay_experts<double>(gate, x, given.view())
+                                            : cpx::choose_experts<double>(gate, x, n.choices);
+                    cpx::expert_rows at(choices.chosen.view(), n.experts);
+                    return cpx::moe<double>(m.view(), x, std::move(choices), std::move(at), y.view());
+                };
+                auto const saved = run();
+                auto const loss = [&] {
+                    auto const again = run();
+                    REQUIRE(bits::same<size>(again.of_router.chosen.view(),
+                                             saved.of_router.chosen.view())); // else there is no difference
+                    return gradients::loss(y, dy) + gradients::loss(again.of_router.logits.view(), dlogits);
+                };
+                auto const g = cpx::moe_backward<double>(m.view(), saved, dy, dx.view(), dlogits);
+                auto const of_weights = weight_gradients<double>(m.view(), saved, g, x);
+                gradients::check(x.view(), dx, loss);
+                for (std::size_t i = 0; i < of_weights.size(); ++i) {
+                    CAPTURE(i);
+                    gradients::check(m.weights[i].view(), of_weights[i].view(), loss);
+                }
+                scattered<double> in_place(dy.view(), 1, 1);
+                cpx::moe_backward<double>(m.view(), saved, in_place.view(), in_place.view(), dlogits);
+                CHECK(bits::same<double>(in_place, dx));
             }
-            scattered<double> in_place(dy.view(), 1, 1);
-            cpx::moe_backward<double>(m.view(), saved, in_place.view(), in_place.view());
-            CHECK(bits::same<double>(in_place, dx));
-        }
     }
 
     TEST_CASE("experts that no row chose are not read, have no gradient and no logit's gradient") {
@@ -345,6 +357,17 @@ TEST_SUITE("ops") {
                 double const expected = std::exp(logit(s) - logit(0)) * weight(0);
                 CHECK(std::abs(weight(s) - expected) <= 8 * std::numeric_limits<T>::epsilon() * expected);
             }
+        for (T const far : {T(1), T(95), T(800)}) { // that another expert has so much of the logit leaves no trace
+            std::vector<T> const steep{far, 0, -1}, one{1};
+            std::vector<size> const low{1, 2};
+            auto const of_low =
+                cpx::replay_experts<T>(rows<T const>(steep, 1), rows<T const>(one, 1), rows<size const>(low, 2));
+            double const expected = 1 / (1 + std::exp(-1.0));
+            CHECK(std::abs(static_cast<double>(of_low.weights.view()(0, 0)) - expected) <=
+                  4 * std::numeric_limits<T>::epsilon());
+            CHECK(std::abs(static_cast<double>(of_low.weights.view()(0, 1)) - (1 - expected)) <=
+                  4 * std::numeric_limits<T>::epsilon());
+        }
         using support::rejects;
         auto wrong = other;
         wrong.view()(4, 2) = wrong.view()(4, 0);

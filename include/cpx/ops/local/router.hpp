@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <concepts>
+#include <limits>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -35,11 +36,20 @@ void weigh(char const* where, rows<T const> logits, rows<index_t const> chosen, 
     require_shape(where, "weights", weights, logits.count(), choices, here);
     require_apart(where, {{"chosen", chosen}, {"weights", weights}}, {{"logits", logits}}, here);
     std::vector<T> probabilities(static_cast<std::size_t>(experts));
+    T const least = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon(); // with all its digits
     for (index_t row = 0; row < logits.count(); ++row) {
         softmax(logits.row(row), experts, probabilities.data());
         choose(row, probabilities);
         T of_chosen = 0;
         for (index_t number = 0; number < choices; ++number) of_chosen += weights(row, number);
+        if (of_chosen < least) { // nothing is left of choices far below the highest: theirs is the highest then
+            T const* const all = logits.row(row);
+            T highest = all[chosen(row, 0)];
+            for (index_t number = 1; number < choices; ++number) highest = std::max(highest, all[chosen(row, number)]);
+            of_chosen = 0;
+            for (index_t number = 0; number < choices; ++number)
+                of_chosen += weights(row, number) = std::exp(all[chosen(row, number)] - highest);
+        }
         for (index_t number = 0; number < choices; ++number) weights(row, number) /= of_chosen;
     }
 }
