@@ -70,6 +70,39 @@ TEST_SUITE("mpi") {
         }
     }
 
+    TEST_CASE("rows of tokens come to the owners of their experts and back, and ranks that count others are told") {
+        int const ranks = job::ranks();
+        auto const share = [&](cpx::mpi& comm, index_t experts, index_t choices) {
+            auto const sharding = cpx::shard(batches[3], cpx::zigzag<>(ranks));
+            auto const places = cpx::global_rows(sharding, comm.rank());
+            cpx::row_buffer<index_t> chosen(std::ssize(places), choices);
+            std::vector<double> x(places.begin(), places.end()), y(x.size() * static_cast<std::size_t>(choices), -1);
+            for (index_t row = 0; row < chosen.count(); ++row)
+                for (index_t s = 0; s < choices; ++s)
+                    chosen.view()(row, s) = (places[static_cast<std::size_t>(row)] * 7 + s) % experts;
+            cpx::expert_exchange const at(chosen.view(), experts, places, comm);
+            auto const there = at.to_experts(cpx::rows<double const>(x, 1), 1);
+            for (std::size_t row = 0; row < at.places().size(); ++row)
+                CHECK(there.view()(static_cast<index_t>(row), 0) == static_cast<double>(at.places()[row]));
+            at.to_tokens(there.view(), cpx::rows<double>(y, choices));
+            for (std::size_t i = 0; i < y.size(); ++i) CHECK(y[i] == x[i / static_cast<std::size_t>(choices)]);
+        };
+        auto const told = [&](index_t odd_experts, index_t odd_choices) {
+            return job::error(std::chrono::seconds(20), [&](cpx::mpi& comm) {
+                bool const odd = comm.rank() == 1;
+                share(comm, ranks * (odd ? odd_experts : 4), odd ? odd_choices : 2);
+            });
+        };
+        CHECK(told(4, 2) == "");
+        if (ranks == 1) return;
+        std::string const all = std::to_string(4 * ranks), half = std::to_string(2 * ranks);
+        support::holds({"expert_exchange: ranks disagree on ", all + " experts and 2 choices a token (rank",
+                        half + " experts and 2 choices a token (rank 1)"},
+                       told(2, 2), cpx::caller::here());
+        support::holds({"expert_exchange: ranks disagree on ", all + " experts and 3 choices a token (rank 1)"},
+                       told(4, 3), cpx::caller::here());
+    }
+
     TEST_CASE("every rank gets the bits of the sum in rank order") {
         int const ranks = job::ranks();
         cpx::mpi comm;

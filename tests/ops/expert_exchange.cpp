@@ -28,6 +28,7 @@ struct layer {
     sizes n;
     cpx::thd batch;
     std::vector<T> x, dy, gate, gate_up, down, shared_gate, shared_up, shared_down, shared_expert_gate;
+    std::vector<index_t> given = {}; ///< choices that are replayed; none: the router chooses
 
     layer(sizes const& s, cpx::thd const& packing, std::uint64_t seed) : n(s), batch(packing) {
         support::splitmix numbers(seed);
@@ -70,7 +71,12 @@ results<T> run(layer<T> const& l, S const& sharding, int share, sum_order order)
         auto y = poisoned<T>(sharding, rank, l.n.hidden), dx = y;
         auto neighbours = cpx::neighbours(comm, share);
         auto const places = cpx::global_rows(sharding, rank);
-        auto choices = cpx::choose_experts<T>(l.of({}).gate, x.data(), l.n.choices);
+        auto const gate = l.of({}).gate;
+        auto choices = cpx::choose_experts<T>(gate, x.data(), l.n.choices);
+        if (!l.given.empty()) { // they are sharded as the tokens are
+            auto const given = take(l.given, {{1, l.n.choices}}, sharding, rank);
+            choices = cpx::replay_experts<T>(gate, x.data(), given.data());
+        }
         cpx::expert_exchange at(choices.chosen.view(), l.n.experts, places, neighbours);
         CHECK(std::ranges::is_sorted(at.begins()));
         auto const w = l.of(at.own());
@@ -100,7 +106,11 @@ results<T> alone(layer<T> const& l) {
                    std::vector<T>(l.down.size())};
     auto const view = [&](std::vector<T>& of, index_t width) { return cpx::rows<T>(of, width); };
     auto const w = l.of({0, l.n.experts});
-    auto const saved = cpx::moe<T>(w, cpx::rows<T const>(l.x, l.n.hidden), l.n.choices, view(all.y, l.n.hidden));
+    cpx::rows<T const> const x(l.x, l.n.hidden);
+    auto choices = l.given.empty() ? cpx::choose_experts<T>(w.gate, x, l.n.choices)
+                                   : cpx::replay_experts<T>(w.gate, x, cpx::rows<index_t const>(l.given, l.n.choices));
+    cpx::expert_rows at(choices.chosen.view(), l.n.experts);
+    auto const saved = cpx::moe<T>(w, x, std::move(choices), std::move(at), view(all.y, l.n.hidden));
     auto const g = cpx::moe_backward<T>(w, saved, cpx::rows<T const>(l.dy, l.n.hidden), view(all.dx, l.n.hidden));
     cpx::expert_linear_backward_weight<T>(saved.at.begins(), g.dgate_up.view(), saved.input.view(),
                                           view(all.dgate_up, l.n.hidden));
@@ -148,6 +158,10 @@ TEST_SUITE("ops") {
         auto const batch = lengths({4, 9, 2});
         check_layer(layer<T>(n, batch, 2), cpx::shard(batch, cpx::striped<>(4)));
         check_layer(layer<T>({3, 9, 1, 2, 1}, batch, 3), cpx::shard(batch, cpx::sequential<>(3)));
+        layer<T> replayed(n, batch, 6);
+        for (index_t row = 0; row < batch.tokens(); ++row)
+            for (index_t s = 0; s < n.choices; ++s) replayed.given.push_back((row * row + 5 * s) % n.experts);
+        check_layer(replayed, cpx::shard(batch, cpx::zigzag<>(4)));
         auto const short_batch = lengths({2, 1}); // ranks without tokens, and most experts without rows
         check_layer(layer<T>(n, short_batch, 4), cpx::shard(short_batch, cpx::sequential<>(8)));
         check_layer(layer<T>(n, lengths({}), 5), cpx::shard(lengths({}), cpx::sequential<>(2)));
@@ -215,7 +229,14 @@ TEST_SUITE("ops") {
             chosen.view()(1, 1) = 8;
             rejects({"chosen expert: expected 0 to 7, got 8"}, [&] { make(8, places); });
             chosen.view()(1, 1) = 0;
-            rejects({"8 experts", "4 experts"}, [&] { make(comm.rank() == 1 ? 4 : 8, places); });
+            rejects({"expert_exchange: ranks disagree on ", "8 experts and 2 choices a token (ranks 0 2 3), 4 experts"},
+                    [&] { make(comm.rank() == 1 ? 4 : 8, places); });
+        });
+        on(2, [&](cpx::threads& comm) {
+            cpx::row_buffer<index_t> const chosen(0, 2 + comm.rank());
+            rejects({"expert_exchange: ranks disagree on ", "and 2 choices a token (rank 0), ",
+                     "and 3 choices a token (rank 1)"},
+                    [&] { cpx::expert_exchange(chosen.view(), 8, std::vector<index_t>(), comm); });
         });
         on(2, [&](cpx::threads& comm) {
             cpx::row_buffer<index_t> const chosen(3, 1);

@@ -31,13 +31,14 @@ class expert_exchange {
     using M = rank_memory_of<Comm>;
 
 public:
-    /// chosen: (tokens, choices) of this rank, experts from 0, any numbers of tokens, none included. places: where the
-    /// rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`. comm: the ranks that share
-    /// the experts.
+    /// chosen: (tokens, choices) of this rank, experts from 0, each once a token; any numbers of tokens, none included.
+    /// places: where the rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`. comm:
+    /// the ranks that share the experts.
     ///
     /// Collective: counts of all experts go to every rank, then a place a row to its owner; the host reads both.
-    /// Throws `cpx::error` if the experts are no multiple of the ranks, or not equally many on all, if there are not
-    /// as many places as tokens or a choice is no expert; on an owner if two tokens of an expert have one place.
+    /// Throws `cpx::error` if the experts are no multiple of the ranks, if experts or choices are not equally many on
+    /// all, if there are not as many places as tokens or a choice is no expert; on an owner if two rows of an expert
+    /// have one place.
     expert_exchange(rows<index_t const> chosen, index_t experts, std::span<index_t const> places, Comm& comm,
                     caller here = caller::here())
         : expert_exchange(checked(chosen, experts, places, comm, here), comm, here) {}
@@ -149,7 +150,8 @@ private:
                 if (places_[row] < 0 ||
                     (row > static_cast<std::size_t>(begins_[e]) && places_[row] == places_[row - 1]))
                     require(false, "expert_exchange", "place of a token",
-                            "one of its own in the batch, as global_rows(sharding, rank) tells", places_[row], here);
+                            "one of its own in the batch, as global_rows(sharding, rank) tells, and an expert once",
+                            places_[row], here);
         sorted_ = std::ranges::is_sorted(order);
         if (sorted_) return;
         order_ = {memory(), count(), 1, here};
@@ -189,11 +191,14 @@ private:
         counts.write(own, here);
         auto plan = relayout(counts.sharding(), replicated<>(comm_->ranks(), numbers), comm_->rank(), here);
         identity::set(plan.id.operation, "expert_exchange");
-        identity::set(plan.id.source, std::to_string(experts()) + " experts");
+        identity::set(plan.id.source,
+                      std::to_string(experts()) + " experts and " + std::to_string(choices()) + " choices a token");
         for (auto const of_tokens :
              {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
             plan.id[of_tokens] = 0; // which are no tokens of anybody's
-        return exchange(plan, counts, *comm_, here).read(here);
+        auto all = make_tensor<index_t>(plan.to, *comm_, 1, here);
+        detail::exchange_rows(plan, rows<index_t const>(counts.data()), all.data(), *comm_, here, "expert_exchange");
+        return all.read(here);
     }
 
     range own_of(int rank) const {
