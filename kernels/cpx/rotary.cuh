@@ -44,6 +44,7 @@ struct rotary_call {
     int head_bytes, half, rotated; ///< rotated: channels of a head that are turned, 2 * half
     int others;                    ///< channels of a head that are not turned and move, 0: none do
     float direction;               ///< 1, or -1 to turn back
+    bool round_each; ///< cosine and sine, each product and their sum are rounded to T, and not the result alone
 };
 
 /// Heads of a thread, most threads of a block, and blocks of a multiprocessor at once: the fastest on an H200.
@@ -110,19 +111,35 @@ __device__ __forceinline__ std::uint32_t word_of(__half, float2 pair) {
     return word;
 }
 
-/// Returns a channel turned with the other one of its pair: the same bits in all kernels.
-__device__ __forceinline__ float turned(float own, float other, float cosine, float signed_sine) {
-    return fmaf(own, cosine, __fmul_rn(other, signed_sine));
+template <class T>
+__device__ __forceinline__ float rounded_to(float value) {
+    return static_cast<float>(static_cast<T>(value));
 }
 
-/// Rotates the low and the high halves' elements in place: by float, rounded once.
-template <class T, int N, class Words>
+/// Returns a channel turned with the other one of its pair, by float: the same bits in all kernels.
+template <class T, bool RoundEach>
+__device__ __forceinline__ float turned(float own, float other, float cosine, float signed_sine) {
+    float const second = __fmul_rn(other, signed_sine);
+    if constexpr (RoundEach) return rounded_to<T>(__fmul_rn(own, cosine)) + rounded_to<T>(second);
+    return fmaf(own, cosine, second);
+}
+
+/// Calls f with whether each operation is rounded, as a constant: of elements of 32 bits float's own rounding is all.
+template <class T, class F>
+__device__ __forceinline__ void with_rounding(rotary_call const& a, F&& f) {
+    if constexpr (sizeof(T) < 4)
+        if (a.round_each) return f(std::true_type());
+    f(std::false_type());
+}
+
+/// Rotates the low and the high halves' elements in place.
+template <class T, int N, bool RoundEach, class Words>
 __device__ __forceinline__ void turn(Words& low, Words& high, array<float, N> const& cosine,
                                      array<float, N> const& sine) {
     auto const rotate = [&](float& a, float& b, int k) {
         float const was = a;
-        a = turned(was, b, cosine[k], -sine[k]);
-        b = turned(b, was, cosine[k], sine[k]);
+        a = turned<T, RoundEach>(was, b, cosine[k], -sine[k]);
+        b = turned<T, RoundEach>(b, was, cosine[k], sine[k]);
     };
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -148,11 +165,14 @@ __device__ __forceinline__ void turn(Words& low, Words& high, array<float, N> co
 }
 
 /// Computes the cosine and the sine of the angle of a pair of a row.
+template <class T>
 __device__ __forceinline__ void find_angle(rotary_call const& a, index_t row, int pair, float& cosine, float& sine) {
     std::uint64_t const here = position(a.positions, row, a.axes ? a.axes[pair] : 0);
     auto const turn = static_cast<int>((here * a.turns[pair]) >> 32); // 2^32 is a turn, 2^31 is pi
     sincospif(static_cast<float>(turn) * 0x1p-31f, &sine, &cosine);
     sine *= a.direction;
+    if constexpr (sizeof(T) < 4)
+        if (a.round_each) cosine = rounded_to<T>(cosine), sine = rounded_to<T>(sine);
 }
 
 /// Turns channel i of every head with channel i + half by the angle of pair i of its row.
@@ -206,7 +226,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
     for (int i = static_cast<int>(threadIdx.y) * across + static_cast<int>(threadIdx.x); i < rows * pairs;
          i += across * static_cast<int>(blockDim.y)) {
         int const r = i / pairs, pair = first_pair + i - r * pairs;
-        find_angle(a, first_row + r, pair, cosines[i], sines[i]);
+        find_angle<T>(a, first_row + r, pair, cosines[i], sines[i]);
     }
     __syncthreads();
 
@@ -221,14 +241,16 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
 #pragma unroll
             for (int j = 0; j < wide; ++j) cosine[k + j] = c.element[j], sine[k + j] = s.element[j];
         }
+        with_rounding<T>(a, [&](auto each) {
 #pragma unroll
-        for (int u = 0; u < rotary_heads; ++u)
-            if (int const head = first + u * groups + group; head < last) {
-                T* const y = to[u];
-                turn<T, N>(low[u], high[u], cosine, sine);
-                write_once(y, low[u]);
-                write_once(y + a.half, high[u]);
-            }
+            for (int u = 0; u < rotary_heads; ++u)
+                if (int const head = first + u * groups + group; head < last) {
+                    T* const y = to[u];
+                    turn<T, N, each()>(low[u], high[u], cosine, sine);
+                    write_once(y, low[u]);
+                    write_once(y + a.half, high[u]);
+                }
+        });
     }
 
     if (a.others == 0 || row >= a.rows || blockIdx.z > 0) return;
@@ -290,28 +312,33 @@ __global__ void __launch_bounds__(32 * line_warps, line_resident) rotary_lines(_
         own[u] = read_once<true, vector>(place[u]);
     }
     int const pair = static_cast<int>(threadIdx.x);
-    if (pair < pairs) find_angle(a, row, pair, of_warp[0][pair], of_warp[1][pair]);
+    if (pair < pairs) find_angle<T>(a, row, pair, of_warp[0][pair], of_warp[1][pair]);
     __syncwarp();
 
     float const sign = lane < 4 ? -1.0f : 1.0f;
+    with_rounding<T>(a, [&](auto each) {
 #pragma unroll
-    for (int u = 0; u < at_once; ++u) {
+        for (int u = 0; u < at_once; ++u) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            std::uint32_t& word = own[u].element[w];
-            std::uint32_t const other = __shfl_xor_sync(~0u, word, 4);
-            if constexpr (sizeof(T) == 4) {
-                float const c = of_warp[0][first_pair + w], s = of_warp[1][first_pair + w];
-                word = __float_as_uint(turned(__uint_as_float(word), __uint_as_float(other), c, sign * s));
-            } else {
-                auto const c = *reinterpret_cast<float2 const*>(&of_warp[0][first_pair + 2 * w]);
-                auto const s = *reinterpret_cast<float2 const*>(&of_warp[1][first_pair + 2 * w]);
-                float2 const x = pair_of(T(), word), y = pair_of(T(), other);
-                word = word_of(T(), {turned(x.x, y.x, c.x, sign * s.x), turned(x.y, y.y, c.y, sign * s.y)});
+            for (int w = 0; w < 4; ++w) {
+                std::uint32_t& word = own[u].element[w];
+                std::uint32_t const other = __shfl_xor_sync(~0u, word, 4);
+                auto const turn_by = [&](float x, float y, float c, float s) {
+                    return turned<T, each()>(x, y, c, sign * s);
+                };
+                if constexpr (sizeof(T) == 4) {
+                    float const c = of_warp[0][first_pair + w], s = of_warp[1][first_pair + w];
+                    word = __float_as_uint(turn_by(__uint_as_float(word), __uint_as_float(other), c, s));
+                } else {
+                    auto const c = *reinterpret_cast<float2 const*>(&of_warp[0][first_pair + 2 * w]);
+                    auto const s = *reinterpret_cast<float2 const*>(&of_warp[1][first_pair + 2 * w]);
+                    float2 const x = pair_of(T(), word), y = pair_of(T(), other);
+                    word = word_of(T(), {turn_by(x.x, y.x, c.x, s.x), turn_by(x.y, y.y, c.y, s.y)});
+                }
             }
+            if (place[u]) write_once(place[u], own[u]);
         }
-        if (place[u]) write_once(place[u], own[u]);
-    }
+    });
 }
 
 } // namespace cpx::kernels

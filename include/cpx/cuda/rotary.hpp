@@ -21,10 +21,11 @@ public:
     /// head is paired with i + frequencies.size(). axes: of `rotary_axes`, none for ordinary positions.
     ///
     /// `rotary_frequencies<double>` gives the angles of the formula, `rotary_frequencies<float>` made double those of
-    /// transformers, which differ by position * 1e-8. Throws `cpx::error` if a frequency is negative or not finite, or
+    /// transformers, which differ by position * 1e-8. how: of elements of 16 bits; others are turned by float. Throws `cpx::error` if a frequency is negative or not finite, or
     /// if there is not an axis from 0 to 2 for every pair.
     explicit rotary_pairs(std::span<double const> frequencies, std::span<int const> axes = {},
-                          caller here = caller::here()) {
+                          rounding how = rounding::fp32_inside, caller here = caller::here())
+        : how_(how) {
         std::vector<std::uint64_t> turns;
         for (double const f : frequencies) {
             require(f >= 0 && std::isfinite(f), "cuda::rotary_pairs", "frequency", "0 or more", f, here);
@@ -43,12 +44,14 @@ public:
 
     index_t size() const { return turns_.size(); }
     bool multimodal() const { return axes_.size() > 0; }
+    rounding how() const { return how_; }
     std::uint64_t const* turns() const { return turns_.data(); }
     std::uint8_t const* axes() const { return axes_.data(); }
 
 private:
     buffer<std::uint64_t> turns_;
     buffer<std::uint8_t> axes_;
+    rounding how_;
 };
 
 /// A rank's segments in the device's memory, from which kernels compute the token of every row: of any sharding from a
@@ -227,6 +230,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     call.rotated = static_cast<int>(2 * half);
     call.others = moves ? static_cast<int>(head_dim - 2 * half) : 0;
     call.direction = direction;
+    call.round_each = pairs.how() == rounding::round_each_op;
 
     kernels::with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
@@ -269,7 +273,7 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
 ///
 /// x, y: (positions.count(), heads * head_dim), up to four tensors, with heads of their own number; y may be x. Other
 /// channels pass through; in place they are not touched. All arithmetic is float, with angles exact to 2^-32 of a turn;
-/// rounded once.
+/// rounded once, or as `rounding` of the pairs says.
 /// 16 bytes at once where beginnings, strides, head_dim and D are multiples of 16 bytes, else a smaller power of two.
 /// Throws `cpx::error` if shapes do not fit, or if memory is not the current device's or overlaps in another way,
 /// before anything is launched. Can be captured. Source: as of the host's `rotary`.
