@@ -42,10 +42,10 @@ double rounded(double value) {
     return static_cast<float>(static_cast<T>(static_cast<float>(value)));
 }
 
-/// Whether a cosine or sine rounds to one T with the errors that float has.
+/// Whether a cosine or sine rounds to one T with the errors that float has: of an angle of half a turn, 2^-25 of that.
 template <class T>
 bool rounds_surely(double value) {
-    double const error = 1e-8 + 3e-7 * std::abs(value);
+    double const error = 1e-7 + 3e-7 * std::abs(value);
     return rounded<T>(value - error) == rounded<T>(value + error);
 }
 

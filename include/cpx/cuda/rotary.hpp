@@ -21,8 +21,8 @@ public:
     /// head is paired with i + frequencies.size(). axes: of `rotary_axes`, none for ordinary positions.
     ///
     /// `rotary_frequencies<double>` gives the angles of the formula, `rotary_frequencies<float>` made double those of
-    /// transformers, which differ by position * 1e-8. how: of elements of 16 bits; others are turned by float. Throws `cpx::error` if a frequency is negative or not finite, or
-    /// if there is not an axis from 0 to 2 for every pair.
+    /// transformers, which differ by position * 1e-8. how: of elements of 16 bits; others are turned by float. Throws
+    /// `cpx::error` if a frequency is negative or not finite, or if there is not an axis from 0 to 2 for every pair.
     explicit rotary_pairs(std::span<double const> frequencies, std::span<int const> axes = {},
                           rounding how = rounding::fp32_inside, caller here = caller::here())
         : how_(how) {
