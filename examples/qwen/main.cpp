@@ -209,7 +209,7 @@ int divide_experts(cpx::qwen_config const& config, int ranks, options const& o) 
     int const over = examples::parse_ranks(o.experts_over, examples::most_threads, where);
     if (over == 1) return over;
     cpx::require(config.moe(), where, "model", "one with experts", "one without");
-    cpx::require(ranks % over == 0, where, "number of ranks", "a divisor of --ranks, " + std::to_string(ranks), over);
+    cpx::require(ranks % over == 0, where, "number of ranks", "a divisor of the ranks, " + std::to_string(ranks), over);
     cpx::require(config.num_experts % over == 0, where, "number of ranks",
                  "a divisor of the experts, " + std::to_string(config.num_experts), over);
     return over;
@@ -336,6 +336,7 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
         "imbalance    most rows of a rank where linear attention runs, by the mean; 1: all have as many\n"
         "rows, KiB    sent by all ranks; lower bound: rows whose owner changes; all-gather: had every tensor "
         "been gathered\n");
+    if (o.experts_over != "1") std::printf("             without the rows that experts are sent\n");
     if (o.backward)
         std::printf("gradient     largest relative error (2-norm) of a gradient of the loss; to one rank: all of them "
                     "bitwise equal, or within rounding\n");
@@ -378,8 +379,9 @@ int main(int argc, char** argv) {
     app.add_option("--features", o.features,
                    "who has the features of images and videos: by_item, of each image or frame one rank, or replicated")
         ->capture_default_str();
-    app.add_option("--experts-over", o.experts_over,
-                   "how many neighbouring ranks share the experts of a mixture; a divisor of --ranks")
+    app.add_option(
+           "--experts-over", o.experts_over,
+           "how many neighbouring ranks share the experts of a mixture; a divisor of the ranks and of the experts")
         ->capture_default_str();
     app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
     app.add_flag("--all", o.all, "a table of all strategies, not of one a way to run linear attention");

@@ -178,8 +178,8 @@ TEST_SUITE("examples") {
             return on(model, model / "reference.safetensors", "6") + arguments{"--experts-over", over};
         };
         check_refusal(shared(experts, "3"), {"--experts-over", "a divisor of the experts, 8, got 3"});
-        check_refusal(shared(experts, "4"), {"--experts-over", "a divisor of --ranks, 6, got 4"});
-        check_refusal(shared(experts, "16"), {"--experts-over", "a divisor of --ranks, 6, got 16"});
+        check_refusal(shared(experts, "4"), {"--experts-over", "a divisor of the ranks, 6, got 4"});
+        check_refusal(shared(experts, "16"), {"--experts-over", "a divisor of the ranks, 6, got 16"});
         check_refusal(shared(data, "2"), {"--experts-over: model: expected one with experts"});
         check_refusal(shared(experts, "0"), {"--experts-over", "from 1 to 256", "\"0\""});
     }

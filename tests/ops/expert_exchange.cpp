@@ -360,6 +360,8 @@ TEST_SUITE("ops") {
                 CHECK(same_bits(other, one));
                 run_on(cpx::shard(batch, cpx::striped<>(ranks)), over, other);
                 CHECK(same_bits(other, one));
+                run_on(cpx::shard<cpx::scope::batch>(batch, cpx::zigzag<>(ranks)), over, other);
+                CHECK(same_bits(other, one));
                 run_on(cpx::replicated<>(ranks, batch), over, other);
                 CHECK(same_bits(other, one));
             }
