@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cpx/mesh/mesh.hpp>
 #include <cpx/ops/balance_loss.hpp>
 #include <cpx/ops/local/moe_backward.hpp>
 #include <cpx/ops/weight_sums.hpp>
@@ -165,6 +166,49 @@ TEST_SUITE("ops") {
         auto const short_batch = lengths({2, 1}); // ranks without tokens, and most experts without rows
         check_layer(layer<T>(n, short_batch, 4), cpx::shard(short_batch, cpx::sequential<>(8)));
         check_layer(layer<T>(n, lengths({}), 5), cpx::shard(lengths({}), cpx::sequential<>(2)));
+    }
+
+    TEST_CASE("experts lie over data parallelism, too: in a mesh of 4 batches on 2 ranks each, 8 ranks share them") {
+        using cpx::axis;
+        cpx::mesh const all({.world = 8, .cp = 2, .ep = 8, .etp = 1});
+        std::vector<layer<double>> replicas(4, {{6, 8, 3, 5, 4}, {}, 8});
+        std::vector<results<double>> expected;
+        std::vector<index_t> begins{0}; // of a batch among all
+        for (std::size_t i = 0; i < replicas.size(); ++i) {
+            auto& l = replicas[i];
+            support::splitmix numbers(30 + i);
+            l.batch = lengths({static_cast<index_t>(5 * i), 0, 7});
+            l.x = uniform<double>(numbers, l.batch.tokens() * l.n.hidden);
+            l.dy = uniform<double>(numbers, l.batch.tokens() * l.n.hidden);
+            expected.push_back(alone(l));
+            begins.push_back(begins.back() + l.batch.tokens());
+        }
+        on(8, [&](cpx::threads& world) {
+            auto const replica = static_cast<std::size_t>(all.coordinate(axis::dp, world.rank()));
+            cpx::subgroup<cpx::threads> of_context(world, all.group(axis::cp, world.rank())),
+                of_experts(world, all.group(axis::ep, world.rank()));
+            auto const& l = replicas[replica];
+            auto const sharding = cpx::shard(l.batch, cpx::zigzag<>(2));
+            auto const whole = cpx::shard(l.batch, cpx::sequential<>(2));
+            int const rank = of_context.rank();
+            auto const x = take(l.x, {{1, l.n.hidden}}, sharding, rank),
+                       dy = take(l.dy, {{1, l.n.hidden}}, sharding, rank);
+            auto y = poisoned<double>(sharding, rank, l.n.hidden), dx = y;
+            auto places = cpx::global_rows(sharding, rank);
+            for (index_t& place : places) place += begins[replica];
+            auto choices = cpx::choose_experts<double>(l.of({}).gate, x.data(), l.n.choices);
+            cpx::expert_exchange at(choices.chosen.view(), l.n.experts, places, of_experts);
+            auto const w = l.of(at.own());
+            auto const saved = cpx::moe<double>(w, x.data(), std::move(choices), std::move(at), y.data());
+            cpx::moe_backward<double>(w, saved, dy.data(), dx.data());
+            auto const y_there = cpx::exchange(y, whole, of_context), dx_there = cpx::exchange(dx, whole, of_context);
+            auto const same = [&](auto const& got, std::vector<double> const& of_all) {
+                auto const want = take(of_all, {{1, l.n.hidden}}, whole, rank);
+                return std::ranges::equal(got.elements(), want.elements());
+            };
+            CHECK(same(y_there, expected[replica].y));
+            CHECK(same(dx_there, expected[replica].dx));
+        });
     }
 
     TEST_CASE("one expert of all tokens, and rows that stay, are exchanges, too") {

@@ -32,8 +32,9 @@ class expert_exchange {
 
 public:
     /// chosen: (tokens, choices) of this rank, experts from 0, each once a token; any numbers of tokens, none included.
-    /// places: where the rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`. comm:
-    /// the ranks that share the experts.
+    /// places: where the rank's tokens stand in the batch, no two ranks' alike: `global_rows(sharding, rank)`; of ranks
+    /// with several batches, as under data parallelism, add where theirs begins among all. comm: the ranks that share
+    /// the experts.
     ///
     /// Collective: counts of all experts go to every rank, then a place a row to its owner; the host reads both.
     /// Throws `cpx::error` if the experts are no multiple of the ranks, if experts or choices are not equally many on
