@@ -171,44 +171,41 @@ TEST_SUITE("ops") {
     TEST_CASE("experts lie over data parallelism, too: in a mesh of 4 batches on 2 ranks each, 8 ranks share them") {
         using cpx::axis;
         cpx::mesh const all({.world = 8, .cp = 2, .ep = 8, .etp = 1});
-        std::vector<layer<double>> replicas(4, {{6, 8, 3, 5, 4}, {}, 8});
-        std::vector<results<double>> expected;
-        std::vector<index_t> begins{0}; // of a batch among all
-        for (std::size_t i = 0; i < replicas.size(); ++i) {
-            auto& l = replicas[i];
-            support::splitmix numbers(30 + i);
-            l.batch = lengths({static_cast<index_t>(5 * i), 0, 7});
-            l.x = uniform<double>(numbers, l.batch.tokens() * l.n.hidden);
-            l.dy = uniform<double>(numbers, l.batch.tokens() * l.n.hidden);
-            expected.push_back(alone(l));
-            begins.push_back(begins.back() + l.batch.tokens());
-        }
+        layer<double> const l({6, 8, 3, 5, 4}, lengths({3, 0, 7, 1, 11, 2, 6, 5}), 8); // two sequences a batch
+        auto const expected = alone(l);
+        reference::same_on_ranks<double> of_gate_up;
         on(8, [&](cpx::threads& world) {
-            auto const replica = static_cast<std::size_t>(all.coordinate(axis::dp, world.rank()));
             cpx::subgroup<cpx::threads> of_context(world, all.group(axis::cp, world.rank())),
                 of_experts(world, all.group(axis::ep, world.rank()));
-            auto const& l = replicas[replica];
-            auto const sharding = cpx::shard(l.batch, cpx::zigzag<>(2));
-            auto const whole = cpx::shard(l.batch, cpx::sequential<>(2));
+            auto const own = all.sequences(l.batch.sequences(), world.rank());
+            index_t const begin = l.batch.offset(own.first);
+            auto const batch = lengths({l.batch.length(own.first), l.batch.length(own.first + 1)});
+            auto const sharding = cpx::shard(batch, cpx::zigzag<>(2));
             int const rank = of_context.rank();
-            auto const x = take(l.x, {{1, l.n.hidden}}, sharding, rank),
-                       dy = take(l.dy, {{1, l.n.hidden}}, sharding, rank);
+            auto const part = [&](std::vector<double> const& whole) {
+                std::vector<double> const rows(whole.begin() + begin * l.n.hidden,
+                                               whole.begin() + l.batch.offset(own.last) * l.n.hidden);
+                return take(rows, {{1, l.n.hidden}}, sharding, rank);
+            };
+            auto const x = part(l.x), dy = part(l.dy), want_y = part(expected.y), want_dx = part(expected.dx);
             auto y = poisoned<double>(sharding, rank, l.n.hidden), dx = y;
             auto places = cpx::global_rows(sharding, rank);
-            for (index_t& place : places) place += begins[replica];
+            for (index_t& place : places) place += begin;
             auto choices = cpx::choose_experts<double>(l.of({}).gate, x.data(), l.n.choices);
             cpx::expert_exchange at(choices.chosen.view(), l.n.experts, places, of_experts);
             auto const w = l.of(at.own());
             auto const saved = cpx::moe<double>(w, x.data(), std::move(choices), std::move(at), y.data());
-            cpx::moe_backward<double>(w, saved, dy.data(), dx.data());
-            auto const y_there = cpx::exchange(y, whole, of_context), dx_there = cpx::exchange(dx, whole, of_context);
-            auto const same = [&](auto const& got, std::vector<double> const& of_all) {
-                auto const want = take(of_all, {{1, l.n.hidden}}, whole, rank);
-                return std::ranges::equal(got.elements(), want.elements());
-            };
-            CHECK(same(y_there, expected[replica].y));
-            CHECK(same(dx_there, expected[replica].dx));
+            auto const g = cpx::moe_backward<double>(w, saved, dy.data(), dx.data());
+            CHECK(std::ranges::equal(y.elements(), want_y.elements()));
+            CHECK(std::ranges::equal(dx.elements(), want_dx.elements()));
+            std::vector<double> dgate_up(l.gate_up.size());
+            cpx::weight_sums(sharding, rank, sum_order::by_row)
+                .experts(saved.at, saved.input.view(), g.dgate_up.view(), cpx::rows<double>(dgate_up, l.n.hidden),
+                         world);
+            cpx::sum_over_ranks(dgate_up, world);
+            of_gate_up.add(dgate_up);
         });
+        CHECK(same_bits(of_gate_up.get(), expected.dgate_up));
     }
 
     TEST_CASE("one expert of all tokens, and rows that stay, are exchanges, too") {

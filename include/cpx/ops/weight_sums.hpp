@@ -115,7 +115,8 @@ public:
     }
 
     /// Adds the gradient of an `expert_linear` whose rows are those of `at`, `expert_rows` or an `expert_exchange`, to
-    /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out).
+    /// `dweight`: (all experts * out, in). x: (rows of at, in), dy: (rows of at, out). comm: all ranks that have tokens
+    /// or experts, of several batches, too.
     template <class T, class Experts, transport Comm>
     void experts(Experts const& at, std::type_identity_t<rows<T const>> x, std::type_identity_t<rows<T const>> dy,
                  rows<T> dweight, Comm& comm, caller here = caller::here()) const {
