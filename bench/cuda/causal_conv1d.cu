@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times the causal convolution of three sequences on one GPU against what copying the same bytes would take; exit code
 // 1 if a result is wrong.
+#include "../../harness/graph.hpp"
 #include "timing.hpp"
 
 #include <cpx/cuda/causal_conv1d.hpp>
@@ -46,7 +47,7 @@ double rounded(std::uint64_t seed, index_t i) {
 
 /// Returns the milliseconds of one of 20 replays of what `f` enqueues, the median of 7 rounds.
 double time_of(cuda::stream const& stream, std::function<void()> const& f) {
-    cuda::graph const graph(stream, f);
+    harness::graph const graph(stream, f);
     return static_cast<double>(timing::median_ms(
         stream, [&] { graph.launch(stream); }, [] {}, 20, 7));
 }

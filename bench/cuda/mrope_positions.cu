@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Positions of text, images and videos on a GPU: 131072 tokens in 64 sequences with 1000 items, replayed with another
 // packing. Exit code 1 if they are not those of the host.
+#include "../../harness/graph.hpp"
 #include "timing.hpp"
 
 #include <cpx/cuda/mrope.hpp>
@@ -107,7 +108,7 @@ int main(int argc, char** argv) {
     write(first);
     both();
     stream.synchronize();
-    cuda::graph const all(stream, both), without(stream, compute);
+    harness::graph const all(stream, both), without(stream, compute);
     index_t wrong[2] = {};
     for (int i = 0; i < 2; ++i) {
         write(i == 0 ? first : second);

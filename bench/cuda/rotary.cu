@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rotary embedding and rows moved by a list, beside a copy on the device. Bytes: of the 32-byte sectors touched. Exit
 // code 1 if a result is wrong.
+#include "../../harness/graph.hpp"
 #include "timing.hpp"
 
 #include <cpx/cuda/rotary.hpp>
@@ -55,7 +56,7 @@ float rounded(float value) {
 /// Returns the milliseconds of one of the `calls` calls that `f()` makes: a graph of 20 times f, median of 9 rounds.
 template <class F>
 float milliseconds(cuda::stream const& stream, int calls, F&& f) {
-    cuda::graph const graph(stream, [&] {
+    harness::graph const graph(stream, [&] {
         for (int i = 0; i < 20; ++i) f();
     });
     return timing::median_ms(

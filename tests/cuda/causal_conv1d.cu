@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "../../harness/graph.hpp"
 #include "conv_on_ranks.hpp"
 #include "gpus.hpp"
 
@@ -190,7 +191,7 @@ TEST_SUITE("cuda") {
                 cpx::cuda::causal_conv1d_backward(plan, x.view(), {}, weight.view(), bias_view, p.act, dy, {}, {}, to,
                                                   stream);
             };
-            cpx::cuda::graph const graph(stream, all);
+            harness::graph const graph(stream, all);
             auto const check_sums = [&](std::vector<float> const& got, std::vector<double> const& of, double times) {
                 for (std::size_t i = 0; i < got.size(); ++i)
                     CHECK(std::abs(got[i] - (0.5 + times * of[i])) <= 1e-5 * (1 + times * std::abs(of[i])));

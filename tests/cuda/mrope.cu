@@ -11,6 +11,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../../harness/graph.hpp"
 #include "gpus.hpp"
 #include "threads_on_gpu.hpp"
 
@@ -295,7 +296,7 @@ TEST_SUITE("cuda") {
         write(first);
         run(); // loads the kernels
         stream.synchronize();
-        cuda::graph const graph(stream, run);
+        harness::graph const graph(stream, run);
         for (int packing = 0; packing < 6; ++packing) {
             CAPTURE(packing);
             auto const b = packing == 0 ? first : full_packing(numbers, tokens);

@@ -3,6 +3,7 @@
 #include <support/packings.hpp>
 #include <support/random.hpp>
 
+#include "../../harness/graph.hpp"
 #include "member.hpp"
 
 #include <cmath>
@@ -247,7 +248,7 @@ std::string captured(int) {
     auto const plan = cpx::relayout(from, to, rank);
     cpx::cuda::buffer<float> x(plan.source_rows * width), y(plan.target_rows * width);
     cpx::cuda::exchange<float> send(plan, width, *me.comm);
-    cpx::cuda::graph const sent(me.stream, [&] {
+    harness::graph const sent(me.stream, [&] {
         send(cpx::rows<float const>(x.data(), plan.source_rows, width),
              cpx::rows<float>(y.data(), plan.target_rows, width), me.stream);
     });

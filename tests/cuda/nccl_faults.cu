@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Faults between GPUs: each is a named error on every rank, within its deadline.
+#include "../../harness/graph.hpp"
 #include "member.hpp"
 
 namespace {
@@ -167,8 +168,7 @@ std::string own_faults(int rank) {
         if (problem.empty()) problem = expect_error({passage}, 5, f);
     };
     cpx::cuda::stream const stream;
-    expect("stream: expected one that does not capture",
-           [&] { cpx::cuda::graph(stream, [&] { comm->wait(stream); }); });
+    expect("stream: expected one that does not capture", [&] { harness::graph(stream, [&] { comm->wait(stream); }); });
     try {
         comm->call("a call", []() -> ncclResult_t { throw std::runtime_error("of the caller's"); });
     } catch (std::runtime_error const&) {

@@ -15,6 +15,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../../harness/graph.hpp"
 #include "group.hpp"
 
 #include <support/media.hpp>
@@ -556,7 +557,7 @@ TEST_SUITE("cuda") {
             auto y = move.make_tensor(of.to(first));
             comm.wait();
             meet();
-            cuda::graph const moves(stream, [&] {
+            harness::graph const moves(stream, [&] {
                 move(x, y);
                 move.transposed(y, z);
             });
@@ -647,7 +648,7 @@ TEST_SUITE("cuda") {
             run();
             check(first);
             {
-                cuda::graph const graph(stream, run);
+                harness::graph const graph(stream, run);
                 meet();
                 for (bool const again : {false, true}) {
                     auto const& b = again ? first : other;

@@ -7,6 +7,7 @@
 #include <support/packings.hpp>
 #include <support/random.hpp>
 
+#include "../../harness/graph.hpp"
 #include "../../harness/whole.hpp"
 #include "gpus.hpp"
 #include "one_gpu.hpp"
@@ -174,7 +175,7 @@ TEST_SUITE("cuda") {
         cpx::cuda::buffer<std::int64_t> offsets(4);
         one_gpu::ranks gpu(ranks, 200 * 24 * 4, 4);
         std::vector<cpx::cuda::buffer<float>> sources;
-        std::vector<cpx::cuda::graph> graphs;
+        std::vector<harness::graph> graphs;
         auto const from = [](cpx::thd const& b) { return cpx::shard(b, cpx::zigzag<ranks>{}); };
         auto const to = [](cpx::thd const& b) { return cpx::shard<cpx::scope::batch>(b, cpx::sequential<ranks>{}); };
         for (int r = 0; r < ranks; ++r) {

@@ -8,6 +8,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../../harness/graph.hpp"
 #include "gpus.hpp"
 
 #include <support/random.hpp>
@@ -414,8 +415,8 @@ TEST_SUITE("cuda") {
         rows<float> const row(values.data(), 9, 4);
         std::vector<cuda::rotated<float>> const tensors{{row, row}};
         cuda::stream const stream;
-        cuda::graph const there(stream, [&] { cuda::rotary(view(tensors), 4, pairs, table, stream); });
-        cuda::graph const back(stream, [&] { cuda::rotary_backward(view(tensors), 4, pairs, table, stream); });
+        harness::graph const there(stream, [&] { cuda::rotary(view(tensors), 4, pairs, table, stream); });
+        harness::graph const back(stream, [&] { cuda::rotary_backward(view(tensors), 4, pairs, table, stream); });
         for (std::vector<cpx::segment> const& list : {std::vector<cpx::segment>{{0, 5, 0, 9}},
                                                       {{0, 0, 0, 2}, {1, 3, 2, 4}, {2, 1000000, 6, 3}},
                                                       {{3, 1, 0, 9}}}) {
@@ -447,7 +448,7 @@ TEST_SUITE("cuda") {
                     table.write(cpx::shard(cpx::thd::from_lengths(lengths), layout, cut), rank,
                                 std::span<std::int64_t const>(offsets.data(), 5), stream);
                 };
-                cuda::graph const again(stream, [&] { write(packings[0]); });
+                harness::graph const again(stream, [&] { write(packings[0]); });
                 for (auto const& lengths : packings) {
                     auto const batch = cpx::thd::from_lengths(lengths);
                     offsets.write({batch.offsets().begin(), batch.offsets().end()});

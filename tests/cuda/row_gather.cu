@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../../harness/graph.hpp"
 #include "gpus.hpp"
 
 #include <support/random.hpp>
@@ -276,7 +277,7 @@ TEST_SUITE("cuda") {
         buffer<std::int32_t> list(40);
         cuda::stream const stream;
         rows<float> const a(from.data(), 40, 24), b(to.data(), 40, 24), c(back.data(), 40, 24);
-        cuda::graph const graph(stream, [&] {
+        harness::graph const graph(stream, [&] {
             cuda::gather_rows(a, view(list), b, stream);
             cuda::scatter_rows(b, view(list), c, cuda::other_rows::zeros, stream);
         });

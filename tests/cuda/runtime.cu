@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 #include <doctest/doctest.h>
 
+#include "../../harness/graph.hpp"
 #include "gpus.hpp"
 
 #include <numeric>
@@ -43,7 +44,7 @@ TEST_SUITE("cuda") {
         CHECK(cpx::cuda::device_of(memory.data()) == cpx::cuda::current_device());
         CHECK(cpx::cuda::device_of(values.data()) == -1);
         cpx::cuda::stream const stream;
-        cpx::cuda::graph const graph(stream, [&] { add_one<<<8, 128, 0, stream>>>(memory.data(), 1000); });
+        harness::graph const graph(stream, [&] { add_one<<<8, 128, 0, stream>>>(memory.data(), 1000); });
         CHECK(memory.read() == values);
         for (int i = 0; i < 3; ++i) graph.launch(stream);
         for (int& value : values) value += 3;

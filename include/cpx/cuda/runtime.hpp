@@ -151,35 +151,4 @@ private:
     index_t count_ = 0;
 };
 
-/// What a stream was given, to be given again at once.
-class graph {
-public:
-    /// Captures what `f()` gives to `in` instead of running it.
-    template <class F>
-    graph(cudaStream_t in, F&& f, caller here = caller::here()) {
-        cudaGraph_t captured = nullptr;
-        check(cudaStreamBeginCapture(in, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture", here);
-        try {
-            f();
-        } catch (...) {
-            static_cast<void>(cudaStreamEndCapture(in, &captured));
-            if (captured) static_cast<void>(cudaGraphDestroy(captured));
-            static_cast<void>(cudaGetLastError());
-            throw;
-        }
-        check(cudaStreamEndCapture(in, &captured), "cudaStreamEndCapture", here);
-        cudaGraphExec_t made = nullptr;
-        cudaError_t const result = cudaGraphInstantiate(&made, captured, 0);
-        static_cast<void>(cudaGraphDestroy(captured));
-        check(result, "cudaGraphInstantiate", here);
-        graph_.reset(made);
-    }
-    void launch(cudaStream_t in, caller here = caller::here()) const {
-        check(cudaGraphLaunch(graph_.get(), in), "cudaGraphLaunch", here);
-    }
-
-private:
-    detail::owned<cudaGraphExec_t, cudaGraphExecDestroy> graph_;
-};
-
 } // namespace cpx::cuda
