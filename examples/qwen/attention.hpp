@@ -21,7 +21,6 @@ class full_attention {
     using T = typename R::element;
     using M = typename R::memory_type;
     using var = typename tape<R>::template var<S>;
-    using by_heads = cpx::head_sharded<>;
     template <class Q>
     using queries = cpx::attention_queries<T, Q, M>;
 
@@ -30,12 +29,10 @@ public:
         : at_(at), how_(how), positions_(of_rows), gated_(at.rank.model.config.attn_output_gate),
           heads_{at.rank.model.config.num_attention_heads, at.rank.model.config.num_key_value_heads,
                  at.rank.model.config.head_dim},
-          q_(heads_.query_heads * heads_.dim), kv_(heads_.key_heads * heads_.dim),
-          scale_(1 / std::sqrt(static_cast<double>(heads_.dim))),
           split_(where.ranks(), where.batch(), {of_queries(), of_keys(), of_keys()}),
           gather_(relayout(where, cpx::replicated<>(where.ranks(), where.batch()), rank())),
           there_(relayout(where, split_, rank())), home_(relayout(split_, where, rank())),
-          back_(relayout(by_heads(where.ranks(), where.batch(), {of_queries()}), where, rank())),
+          back_(relayout(cpx::head_sharded<>(where.ranks(), where.batch(), {of_queries()}), where, rank())),
           again_(relayout(where, back_.from, rank())) {}
 
     var operator()(index_t layer, var const& h) {
@@ -49,7 +46,7 @@ public:
         auto const q = at_.norm(name("q_norm.weight"), part(0)), k = at_.norm(name("k_norm.weight"), k_of_x);
         rotate(q);
         rotate(k);
-        auto o = how_ == attention_by::gather ? attend_gathered(q, at_.join({k, v})) : attend_by_heads(q, k, v);
+        auto o = how_ == attention_by::gather ? gathered(q, at_.join({k, v})) : by_heads(at_.join({q, k, v}));
         if (gated_) o = at_.open(o, part(heads_.dim));
         return at_.sum(h, at_.linear({name("o_proj.weight")}, o));
     }
@@ -58,6 +55,7 @@ private:
     cpx::section of_queries() const { return {heads_.query_heads, heads_.dim}; }
     cpx::section of_keys() const { return {heads_.key_heads, heads_.dim}; }
     int rank() const { return at_.rank.rank(); }
+    double scale() const { return 1 / std::sqrt(static_cast<double>(heads_.dim)); }
 
     /// In place: nothing reads what a norm has written but this.
     void rotate(var const& x) {
@@ -65,72 +63,72 @@ private:
         at_.back([=, this] { at_.rank.rotary(positions_, x->grad(), true); });
     }
 
-    /// What the backward knows of queries: q, dout, lse and delta side by side, so that they move as one.
-    template <class Q>
-    queries<Q> queries_of(cpx::sharded<T, Q, M> const& all) const {
-        index_t const n = heads_.query_heads;
-        return {all.columns(0, q_), all.columns(q_, q_), all.columns(2 * q_, n), all.columns(2 * q_ + n, n)};
+    /// Returns the keys, or the values, of rows that end with both.
+    auto keys(auto const& x, index_t of_queries = 0) const {
+        return x.columns(of_queries, (x.data().width() - of_queries) / 2);
+    }
+    auto values(auto const& x, index_t of_queries = 0) const {
+        return x.columns((x.data().width() + of_queries) / 2, (x.data().width() - of_queries) / 2);
     }
 
-    var attend_gathered(var const& q, var const& kv) {
-        using gathered = typename tape<R>::template tensor<cpx::replicated<>>;
-        auto const all = std::make_shared<gathered>(at_.moved(gather_, kv->value));
-        auto const o = at_.beside(q, q_), lse = at_.beside(q, heads_.query_heads);
-        at_.rank.attention(q->view(), all->view().columns(0, kv_), all->view().columns(kv_, kv_), heads_, scale_,
-                           o->view(), lse->data());
+    /// Attention of what is where it is wanted. `dq()`: where the gradient of q goes; `back_keys(queries)` computes
+    /// those of k and v. Both hold what the views are of.
+    template <class Q, class K, class Dq, class Back>
+    auto attend(cpx::sharded<T, Q, M> const& q, K const& k, K const& v, Dq const& dq, Back const& back_keys) {
+        auto const o = at_.make(q.sharding(), q.data().width()), lse = at_.beside(o, o->width() / heads_.dim);
+        cpx::attention(q, k, v, heads_, scale(), o->view(), lse->data());
         at_.back([=, this] {
-            auto const own = at_.beside(q, 2 * q_ + 2 * lse->width());
-            at_.copy(q->data(), own->data().columns(0, q_));
-            at_.copy(o->grad().data(), own->data().columns(q_, q_));
-            at_.copy(lse->data(), own->data().columns(2 * q_, lse->width()));
-            auto const delta = own->data().columns(2 * q_ + lse->width(), lse->width());
-            at_.each(delta, rowwise::attention_delta<T>{o->data(), o->grad().data(), delta});
-            at_.rank.attention_backward_queries(queries_of(own->view()), all->view().columns(0, kv_),
-                                                all->view().columns(kv_, kv_), heads_, scale_, q->grad());
-            attend_gathered_backward(*own, *all, *kv);
+            auto const delta = at_.beside(lse, lse->width());
+            cpx::attention_delta(o->view(), o->grad(), heads_.dim, delta->view());
+            queries<Q> const own{q, o->grad(), lse->view(), delta->view()};
+            cpx::attention_backward_queries(own, k, v, heads_, scale(), dq());
+            back_keys(own);
+            at_.rank.ended();
         });
         return o;
     }
-    /// dk and dv: where the keys live, from all queries, if sums are to be in the order of the batch; else from this
-    /// rank's queries for all keys, and the transposed gather adds the ranks.
-    template <class Gathered>
-    void attend_gathered_backward(variable<T, S, M>& own, Gathered& all, variable<T, S, M>& kv) const {
-        auto const from = [&](auto const& of, auto const& x, auto const& to) {
-            at_.rank.attention_backward_keys(of, x.columns(0, kv_), x.columns(kv_, kv_), heads_, scale_,
-                                             to.columns(0, kv_), to.columns(kv_, kv_));
-        };
-        if (at_.sums(kv.value.sharding()).moves()) {
-            auto everyones = exchange(gather_, own.value, at_.rank.comm);
-            at_.rank.ended();
-            from(queries_of(everyones.view()), kv.view(), kv.grad());
-        } else {
-            auto shares = cpx::make_tensor<T>(gather_.to, rank(), 2 * kv_, at_.rank.memory());
-            from(queries_of(own.view()), all.view(), shares.view());
-            exchange(gather_.transposed(), shares, kv.grad(), at_.rank.comm);
-        }
-        at_.rank.ended();
+    template <class From, class X>
+    void back_keys(From const& from, X const& x, X const& dx, index_t of_queries = 0) const {
+        cpx::attention_backward_keys(from, keys(x, of_queries), values(x, of_queries), heads_, scale(),
+                                     keys(dx, of_queries), values(dx, of_queries), at_.rank.comm);
     }
 
-    var attend_by_heads(var const& q, var const& k, var const& v) {
-        auto const all = at_.move(there_, home_, at_.join({q, k, v}));
-        auto const o = at_.make(back_.from, split_.heads(rank(), heads_.query_heads).size() * heads_.dim),
-                   lse = at_.make(split_, o->width() / heads_.dim);
-        index_t const of_q = o->width(), of_k = (all->width() - of_q) / 2;
-        auto const split = [this](auto const& x) { return cpx::sharded(x.data(), split_, rank(), at_.rank.memory()); };
-        auto const keys = [=](auto const& x) { return x.columns(of_q, of_k); };
-        auto const values = [=](auto const& x) { return x.columns(of_q + of_k, of_k); };
-        at_.rank.attention(all->view().columns(0, of_q), keys(all->view()), values(all->view()), heads_, scale_,
-                           split(o->view()), lse->data());
-        at_.back([=, this] {
-            auto const delta = at_.beside(lse, lse->width());
-            at_.each(delta->data(), rowwise::attention_delta<T>{o->data(), o->grad().data(), delta->data()});
-            auto const x = all->view(), dx = all->grad();
-            queries<by_heads> const own{x.columns(0, of_q), split(o->grad()), lse->view(), delta->view()};
-            at_.rank.attention_backward_queries(own, keys(x), values(x), heads_, scale_, dx.columns(0, of_q));
-            at_.rank.attention_backward_keys(own, keys(x), values(x), heads_, scale_, keys(dx), values(dx));
-            at_.rank.ended();
-        });
-        return at_.move(back_, again_, o);
+    /// dk and dv: where the keys live, from all queries, if sums are to be in the order of the batch; else from this
+    /// rank's queries for all keys, and the transposed gather adds the ranks.
+    var gathered(var const& q, var const& kv) {
+        using everyones = typename tape<R>::template tensor<cpx::replicated<>>;
+        auto const all = std::make_shared<everyones>(at_.moved(gather_, kv->value));
+        auto const from = [=, this](queries<S> const& own) {
+            if (at_.sums(kv->value.sharding()).moves()) {
+                auto const whole = [&](auto const& x) {
+                    auto y = exchange(gather_, x, at_.rank.comm);
+                    at_.rank.ended();
+                    return y;
+                };
+                auto of_q = whole(own.q), dout = whole(own.dout), lse = whole(own.lse), delta = whole(own.delta);
+                queries<cpx::replicated<>> const of_all{of_q, dout, lse, delta};
+                back_keys(of_all, kv->view(), kv->grad());
+            } else {
+                auto shares = cpx::make_tensor<T>(gather_.to, rank(), kv->width(), at_.rank.memory());
+                back_keys(own, all->view(), shares.view());
+                exchange(gather_.transposed(), shares, kv->grad(), at_.rank.comm);
+            }
+        };
+        return attend(
+            q->view(), keys(all->view()), values(all->view()), [q] { return q->grad(); }, from);
+    }
+
+    var by_heads(var const& qkv) {
+        auto const all = at_.move(there_, home_, qkv);
+        index_t const of_q = split_.heads(rank(), heads_.query_heads).size() * heads_.dim;
+        auto const q = [=, this](auto const& x) {
+            return cpx::sharded(x.data().columns(0, of_q), back_.from, rank(), at_.rank.memory());
+        };
+        auto const from = [=, this](auto const& own) { back_keys(own, all->view(), all->grad(), of_q); };
+        return at_.move(back_, again_,
+                        attend(
+                            q(all->view()), keys(all->view(), of_q), values(all->view(), of_q),
+                            [=] { return q(all->grad()); }, from));
     }
 
     tape<R>& at_;
@@ -138,13 +136,11 @@ private:
     positions const& positions_;
     bool gated_;
     cpx::attention_heads heads_;
-    index_t q_, kv_;
-    double scale_;
-    by_heads split_;
+    cpx::head_sharded<> split_;
     cpx::relayout_plan<S, cpx::replicated<>> gather_;
-    cpx::relayout_plan<S, by_heads> there_;
-    cpx::relayout_plan<by_heads, S> home_, back_;
-    cpx::relayout_plan<S, by_heads> again_;
+    cpx::relayout_plan<S, cpx::head_sharded<>> there_;
+    cpx::relayout_plan<cpx::head_sharded<>, S> home_, back_;
+    cpx::relayout_plan<S, cpx::head_sharded<>> again_;
 };
 
 } // namespace qwen

@@ -120,19 +120,6 @@ public:
         cpx::causal_conv1d_backward(before, after, x, weight, {}, cpx::activation::silu, dy, to, comm);
     }
 
-    void attention(auto const& q, auto const& k, auto const& v, cpx::attention_heads const& heads, double scale,
-                   auto const& o, rows lse) const {
-        cpx::attention(q, k, v, heads, scale, o, lse);
-    }
-    void attention_backward_queries(auto const& from, auto const& k, auto const& v, cpx::attention_heads const& heads,
-                                    double scale, auto const& dq) const {
-        cpx::attention_backward_queries(from, k, v, heads, scale, dq);
-    }
-    void attention_backward_keys(auto const& from, auto const& k, auto const& v, cpx::attention_heads const& heads,
-                                 double scale, auto const& dk, auto const& dv) {
-        cpx::attention_backward_keys(from, k, v, heads, scale, dk, dv, comm);
-    }
-
 private:
     static std::span<T const> gain(const_rows weight) {
         return {weight.data(), static_cast<std::size_t>(weight.width())};

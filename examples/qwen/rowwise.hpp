@@ -128,19 +128,6 @@ struct delta_gates_backward {
     }
 };
 
-/// delta = sum over a head of o dout.
-template <class T>
-struct attention_delta {
-    rows<T const> o, dout;
-    rows<T> delta;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
-        index_t const dim = o.width() / delta.width();
-        T sum = 0;
-        for (index_t j = h * dim; j < (h + 1) * dim; ++j) sum += o(row, j) * dout(row, j);
-        delta(row, h) = sum;
-    }
-};
-
 /// Chooses the largest probabilities of a row, the lower expert first among equals, and divides them by their sum.
 template <class T>
 struct choose_experts {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of the main job, which the library does not have, against the host's operations.
-#include "../../examples/qwen/cuda/attention.cuh"
 #include "../../examples/qwen/cuda/convolution.cuh"
 #include "../../examples/qwen/cuda/norm.cuh"
 #include "../../examples/qwen/cuda/products.cuh"
@@ -101,45 +100,11 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("the main job's attention and convolution give what the host's give") {
+    TEST_CASE("the main job's gradient of a convolution's weight is the host's") {
         if (!has_gpus()) return;
         support::splitmix numbers(15);
         cpx::thd const batch({0, 1, 18, 18, 60});
         index_t const tokens = batch.tokens(), taps = 4, channels = 10;
-        cpx::replicated<> const whole(1, batch);
-        for (cpx::attention_heads const heads : {cpx::attention_heads{4, 2, 40}, cpx::attention_heads{3, 3, 16}}) {
-            index_t const q_width = heads.query_heads * heads.dim, k_width = heads.key_heads * heads.dim;
-            both q(numbers, tokens, q_width), k(numbers, tokens, k_width), v(numbers, tokens, k_width),
-                o(numbers, tokens, q_width), dout(numbers, tokens, q_width), lse(numbers, tokens, heads.query_heads),
-                delta(numbers, tokens, heads.query_heads), dq(numbers, tokens, q_width), dk(numbers, tokens, k_width),
-                dv(numbers, tokens, k_width);
-            auto const on = [&](both& x) { return cpx::sharded<float, cpx::replicated<>>(x.h(), whole, 0); };
-            std::vector<gpu::batch_place> places;
-            for (index_t s = 0; s < batch.sequences(); ++s)
-                for (index_t t = 0; t < batch.length(s); ++t) places.push_back({batch.offset(s), batch.offset(s) + t});
-            cpx::cuda::buffer<gpu::batch_place> const there{std::span<gpu::batch_place const>(places)};
-            double const scale = 0.2;
-            gpu::attention_tensors t;
-            t.q = q.d(), t.k = k.d(), t.v = v.d(), t.dout = dout.d(), t.lse = lse.d(), t.delta = delta.d();
-            t.of_query = t.of_key = there.data();
-            t.dim = heads.dim, t.group = heads.query_heads / heads.key_heads, t.scale = static_cast<float>(scale);
-
-            cpx::attention(on(q), on(k), on(v), heads, scale, on(o), lse.h());
-            gpu::attention(t, o.d(), lse.d(), nullptr);
-            CHECK(o.error() < tolerance);
-            CHECK(lse.error() < tolerance);
-            cpx::attention_queries<float, cpx::replicated<>> const own{on(q), on(dout), on(lse), on(delta)};
-            cpx::attention_backward_queries(own, on(k), on(v), heads, scale, on(dq));
-            gpu::attention_backward_queries(t, dq.d(), nullptr);
-            CHECK(dq.error() < tolerance);
-            cpx::threads::run(1, [&](cpx::threads& comm) {
-                cpx::attention_backward_keys(own, on(k), on(v), heads, scale, on(dk), on(dv), comm);
-            });
-            gpu::attention_backward_keys(t, dk.d(), dv.d(), nullptr);
-            CHECK(dk.error() < tolerance);
-            CHECK(dv.error() < tolerance);
-        }
-
         both x(numbers, tokens, channels), dy(numbers, tokens, channels), dx(numbers, tokens, channels),
             weight(numbers, channels, taps), dweight(numbers, channels, taps);
         for (index_t s = 0; s < batch.sequences(); ++s) {

@@ -2,13 +2,13 @@
 // One rank on a GPU: its memory and transport, and the operations of which the model is made.
 #pragma once
 
-#include "attention.cuh"
 #include "blas.hpp"
 #include "convolution.cuh"
 #include "norm.cuh"
 
 #include "../run.hpp"
 
+#include <cpx/ops/cuda/attention.hpp>
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/expert_exchange.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
@@ -190,24 +190,6 @@ public:
                                        sums.sharding().batch().sequences(), dweight.sub(own.first, own.size())});
     }
 
-    void attention(auto const& q, auto const& k, auto const& v, cpx::attention_heads const& heads, double scale,
-                   auto const& o, rows lse) {
-        gpu::attention(tensors(q, k, v, heads, scale), o.data(), lse, stream_);
-    }
-    void attention_backward_queries(auto const& from, auto const& k, auto const& v, cpx::attention_heads const& heads,
-                                    double scale, auto const& dq) {
-        gpu::attention_backward_queries(tensors(from, k, v, heads, scale), dq.data(), stream_);
-    }
-    /// Where query heads read a key head of this rank, they are on it, too: throws `cpx::error` otherwise.
-    void attention_backward_keys(auto const& from, auto const& k, auto const& v, cpx::attention_heads const& heads,
-                                 double scale, auto const& dk, auto const& dv) {
-        auto const t = tensors(from, k, v, heads, scale);
-        index_t const first = t.first_key * t.group, count = k.data().width() / t.dim * t.group;
-        cpx::require(t.first_query == first && t.q.width() / t.dim == count, "--attention", "ranks",
-                     "at most the key heads, with --backward on GPUs", comm.ranks());
-        gpu::attention_backward_keys(t, dk.data(), dv.data(), stream_);
-    }
-
 private:
     /// Calls `f(expert, row, count)` for every expert of this rank that has rows: its number, the first, how many.
     template <class F>
@@ -230,45 +212,6 @@ private:
         memory().write(made.data(), values);
         return made;
     }
-    /// Returns where the rows of a sharding stand: of the batch's, or of those of this rank.
-    template <class S>
-    gpu::batch_place const* places(S const& sharding) {
-        auto& made = S::every_row ? all_places_ : own_places_;
-        if (!made) {
-            std::vector<gpu::batch_place> list;
-            for (cpx::segment const& s : segments(sharding, rank()))
-                for (index_t i = 0; i < s.count; ++i) {
-                    index_t const first = sharding.batch().offset(s.sequence);
-                    list.push_back({first, first + s.token + i});
-                }
-            made = upload(std::span<gpu::batch_place const>(list));
-        }
-        return made->data();
-    }
-    gpu::attention_tensors tensors(auto const& q, auto const& k, auto const& v, cpx::attention_heads const& heads,
-                                   double scale) {
-        cpx::require(heads.dim <= gpu::most_channels * gpu::warp, "attention", "channels of a head",
-                     "at most " + std::to_string(gpu::most_channels * gpu::warp), heads.dim);
-        gpu::attention_tensors t;
-        if constexpr (requires { q.dout; }) {
-            t = tensors(q.q, k, v, heads, scale);
-            t.dout = q.dout.data();
-            t.lse = q.lse.data();
-            t.delta = q.delta.data();
-        } else {
-            t.q = q.data();
-            t.k = k.data();
-            t.v = v.data();
-            t.of_query = places(q.sharding());
-            t.of_key = places(k.sharding());
-            t.dim = heads.dim;
-            t.first_query = q.sharding().heads(rank(), heads.query_heads).first;
-            t.first_key = k.sharding().heads(rank(), heads.key_heads).first;
-            t.group = heads.query_heads / heads.key_heads;
-            t.scale = static_cast<float>(scale);
-        }
-        return t;
-    }
 
     std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
     std::optional<ending_communicator> neighbours_; ///< that share the experts
@@ -277,7 +220,6 @@ private:
     std::map<std::string, cpx::cuda::buffer<float>> weights_;
     std::optional<cpx::cuda::rotary_pairs> pairs_;
     std::optional<cpx::cuda::block<index_t>> positions_; ///< (3, rows)
-    std::optional<cpx::cuda::block<gpu::batch_place>> own_places_, all_places_;
 };
 
 } // namespace qwen

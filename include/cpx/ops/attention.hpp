@@ -16,62 +16,93 @@ struct attention_heads {
 
 namespace detail {
 
-/// Throws unless the heads fit each other and their columns have a size.
-inline void require_attention(char const* where, attention_heads const& heads, caller here) {
+/// The heads of an attention that a rank holds.
+struct attended_heads {
+    range queries, keys;
+    index_t group, dim; ///< query heads that read a key head, columns of a head
+
+    /// Returns which of the rank's key heads its query head `h` reads.
+    index_t key_of(index_t h) const { return (queries.first + h) / group - keys.first; }
+    index_t query_width() const { return queries.size() * dim; }
+    index_t key_width() const { return keys.size() * dim; }
+};
+
+/// Whether there is attention of such elements in memory M.
+template <any_memory M, class T>
+inline constexpr bool attends = std::same_as<M, host_memory>;
+template <class M, class T>
+concept attended_memory = any_memory<M> && attends<M, T>;
+template <class X>
+concept attended = sharded_anywhere<X> && attends<memory_of<X>, element_of<X>>;
+
+/// Returns what the rank of q holds. Throws unless the heads fit each other, and keys the queries' batch and rank.
+template <class T, any_sharding Q, class A, any_sharding K, any_memory M>
+attended_heads require_heads(char const* where, sharded<T, Q, M> const& q, sharded<A, K, M> const& k,
+                             attention_heads const& heads, caller here) {
     require_groups(where, "query heads", heads.query_heads, "key heads", heads.key_heads, here);
     product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
+    Q const& queries = q.sharding();
+    K const& keys = k.sharding();
+    require_batch(where, "batch of keys and values", "the queries'", queries.batch(), keys.batch(), here);
+    require_own(where, "rank of k", k.rank(), keys.ranks(), q.rank(), queries.ranks(), here);
+    require(k.memory() == q.memory(), where, "memory of k", "that of q, in its stream", "another", here);
+    return {queries.heads(q.rank(), heads.query_heads), keys.heads(q.rank(), heads.key_heads),
+            heads.query_heads / heads.key_heads, heads.dim};
 }
-
-/// Throws unless keys are of the queries' batch, on the same rank of the same group.
-template <any_sharding Q, class T, any_sharding K>
-void require_keys(char const* where, Q const& queries, int rank, sharded<T, K> const& k, caller here) {
-    require_batch(where, "batch of keys and values", "the queries'", queries.batch(), k.sharding().batch(), here);
-    require_own(where, "rank of k", k.rank(), k.sharding().ranks(), rank, queries.ranks(), here);
-}
-
-template <class T, any_sharding Q, any_sharding K>
-void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
-            attention_heads const& heads, double scale, sharded<T, Q> const& o, rows_or_list<T> const& numbers,
-            caller here) {
-    char const* const where = "attention";
-    int const rank = q.rank();
-    require_attention(where, heads, here);
-    require_keys(where, q.sharding(), rank, k, here);
-    require_place(where, "v", v, k, "that of k", here);
-    require_place(where, "o", o, q, "that of q", here);
-    thd const& batch = q.sharding().batch();
-    range const queries = q.sharding().heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
-    index_t const group = heads.query_heads / heads.key_heads, dim = heads.dim;
-    require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
+/// Throws unless the key heads that the rank's query heads read are on it.
+inline void require_read_heads(char const* where, attended_heads const& at, caller here) {
+    require(at.keys.first <= at.queries.first / at.group && (at.queries.last - 1) / at.group < at.keys.last, where,
             "key heads on this rank", "those that its query heads read", "others", here);
-    index_t const held = q.sharding().rows(rank);
-    require_shape(where, "q", q.data(), held, queries.size() * dim, here);
-    require_shape(where, "o", o.data(), held, queries.size() * dim, here);
-    require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
-    require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
+}
+/// Throws unless `x` lies as `other` does, in its memory, with all rows of `width` columns.
+template <class T, class A, any_sharding S, any_memory M>
+void require_beside(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
+                    char const* whose, index_t width, caller here) {
+    require_place(where, what, x, other, whose, here);
+    require(x.memory() == other.memory(), where, "memory of the tensors", "one, in one stream", "another", here);
+    require_shape(where, what, x.data(), other.sharding().rows(other.rank()), width, here);
+}
 
-    rows<T> const lse = numbers.of_width(queries.size());
-    if (lse.data()) require_shape(where, "lse", lse, held, queries.size(), here);
-    require_apart(where, {{"o", o.data()}, {"lse", lse}}, {{"q", q.data()}, {"k", k.data()}, {"v", v.data()}}, here);
-
+/// Attention of one rank, of arguments that fit. On devices: `ops/cuda/attention.hpp`.
+template <class T, any_sharding Q, any_sharding K>
+void attend_rows(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
+                 attended_heads const& at, double scale, rows<T> o, rows<T> lse, caller here) {
     std::vector<T> of_head;
-    auto const segments = cpx::segments(q.sharding(), rank);
+    auto const segments = cpx::segments(q.sharding(), q.rank());
     auto const tokens = positions(segments);
     for (segment const& s : segments)
-        for (index_t h = 0; h < queries.size(); ++h) {
-            index_t const key_head = (queries.first + h) / group - keys.first;
+        for (index_t h = 0; h < at.queries.size(); ++h) {
             auto const seen =
                 [&](sharded<T const, K> const& x) -> rows<T const> { // later keys are masked for all of these
-                return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
+                return x.data()
+                    .sub(q.sharding().batch().offset(s.sequence), s.token + s.count)
+                    .columns(at.key_of(h) * at.dim, at.dim);
             };
             of_head.resize(lse.data() ? static_cast<std::size_t>(s.count) : 0);
             attend_head<T>(
-                q.data().sub(s.row, s.count).columns(h * dim, dim),
+                q.data().sub(s.row, s.count).columns(h * at.dim, at.dim),
                 std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)), seen(k),
-                seen(v), static_cast<T>(scale), o.data().sub(s.row, s.count).columns(h * dim, dim), std::span(of_head),
+                seen(v), static_cast<T>(scale), o.sub(s.row, s.count).columns(h * at.dim, at.dim), std::span(of_head),
                 here);
             for (index_t i = 0; i < std::ssize(of_head); ++i) lse(s.row + i, h) = of_head[static_cast<std::size_t>(i)];
         }
+}
+
+template <class T, any_sharding Q, any_sharding K, any_memory M>
+void attend(sharded<T const, Q, M> const& q, sharded<T const, K, M> const& k, sharded<T const, K, M> const& v,
+            attention_heads const& heads, double scale, sharded<T, Q, M> const& o,
+            rows_or_list<typename M::template sum<T>> const& numbers, caller here) {
+    char const* const where = "attention";
+    attended_heads const at = require_heads(where, q, k, heads, here);
+    require_read_heads(where, at, here);
+    require_shape(where, "q", q.data(), q.sharding().rows(q.rank()), at.query_width(), here);
+    require_beside(where, "o", o, q, "that of q", at.query_width(), here);
+    require_shape(where, "k", k.data(), k.sharding().rows(k.rank()), at.key_width(), here);
+    require_beside(where, "v", v, k, "that of k", at.key_width(), here);
+    auto const lse = numbers.of_width(at.queries.size());
+    if (lse.data()) require_shape(where, "lse", lse, o.data().count(), at.queries.size(), here);
+    require_apart(where, {{"o", o.data()}, {"lse", lse}}, {{"q", q.data()}, {"k", k.data()}, {"v", v.data()}}, here);
+    attend_rows(q, k, v, at, scale, o.data(), lse, here);
 }
 
 } // namespace detail
@@ -80,13 +111,14 @@ void attend(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<
 ///
 /// q, o: (rows, query heads * dim) on any sharding; k, v: (tokens, key heads * dim) where every rank holds every token:
 /// `replicated` (keys and values gathered) or the same `head_sharded` as q. Heads are those that their rank holds.
-/// lse: (rows, query heads), rows or a list, takes what the backward needs; empty if not wanted.
+/// lse: (rows, query heads), rows or a list, takes what the backward needs, on devices as float; empty if not wanted.
 /// No communication: relayout q, k and v first. A row's result does not depend on the other rows.
+/// Of tensors on devices: include <cpx/ops/cuda/attention.hpp>.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
-template <sharded_like Q, sharded_like K, sharded_like V, sharded_like O>
+template <detail::attended Q, sharded_like<memory_of<Q>> K, sharded_like<memory_of<Q>> V, sharded_like<memory_of<Q>> O>
 void attention(Q const& q, K const& k, V const& v, attention_heads const& heads, double scale, O&& o,
-               rows_or_list<element_of<O>> const& lse = {}, caller here = caller::here()) {
+               rows_or_list<sum_of<O>> const& lse = {}, caller here = caller::here()) {
     constexpr bool keys = sharding_of<K>::every_row && sharding_of<V>::every_row, writes = detail::writes<O, Q, K, V>;
     constexpr bool fits = detail::sharded_as<sharding_of<Q>, O> && detail::sharded_as<sharding_of<K>, V>;
     static_assert(keys, "cpx: attention wants keys and values on every rank for all tokens of a sequence; relayout "
@@ -96,8 +128,8 @@ void attention(Q const& q, K const& k, V const& v, attention_heads const& heads,
                   "k and v alike");
     static_assert(writes, "cpx: attention wants q, k and v of o's elements, and an o that is not const and has a name");
     if constexpr (keys && fits && writes)
-        detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>>(q.view(), k.view(), v.view(), heads, scale,
-                                                                      o.view(), lse, here);
+        detail::attend<element_of<O>, sharding_of<Q>, sharding_of<K>, memory_of<Q>>(q.view(), k.view(), v.view(), heads,
+                                                                                    scale, o.view(), lse, here);
 }
 template <class X>
 void attention(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

@@ -14,12 +14,14 @@ namespace cpx {
 /// wrote it; delta: (rows, query heads), as `attention_delta` wrote it. All for the heads that the rank holds.
 template <class T, any_sharding Q, any_memory M = host_memory>
 struct attention_queries {
-    sharded_field<T const, Q, M> q, dout, lse, delta;
+    sharded_field<T const, Q, M> q, dout;
+    sharded_field<typename M::template sum<T> const, Q, M> lse, delta;
     detail::no_more end = {};
 };
 template <class X = detail::any>
 attention_queries(X&& = {}, detail::any = {}, detail::any = {}, detail::any = {}, ...)
-    -> attention_queries<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding>;
+    -> attention_queries<typename detail::first_field<X>::element, typename detail::first_field<X>::sharding,
+                         typename detail::first_field<X>::memory>;
 
 namespace detail {
 
@@ -45,53 +47,63 @@ private:
     std::vector<T> lse_, delta_;
 };
 
-template <class T, any_sharding Q>
-void check_queries(char const* where, attention_queries<T, Q> const& from, attention_heads const& heads, caller here) {
-    int const rank = from.q.rank();
-    require_attention(where, heads, here);
-    for (auto const* x : {&from.dout, &from.lse, &from.delta})
-        require_place(where, "dout, lse and delta", *x, from.q, "that of q", here);
-    index_t const held = from.q.sharding().rows(rank), n = from.q.sharding().heads(rank, heads.query_heads).size();
-    require_shape(where, "q", from.q.data(), held, n * heads.dim, here);
-    require_shape(where, "dout", from.dout.data(), held, n * heads.dim, here);
-    require_shape(where, "lse", from.lse.data(), held, n, here);
-    require_shape(where, "delta", from.delta.data(), held, n, here);
+/// Throws unless all that is known of the queries fits the heads that the rank holds.
+template <class T, any_sharding Q, any_memory M>
+void require_queries(char const* where, attention_queries<T, Q, M> const& from, attended_heads const& at, caller here) {
+    char const* const others = "dout, lse and delta";
+    require_place(where, others, from.dout, from.q, "that of q", here);
+    for (auto const* x : {&from.lse, &from.delta}) {
+        require_place(where, others, *x, from.q, "that of q", here);
+        require(x->memory() == from.q.memory(), where, "memory of lse and delta", "that of q", "another", here);
+    }
+    require(from.dout.memory() == from.q.memory(), where, "memory of dout", "that of q", "another", here);
+    index_t const held = from.q.sharding().rows(from.q.rank());
+    require_shape(where, "q", from.q.data(), held, at.query_width(), here);
+    require_shape(where, "dout", from.dout.data(), held, at.query_width(), here);
+    require_shape(where, "lse", from.lse.data(), held, at.queries.size(), here);
+    require_shape(where, "delta", from.delta.data(), held, at.queries.size(), here);
 }
 
-template <class T, any_sharding Q>
-void sum_delta(sharded<T const, Q> const& o, sharded<T const, Q> const& dout, index_t dim, sharded<T, Q> const& delta,
-               caller here) {
-    require_place("attention_delta", "dout", dout, o, "that of o", here);
-    require_place("attention_delta", "delta", delta, o, "that of o", here);
-    index_t const count = o.data().count(), heads = delta.data().width();
-    product("attention_delta", "heads x dim", {heads, dim}, here);
-    require_shape("attention_delta", "o", o.data(), count, heads * dim, here);
-    require_shape("attention_delta", "dout", dout.data(), count, heads * dim, here);
-    require_shape("attention_delta", "delta", delta.data(), count, heads, here);
-    require_apart("attention_delta", {{"delta", delta.data()}}, {{"o", o.data()}, {"dout", dout.data()}}, here);
-    std::vector<T> of_head(static_cast<std::size_t>(count));
-    for (index_t h = 0; h < heads; ++h) {
-        attend_head_delta<T>(o.data().columns(h * dim, dim), dout.data().columns(h * dim, dim), std::span(of_head),
-                             here);
-        for (index_t row = 0; row < count; ++row) delta.data()(row, h) = of_head[static_cast<std::size_t>(row)];
+/// Delta of heads of `dim` columns, of arguments that fit.
+template <class T>
+void delta_of_rows(host_memory, rows<T const> o, rows<T const> dout, index_t dim, rows<T> delta, caller here) {
+    std::vector<T> of_head(static_cast<std::size_t>(o.count()));
+    for (index_t h = 0; h < delta.width(); ++h) {
+        attend_head_delta<T>(o.columns(h * dim, dim), dout.columns(h * dim, dim), std::span(of_head), here);
+        for (index_t row = 0; row < o.count(); ++row) delta(row, h) = of_head[static_cast<std::size_t>(row)];
     }
+}
+
+template <class T, any_sharding Q, any_memory M>
+void sum_delta(sharded<T const, Q, M> const& o, sharded<T const, Q, M> const& dout, index_t dim,
+               sharded<typename M::template sum<T>, Q, M> const& delta, caller here) {
+    char const* const where = "attention_delta";
+    index_t const heads = delta.data().width();
+    product(where, "heads x dim", {heads, dim}, here);
+    require_beside(where, "dout", dout, o, "that of o", heads * dim, here);
+    require_beside(where, "delta", delta, o, "that of o", heads, here);
+    require_shape(where, "o", o.data(), delta.data().count(), heads * dim, here);
+    require_apart(where, {{"delta", delta.data()}}, {{"o", o.data()}, {"dout", dout.data()}}, here);
+    delta_of_rows(o.memory(), o.data(), dout.data(), dim, delta.data(), here);
 }
 
 } // namespace detail
 
 /// Computes `delta = sum over a head of o dout` for every row and head.
 ///
-/// o, dout: (rows, heads * dim), delta: (rows, heads), all of one sharding. No communication.
+/// o, dout: (rows, heads * dim), delta: (rows, heads), all of one sharding; delta on devices float. No communication.
 /// Throws `cpx::error` on shapes or shardings that do not fit, and on overlapping memory.
-template <sharded_like O, sharded_like D, sharded_like Y>
+template <detail::attended O, sharded_like<memory_of<O>> D, sharded_like<memory_of<O>> Y>
 void attention_delta(O const& o, D const& dout, index_t dim, Y&& delta, caller here = caller::here()) {
-    constexpr bool fits = detail::sharded_as<sharding_of<O>, D, Y>, writes = detail::writes<Y, O, D>;
+    constexpr bool fits = detail::sharded_as<sharding_of<O>, D, Y>;
+    constexpr bool writes =
+        detail::writes<Y> && std::same_as<element_of<O>, element_of<D>> && std::same_as<element_of<Y>, sum_of<O>>;
     static_assert(fits, "cpx: attention_delta of tensors on two shardings; make dout and delta of o's sharding");
-    static_assert(writes,
-                  "cpx: attention_delta wants o and dout of delta's elements, and a delta that is not const and "
-                  "has a name");
+    static_assert(
+        writes, "cpx: attention_delta wants o and dout of delta's elements, on devices a delta of float, and one that "
+                "is not const and has a name");
     if constexpr (fits && writes)
-        detail::sum_delta<element_of<Y>, sharding_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
+        detail::sum_delta<element_of<O>, sharding_of<O>, memory_of<O>>(o.view(), dout.view(), dim, delta.view(), here);
 }
 template <class X>
 void attention_delta(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
@@ -102,42 +114,43 @@ void attention_delta(X const&, detail::any = {}, detail::any = {}, detail::any =
 
 namespace detail {
 
-template <class T, any_sharding Q>
-std::array<operand, 4> query_operands(attention_queries<T, Q> const& from) {
+template <class T, any_sharding Q, any_memory M>
+std::array<operand, 4> query_operands(attention_queries<T, Q, M> const& from) {
     return {{{"q", from.q.data()}, {"dout", from.dout.data()}, {"lse", from.lse.data()}, {"delta", from.delta.data()}}};
 }
 
+/// The gradient of one rank's queries, of arguments that fit.
 template <class T, any_sharding Q, any_sharding K>
-void attend_backward_queries(attention_queries<T, Q> const& from, sharded<T const, K> const& k,
-                             sharded<T const, K> const& v, attention_heads const& heads, double scale,
-                             sharded<T, Q> const& dq, caller here) {
+void attend_rows_backward_queries(attention_queries<T, Q> const& from, sharded<T const, K> const& k,
+                                  sharded<T const, K> const& v, attended_heads const& at, double scale, rows<T> dq,
+                                  caller here) {
+    for (segment const& s : segments(from.q.sharding(), from.q.rank()))
+        for (index_t h = 0; h < at.queries.size(); ++h) {
+            auto const seen = [&](sharded<T const, K> const& x) -> rows<T const> {
+                return x.data()
+                    .sub(x.sharding().batch().offset(s.sequence), s.token + s.count)
+                    .columns(at.key_of(h) * at.dim, at.dim);
+            };
+            queries_of_head<T> const own(from, s, h, at.dim);
+            attend_head_backward_query<T>(own.get(), seen(k), seen(v), static_cast<T>(scale),
+                                          dq.sub(s.row, s.count).columns(h * at.dim, at.dim), here);
+        }
+}
+
+template <class T, any_sharding Q, any_sharding K, any_memory M>
+void attend_backward_queries(attention_queries<T, Q, M> const& from, sharded<T const, K, M> const& k,
+                             sharded<T const, K, M> const& v, attention_heads const& heads, double scale,
+                             sharded<T, Q, M> const& dq, caller here) {
     char const* const where = "attention_backward_queries";
-    check_queries(where, from, heads, here);
-    Q const& sharding = from.q.sharding();
-    int const rank = from.q.rank();
-    thd const& batch = sharding.batch();
-    require_keys(where, sharding, rank, k, here);
-    require_place(where, "v", v, k, "that of k", here);
-    require_place(where, "dq", dq, from.q, "that of q", here);
-    range const queries = sharding.heads(rank, heads.query_heads), keys = k.sharding().heads(rank, heads.key_heads);
-    index_t const group = heads.query_heads / heads.key_heads, dim = heads.dim;
-    require(keys.first <= queries.first / group && (queries.last - 1) / group < keys.last, where,
-            "key heads on this rank", "those that its query heads read", "others", here);
-    require_shape(where, "k", k.data(), batch.tokens(), keys.size() * dim, here);
-    require_shape(where, "v", v.data(), batch.tokens(), keys.size() * dim, here);
-    require_shape(where, "dq", dq.data(), from.q.data().count(), from.q.data().width(), here);
+    attended_heads const at = require_heads(where, from.q, k, heads, here);
+    require_read_heads(where, at, here);
+    require_queries(where, from, at, here);
+    require_shape(where, "k", k.data(), k.sharding().rows(k.rank()), at.key_width(), here);
+    require_beside(where, "v", v, k, "that of k", at.key_width(), here);
+    require_beside(where, "dq", dq, from.q, "that of q", at.query_width(), here);
     require_apart(where, {{"dq", dq.data()}}, {{"k", k.data()}, {"v", v.data()}}, here);
     require_apart(where, std::array{operand("dq", dq.data())}, query_operands(from), here);
-    for (segment const& s : segments(sharding, rank))
-        for (index_t h = 0; h < queries.size(); ++h) {
-            index_t const key_head = (queries.first + h) / group - keys.first;
-            auto const seen = [&](sharded<T const, K> const& x) -> rows<T const> {
-                return x.data().sub(batch.offset(s.sequence), s.token + s.count).columns(key_head * dim, dim);
-            };
-            queries_of_head<T> const own(from, s, h, dim);
-            attend_head_backward_query<T>(own.get(), seen(k), seen(v), static_cast<T>(scale),
-                                          dq.data().sub(s.row, s.count).columns(h * dim, dim), here);
-        }
+    attend_rows_backward_queries(from, k, v, at, scale, dq.data(), here);
 }
 
 } // namespace detail
@@ -148,8 +161,9 @@ void attend_backward_queries(attention_queries<T, Q> const& from, sharded<T cons
 /// sharding.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
-template <class T, any_sharding Q, sharded_like K, sharded_like V, sharded_like Dq>
-void attention_backward_queries(attention_queries<T, Q> const& from, K const& k, V const& v,
+template <class T, any_sharding Q, detail::attended_memory<T> M, sharded_like<M> K, sharded_like<M> V,
+          sharded_like<M> Dq>
+void attention_backward_queries(attention_queries<T, Q, M> const& from, K const& k, V const& v,
                                 attention_heads const& heads, double scale, Dq&& dq, caller here = caller::here()) {
     constexpr bool keys = sharding_of<K>::every_row && sharding_of<V>::every_row;
     constexpr bool fits = detail::sharded_as<Q, Dq> && detail::sharded_as<sharding_of<K>, V>;
@@ -163,7 +177,8 @@ void attention_backward_queries(attention_queries<T, Q> const& from, K const& k,
                   "cpx: attention_backward_queries wants k, v and dq of q's elements, and a dq that is not const "
                   "and has a name");
     if constexpr (keys && fits && writes)
-        detail::attend_backward_queries<T, Q, sharding_of<K>>(from, k.view(), v.view(), heads, scale, dq.view(), here);
+        detail::attend_backward_queries<T, Q, sharding_of<K>, M>(from, k.view(), v.view(), heads, scale, dq.view(),
+                                                                 here);
 }
 template <class X>
 void attention_backward_queries(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
@@ -175,51 +190,69 @@ void attention_backward_queries(detail::any, X const&, detail::any = {}, detail:
 
 namespace detail {
 
-template <class T, any_sharding Q, any_sharding K, class Comm>
-void attend_backward_keys(attention_queries<T, Q> const& from, sharded<T const, K> const& k,
-                          sharded<T const, K> const& v, attention_heads const& heads, double scale,
-                          sharded<T, K> const& dk, sharded<T, K> const& dv, Comm& comm, caller here) {
-    char const* const where = "attention_backward_keys";
-    int const rank = from.q.rank();
-    check_queries(where, from, heads, here);
-    K const& sharding = k.sharding();
-    require_keys(where, from.q.sharding(), rank, k, here);
-    for (auto const* x : {&dk, &dv}) require_place(where, "dk and dv", *x, k, "that of k", here);
-    require_place(where, "v", v, k, "that of k", here);
-    range const queries = from.q.sharding().heads(rank, heads.query_heads);
-    require(queries == sharding.heads(rank, heads.query_heads), where, "query heads on this rank",
-            "those of the keys' sharding", "others", here);
-    index_t const held = sharding.rows(rank), dim = heads.dim, n = queries.size();
-    range const keys = sharding.heads(rank, heads.key_heads);
-    for (auto const* x : {&dk, &dv}) require_shape(where, "dk and dv", x->data(), held, keys.size() * dim, here);
-    for (auto const* x : {&k, &v}) require_shape(where, "k and v", x->data(), held, keys.size() * dim, here);
-    require_apart(where, {{"dk", dk.data()}, {"dv", dv.data()}}, {{"k", k.data()}, {"v", v.data()}}, here);
-    require_apart(where, std::array{operand("dk", dk.data()), operand("dv", dv.data())}, query_operands(from), here);
-
-    auto memory = zeros<T>(where, {held, 2, n, dim}, here); // of every query head
-    rows<T> const terms(memory.data(), held, 2 * n * dim);
-    auto of_queries = segments(from.q.sharding(), rank);
+/// Writes what every `each` query heads, side by side, give to the gradients of keys and values, of arguments that fit:
+/// a head of dk and dv for them, to which they are added in their order.
+template <class T, any_sharding Q, any_sharding K>
+void attend_rows_backward_keys(attention_queries<T, Q> const& from, sharded<T const, K> const& k,
+                               sharded<T const, K> const& v, attended_heads const& at, index_t each, double scale,
+                               rows<T> dk, rows<T> dv, caller here) {
+    auto of_queries = segments(from.q.sharding(), from.q.rank());
     std::ranges::sort(of_queries, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });
-    index_t const group = heads.query_heads / heads.key_heads;
-    auto const tokens = positions(segments(sharding, rank));
-    for (segment const& s : segments(sharding, rank)) {
+    auto const of_keys = segments(k.sharding(), k.rank());
+    auto const tokens = positions(of_keys);
+    for (segment const& s : of_keys) {
         auto const own = std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count));
         auto const first = std::ranges::lower_bound(of_queries, s.sequence, {}, &segment::sequence);
         auto const last = std::ranges::upper_bound(of_queries, s.sequence, {}, &segment::sequence);
-        for (auto seen = first; seen != last; ++seen) {
-            if (seen->token + seen->count <= s.token) continue; // all of them before these keys
-            for (index_t h = 0; h < n; ++h) {
-                index_t const key_head = (queries.first + h) / group - keys.first;
-                queries_of_head<T> const q(from, *seen, h, dim);
-                rows<T> const own_terms = terms.sub(s.row, s.count);
-                attend_head_backward_key<T>(q.get(), k.data().sub(s.row, s.count).columns(key_head * dim, dim),
-                                            v.data().sub(s.row, s.count).columns(key_head * dim, dim), own,
-                                            static_cast<T>(scale), own_terms.columns(h * dim, dim),
-                                            own_terms.columns((n + h) * dim, dim));
+        for (index_t h = 0; h < at.queries.size(); ++h) {
+            auto const of_head = [&](rows<T const> x) {
+                return x.sub(s.row, s.count).columns(at.key_of(h) * at.dim, at.dim);
+            };
+            auto memory = zeros<T>("attention_backward_keys", {2, s.count, at.dim}, here);
+            rows<T> const terms(memory.data(), 2 * s.count, at.dim), to_k = terms.sub(0, s.count),
+                                                                     to_v = terms.sub(s.count, s.count);
+            for (auto seen = first; seen != last; ++seen) {
+                if (seen->token + seen->count <= s.token) continue; // all of them before these keys
+                queries_of_head<T> const q(from, *seen, h, at.dim);
+                attend_head_backward_key<T>(q.get(), of_head(k.data()), of_head(v.data()), own, static_cast<T>(scale),
+                                            to_k, to_v, here);
             }
+            for (auto const& [to, term] : {std::pair(dk, to_k), std::pair(dv, to_v)})
+                for (index_t row = 0; row < s.count; ++row)
+                    for (index_t d = 0; d < at.dim; ++d) {
+                        T& sum = to(s.row + row, h / each * at.dim + d);
+                        sum = h % each == 0 ? term(row, d) : sum + term(row, d);
+                    }
         }
     }
-    sum_readers<T>(sharding, rank, heads.key_heads, heads.query_heads, dim, terms, std::array{dk.data(), dv.data()},
+}
+
+template <class T, any_sharding Q, any_sharding K, any_memory M, class Comm>
+void attend_backward_keys(attention_queries<T, Q, M> const& from, sharded<T const, K, M> const& k,
+                          sharded<T const, K, M> const& v, attention_heads const& heads, double scale,
+                          sharded<T, K, M> const& dk, sharded<T, K, M> const& dv, Comm& comm, caller here) {
+    char const* const where = "attention_backward_keys";
+    attended_heads const at = require_heads(where, from.q, k, heads, here);
+    require_queries(where, from, at, here);
+    K const& sharding = k.sharding();
+    int const rank = k.rank();
+    index_t const held = sharding.rows(rank);
+    for (auto const* x : {&dk, &dv}) require_beside(where, "dk and dv", *x, k, "that of k", at.key_width(), here);
+    require_place(where, "v", v, k, "that of k", here);
+    require(v.memory() == k.memory(), where, "memory of v", "that of k", "another", here);
+    for (auto const* x : {&k, &v}) require_shape(where, "k and v", x->data(), held, at.key_width(), here);
+    require(at.queries == sharding.heads(rank, heads.query_heads), where, "query heads on this rank",
+            "those of the keys' sharding", "others", here);
+    require_apart(where, {{"dk", dk.data()}, {"dv", dv.data()}}, {{"k", k.data()}, {"v", v.data()}}, here);
+    require_apart(where, std::array{operand("dk", dk.data()), operand("dv", dv.data())}, query_operands(from), here);
+    if (!groups_split(sharding, heads.key_heads, heads.query_heads))
+        return attend_rows_backward_keys(from, k, v, at, at.group, scale, dk.data(), dv.data(), here);
+    using sum = typename M::template sum<T>;
+    index_t const width = at.query_width(); // of every query head
+    auto memory = k.memory().template zeros<sum>(where, {held, 2, width}, here);
+    rows<sum> const terms(memory.data(), held, 2 * width);
+    attend_rows_backward_keys(from, k, v, at, 1, scale, terms.columns(0, width), terms.columns(width, width), here);
+    sum_readers<T>(sharding, rank, heads.key_heads, heads.query_heads, at.dim, terms, std::array{dk.data(), dv.data()},
                    comm, here);
 }
 
@@ -237,9 +270,12 @@ void attend_backward_keys(attention_queries<T, Q> const& from, sharded<T const, 
 /// Collective where query heads of one group are on several ranks, by heads (see `sum_readers`); else no communication.
 ///
 /// Throws `cpx::error` on shapes, batches or heads that do not fit, and on overlapping memory.
-template <class T, any_sharding Q, sharded_like K, sharded_like V, sharded_like Dk, sharded_like Dv, transport Comm>
-void attention_backward_keys(attention_queries<T, Q> const& from, K const& k, V const& v, attention_heads const& heads,
-                             double scale, Dk&& dk, Dv&& dv, Comm& comm, caller here = caller::here()) {
+template <class T, any_sharding Q, detail::attended_memory<T> M, sharded_like<M> K, sharded_like<M> V,
+          sharded_like<M> Dk, sharded_like<M> Dv, any_transport Comm>
+    requires std::same_as<rank_memory_of<Comm>, M>
+void attention_backward_keys(attention_queries<T, Q, M> const& from, K const& k, V const& v,
+                             attention_heads const& heads, double scale, Dk&& dk, Dv&& dv, Comm& comm,
+                             caller here = caller::here()) {
     using S = sharding_of<K>;
     constexpr bool all = Q::every_row || S::every_row, fits = detail::sharded_as<S, V, Dk, Dv>;
     constexpr bool writes = detail::writes<Dk, K, V> && detail::writes<Dv> && std::same_as<element_of<Dk>, T> &&
@@ -253,7 +289,8 @@ void attention_backward_keys(attention_queries<T, Q> const& from, K const& k, V 
                   "cpx: attention_backward_keys wants k, v, dk and dv of q's elements, and dk and dv that are "
                   "not const and have names");
     if constexpr (all && fits && writes)
-        detail::attend_backward_keys<T, Q, S>(from, k.view(), v.view(), heads, scale, dk.view(), dv.view(), comm, here);
+        detail::attend_backward_keys<T, Q, S, M>(from, k.view(), v.view(), heads, scale, dk.view(), dv.view(), comm,
+                                                 here);
 }
 template <class X>
 void attention_backward_keys(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},

@@ -6,6 +6,7 @@
 #include <cpx/ops/local/shape.hpp>
 #include <cpx/transport/exchange.hpp>
 
+#include <algorithm>
 #include <span>
 #include <type_traits>
 
@@ -53,6 +54,36 @@ private:
 
 } // namespace detail
 
+namespace detail {
+
+/// Returns whether readers of one shared head are on several ranks.
+template <any_sharding S>
+bool groups_split(S const& sharding, index_t shared, index_t readers) {
+    index_t const group = readers / shared;
+    bool split = false;
+    for (int rank = 0; S::every_row && rank < sharding.ranks(); ++rank) {
+        range const held = sharding.heads(rank, readers);
+        split |= held.first % group != 0 || held.last % group != 0;
+    }
+    return split;
+}
+
+} // namespace detail
+
+/// Writes `sum = sum over the readers of a head`, readers ascending: terms: (rows, heads * group * width), sum: (rows,
+/// heads * width). Of the host; `cuda::add_readers` takes a device's memory in its place.
+template <class T>
+void add_readers(host_memory, rows<T const> terms, index_t group, index_t width, rows<T> sum, caller = caller::here()) {
+    for (index_t row = 0; row < sum.count(); ++row)
+        for (index_t head = 0; head < sum.width() / width; ++head) {
+            T const* const from = terms.row(row) + head * group * width;
+            T* const to = sum.row(row) + head * width;
+            std::copy_n(from, width, to);
+            for (index_t reader = 1; reader < group; ++reader)
+                for (index_t column = 0; column < width; ++column) to[column] += from[reader * width + column];
+        }
+}
+
 /// Adds what the readers of shared heads contribute to them, such as the query heads of a group to the keys.
 ///
 /// `readers` heads of `width` read `shared` heads, readers / shared neighbours each. `terms`: (rows, n * readers held *
@@ -61,9 +92,11 @@ private:
 /// Collective, if a group of readers is split between ranks: one exchange; else nothing moves.
 ///
 /// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws.
-template <class T, any_sharding S, class Comm>
-void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width, rows<T const> terms,
+template <class T, any_sharding S, any_transport Comm>
+void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width,
+                 rows<typename rank_memory_of<Comm>::template sum<T> const> terms,
                  std::type_identity_t<std::span<rows<T> const>> sums, Comm& comm, caller here = caller::here()) {
+    using sum = typename rank_memory_of<Comm>::template sum<T>;
     detail::require_rank("sum_readers", rank, sharding.ranks(), here);
     detail::require_groups("sum_readers", "readers", readers, "shared heads", shared, here);
     index_t const tensors = std::ssize(sums);
@@ -73,37 +106,27 @@ void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, i
     range const own = sharding.heads(rank, shared);
     index_t const count = sharding.rows(rank);
     detail::require_shape("sum_readers", "terms", terms, count, tensors * held.size() * width, here);
-    for (rows<T> const& sum : sums) detail::require_shape("sum_readers", "sums", sum, count, own.size() * width, here);
+    for (rows<T> const& to : sums) detail::require_shape("sum_readers", "sums", to, count, own.size() * width, here);
     std::vector<detail::operand> written;
-    for (rows<T> const& sum : sums) written.push_back({"sums", sum});
+    for (rows<T> const& to : sums) written.push_back({"sums", to});
     detail::require_apart("sum_readers", written, std::array{detail::operand("terms", terms)}, here);
-    bool split = false;
-    for (int r = 0; S::every_row && r < sharding.ranks(); ++r) {
-        range const of_rank = sharding.heads(r, readers);
-        split |= of_rank.first % group != 0 || of_rank.last % group != 0;
-    }
-    std::vector<T> whole;
-    if (split) {
+    auto const memory = rank_memory(comm);
+    auto whole = memory.template zeros<sum>("sum_readers", {0}, here);
+    if (detail::groups_split(sharding, shared, readers)) {
         std::vector<section> const sections(sums.size(), section{readers, width});
         using R = detail::reader_sharding<S>;
         auto const plan =
             relayout(R(sharding, shared, sections, false), R(sharding, shared, sections, true), rank, here);
-        whole = detail::zeros<T>("sum_readers", {plan.target_rows, plan.target_width}, here);
-        rows<T> const all(whole.data(), plan.target_rows, plan.target_width);
+        whole = memory.template zeros<sum>("sum_readers", {plan.target_rows, plan.target_width}, here);
+        rows<sum> const all(whole.data(), plan.target_rows, plan.target_width);
         exchange(plan, terms, all, comm, here);
         terms = all;
         held = {own.first * group, own.last * group};
     }
-    for (std::size_t i = 0; i < sums.size(); ++i)
-        for (index_t row = 0; row < terms.count(); ++row)
-            for (index_t head = own.first; head < own.last; ++head) {
-                T const* from =
-                    terms.row(row) + (static_cast<index_t>(i) * held.size() + head * group - held.first) * width;
-                T* const to = sums[i].row(row) + (head - own.first) * width;
-                std::copy_n(from, width, to);
-                for (index_t reader = 1; reader < group; ++reader)
-                    for (index_t column = 0; column < width; ++column) to[column] += from[reader * width + column];
-            }
+    for (std::size_t i = 0; i < sums.size() && width > 0; ++i) {
+        index_t const first = static_cast<index_t>(i) * held.size() + own.first * group - held.first;
+        add_readers(memory, terms.columns(first * width, own.size() * group * width), group, width, sums[i], here);
+    }
 }
 
 } // namespace cpx
