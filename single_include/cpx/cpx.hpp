@@ -2596,6 +2596,9 @@ concept sharded_like = sharded_anywhere<X> && std::same_as<memory_of<X>, M>;
 /// The elements of `X`, without const.
 template <sharded_anywhere X>
 using element_of = std::remove_const_t<typename detail::of_view<detail::view_of<X>>::element>;
+/// What `X`'s memory sums its elements in: the elements of what operators keep for their backwards, such as `lse`.
+template <sharded_anywhere X>
+using sum_of = typename memory_of<X>::template sum<element_of<X>>;
 
 namespace detail {
 

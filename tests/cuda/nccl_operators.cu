@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operators on GPUs of one process, a thread a rank: the host's results, and the bits of one GPU.
+#include <cpx/cuda/communicator.hpp>
 #include <cpx/ops/cuda/conv_exchange.hpp>
 #include <cpx/ops/cuda/rotary.hpp>
 
@@ -8,6 +9,7 @@
 
 #include <doctest/doctest.h>
 
+#include "attention_on_ranks.hpp"
 #include "convolution.hpp"
 #include "group.hpp"
 
@@ -196,6 +198,25 @@ void on_groups(F&& f) {
         }
 }
 
+/// A communicator for each rank of a group; its exchanges are ended before others allocate memory.
+struct communicators {
+    group& gpus;
+
+    template <class F>
+    void run(F&& program) {
+        gpus.run([&](cpx::nccl& nccl, auto const& meet) {
+            cuda::stream const stream;
+            cuda::communicator comm(nccl, stream);
+            auto const ended = [&] {
+                comm.wait();
+                meet();
+            };
+            program(comm, ended);
+            ended();
+        });
+    }
+};
+
 std::vector<index_t> const packings[] = {{37, 0, 8, 21}, {100, 3, 257}, {5, 1, 0, 12, 3}, {1}, {0, 0}, {}};
 
 template <class T, class W>
@@ -267,6 +288,23 @@ TEST_SUITE("cuda") {
                     check_close<T>(r, rotate_on_host(p, sharding));
                 });
             }
+        });
+    }
+
+    TEST_CASE("attention between GPUs has the bits of one GPU") {
+        if (!has_gpus(2)) return;
+        using attention_on_ranks::results;
+        auto const p = attention_on_ranks::random_problem<float>(lengths({70, 1, 0, 33}), {24, 12, 8}, 5);
+        auto const zigzag = [&](int ranks) { return cpx::shard(p.batch, cpx::zigzag<>(ranks)); };
+        group one(1);
+        results alone(p);
+        attention_on_ranks::gathered<float>(communicators{one}, p, zigzag(1), alone);
+        on_groups([&](group& gpus) {
+            results by_tokens(p), by_heads(p);
+            attention_on_ranks::gathered<float>(communicators{gpus}, p, zigzag(gpus.ranks()), by_tokens);
+            attention_on_ranks::check_same(by_tokens, alone);
+            attention_on_ranks::by_heads<float>(communicators{gpus}, p, gpus.ranks(), by_heads);
+            attention_on_ranks::check_same(by_heads, alone);
         });
     }
 
