@@ -54,12 +54,19 @@ inline void require_read_heads(char const* where, attended_heads const& at, call
     require(at.keys.first <= at.queries.first / at.group && (at.queries.last - 1) / at.group < at.keys.last, where,
             "key heads on this rank", "those that its query heads read", "others", here);
 }
-/// Throws unless `x` lies as `other` does, in its memory, with all rows of `width` columns.
+/// Throws unless `x` lies as `other` does, which is `whose`, in the same memory.
+template <class T, class A, any_sharding S, any_memory M>
+void require_there(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
+                   char const* whose, caller here) {
+    require_place(where, what, x, other, whose, here);
+    if (!(x.memory() == other.memory()))
+        throw error(where, std::string("memory of ") + what, std::string(whose) + ", in its stream", "another", here);
+}
+/// The same, and unless it has all rows, of `width` columns.
 template <class T, class A, any_sharding S, any_memory M>
 void require_beside(char const* where, char const* what, sharded<T, S, M> const& x, sharded<A, S, M> const& other,
                     char const* whose, index_t width, caller here) {
-    require_place(where, what, x, other, whose, here);
-    require(x.memory() == other.memory(), where, "memory of the tensors", "one, in one stream", "another", here);
+    require_there(where, what, x, other, whose, here);
     require_shape(where, what, x.data(), other.sharding().rows(other.rank()), width, here);
 }
 

@@ -50,13 +50,10 @@ private:
 /// Throws unless all that is known of the queries fits the heads that the rank holds.
 template <class T, any_sharding Q, any_memory M>
 void require_queries(char const* where, attention_queries<T, Q, M> const& from, attended_heads const& at, caller here) {
-    char const* const others = "dout, lse and delta";
-    require_place(where, others, from.dout, from.q, "that of q", here);
-    for (auto const* x : {&from.lse, &from.delta}) {
-        require_place(where, others, *x, from.q, "that of q", here);
-        require(x->memory() == from.q.memory(), where, "memory of lse and delta", "that of q", "another", here);
-    }
-    require(from.dout.memory() == from.q.memory(), where, "memory of dout", "that of q", "another", here);
+    char const *const others = "dout, lse and delta", *const whose = "that of q";
+    require_there(where, others, from.dout, from.q, whose, here);
+    require_there(where, others, from.lse, from.q, whose, here);
+    require_there(where, others, from.delta, from.q, whose, here);
     index_t const held = from.q.sharding().rows(from.q.rank());
     require_shape(where, "q", from.q.data(), held, at.query_width(), here);
     require_shape(where, "dout", from.dout.data(), held, at.query_width(), here);
@@ -209,8 +206,7 @@ void attend_rows_backward_keys(attention_queries<T, Q> const& from, sharded<T co
                 return x.sub(s.row, s.count).columns(at.key_of(h) * at.dim, at.dim);
             };
             auto memory = zeros<T>("attention_backward_keys", {2, s.count, at.dim}, here);
-            rows<T> const terms(memory.data(), 2 * s.count, at.dim), to_k = terms.sub(0, s.count),
-                                                                     to_v = terms.sub(s.count, s.count);
+            rows<T> const to_k(memory.data(), s.count, at.dim), to_v(to_k.row(s.count), s.count, at.dim);
             for (auto seen = first; seen != last; ++seen) {
                 if (seen->token + seen->count <= s.token) continue; // all of them before these keys
                 queries_of_head<T> const q(from, *seen, h, at.dim);
@@ -238,8 +234,7 @@ void attend_backward_keys(attention_queries<T, Q, M> const& from, sharded<T cons
     int const rank = k.rank();
     index_t const held = sharding.rows(rank);
     for (auto const* x : {&dk, &dv}) require_beside(where, "dk and dv", *x, k, "that of k", at.key_width(), here);
-    require_place(where, "v", v, k, "that of k", here);
-    require(v.memory() == k.memory(), where, "memory of v", "that of k", "another", here);
+    require_there(where, "v", v, k, "that of k", here);
     for (auto const* x : {&k, &v}) require_shape(where, "k and v", x->data(), held, at.key_width(), here);
     require(at.queries == sharding.heads(rank, heads.query_heads), where, "query heads on this rank",
             "those of the keys' sharding", "others", here);
