@@ -319,18 +319,19 @@ private:
             } else if (words)
                 canvas_.label(x, middle, width, 8, ink, {first}, fill);
         }
-        if (report_.media && words) mark(b.rows, top + height - 3);
+        if (report_.media && words) mark(b.rows, top + height, height < 20 ? 2 : 3); // below the words
     }
 
     /// Draws a line under the rows that hold placeholders.
-    void mark(range rows, double y) {
+    void mark(range rows, double bottom, double thick) {
         auto const& media = report_.media->media;
         for (auto m =
                  std::ranges::upper_bound(media, rows.first, {}, [](medium const& each) { return each.rows.last; });
              m != media.end() && m->rows.first < rows.last; ++m) {
             range const common = cpx::intersect(m->rows, rows);
             if (x_.width(common) < 6) continue;
-            canvas_.box(x_(common.first) + 1, y, x_.width(common) - 2, 3, colour_of(m->kind), white, 0);
+            canvas_.box(x_(common.first) + 1, bottom - thick, x_.width(common) - 2, thick, colour_of(m->kind), white,
+                        0);
         }
     }
 

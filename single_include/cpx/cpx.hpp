@@ -951,7 +951,7 @@ enum class given_rows { whole, shard };
 ///
 /// Where a program takes rows from elsewhere: within it, the types of tensors say how they are sharded. padded, valid:
 /// cu_seqlens of padded sequences, and of their valid tokens where there is padding.
-/// Throws `cpx::error`, where others go on with wrong rows: if the first offset is not 0, if there are no rows, if they
+/// Throws `cpx::error`, where others go on with wrong rows: if a first offset is not 0, if there are no rows, if they
 /// are neither the batch's nor one of W equal shares, if offsets are those of valid tokens, and if a sequence of shards
 /// is not a multiple of 2 W.
 template <integers P, integers V = std::vector<index_t>>
@@ -964,6 +964,7 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
     thd const batch(padded, {}, here);
     require(std::ssize(valid) == 0 || std::size(valid) == std::size(padded), where, "number of valid offsets",
             std::size(padded), std::size(valid), here);
+    if (std::ssize(valid) > 0) require(*std::data(valid) == 0, where, "valid offset 0", 0, *std::data(valid), here);
     for (std::size_t s = 0; s + 1 < std::size(valid); ++s) {
         index_t const length = batch.length(static_cast<index_t>(s)),
                       count = static_cast<index_t>(std::data(valid)[s + 1] - std::data(valid)[s]);
@@ -5240,9 +5241,11 @@ namespace cpx {
 /// What a token is. The numbers are those of `mm_token_type_ids` in transformers.
 enum class media_kind : std::uint8_t { text, image, video };
 
-/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
+/// The token ids of placeholders; left out: of a kind that the model does not have. `token_types` stands for lists of
+/// `media_kind` instead of ids.
 struct media_tokens {
-    index_t image = -1, video = -1;
+    static constexpr index_t none = std::numeric_limits<index_t>::min(); ///< which no list has, as it may -1
+    index_t image = none, video = none;
     CPX_HOST_DEVICE constexpr media_kind kind(index_t id) const {
         return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
     }
@@ -5378,10 +5381,12 @@ public:
     media() : media({}, {}) {}
 
     /// Throws `cpx::error` that names the first grid that is empty or not divisible by the merge size, an image of
-    /// several frames, seconds that are not one a video, or more than 2^31 - 1 rows of a kind.
+    /// several frames, seconds that are not one a video, more than 2^31 - 1 rows of a kind, or a rule that is none.
     media(std::vector<media_grid> const& images, std::vector<media_grid> const& videos, media_options options = {},
           caller here = caller::here())
         : options_(std::move(options)) {
+        require(options_.rule >= mrope_rule::qwen3_vl && options_.rule <= mrope_rule::qwen2_5_vl_spatial_advance,
+                "media", "rule", "one of mrope_rule", static_cast<int>(options_.rule), here);
         require(options_.merge > 0, "media", "merge", "at least 1", options_.merge, here);
         require(options_.seconds.empty() || options_.seconds.size() == videos.size(), "media", "number of seconds",
                 videos.size(), options_.seconds.size(), here);
@@ -5436,8 +5441,11 @@ private:
             check("height", height > 0 && height % options_.merge == 0, sides, height);
             check("width", width > 0 && width % options_.merge == 0, sides, width);
             index_t const h = height / options_.merge, w = width / options_.merge;
-            check("rows", h <= most / w && time <= most / (h * w) && next.row <= most - time * h * w,
-                  "at most 2^31 - 1 of all", next.row);
+            if (h > most / w || time > most / (h * w) || next.row > most - time * h * w)
+                throw error("media", "rows up to the end of " + kind + ' ' + std::to_string(i), "at most 2^31 - 1",
+                            std::to_string(next.row) + " before it and " + std::to_string(time) + " times " +
+                                std::to_string(h) + " times " + std::to_string(w),
+                            here);
             media_item item{split ? 1 : time, h, w, 0, static_cast<index_t>(i)};
             double const step = static_cast<double>(options_.tokens_per_second) *
                                 (options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[i]);
@@ -5488,6 +5496,8 @@ struct by_placeholder {};
 /// Throws `cpx::error` if these are not all of them.
 inline piecewise<by_item> features_by_item(media const& m, media_kind kind, std::vector<index_t> const& frames,
                                            caller here = caller::here()) {
+    require(kind == media_kind::image || kind == media_kind::video, "features_by_item", "kind", "image or video",
+            static_cast<int>(kind), here);
     auto const& all = m.frames(kind);
     index_t const count = std::ssize(all) - 1;
     index_t next = 0;
@@ -5527,16 +5537,16 @@ namespace detail {
 constexpr char const* name_of(media_kind kind) { return kind == media_kind::image ? "image" : "video"; }
 
 /// Throws `cpx::error` unless there are as many placeholders of a kind as rows of features.
-inline void require_rows(media_kind kind, index_t rows, index_t placeholders, caller here) {
+inline void require_rows(char const* where, media_kind kind, index_t rows, index_t placeholders, caller here) {
     if (placeholders != rows)
-        throw error("mrope", std::string(name_of(kind)) + " placeholders in the batch",
+        throw error(where, std::string(name_of(kind)) + " placeholders in the batch",
                     std::to_string(rows) + ", the rows of features that the grids have", std::to_string(placeholders),
                     here);
 }
 
 /// The error of tokens that interrupt an item: text in an image, or an image that ends with its sequence.
 inline error interrupted(media_kind kind, index_t sequence, index_t token, caller here) {
-    return {"mrope", "sequence " + std::to_string(sequence) + ", token " + std::to_string(token),
+    return {"mrope_positions", "sequence " + std::to_string(sequence) + ", token " + std::to_string(token),
             std::string("one more placeholder of ") + (kind == media_kind::image ? "an image" : "a video") +
                 " that has begun before it",
             "something else", here};
@@ -5575,7 +5585,7 @@ struct batch_positions {
 batch_positions mrope_positions(media const& m, thd const& batch, integers auto const& ids, media_tokens tokens,
                                 caller here = caller::here()) {
     index_t const n = batch.tokens();
-    require(std::ssize(ids) == n, "mrope", "number of ids", n, std::ssize(ids), here);
+    require(std::ssize(ids) == n, "mrope_positions", "number of ids", n, std::ssize(ids), here);
     auto const kind_at = [&](index_t s, index_t t) {
         if (t >= batch.valid(s)) return media_kind::text;
         return tokens.kind(static_cast<index_t>(std::data(ids)[batch.offset(s) + t]));
@@ -5584,9 +5594,9 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
     for (media_kind const kind : {media_kind::image, media_kind::video})
-        detail::require_rows(kind, m.rows(kind), placeholders[static_cast<std::size_t>(kind)], here);
+        detail::require_rows("mrope_positions", kind, m.rows(kind), placeholders[static_cast<std::size_t>(kind)], here);
 
-    batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
+    batch_positions p{detail::zeros<index_t>("mrope_positions", {3, n}, here), {}};
     std::size_t next_item[3] = {};
     for (index_t s = 0; s < batch.sequences(); ++s) {
         index_t next = 0, most = -1;
@@ -5631,7 +5641,7 @@ std::vector<media_count> count_media(media const& m, thd const& batch, std::vect
             if (kind == media_kind::text) continue;
             ++(kind == media_kind::image ? image : video);
             if (m.rows(kind) == 0)
-                throw error("mrope",
+                throw error("mrope_positions",
                             "sequence " + std::to_string(s.sequence) + ", token " + std::to_string(s.token + i),
                             std::string("text, for there are no grids of ") + detail::name_of(kind) + 's',
                             std::string(detail::name_of(kind)) + " placeholder", here);
@@ -5667,14 +5677,14 @@ media_places locate_media(media const& m, S const& sharding, int rank, std::vect
     std::vector<counted_segment> all;
     for (int r = S::every_row ? rank : 0; r < (S::every_row ? rank + 1 : sharding.ranks()); ++r)
         for (segment const& s : segments(sharding, r, here)) all.push_back({s, r, {}});
-    require(all.size() == counts.size(), "mrope", "counts, one a segment", all.size(), counts.size(), here);
+    require(all.size() == counts.size(), "locate_media", "counts, one a segment", all.size(), counts.size(), here);
     index_t images = 0, videos = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
         all[i].count = counts[i];
         images += counts[i].image, videos += counts[i].video;
     }
-    detail::require_rows(media_kind::image, m.rows(media_kind::image), images, here);
-    detail::require_rows(media_kind::video, m.rows(media_kind::video), videos, here);
+    detail::require_rows("mrope_positions", media_kind::image, m.rows(media_kind::image), images, here);
+    detail::require_rows("mrope_positions", media_kind::video, m.rows(media_kind::video), videos, here);
     std::ranges::stable_sort(all, {},
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 

@@ -60,6 +60,7 @@ TEST_SUITE("core") {
             [] {
                 guess_rows(12, 2, list{0, 7, 10}, list{0, 8, 12});
             });
+        rejects({"guess_rows: valid offset 0: expected 0, got 4"}, [] { guess_rows(16, 2, list{0, 16}, list{4, 16}); });
         rejects({"guess_rows: ranks"}, [] { guess_rows(4, 0, list{0, 4}); });
         rejects({"guess_rows: number of offsets"}, [] { guess_rows(4, 2, list{}); });
         rejects({"given_rows.cpp", "thd: offset 2 decreases"}, [] { guess_rows(4, 2, list{0, 4, 3}); });

@@ -340,13 +340,13 @@ TEST_SUITE("cuda") {
                 [&] {
                     run(changed({{0, 100}}), images);
                 });
-        rejects({"mrope: row 6 of this rank: expected one more placeholder of the image"}, [&] {
+        rejects({"cuda::mrope_positions: row 6 of this rank: expected one more placeholder of the image"}, [&] {
             run(changed({{6, 7}, {8, 100}}), images);
         });
-        rejects({"mrope: end of sequence 0: expected one more placeholder of the image"}, [&] {
+        rejects({"cuda::mrope_positions: end of sequence 0: expected one more placeholder of the image"}, [&] {
             run(changed({{3, 7}, {4, 7}, {9, 100}, {10, 100}}), images);
         });
-        rejects({"mrope: image grid 0"}, [&] { run(b.ids, {1, 4, 3}); });
+        rejects({"cuda::mrope_positions: image grid 0"}, [&] { run(b.ids, {1, 4, 3}); });
         rejects({"number of ids: expected 20"}, [&] { run({7}, images); });
         run(b.ids, images);
         auto const whole = cpx::mrope_positions(b.items, b.batch, b.ids, placeholders);

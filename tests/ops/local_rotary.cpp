@@ -222,6 +222,12 @@ TEST_SUITE("ops") {
                                               "expected (1, 5) or (3, 5), got (5, 3)"},
                          [&] { rotate(5, 3); });
         support::rejects({"rotary: shape of positions: expected (1, 5) or (3, 5), got (4, 5)"}, [&] { rotate(4, 5); });
+        support::rejects({"rotary_backward: shape of positions: expected (1, 5) or (3, 5), got (4, 5)"}, [&] {
+            cpx::rotary_backward<float>(x, 8, rows<size const>(positions.data(), 4, 5), pairs, y.view());
+        });
+        support::rejects({"rotary_backward: width of dy: expected a multiple of head_dim, 9, got 8"}, [&] {
+            cpx::rotary_backward<float>(x, 9, rows<size const>(positions.data(), 3, 5), pairs, y.view());
+        });
         pairs.axes = cpx::rotary_axes({2, 2, 1}, cpx::axis_order::interleaved);
         support::rejects({"rotary: number of axes, which the sections make together: expected one a pair, 4, got 5"},
                          [&] { rotate(3, 5); });

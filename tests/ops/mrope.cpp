@@ -209,10 +209,25 @@ TEST_SUITE("ops") {
                           "5") != std::string::npos);
         CHECK(all == 3);
         auto const [place, some] = run({10, 14});
-        CHECK(place.find("mrope: sequence 0, token 10: expected one more placeholder of an image") !=
+        CHECK(place.find("mrope_positions: sequence 0, token 10: expected one more placeholder of an image") !=
               std::string::npos);
         CHECK(some >= 1);
         CHECK(run({}).first == "");
+    }
+
+    TEST_CASE("ranks that know different grids, or give another's ids, are rejected") {
+        auto const sharding = cpx::shard(lengths({10}), cpx::zigzag<>(2));
+        auto const run = [&](bool grids) {
+            return message([&] {
+                cpx::threads::run(2, [&](cpx::threads& comm) {
+                    cpx::media const own({{1, 4, grids ? 4 + 2 * comm.rank() : 4}}, {});
+                    auto const ids = cpx::make_tensor<index_t>(sharding, grids ? comm.rank() : 1 - comm.rank(), 1);
+                    cpx::mrope_positions(own, ids, placeholders, comm);
+                });
+            });
+        };
+        CHECK(run(true).find("ranks are in different exchanges: grids (hash)") != std::string::npos);
+        CHECK(run(false).find("mrope_positions: rank of the ids: expected ") != std::string::npos);
     }
 
     TEST_CASE("ids of another shape or of other ranks are rejected") {
@@ -220,10 +235,10 @@ TEST_SUITE("ops") {
         cpx::threads::run(1, [&](cpx::threads& comm) {
             auto const sharding = cpx::shard(b.batch, cpx::sequential<>(1));
             auto const wide = cpx::make_tensor<index_t>(sharding, 0, 2);
-            rejects({"mrope.cpp", "mrope: shape of ids: expected (9, 1), got (9, 2)"},
+            rejects({"mrope.cpp", "mrope_positions: shape of ids: expected (9, 1), got (9, 2)"},
                     [&] { cpx::mrope_positions(b.items, wide, placeholders, comm); });
             auto const of_two = cpx::make_tensor<index_t>(cpx::shard(b.batch, cpx::sequential<>(2)), 0, 1);
-            rejects({"mrope: ranks of the ids: expected 1, got 2"},
+            rejects({"mrope_positions: rank of the ids: expected 0 of 1, got 0 of 2"},
                     [&] { cpx::mrope_positions(b.items, of_two, placeholders, comm); });
         });
     }

@@ -286,6 +286,20 @@ TEST_SUITE("ops") {
                     [&] { cpx::put_features(p, media_kind::video, features, x); });
             auto other = cpx::make_tensor<float>(cpx::shard(lengths({10}), cpx::zigzag<>(1)), 0, width);
             rejects({"add_features: sharding of x"}, [&] { cpx::add_features(p, media_kind::image, features, other); });
+            rejects({"put_features: kind: expected image or video, got 0"},
+                    [&] { cpx::put_features(p, media_kind::text, features, x); });
+        });
+        cpx::threads::run(2, [&](cpx::threads& comm) { // x of the other rank
+            auto const s = cpx::shard(b.batch, cpx::zigzag<>(2));
+            int const rank = comm.rank();
+            auto const p = cpx::mrope_positions(b.items, take(b.ids, {{1, 1}}, s, rank), placeholders, comm);
+            auto x = cpx::make_tensor<float>(s, 1 - rank, 8);
+            auto const features = cpx::make_tensor<float>(p.features(media_kind::image), rank, 8);
+            rejects({"vision.cpp", "put_features: rank of x: expected that of the positions, ", ", got "},
+                    [&] { cpx::put_features(p, media_kind::image, features, x); });
+            cpx::rotary_pairs<float> const pairs{cpx::rotary_frequencies<float>({.rotary_dim = 8})};
+            rejects({"vision.cpp", "rotary_backward: rank of the positions"},
+                    [&] { cpx::rotary_backward(p, x, 8, pairs, x); });
         });
     }
 }

@@ -371,6 +371,13 @@ TEST_SUITE("plan") {
         CHECK(cpx::media().empty());
     }
 
+    TEST_CASE("ids of -1 are text where a kind of media has no placeholder") {
+        auto b = media_writer().text(2).image(4, 4).text(2).end().done();
+        auto const expected = positions_of(b).axes;
+        b.ids[0] = b.ids[7] = -1;
+        CHECK(cpx::mrope_positions(b.items, b.batch, b.ids, {.image = 100}).axes == expected);
+    }
+
     TEST_CASE("token types stand for ids") {
         auto const b = media_writer().text(2).image(4, 6).text(3).video({2, 2, 2}, 1).end().done();
         std::vector<std::int32_t> types;
@@ -391,13 +398,20 @@ TEST_SUITE("plan") {
         });
         rejects({"media: frames of image 0: expected 1, got 2"}, [&] { make_media({{2, 4, 4}}, {}); });
         rejects({"media: frames of video 0: expected at least 1, got 0"}, [&] { make_media({}, {{0, 4, 4}}); });
-        rejects({"media: rows of video 1: expected at most 2^31 - 1 of all"}, [&] {
-            make_media({}, {{1, 4, 4}, {1 << 20, 1 << 10, 1 << 10}});
-        });
+        rejects(
+            {"media: rows up to the end of video 1: expected at most 2^31 - 1, got 4 before it and 1048576 times 512 "
+             "times 512"},
+            [&] {
+                make_media({}, {{1, 4, 4}, {1 << 20, 1 << 10, 1 << 10}});
+            });
         rejects({"media: number of seconds: expected 1, got 2"}, [&] {
             make_media({}, {{1, 2, 2}}, {.seconds = {1, 1}});
         });
         rejects({"media: merge"}, [&] { make_media({}, {}, {.merge = 0}); });
+        rejects({"media: rule: expected one of mrope_rule, got 5"},
+                [&] { make_media({}, {}, {.rule = static_cast<mrope_rule>(5)}); });
+        rejects({"mrope.cpp", "features_by_item: kind: expected image or video, got 0"},
+                [&] { cpx::features_by_item(cpx::media(), media_kind::text, 2); });
         rejects({"media_grids: size of the list: expected a multiple of 3, got 4"}, [] {
             cpx::media_grids(list{1, 2, 2, 1});
         });
@@ -415,20 +429,29 @@ TEST_SUITE("plan") {
             for (auto const& [row, id] : changes) wrong.ids[row] = id;
             return wrong;
         };
-        everywhere(with({{4, 7}}), {"mrope: image placeholders in the batch: expected 8, the rows of features that "
-                                    "the grids have, got 7"});
+        everywhere(with({{4, 7}}),
+                   {"mrope_positions: image placeholders in the batch: expected 8, the rows of features that "
+                    "the grids have, got 7"});
         everywhere(with({{6, 100}}), {"image placeholders in the batch: expected 8", "got 9"});
-        everywhere(with({{12, 200}}), {"mrope: ", "video"});
+        everywhere(with({{12, 200}}), {"mrope_positions: ", "video"});
         // As many as there should be, with text in the first image; then one that the first sequence lacks.
-        everywhere(with({{4, 7}, {6, 100}}),
-                   {"mrope: sequence 0, token 4: expected one more placeholder of an image that has begun before it"});
-        everywhere(with({{5, 7}, {11, 100}}), {"mrope: sequence 0, token", "of an image that has begun"});
-        rejects({"mrope: sequence 1, token 5: expected text, for there are no grids of videos, got video placeholder"},
+        everywhere(with({{4, 7}, {6, 100}}), {"mrope_positions: sequence 0, token 4: expected one more placeholder of "
+                                              "an image that has begun before it"});
+        everywhere(with({{5, 7}, {11, 100}}), {"mrope_positions: sequence 0, token", "of an image that has begun"});
+        // Text between two frames of a video that are one item.
+        auto const video = [](index_t first) {
+            return media_writer({.rule = mrope_rule::qwen2_vl}).text(2).video({2, 4, 4}, first).text(3).end().done();
+        };
+        CHECK(problem_of(video(0), cpx::shard(video(0).batch, cpx::zigzag<2>{})) == "");
+        everywhere(video(1), {"mrope_positions: sequence 0, token 6: expected one more placeholder of a video that has "
+                              "begun before it"});
+        rejects({"mrope_positions: sequence 1, token 5: expected text, for there are no grids of videos, got video "
+                 "placeholder"},
                 [&] {
                     auto const wrong = with({{12, 200}});
                     positions_on_ranks(wrong, cpx::shard(wrong.batch, cpx::zigzag<2>{}));
                 });
-        rejects({"mrope: number of ids: expected 14, got 13"},
+        rejects({"mrope_positions: number of ids: expected 14, got 13"},
                 [&] { cpx::mrope_positions(b.items, b.batch, list(13), placeholders); });
     }
 }

@@ -14,7 +14,7 @@ enum class given_rows { whole, shard };
 ///
 /// Where a program takes rows from elsewhere: within it, the types of tensors say how they are sharded. padded, valid:
 /// cu_seqlens of padded sequences, and of their valid tokens where there is padding.
-/// Throws `cpx::error`, where others go on with wrong rows: if the first offset is not 0, if there are no rows, if they
+/// Throws `cpx::error`, where others go on with wrong rows: if a first offset is not 0, if there are no rows, if they
 /// are neither the batch's nor one of W equal shares, if offsets are those of valid tokens, and if a sequence of shards
 /// is not a multiple of 2 W.
 template <integers P, integers V = std::vector<index_t>>
@@ -27,6 +27,7 @@ given_rows guess_rows(index_t rows, int ranks, P const& padded, V const& valid =
     thd const batch(padded, {}, here);
     require(std::ssize(valid) == 0 || std::size(valid) == std::size(padded), where, "number of valid offsets",
             std::size(padded), std::size(valid), here);
+    if (std::ssize(valid) > 0) require(*std::data(valid) == 0, where, "valid offset 0", 0, *std::data(valid), here);
     for (std::size_t s = 0; s + 1 < std::size(valid); ++s) {
         index_t const length = batch.length(static_cast<index_t>(s)),
                       count = static_cast<index_t>(std::data(valid)[s + 1] - std::data(valid)[s]);

@@ -226,24 +226,25 @@ public:
     /// Throws `cpx::error` of what kernels have found wrong, as of now, and forgets it: the stream has been waited for.
     /// Positions of such a batch mean nothing.
     void check(caller here = caller::here()) const {
+        char const* const where = "cuda::mrope_positions";
         kernels::media_faults const f = std::exchange(*found_, {});
         auto const kind_of = [](std::uint64_t fault) {
             return cpx::detail::name_of((fault - 1) % 2 == 0 ? media_kind::image : media_kind::video);
         };
         auto const number_of = [](std::uint64_t fault) { return std::to_string((fault - 1) / 2); };
         if (f.grid)
-            throw error("mrope", std::string(kind_of(f.grid)) + " grid " + number_of(f.grid),
+            throw error(where, std::string(kind_of(f.grid)) + " grid " + number_of(f.grid),
                         "positive sizes that the merge size divides, less than 2^31 rows", "others", here);
         for (media_kind const kind : {media_kind::image, media_kind::video})
             if (std::uint64_t const rows = f.rows[kind == media_kind::video])
-                cpx::detail::require_rows(kind, static_cast<index_t>(rows >> 32),
+                cpx::detail::require_rows(where, kind, static_cast<index_t>(rows >> 32),
                                           static_cast<index_t>(rows & 0xffffffff), here);
         if (f.sequence)
-            throw error("mrope", "end of sequence " + number_of(f.sequence),
+            throw error(where, "end of sequence " + number_of(f.sequence),
                         std::string("one more placeholder of the ") + kind_of(f.sequence) + " that has begun before it",
                         "none", here);
         if (f.row)
-            throw error("mrope", "row " + number_of(f.row) + " of this rank",
+            throw error(where, "row " + number_of(f.row) + " of this rank",
                         std::string("one more placeholder of the ") + kind_of(f.row) + " that has begun before it",
                         "something else", here);
     }

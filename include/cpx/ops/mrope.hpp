@@ -33,7 +33,7 @@ public:
     std::vector<index_t> deltas(Comm& comm, caller here = caller::here()) const {
         if (!overruns_ || S::every_row) return deltas_;
         index_t const count = std::ssize(deltas_);
-        auto all = detail::zeros<index_t>("mrope", {count, comm.ranks()}, here);
+        auto all = detail::zeros<index_t>("mrope_positions", {count, comm.ranks()}, here);
         detail::gather(comm, detail::identify("mrope deltas", sharding_, sharding_), deltas_.data(), all.data(),
                        deltas_.size() * sizeof(index_t), here);
         std::vector<index_t> most = deltas_;
@@ -87,15 +87,16 @@ std::vector<media_count> gather_counts(media const& m, S const& sharding, std::v
     std::vector<index_t> begins{0};
     for (int r = 0; r < sharding.ranks(); ++r)
         begins.push_back(begins.back() + bytes * std::ssize(segments(sharding, r, here)));
-    auto sent = zeros<std::int32_t>("mrope", {std::ssize(own), std::ssize(kinds)}, here);
-    auto got = zeros<std::int32_t>("mrope", {begins.back() / static_cast<index_t>(sizeof(std::int32_t))}, here);
+    auto sent = zeros<std::int32_t>("mrope_positions", {std::ssize(own), std::ssize(kinds)}, here);
+    auto got =
+        zeros<std::int32_t>("mrope_positions", {begins.back() / static_cast<index_t>(sizeof(std::int32_t))}, here);
     auto next = sent.begin();
     for (media_count const& count : own)
         for (auto const kind : kinds) *next++ = count.*kind;
     identity id = identify("media counts", sharding, sharding);
     id[identity::parameter] = hash_of(m);
     gather(comm, id, sent.data(), got.data(), begins, here);
-    auto all = zeros<media_count>("mrope", {begins.back() / bytes}, here);
+    auto all = zeros<media_count>("mrope_positions", {begins.back() / bytes}, here);
     next = got.begin();
     for (media_count& count : all)
         for (auto const kind : kinds) count.*kind = *next++;
@@ -111,8 +112,9 @@ std::vector<media_count> gather_counts(media const& m, S const& sharding, std::v
 /// Collective: every rank sends every other the numbers of placeholders of its segments, an int32 for each of the two
 /// kinds that the batch has. A batch without media sends nothing, nor does one of which every rank holds every row.
 ///
-/// Throws `cpx::error` if ids have another shape; on all ranks the same one if placeholders and rows of features differ
-/// in number; where they lie, that of tokens that interrupt an item or are placeholders without a grid.
+/// Throws `cpx::error` if ids have another shape or are another rank's; on all ranks the same one if placeholders and
+/// rows of features differ in number; where they lie, that of tokens that interrupt an item or are placeholders without
+/// a grid.
 template <sharded_like Ids, transport Comm>
     requires std::integral<element_of<Ids>>
 sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& ids, media_tokens tokens, Comm& comm,
@@ -121,8 +123,8 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
     auto const view = ids.view();
     S const& sharding = view.sharding();
     int const rank = comm.rank();
-    require(sharding.ranks() == comm.ranks(), "mrope", "ranks of the ids", comm.ranks(), sharding.ranks(), here);
-    detail::require_shape("mrope", "ids", view.data(), sharding.rows(rank), 1, here);
+    detail::require_own("mrope_positions", "rank of the ids", view.rank(), sharding.ranks(), rank, comm.ranks(), here);
+    detail::require_shape("mrope_positions", "ids", view.data(), sharding.rows(rank), 1, here);
     auto const id = [&](index_t row) { return view.data()(row, 0); };
 
     auto const own = segments(sharding, rank, here);
@@ -138,7 +140,7 @@ sharded_positions<sharding_of<Ids>> mrope_positions(media const& m, Ids const& i
     media_places places = locate_media(m, sharding, rank, counts, here);
 
     index_t const count = sharding.rows(rank);
-    auto axes = detail::zeros<index_t>("mrope", {3, count}, here);
+    auto axes = detail::zeros<index_t>("mrope_positions", {3, count}, here);
     std::vector<index_t> held[2];
     place_rows(
         m, places, own, id, tokens, rows<index_t>(axes.data(), 3, count),

@@ -58,8 +58,11 @@ void rotate_sharded(sharded_positions<S> const& positions, X const& x, index_t h
     if constexpr (fits && writes) {
         auto const from = x.view();
         auto const to = y.view();
-        require_place("rotary", "y", to, from, "that of x", here);
-        require(from.sharding() == positions.sharding(), "rotary", "sharding of the positions", "that of x", "another",
+        turn const& way = Back ? turn_back : turn_forth;
+        std::string const same = std::string("that of ") + way.from;
+        require_place(way.where, way.to, to, from, same.c_str(), here);
+        require(positions.sharding() == from.sharding(), way.where, "sharding of the positions", same, "another", here);
+        require(positions.rank() == from.rank(), way.where, "rank of the positions", from.rank(), positions.rank(),
                 here);
         using T = element_of<Y>;
         if constexpr (Back)

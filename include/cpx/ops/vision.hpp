@@ -12,9 +12,11 @@ namespace detail {
 template <class S, class X, class Features, class F>
 void at_placeholders(char const* where, sharded_positions<S> const& positions, media_kind kind, X const& x,
                      Features const& features, caller here, F&& f) {
-    require(x.sharding() == positions.sharding(), where, "sharding of x", "that of the positions", "another", here);
-    require(features.sharding() == positions.features(kind), where, "sharding of the features",
-            "that of the placeholders", "another", here);
+    require(kind == media_kind::image || kind == media_kind::video, where, "kind", "image or video",
+            static_cast<int>(kind), here);
+    require_place(where, "x", x, positions.sharding(), positions.rank(), "that of the positions", here);
+    require_place(where, "the features", features, positions.features(kind), positions.rank(),
+                  "that of the placeholders", here);
     auto const& at = positions.placeholders(kind);
     index_t const width = x.data().width();
     require_shape(where, "x", x.data(), positions.axes().width(), width, here);

@@ -39,10 +39,12 @@ public:
     media() : media({}, {}) {}
 
     /// Throws `cpx::error` that names the first grid that is empty or not divisible by the merge size, an image of
-    /// several frames, seconds that are not one a video, or more than 2^31 - 1 rows of a kind.
+    /// several frames, seconds that are not one a video, more than 2^31 - 1 rows of a kind, or a rule that is none.
     media(std::vector<media_grid> const& images, std::vector<media_grid> const& videos, media_options options = {},
           caller here = caller::here())
         : options_(std::move(options)) {
+        require(options_.rule >= mrope_rule::qwen3_vl && options_.rule <= mrope_rule::qwen2_5_vl_spatial_advance,
+                "media", "rule", "one of mrope_rule", static_cast<int>(options_.rule), here);
         require(options_.merge > 0, "media", "merge", "at least 1", options_.merge, here);
         require(options_.seconds.empty() || options_.seconds.size() == videos.size(), "media", "number of seconds",
                 videos.size(), options_.seconds.size(), here);
@@ -97,8 +99,11 @@ private:
             check("height", height > 0 && height % options_.merge == 0, sides, height);
             check("width", width > 0 && width % options_.merge == 0, sides, width);
             index_t const h = height / options_.merge, w = width / options_.merge;
-            check("rows", h <= most / w && time <= most / (h * w) && next.row <= most - time * h * w,
-                  "at most 2^31 - 1 of all", next.row);
+            if (h > most / w || time > most / (h * w) || next.row > most - time * h * w)
+                throw error("media", "rows up to the end of " + kind + ' ' + std::to_string(i), "at most 2^31 - 1",
+                            std::to_string(next.row) + " before it and " + std::to_string(time) + " times " +
+                                std::to_string(h) + " times " + std::to_string(w),
+                            here);
             media_item item{split ? 1 : time, h, w, 0, static_cast<index_t>(i)};
             double const step = static_cast<double>(options_.tokens_per_second) *
                                 (options_.seconds.empty() || item.frames == 1 ? 1 : options_.seconds[i]);
@@ -149,6 +154,8 @@ struct by_placeholder {};
 /// Throws `cpx::error` if these are not all of them.
 inline piecewise<by_item> features_by_item(media const& m, media_kind kind, std::vector<index_t> const& frames,
                                            caller here = caller::here()) {
+    require(kind == media_kind::image || kind == media_kind::video, "features_by_item", "kind", "image or video",
+            static_cast<int>(kind), here);
     auto const& all = m.frames(kind);
     index_t const count = std::ssize(all) - 1;
     index_t next = 0;

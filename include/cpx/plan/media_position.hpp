@@ -5,15 +5,18 @@
 #include <cpx/layout/algorithm.hpp>
 
 #include <cstdint>
+#include <limits>
 
 namespace cpx {
 
 /// What a token is. The numbers are those of `mm_token_type_ids` in transformers.
 enum class media_kind : std::uint8_t { text, image, video };
 
-/// The token ids of placeholders. `token_types` stands for lists of `media_kind` instead of ids.
+/// The token ids of placeholders; left out: of a kind that the model does not have. `token_types` stands for lists of
+/// `media_kind` instead of ids.
 struct media_tokens {
-    index_t image = -1, video = -1;
+    static constexpr index_t none = std::numeric_limits<index_t>::min(); ///< which no list has, as it may -1
+    index_t image = none, video = none;
     CPX_HOST_DEVICE constexpr media_kind kind(index_t id) const {
         return id == image ? media_kind::image : id == video ? media_kind::video : media_kind::text;
     }

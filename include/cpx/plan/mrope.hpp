@@ -14,16 +14,16 @@ namespace detail {
 constexpr char const* name_of(media_kind kind) { return kind == media_kind::image ? "image" : "video"; }
 
 /// Throws `cpx::error` unless there are as many placeholders of a kind as rows of features.
-inline void require_rows(media_kind kind, index_t rows, index_t placeholders, caller here) {
+inline void require_rows(char const* where, media_kind kind, index_t rows, index_t placeholders, caller here) {
     if (placeholders != rows)
-        throw error("mrope", std::string(name_of(kind)) + " placeholders in the batch",
+        throw error(where, std::string(name_of(kind)) + " placeholders in the batch",
                     std::to_string(rows) + ", the rows of features that the grids have", std::to_string(placeholders),
                     here);
 }
 
 /// The error of tokens that interrupt an item: text in an image, or an image that ends with its sequence.
 inline error interrupted(media_kind kind, index_t sequence, index_t token, caller here) {
-    return {"mrope", "sequence " + std::to_string(sequence) + ", token " + std::to_string(token),
+    return {"mrope_positions", "sequence " + std::to_string(sequence) + ", token " + std::to_string(token),
             std::string("one more placeholder of ") + (kind == media_kind::image ? "an image" : "a video") +
                 " that has begun before it",
             "something else", here};
@@ -62,7 +62,7 @@ struct batch_positions {
 batch_positions mrope_positions(media const& m, thd const& batch, integers auto const& ids, media_tokens tokens,
                                 caller here = caller::here()) {
     index_t const n = batch.tokens();
-    require(std::ssize(ids) == n, "mrope", "number of ids", n, std::ssize(ids), here);
+    require(std::ssize(ids) == n, "mrope_positions", "number of ids", n, std::ssize(ids), here);
     auto const kind_at = [&](index_t s, index_t t) {
         if (t >= batch.valid(s)) return media_kind::text;
         return tokens.kind(static_cast<index_t>(std::data(ids)[batch.offset(s) + t]));
@@ -71,9 +71,9 @@ batch_positions mrope_positions(media const& m, thd const& batch, integers auto 
     for (index_t s = 0; s < batch.sequences(); ++s)
         for (index_t t = 0; t < batch.valid(s); ++t) ++placeholders[static_cast<std::size_t>(kind_at(s, t))];
     for (media_kind const kind : {media_kind::image, media_kind::video})
-        detail::require_rows(kind, m.rows(kind), placeholders[static_cast<std::size_t>(kind)], here);
+        detail::require_rows("mrope_positions", kind, m.rows(kind), placeholders[static_cast<std::size_t>(kind)], here);
 
-    batch_positions p{detail::zeros<index_t>("mrope", {3, n}, here), {}};
+    batch_positions p{detail::zeros<index_t>("mrope_positions", {3, n}, here), {}};
     std::size_t next_item[3] = {};
     for (index_t s = 0; s < batch.sequences(); ++s) {
         index_t next = 0, most = -1;
@@ -118,7 +118,7 @@ std::vector<media_count> count_media(media const& m, thd const& batch, std::vect
             if (kind == media_kind::text) continue;
             ++(kind == media_kind::image ? image : video);
             if (m.rows(kind) == 0)
-                throw error("mrope",
+                throw error("mrope_positions",
                             "sequence " + std::to_string(s.sequence) + ", token " + std::to_string(s.token + i),
                             std::string("text, for there are no grids of ") + detail::name_of(kind) + 's',
                             std::string(detail::name_of(kind)) + " placeholder", here);
@@ -154,14 +154,14 @@ media_places locate_media(media const& m, S const& sharding, int rank, std::vect
     std::vector<counted_segment> all;
     for (int r = S::every_row ? rank : 0; r < (S::every_row ? rank + 1 : sharding.ranks()); ++r)
         for (segment const& s : segments(sharding, r, here)) all.push_back({s, r, {}});
-    require(all.size() == counts.size(), "mrope", "counts, one a segment", all.size(), counts.size(), here);
+    require(all.size() == counts.size(), "locate_media", "counts, one a segment", all.size(), counts.size(), here);
     index_t images = 0, videos = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
         all[i].count = counts[i];
         images += counts[i].image, videos += counts[i].video;
     }
-    detail::require_rows(media_kind::image, m.rows(media_kind::image), images, here);
-    detail::require_rows(media_kind::video, m.rows(media_kind::video), videos, here);
+    detail::require_rows("mrope_positions", media_kind::image, m.rows(media_kind::image), images, here);
+    detail::require_rows("mrope_positions", media_kind::video, m.rows(media_kind::video), videos, here);
     std::ranges::stable_sort(all, {},
                              [](counted_segment const& s) { return std::pair(s.where.sequence, s.where.token); });
 

@@ -48,19 +48,19 @@ namespace detail {
 template <class T>
 using rotary_number = std::conditional_t<sizeof(T) < sizeof(float), float, T>;
 
-inline void require_axes(std::span<int const> axes, index_t pairs, index_t axis_count, caller here) {
-    require(axes.empty() || std::ssize(axes) == pairs, "rotary", "number of axes, which the sections make together",
+inline void require_axes(char const* where, std::span<int const> axes, index_t pairs, index_t axis_count, caller here) {
+    require(axes.empty() || std::ssize(axes) == pairs, where, "number of axes, which the sections make together",
             "one a pair, " + std::to_string(pairs), axes.size(), here);
     for (int const axis : axes)
-        require(axis >= 0 && axis < axis_count, "rotary", "axis", "one of " + std::to_string(axis_count), axis, here);
+        require(axis >= 0 && axis < axis_count, where, "axis", "one of " + std::to_string(axis_count), axis, here);
 }
 
-inline void require_positions(rows<index_t const> positions, index_t count, caller here) {
+inline void require_positions(char const* where, rows<index_t const> positions, index_t count, caller here) {
     index_t const axes = positions.count(), width = positions.width();
     if ((axes == 1 || axes == 3) && width == count) return;
     auto const shape = [](index_t n, index_t w) { return '(' + std::to_string(n) + ", " + std::to_string(w) + ')'; };
     bool const turned = axes == count && (width == 1 || width == 3);
-    throw error("rotary", turned ? "shape of positions, whose rows are in the wrong dimension" : "shape of positions",
+    throw error(where, turned ? "shape of positions, whose rows are in the wrong dimension" : "shape of positions",
                 shape(1, count) + " or " + shape(3, count), shape(axes, width), here);
 }
 
@@ -74,8 +74,8 @@ template <class T>
 void rotary_table(rows<index_t const> positions, std::span<int const> axes, std::span<T const> frequencies, rows<T> cos,
                   rows<T> sin, caller here = caller::here()) {
     index_t const count = cos.count(), half = std::ssize(frequencies);
-    detail::require_positions(positions, count, here);
-    detail::require_axes(axes, half, positions.count() == 1 ? 3 : positions.count(), here);
+    detail::require_positions("rotary_table", positions, count, here);
+    detail::require_axes("rotary_table", axes, half, positions.count() == 1 ? 3 : positions.count(), here);
     detail::require_shape("rotary_table", "cos", cos, count, half, here);
     detail::require_shape("rotary_table", "sin", sin, count, half, here);
     detail::require_apart("rotary_table", {{"cos", cos}, {"sin", sin}},
@@ -98,20 +98,28 @@ void rotary_table(std::span<index_t const> positions, std::span<T const> frequen
 
 namespace detail {
 
-/// Rotates by the angles times `direction`, 1 or -1.
+/// Which of the two functions was called, what it calls its rows, and the sign of the angles.
+struct turn {
+    char const *where, *from, *width, *to;
+    int sign;
+};
+inline constexpr turn turn_forth{"rotary", "x", "width of x", "y", 1},
+    turn_back{"rotary_backward", "dy", "width of dy", "dx", -1};
+
 template <class T>
 void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos, rows<rotary_number<T> const> sin,
-            rounding how, rotary_number<T> direction, rows<T> y, caller here) {
+            rounding how, turn const& way, rows<T> y, caller here) {
     index_t const half = cos.width();
-    require(head_dim > 0 && x.width() % head_dim == 0, "rotary", "width of x",
+    auto const direction = static_cast<rotary_number<T>>(way.sign);
+    require(head_dim > 0 && x.width() % head_dim == 0, way.where, way.width,
             "a multiple of head_dim, " + std::to_string(head_dim), x.width(), here);
-    require(2 * half <= head_dim, "rotary", "width of cos", "at most head_dim / 2", half, here);
-    require_shape("rotary", "cos", cos, x.count(), half, here);
-    require_shape("rotary", "sin", sin, x.count(), half, here);
-    require_shape("rotary", "y", y, x.count(), x.width(), here);
-    require_apart("rotary", {{"y", y}}, {{"x", x}}, here, in_place::yes);
-    require_apart("rotary", {{"y", y}}, {{"cos", cos}, {"sin", sin}}, here);
-    auto const turn = [&](T const* from, T* to, auto const* c, auto const* s) {
+    require(2 * half <= head_dim, way.where, "width of cos", "at most head_dim / 2", half, here);
+    require_shape(way.where, "cos", cos, x.count(), half, here);
+    require_shape(way.where, "sin", sin, x.count(), half, here);
+    require_shape(way.where, way.to, y, x.count(), x.width(), here);
+    require_apart(way.where, {{way.to, y}}, {{way.from, x}}, here, in_place::yes);
+    require_apart(way.where, {{way.to, y}}, {{"cos", cos}, {"sin", sin}}, here);
+    auto const rotate_head = [&](T const* from, T* to, auto const* c, auto const* s) {
         if constexpr (sizeof(T) < sizeof(float)) {
             auto const rounded = [&](float value) {
                 return how == rounding::round_each_op ? static_cast<float>(static_cast<T>(value)) : value;
@@ -140,7 +148,7 @@ void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos,
         for (index_t head = 0; head < x.width(); head += head_dim) {
             T const* const from = x.row(row) + head;
             T* const to = y.row(row) + head;
-            turn(from, to, cos.row(row), sin.row(row));
+            rotate_head(from, to, cos.row(row), sin.row(row));
             if (from != to) std::copy(from + 2 * half, from + head_dim, to + 2 * half);
         }
 }
@@ -148,16 +156,17 @@ void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos,
 /// Rotates by positions, in one of the two directions.
 template <class T>
 void rotate(rows<T const> x, index_t head_dim, rows<index_t const> positions,
-            rotary_pairs<rotary_number<T>> const& pairs, rotary_number<T> direction, rows<T> y, caller here) {
+            rotary_pairs<rotary_number<T>> const& pairs, turn const& way, rows<T> y, caller here) {
     using number = rotary_number<T>;
     index_t const count = x.count(), half = std::ssize(pairs.frequencies);
-    require_positions(positions, count, here);
-    require(2 * half <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim), 2 * half,
+    require_positions(way.where, positions, count, here);
+    require_axes(way.where, pairs.axes, half, 3, here);
+    require(2 * half <= head_dim, way.where, "rotary_dim", "at most head_dim, " + std::to_string(head_dim), 2 * half,
             here);
-    auto cos = zeros<number>("rotary", {count, half}, here), sin = cos;
+    auto cos = zeros<number>(way.where, {count, half}, here), sin = cos;
     rows<number> const c(cos.data(), count, half), s(sin.data(), count, half);
     rotary_table<number>(positions, pairs.axes, pairs.frequencies, c, s, here);
-    rotate<T>(x, head_dim, c, s, pairs.how, direction, y, here);
+    rotate<T>(x, head_dim, c, s, pairs.how, way, y, here);
 }
 
 } // namespace detail
@@ -176,7 +185,7 @@ template <class T>
 void rotary(rows<T const> x, index_t head_dim, rows<detail::rotary_number<T> const> cos,
             rows<detail::rotary_number<T> const> sin, rows<T> y, rounding how = rounding::fp32_inside,
             caller here = caller::here()) {
-    detail::rotate<T>(x, head_dim, cos, sin, how, 1, y, here);
+    detail::rotate<T>(x, head_dim, cos, sin, how, detail::turn_forth, y, here);
 }
 
 /// Computes `dx` from `dy`: rotates back, by the angles negated. Arguments as in `rotary`; dx may be dy.
@@ -184,19 +193,19 @@ template <class T>
 void rotary_backward(rows<T const> dy, index_t head_dim, rows<detail::rotary_number<T> const> cos,
                      rows<detail::rotary_number<T> const> sin, rows<T> dx, rounding how = rounding::fp32_inside,
                      caller here = caller::here()) {
-    detail::rotate<T>(dy, head_dim, cos, sin, how, -1, dx, here);
+    detail::rotate<T>(dy, head_dim, cos, sin, how, detail::turn_back, dx, here);
 }
 
 /// Computes the same with positions, (1, rows), or (3, rows) for pairs that have axes.
 template <class T>
 void rotary(rows<T const> x, index_t head_dim, rows<index_t const> positions,
             rotary_pairs<detail::rotary_number<T>> const& pairs, rows<T> y, caller here = caller::here()) {
-    detail::rotate<T>(x, head_dim, positions, pairs, 1, y, here);
+    detail::rotate<T>(x, head_dim, positions, pairs, detail::turn_forth, y, here);
 }
 template <class T>
 void rotary_backward(rows<T const> dy, index_t head_dim, rows<index_t const> positions,
                      rotary_pairs<detail::rotary_number<T>> const& pairs, rows<T> dx, caller here = caller::here()) {
-    detail::rotate<T>(dy, head_dim, positions, pairs, -1, dx, here);
+    detail::rotate<T>(dy, head_dim, positions, pairs, detail::turn_back, dx, here);
 }
 
 /// Computes the same with ordinary positions, one a row.
@@ -206,15 +215,15 @@ void rotary(rows<T const> x, index_t head_dim, std::span<index_t const> position
     require(options.rotary_dim <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim),
             options.rotary_dim, here);
     detail::rotate<T>(x, head_dim, {positions.data(), 1, std::ssize(positions)},
-                      {rotary_frequencies<detail::rotary_number<T>>(options, here)}, 1, y, here);
+                      {rotary_frequencies<detail::rotary_number<T>>(options, here)}, detail::turn_forth, y, here);
 }
 template <class T>
 void rotary_backward(rows<T const> dy, index_t head_dim, std::span<index_t const> positions, rotary_options options,
                      rows<T> dx, caller here = caller::here()) {
-    require(options.rotary_dim <= head_dim, "rotary", "rotary_dim", "at most head_dim, " + std::to_string(head_dim),
-            options.rotary_dim, here);
+    require(options.rotary_dim <= head_dim, "rotary_backward", "rotary_dim",
+            "at most head_dim, " + std::to_string(head_dim), options.rotary_dim, here);
     detail::rotate<T>(dy, head_dim, {positions.data(), 1, std::ssize(positions)},
-                      {rotary_frequencies<detail::rotary_number<T>>(options, here)}, -1, dx, here);
+                      {rotary_frequencies<detail::rotary_number<T>>(options, here)}, detail::turn_back, dx, here);
 }
 
 } // namespace cpx
