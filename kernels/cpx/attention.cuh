@@ -41,7 +41,7 @@ __device__ float over_warp(float x, F&& join) {
 
 } // namespace attention
 
-/// o = softmax(scale q K^T) V, and the logarithms of the sums of weights if `lse` is memory: (rows, query heads). A grid
+/// o = softmax(scale q K^T) V; lse: (rows, query heads), the logarithms of the sums of weights, if it is memory. A grid
 /// of (tiles of queries, query heads) blocks. Keys hold every token. C: at least dim / 32.
 template <class T, int C>
 __global__ void __launch_bounds__(attention::threads)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward of causal softmax attention: gradients of queries, and of keys and values, each by one block, no atomics.
+// The backward of causal softmax attention: gradients of queries, and of keys and values, by a block each, no atomics.
 #pragma once
 
 #include <cpx/attention.cuh>
