@@ -3,7 +3,16 @@
 
 namespace cpx::detail {
 
+template std::uint64_t mix_all<std::string_view>(std::uint64_t, std::string_view const&);
+template std::uint64_t
+mix_all<std::array<std::uint64_t, identity::numbers_count>>(std::uint64_t,
+                                                            std::array<std::uint64_t, identity::numbers_count> const&);
 template class padded<float>;
+template void weigh<float>(std::vector<float const*> const&, padded<float> const&, float const*, index_t, float*);
+template void exchange_sum<float, float, threads>(plan const&, identity const&, rows<float> const&, rows<float> const&,
+                                                  threads&, caller);
+template void exchange_sum<float, float, counted<transport_ref>>(plan const&, identity const&, rows<float> const&,
+                                                                 rows<float> const&, counted<transport_ref>&, caller);
 template std::array<float, linear_rows * linear_outputs>
     products<float>(std::array<float const*, linear_rows>, std::array<float const*, linear_outputs>, index_t);
 template void add_products<float>(rows<float const>, rows<float const>, rows<float>);
@@ -19,6 +28,12 @@ template delta_chunk_gradients<float> differentiate_chunk<float>(delta_reverse<f
                                                                  rows<float const>, rows<float const>,
                                                                  padded<float> const&, padded<float> const&);
 template class padded<double>;
+template void weigh<double>(std::vector<double const*> const&, padded<double> const&, double const*, index_t, double*);
+template void exchange_sum<double, double, threads>(plan const&, identity const&, rows<double> const&,
+                                                    rows<double> const&, threads&, caller);
+template void exchange_sum<double, double, counted<transport_ref>>(plan const&, identity const&, rows<double> const&,
+                                                                   rows<double> const&, counted<transport_ref>&,
+                                                                   caller);
 template std::array<double, linear_rows * linear_outputs>
     products<double>(std::array<double const*, linear_rows>, std::array<double const*, linear_outputs>, index_t);
 template void add_products<double>(rows<double const>, rows<double const>, rows<double>);

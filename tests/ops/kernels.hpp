@@ -2,12 +2,34 @@
 // What computes longest in tests, compiled once for all of them and optimised, by kernels.cpp.
 #pragma once
 
+#include <cpx/core/hash.hpp>
+#include <cpx/ops/local/causal_conv.hpp>
 #include <cpx/ops/local/delta_rule_backward.hpp>
 #include <cpx/ops/local/linear.hpp>
+#include <cpx/transport/counted.hpp>
+#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/threads.hpp>
+#include <cpx/transport/transport_ref.hpp>
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <vector>
 
 namespace cpx::detail {
 
+extern template std::uint64_t mix_all<std::string_view>(std::uint64_t, std::string_view const&);
+extern template std::uint64_t
+mix_all<std::array<std::uint64_t, identity::numbers_count>>(std::uint64_t,
+                                                            std::array<std::uint64_t, identity::numbers_count> const&);
 extern template class padded<float>;
+extern template void weigh<float>(std::vector<float const*> const&, padded<float> const&, float const*, index_t,
+                                  float*);
+extern template void exchange_sum<float, float, threads>(plan const&, identity const&, rows<float> const&,
+                                                         rows<float> const&, threads&, caller);
+extern template void exchange_sum<float, float, counted<transport_ref>>(plan const&, identity const&,
+                                                                        rows<float> const&, rows<float> const&,
+                                                                        counted<transport_ref>&, caller);
 extern template std::array<float, linear_rows * linear_outputs>
     products<float>(std::array<float const*, linear_rows>, std::array<float const*, linear_outputs>, index_t);
 extern template void add_products<float>(rows<float const>, rows<float const>, rows<float>);
@@ -24,6 +46,13 @@ extern template delta_chunk_gradients<float> differentiate_chunk<float>(delta_re
                                                                         rows<float const>, padded<float> const&,
                                                                         padded<float> const&);
 extern template class padded<double>;
+extern template void weigh<double>(std::vector<double const*> const&, padded<double> const&, double const*, index_t,
+                                   double*);
+extern template void exchange_sum<double, double, threads>(plan const&, identity const&, rows<double> const&,
+                                                           rows<double> const&, threads&, caller);
+extern template void exchange_sum<double, double, counted<transport_ref>>(plan const&, identity const&,
+                                                                          rows<double> const&, rows<double> const&,
+                                                                          counted<transport_ref>&, caller);
 extern template std::array<double, linear_rows * linear_outputs>
     products<double>(std::array<double const*, linear_rows>, std::array<double const*, linear_outputs>, index_t);
 extern template void add_products<double>(rows<double const>, rows<double const>, rows<double>);
