@@ -3,6 +3,9 @@
 
 #include <doctest/doctest.h>
 
+#include <functional>
+#include <type_traits>
+
 #include <ops/on_ranks.hpp>
 #include <ops/reference.hpp>
 #include <support/rejects.hpp>
@@ -105,9 +108,10 @@ index_t state_width(config_type const& config) {
 
 /// Calls `f(local, whole)` for each place of the states of sequence `s` on `rank`: an element there, an index of whole
 /// states, (sequences, conv then recurrent).
-template <class T, cpx::any_sharding S, class F>
+template <class T, cpx::any_sharding S>
 void for_each_place(config_type const& config, S const& sharding, int rank, index_t s,
-                    cpx::gated_delta_net_state<T> const& state, F&& f) {
+                    cpx::gated_delta_net_state<T> const& state,
+                    std::type_identity_t<std::function<void(T&, std::size_t)>> const& f) {
     auto const conv = columns(sharding, rank, conv_sections(config)),
                recurrent = columns(sharding, rank, recurrent_sections(config));
     REQUIRE(state.conv.width() == std::ssize(conv));

@@ -12,8 +12,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace on_ranks {
@@ -125,8 +127,9 @@ cpx::tensor<T, S> poisoned(S const& sharding, int rank, index_t columns) {
 /// Runs `program(comm)` on every rank and puts the tensors that it returns together to the whole tensor of `sections`.
 ///
 /// A place that nobody holds, and one of which two ranks hold different bits, is poison.
-template <class T, cpx::any_sharding S, class F>
-std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sections, F&& program) {
+template <class T, cpx::any_sharding S>
+std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sections,
+                        std::type_identity_t<std::function<cpx::tensor<T, S>(cpx::threads&)>> const& program) {
     std::vector<cpx::tensor<T, S>> locals(static_cast<std::size_t>(sharding.ranks()), {sharding, 0, 0});
     cpx::threads::run(sharding.ranks(),
                       [&](cpx::threads& comm) { locals[static_cast<std::size_t>(comm.rank())] = program(comm); });
@@ -166,8 +169,8 @@ private:
 };
 
 /// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts. A unit of 1 is balanced.
-template <class F>
-void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const& units, F&& f) {
+inline void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const& units,
+                              std::function<void(std::string const&, by_tokens const&)> const& f) {
     using cpx::scope;
     support::splitmix numbers(static_cast<std::uint64_t>(ranks));
     std::pair<char const*, cpx::table> const layouts[] = {
