@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times the gated delta rule on one GPU, forward and backward, against what it has to move and to multiply.
+#include "../../harness/graph.hpp"
 #include "timing.hpp"
 
 #include <cpx/cuda/gated_delta_rule.hpp>
@@ -34,7 +35,8 @@ gpu::buffer<T> random(index_t count, std::uint64_t seed, float low, float high) 
     return b;
 }
 
-/// Returns the milliseconds of a forward or backward, by replays of a graph, and prints them.
+/// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
+/// prints them.
 double time(bool back, index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool scan,
             bool decays, double rate, gpu::stream const& stream) {
     index_t const tokens = sequences * length;
@@ -53,15 +55,24 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
     auto const last = random<float>(sequences * value_heads * dim * dim, 7, -1, 1);
     gpu::buffer<float> const dg(tokens * value_heads), dbeta(tokens * value_heads);
     gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads, .scan = scan};
-    gpu::buffer<char> const space(back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences)
-                                       : gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences));
+    gpu::buffer<char> const saved(back ? gpu::gated_delta_rule_saved<element>(shape, tokens, sequences) : 0);
+    bool const saves = saved.size() > 0;
+    gpu::buffer<char> const space(
+        std::max(gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves),
+                 back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves) : 0));
     auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
     auto path = gpu::delta_rule_path::plain;
-    auto const run = [&] {
-        gpu::gated_delta_rule_input<element> const in{
-            {q.data(), tokens, key_heads * dim},   {k.data(), tokens, key_heads * dim},
-            {v.data(), tokens, value_heads * dim}, {g.data(), tokens, value_heads},
-            {beta.data(), tokens, value_heads},    all(offsets)};
+    auto const run = [&](bool back) {
+        gpu::gated_delta_rule_input<element> const in{{q.data(), tokens, key_heads * dim},
+                                                      {k.data(), tokens, key_heads * dim},
+                                                      {v.data(), tokens, value_heads * dim},
+                                                      {g.data(), tokens, value_heads},
+                                                      {beta.data(), tokens, value_heads},
+                                                      all(offsets),
+                                                      {},
+                                                      {},
+                                                      {},
+                                                      all(saved)};
         rows<element> const values(o.data(), tokens, value_heads * dim);
         path = !back ? gpu::gated_delta_rule<element>(shape, in, values, all(last), all(space), stream)
                      : gpu::gated_delta_rule_backward<element>(
@@ -73,7 +84,8 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
                             {dbeta.data(), tokens, value_heads}},
                            all(space), stream);
     };
-    gpu::graph const graph(stream, run);
+    if (back) run(false); // leaves what the backward reads
+    harness::graph const graph(stream, [&] { run(back); });
     double const ms = static_cast<double>(timing::median_ms(
         stream, [&] { graph.launch(stream); }, [] {}, 5, 9));
     // forward: q, k, v, o and gates; back: q, k, v, dout, gates, and the gradients of all but dout

@@ -47,6 +47,7 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
     auto& memory = shared_memory<layout>();
     constexpr int stages = layout::stages, dout_stages = layout::dout_stages;
     constexpr bool both = Halves == 2;
+    clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
         for (int i = 0; i < dout_stages; ++i) {
@@ -79,14 +80,14 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (lane == 0) {
-                    full.arrive_and_expect_tx(4 * panel_bytes + sizeof(delta_gates));
+                    full.arrive_and_expect_tx(4 * panel_bytes + all_gates.bytes());
                     load_panels<2>(queries, full, memory.queries[r.at], column, row);
                     load_panels<2>(keys, full, memory.keys[r.at], column, row);
-                    load_gates(in.prepared, place, full, memory.gates[r.at]);
+                    load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
                 }
                 wait(memory.inverse_empty[d.at], d.parity ^ 1);
                 if (lane == 0) {
-                    memory.inverse_full[d.at].arrive_and_expect_tx(panel_bytes);
+                    memory.inverse_full[d.at].arrive_and_expect_tx(triangle_bytes);
                     load_inverse(in.prepared, place, memory.inverse_full[d.at], memory.inverse[d.at]);
                 }
                 __syncwarp();

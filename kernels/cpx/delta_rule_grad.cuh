@@ -18,6 +18,7 @@ static __global__ void __launch_bounds__(512, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto* memory = &shared_memory<grad_memory>();
+    clear_triangles(memory->inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) memory->keys_full[i].init(1), memory->keys_empty[i].init(15);
         memory->queries_full.init(1), memory->queries_empty.init(8);

@@ -61,8 +61,9 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
             barrier& prepared_full = memory->prepared_full[turn & 1];
             wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
             if (lane == 0) {
-                prepared_full.arrive_and_expect_tx(panel_bytes + sizeof(delta_gates));
-                load_prepared(in.prepared, place, prepared_full, memory->inverse[turn & 1], memory->gates[turn & 1]);
+                prepared_full.arrive_and_expect_tx(triangle_bytes + token_gates.bytes());
+                load_prepared(in.prepared, place, prepared_full, memory->inverse[turn & 1], memory->gates[turn & 1],
+                              token_gates);
             }
             auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
                 wait(empty, parity);

@@ -120,7 +120,7 @@ __device__ __forceinline__ void grad_block::write_rows() {
             multiply_panels<Major::K, Major::MN, 4>(dq, memory->dscores, keys(), true);
             cute::warpgroup_commit_batch();
             std::uint32_t words[16];
-            load_operand(inverse, words);
+            load_triangle_operand(inverse, words);
 #pragma unroll
             for (int i = 0; i < 16; ++i) { // words 2 and 3 of 4 are 8 columns further
                 float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);

@@ -38,17 +38,25 @@ __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (
 
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
 __device__ __forceinline__ void grad_block::multiply_tokens() {
+    std::uint32_t squares[16]; // K K^T, in __half
     each(
         [&] {
+            float b[32], kk[32];
+            keep(kk);
+            cute::warpgroup_arrive();
+            multiply_panels<Major::K, Major::K, 8>(kk, keys(), keys(), false);
+            cute::warpgroup_commit_batch();
             wait(memory->queries_full, task_turn & 1);
-            float b[32];
             keep(b);
             cute::warpgroup_arrive();
             multiply_panels<Major::K, Major::K, 8>(b, memory->queries, keys(), false);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
+            keep(kk);
             keep(b);
             arrive_warp(memory->queries_empty);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) squares[i] = two_halves(kk[2 * i], kk[2 * i + 1]);
             std::uint32_t words[16];
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
@@ -67,7 +75,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
                 float ba[32], e[32];
                 keep(ba);
                 cute::warpgroup_arrive();
-                multiply_panels<Major::K, Major::MN, 4>(ba, memory->scores, inverse, false);
+                multiply_triangle(ba, memory->scores, inverse);
                 cute::warpgroup_commit_batch();
                 wait(memory->y_full, turn & 1);
                 keep(e);
@@ -110,7 +118,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             float x[32];
             keep(x);
             cute::warpgroup_arrive();
-            multiply_along<4>(x, words, inverse, false); // dB
+            multiply_transposed(x, words, inverse); // dB
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(x);
@@ -129,7 +137,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             cute::warpgroup_arrive();
             multiply_panels<Major::K, Major::K, 8>(n, keys(), memory->dx, false);
             cute::warpgroup_commit_batch();
-            load_operand(inverse, words);
+            load_triangle_operand(inverse, words);
             cute::warpgroup_wait<0>();
             keep(n);
             {
@@ -156,7 +164,7 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             }
             keep(x);
             cute::warpgroup_arrive();
-            multiply_along<4>(x, words, inverse, false);
+            multiply_transposed(x, words, inverse);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(x);
@@ -166,21 +174,19 @@ __device__ __forceinline__ void grad_block::multiply_tokens() {
             cutlass::arch::fence_view_async_shared();
             join_group(group);
             keep(x);
-            keep(n);
             cute::warpgroup_arrive();
-            multiply_panels<Major::MN, Major::MN, 4>(x, inverse, memory->e, false);
-            multiply_panels<Major::K, Major::K, 8>(n, keys(), keys(), false);
+            multiply_by_triangle(x, inverse, memory->e);
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             keep(x);
-            keep(n);
             float const b[2] = {-gates.beta[row], -gates.beta[row + 8]};
             float along[2] = {};
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
                 float const z0 = column < token ? x[2 * i] : 0.0f, z1 = column + 1 < token ? x[2 * i + 1] : 0.0f;
-                along[r] = fmaf(-z1, n[2 * i + 1], fmaf(-z0, n[2 * i], along[r]));
+                float2 const kk = __half22float2(reinterpret_cast<__half2 const&>(squares[i]));
+                along[r] = fmaf(-z1, kk.y, fmaf(-z0, kk.x, along[r]));
                 words[i] = two_bf16(b[r] * z0, b[r] * z1);
             }
             join_group(group); // N A'^T has been read

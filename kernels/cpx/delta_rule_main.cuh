@@ -79,7 +79,7 @@ __device__ __forceinline__ void compute_p(char const* queries, char const* keys,
     }
     keep(sum);
     cute::warpgroup_arrive();
-    multiply_down(sum, words, inverse, false);
+    multiply_triangle(sum, words, inverse);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     keep(sum);
@@ -123,6 +123,7 @@ static __global__ void __launch_bounds__(512, 1)
     using namespace delta;
     constexpr int stages = main_memory::stages;
     auto& memory = shared_memory<main_memory>();
+    clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             memory.full[i].init(1), memory.empty[i].init(12);
@@ -152,11 +153,11 @@ static __global__ void __launch_bounds__(512, 1)
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (lane == 0) {
-                    full.arrive_and_expect_tx(5 * panel_bytes + sizeof(delta_gates));
+                    full.arrive_and_expect_tx(4 * panel_bytes + triangle_bytes + all_gates.bytes());
                     load_panels<2>(queries, full, memory.queries[r.at], 128 * (head / in.group), row);
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
                     load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at]);
+                                  memory.inverse[r.at], memory.gates[r.at], all_gates);
                 }
                 barrier& values_full = whole ? memory.values_full[r.at] : memory.values_landed;
                 wait(memory.values_empty[r.at], r.parity ^ 1);

@@ -13,15 +13,15 @@ namespace cpx::kernels {
 
 /// The gates of a chunk's tokens; those beyond the chunk's end have beta 0 and the sum of its last.
 struct delta_gates {
+    float onward[delta_chunk];   ///< w = b 2^(G of the last - G)
+    float decay[delta_chunk];    ///< e = 2^G
     float sum[delta_chunk];      ///< G: of log2 of the decays, up to and with the token
     float beta[delta_chunk];     ///< b
-    float decay[delta_chunk];    ///< e = 2^G
-    float onward[delta_chunk];   ///< w = b 2^(G of the last - G)
     float until[3][delta_chunk]; ///< b 2^(G of token 16, 32, 48 - G), of the tokens before that one
 };
 
-/// What `delta_rule_prep` writes, of (chunks, value heads): A = (I + strictly lower(diag(b) K K^T))^-1 of a chunk, a
-/// panel of bfloat16, and its gates.
+/// What `delta_rule_prep` writes, of (chunks, value heads): A = (I + strictly lower(diag(b) K K^T))^-1 of a chunk,
+/// `delta::triangle_bytes` of bfloat16, and its gates.
 struct delta_prepared {
     char* inverse;
     delta_gates* gates;
@@ -30,9 +30,10 @@ struct delta_prepared {
 namespace delta {
 
 struct prep_memory {
-    char keys[2 * panel_bytes];    ///< and then inverses, of heads in turn
-    __half blocks[delta_chunk][8]; ///< the 8 x 8 blocks on the diagonal, and then their inverses
-    float beta[4][delta_chunk];
+    char keys[2][panel_bytes];        ///< and then an inverse of each warp
+    uint4 products[10][32];           ///< K K^T, in __half: of block `lower_block(i, j)` a lane's four words
+    __half blocks[2][delta_chunk][8]; ///< of a warp: the 8 x 8 blocks on the diagonal, and then their inverses
+    float beta[2][delta_chunk];
     barrier full;
 };
 
@@ -59,30 +60,40 @@ __device__ __forceinline__ void add_product(float (&sum)[4], std::uint32_t a0, s
 /// Where block (i, j) of 16 x 16 is in a list of those on the diagonal and below.
 constexpr int lower_block(int i, int j) { return i * (i + 1) / 2 + j; }
 
-/// A triangular matrix of 64 x 64 in a warp's registers: of block `lower_block(i, j)` two times 8 columns, of 16 rows.
-using lower_sums = float[10][2][4];
-
-/// Computes K K^T of 64 keys by a warp, on the diagonal and below.
-__device__ __forceinline__ void multiply_keys_by_keys(char const* keys, lower_sums& sums) {
+/// Computes rows First and Second of K K^T's blocks of 16 x 16, on the diagonal and below, by a warp. Of a block's
+/// words, number 2h + d is of columns 8h on and rows 8d on.
+template <int First, int Second>
+__device__ __forceinline__ void multiply_keys_by_keys(char const* keys, uint4 (*products)[32]) {
     int const lane = threadIdx.x % 32;
+    float sums[First + Second + 2][2][4] = {};
+    constexpr auto place = [](int i, int j) { return i == First ? j : First + 1 + j; };
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-        std::uint32_t a[4][4]; // words 0 and 2 are a right operand of the first 8 rows, 1 and 3 of the others
+        std::uint32_t a[Second + 1][4]; // words 0 and 2 are a right operand of the first 8 rows, 1 and 3 of the others
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i <= Second; ++i)
             load_left(keys + k / 4 * panel_bytes + swizzled(16 * i + lane % 16, k % 4 * 2 + lane / 16), a[i]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = First; i <= Second; i += Second - First)
 #pragma unroll
             for (int j = 0; j <= i; ++j)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float(&sum)[4] = sums[lower_block(i, j)][half];
+                    float(&sum)[4] = sums[place(i, j)][half];
                     cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[i][0], a[i][1], a[i][2],
                                                               a[i][3], a[j][half], a[j][half + 2], sum[0], sum[1],
                                                               sum[2], sum[3]);
                 }
     }
+#pragma unroll
+    for (int i = First; i <= Second; i += Second - First)
+#pragma unroll
+        for (int j = 0; j <= i; ++j) {
+            float const(&sum)[2][4] = sums[place(i, j)];
+            products[lower_block(i, j)][lane] =
+                make_uint4(two_halves(sum[0][0], sum[0][1]), two_halves(sum[0][2], sum[0][3]),
+                           two_halves(sum[1][0], sum[1][1]), two_halves(sum[1][2], sum[1][3]));
+        }
 }
 
 /// Inverts a 8 x 8 block on the diagonal of I + L, one row a lane; `row`: L's, in __half. Returns the inverse's row.
@@ -99,28 +110,37 @@ __device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
     }
 }
 
-/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a panel that has zeros above the 8 x 8
-/// blocks on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is
+/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a triangle that has zeros above the
+/// 8 x 8 blocks on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is
 /// called transposed below is A^T, of which a product's sums are the next one's left operand.
-__device__ __forceinline__ void write_inverse(lower_sums const& products, float const* beta, __half (*blocks)[8],
-                                              char* panel) {
+__device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
+                                              char* triangle) {
     int const lane = threadIdx.x % 32;
-    float b[4][2]; // of a lane's rows
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i][0] = beta[16 * i + lane / 4], b[i][1] = beta[16 * i + lane / 4 + 8];
-    auto const lower = [&](int i, int j, int half, int down) { // 8 x 8 of L, which is a right operand of L^T
-        float const(&sum)[4] = products[lower_block(i, j)][half];
-        return two_halves(b[i][down] * sum[2 * down], b[i][down] * sum[2 * down + 1]);
+    using block = std::uint32_t[4];
+    auto const load = [&](int i, int j, block& l) { // 16 x 16 of L, which is a right operand of L^T
+        uint4 const words = products[lower_block(i, j)][lane];
+        float const b[2] = {beta[16 * i + lane / 4], beta[16 * i + lane / 4 + 8]};
+        auto const scaled = [&](std::uint32_t word, float by) {
+            float2 const two = __half22float2(reinterpret_cast<__half2 const&>(word));
+            return two_halves(by * two.x, by * two.y);
+        };
+        l[0] = scaled(words.x, b[0]), l[1] = scaled(words.y, b[1]);
+        l[2] = scaled(words.z, b[0]), l[3] = scaled(words.w, b[1]);
     };
 
     // 8 x 8: a lane has a row of two blocks.
     std::uint32_t const before =
         (lane % 4 * 2 < lane / 4 ? 0xffffu : 0u) | (lane % 4 * 2 + 1 < lane / 4 ? ~0xffffu : 0u);
+    std::uint32_t below[4]; // of a block on the diagonal the 8 x 8 below it
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
+        block l;
+        load(i, i, l);
+        below[i] = l[1];
 #pragma unroll
         for (int down = 0; down < 2; ++down)
-            reinterpret_cast<std::uint32_t*>(blocks)[(2 * i + down) * 32 + lane] = lower(i, i, down, down) & before;
+            reinterpret_cast<std::uint32_t*>(blocks)[(2 * i + down) * 32 + lane] = l[3 * down] & before;
+    }
     __syncwarp();
     float x[2][8];
 #pragma unroll
@@ -133,7 +153,7 @@ __device__ __forceinline__ void write_inverse(lower_sums const& products, float 
                               two(x[t][6], x[t][7]));
         };
         *reinterpret_cast<uint4*>(blocks[row]) = pack(two_halves);
-        *reinterpret_cast<uint4*>(panel + swizzled(row, row / 8)) = pack(two_bf16);
+        *reinterpret_cast<uint4*>(triangle + in_triangle(row, row / 8)) = pack(two_bf16);
     }
     __syncwarp();
     std::uint32_t diagonal[8], transposed[10][4], corner[4], stored[4];
@@ -155,21 +175,25 @@ __device__ __forceinline__ void write_inverse(lower_sums const& products, float 
     for (int i = 0; i < 4; ++i) {
         std::uint32_t(&inverse)[4] = transposed[lower_block(i, i)];
         float first[4] = {}, second[4] = {};
-        add_product(first, inverse[0], 0, lower(i, i, 0, 1));
+        add_product(first, inverse[0], 0, below[i]);
         add_product(second, two_halves(first[0], first[1]), 0, diagonal[2 * i + 1]);
         inverse[2] = two_halves(-second[0], -second[1]);
         stored[i] = two_bf16(-second[0], -second[1]);
         cute::SM75_U32x1_MOVM_T::copy(inverse[2], corner[i]);
     }
     auto const store = [&](std::uint32_t const(&words)[4], int row, int column) {
-        cute::SM90_U16x8_STSM_T::copy(words[0], words[1], words[2], words[3],
-                                      *reinterpret_cast<cute::uint128_t*>(panel + swizzled(row + lane % 8, column)));
+        cute::SM90_U16x8_STSM_T::copy(
+            words[0], words[1], words[2], words[3],
+            *reinterpret_cast<cute::uint128_t*>(triangle + in_triangle(8 * row + lane % 8, column)));
     };
-    store(stored, 16 * (lane / 8) + 8, 2 * (lane / 8));
+    store(stored, lane / 8 * 2 + 1, lane / 8 * 2);
 
     // Rows of blocks below: A_ij = -(inverse of I + L_ii) sum_k L_ik A_kj.
 #pragma unroll
-    for (int i = 1; i < 4; ++i)
+    for (int i = 1; i < 4; ++i) {
+        block l[3];
+#pragma unroll
+        for (int k = 0; k < i; ++k) load(i, k, l[k]);
 #pragma unroll
         for (int j = 0; j < i; ++j) {
             float sum[2][4] = {}, result[2][4] = {};
@@ -177,7 +201,7 @@ __device__ __forceinline__ void write_inverse(lower_sums const& products, float 
             for (int k = j; k < i; ++k)
 #pragma unroll
                 for (int down = 0; down < 2; ++down)
-                    add_product(sum[down], transposed[lower_block(k, j)], lower(i, k, 0, down), lower(i, k, 1, down));
+                    add_product(sum[down], transposed[lower_block(k, j)], l[k][down], l[k][2 + down]);
             std::uint32_t const left[4] = {two_halves(sum[0][0], sum[0][1]), two_halves(sum[0][2], sum[0][3]),
                                            two_halves(sum[1][0], sum[1][1]), two_halves(sum[1][2], sum[1][3])};
             add_product(result[0], left[0], left[1], diagonal[2 * i]);
@@ -188,8 +212,9 @@ __device__ __forceinline__ void write_inverse(lower_sums const& products, float 
                 transposed[lower_block(i, j)][w] = two_halves(low, high);
                 stored[w] = two_bf16(low, high);
             }
-            store(stored, 16 * i + lane / 16 * 8, 2 * j + lane / 8 % 2);
+            store(stored, 2 * i + lane / 16, 2 * j + lane / 8 % 2);
         }
+    }
 }
 
 /// Computes the gates of n tokens by a warp, two tokens a lane.
@@ -237,18 +262,18 @@ struct delta_prep_input {
     int key_heads, group;            ///< value heads a key head
 };
 
-/// A warp computes a chunk's inverses for a key head. A grid of (chunks at most) * key heads blocks of 32 threads.
-static __global__ void __launch_bounds__(32, 11)
+/// Two warps compute a chunk's inverses for a key head, of every second value head each. A grid of (chunks at most) *
+/// key heads blocks of 64 threads.
+static __global__ void __launch_bounds__(64, 10)
     delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input const in, delta_prepared const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto& memory = shared_memory<prep_memory>();
-    int const lane = static_cast<int>(threadIdx.x);
-    if (lane == 0) {
+    int const lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    if (threadIdx.x == 0) {
         memory.full.init(1);
         cutlass::arch::fence_barrier_init();
     }
-    __syncwarp();
     wait_for_previous_kernel();
     int const chunk = static_cast<int>(blockIdx.x) / in.key_heads,
               key_head = static_cast<int>(blockIdx.x) % in.key_heads;
@@ -256,42 +281,45 @@ static __global__ void __launch_bounds__(32, 11)
     delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
     int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
-    if (lane == 0) {
+    if (threadIdx.x == 0) {
         memory.full.arrive_and_expect_tx(2 * panel_bytes);
-        load_panels<2>(keys, memory.full, memory.keys, 128 * key_head, begin);
+        load_panels<2>(keys, memory.full, memory.keys[0], 128 * key_head, begin);
     }
     std::int64_t const place = (std::int64_t{chunk} * in.key_heads + key_head) * in.group;
-    auto const gates = [&](int first) { // of four heads
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (int const head = key_head * in.group + first + i; first + i < in.group)
-                compute_gates(in.g.at(begin) + head, in.g.stride, in.beta.at(begin) + head, in.beta.stride, n,
-                              to.gates[place + first + i], memory.beta[i]);
+    auto const write_gates = [&](int number) {
+        int const head = key_head * in.group + number;
+        compute_gates(in.g.at(begin) + head, in.g.stride, in.beta.at(begin) + head, in.beta.stride, n,
+                      to.gates[place + number], memory.beta[warp]);
     };
-    gates(0);
+    if (warp < in.group) write_gates(warp); // while keys come
+    __syncthreads();
     wait(memory.full, 0);
     if (n < delta_chunk) {
-        clear_rows(memory.keys, n);
-        clear_rows(memory.keys + panel_bytes, n);
+        clear_rows(memory.keys[warp], n);
+        __syncthreads();
     }
-    __syncwarp();
-    lower_sums products = {};
-    multiply_keys_by_keys(memory.keys, products);
-    __syncwarp();
-    for (int i = lane; i < 1024; i += 32)
-        if (i % 8 > i / 8 % 64 / 8)
-            *reinterpret_cast<uint4*>(memory.keys + i / 512 * panel_bytes + swizzled(i / 8 % 64, i % 8)) =
-                make_uint4(0, 0, 0, 0);
-    for (int h = 0; h < in.group; ++h) {
-        if (h > 0 && h % 4 == 0) gates(h);
-        char* const panel = memory.keys + h % 2 * panel_bytes;
-        if (lane == 0 && h > 1) cute::tma_store_wait<1>(); // what it had has been read
+    if (warp == 0)
+        multiply_keys_by_keys<0, 3>(memory.keys[0], memory.products);
+    else
+        multiply_keys_by_keys<1, 2>(memory.keys[0], memory.products);
+    __syncthreads();
+    char* const triangle = memory.keys[warp];
+    for (int i = lane; i < 512; i += 32)
+        if (i % 8 > i / 64) *reinterpret_cast<uint4*>(triangle + in_triangle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+    for (int number = warp; number < in.group; number += 2) {
+        if (number > warp) {
+            write_gates(number);
+            if (lane == 0) cute::tma_store_wait<0>(); // the inverse before has been read
+        }
         __syncwarp();
-        write_inverse(products, memory.beta[h % 4], memory.blocks, panel);
+        write_inverse(memory.products, memory.beta[warp], memory.blocks[warp], triangle);
         cutlass::arch::fence_view_async_shared();
         __syncwarp();
         if (lane == 0) {
-            cute::SM90_BULK_COPY_S2G::copy(panel, to.inverse + (place + h) * panel_bytes, panel_bytes);
+            char* const inverse = to.inverse + (place + number) * triangle_bytes;
+            cute::SM90_BULK_COPY_S2G::copy(triangle, inverse, half_panel);
+            cute::SM90_BULK_COPY_S2G::copy(triangle + half_panel + half_panel / 2, inverse + half_panel,
+                                           half_panel / 2);
             cute::tma_store_arrive();
         }
     }

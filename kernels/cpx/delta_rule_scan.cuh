@@ -44,6 +44,7 @@ static __global__ void __launch_bounds__(512, 1)
     using namespace delta;
     constexpr int stages = fold_memory::stages;
     auto& memory = shared_memory<fold_memory>();
+    clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
         for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(8);
@@ -71,10 +72,10 @@ static __global__ void __launch_bounds__(512, 1)
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx((of_map ? 3 : 5) * panel_bytes + sizeof(delta_gates));
+                    full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + triangle_bytes + step_gates.bytes());
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
                     load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at]);
+                                  memory.inverse[r.at], memory.gates[r.at], step_gates);
                     if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
                 }
                 __syncwarp();

@@ -62,21 +62,29 @@ __device__ __forceinline__ void await(int const* flag, int least) {
 /// After how many chunks a walk of the backward says how far it has come.
 inline constexpr int walk_chunks = 8;
 
-/// Asks for the inverse and the gates of a chunk and head.
+/// Which of a chunk's gates a kernel reads: all, those of the state's step, or those of tokens by tokens and rows.
+struct gates_read {
+    int first, last;
+    __device__ constexpr int bytes() const { return last - first; }
+};
+inline constexpr gates_read all_gates{0, sizeof(delta_gates)}, step_gates{0, offsetof(delta_gates, sum)},
+    token_gates{offsetof(delta_gates, decay), offsetof(delta_gates, until)};
+
+/// Asks for the inverse of a chunk and head.
 __device__ __forceinline__ void load_inverse(delta_prepared const& from, std::int64_t place, barrier& full,
                                              char* inverse) {
-    cute::SM90_BULK_COPY_G2S::copy(from.inverse + place * panel_bytes, reinterpret_cast<std::uint64_t*>(&full), inverse,
-                                   panel_bytes);
+    load_triangle(from.inverse + place * triangle_bytes, full, inverse);
 }
 __device__ __forceinline__ void load_gates(delta_prepared const& from, std::int64_t place, barrier& full,
-                                           delta_gates& gates) {
-    cute::SM90_BULK_COPY_G2S::copy(from.gates + place, reinterpret_cast<std::uint64_t*>(&full), &gates,
-                                   sizeof(delta_gates));
+                                           delta_gates& gates, gates_read which) {
+    cute::SM90_BULK_COPY_G2S::copy(reinterpret_cast<char const*>(from.gates + place) + which.first,
+                                   reinterpret_cast<std::uint64_t*>(&full),
+                                   reinterpret_cast<char*>(&gates) + which.first, which.bytes());
 }
 __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::int64_t place, barrier& full,
-                                              char* inverse, delta_gates& gates) {
+                                              char* inverse, delta_gates& gates, gates_read which) {
     load_inverse(from, place, full, inverse);
-    load_gates(from, place, full, gates);
+    load_gates(from, place, full, gates, which);
 }
 
 } // namespace delta
@@ -92,6 +100,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                                            int block) {
     auto& memory = shared_memory<state_memory<Halves>>();
     constexpr int stages = state_memory<Halves>::stages;
+    clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 + 4 * Halves);
         for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
@@ -115,10 +124,10 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx((3 + Halves) * panel_bytes + sizeof(delta_gates));
+                    full.arrive_and_expect_tx((2 + Halves) * panel_bytes + triangle_bytes + step_gates.bytes());
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
                     load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at]);
+                                  memory.inverse[r.at], memory.gates[r.at], step_gates);
                     load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
                 }
                 __syncwarp();

@@ -23,7 +23,7 @@ __device__ __forceinline__ void compute_x(char const* inverse, char const* keys,
     for (int half = 0; half < 2; ++half) {
         keep(sum[half]);
         cute::warpgroup_arrive();
-        multiply_panels<Major::MN, Major::MN, 4>(sum[half], inverse, keys + half * panel_bytes, false);
+        multiply_by_triangle(sum[half], inverse, keys + half * panel_bytes);
         cute::warpgroup_commit_batch();
     }
     float const w[2] = {gates.onward[row], gates.onward[row + 8]};

@@ -109,6 +109,38 @@ __device__ __forceinline__ std::uint64_t down_cores(void const* state) {
            std::uint64_t{128 >> 4} << 32;
 }
 
+/// A lower triangle of 64 x 64 elements is two panels of 32 columns, side by side, of rows of 64 bytes, in the copy
+/// engine's 64-byte swizzle. In memory the zeros are left out that are the second panel's first half; in shared memory
+/// they are there from the beginning on.
+inline constexpr int half_panel = 64 * 64, triangle_bytes = half_panel + half_panel / 2;
+
+/// Returns where 8 elements of a triangle in shared memory are, column c of them.
+__device__ __forceinline__ int in_triangle(int row, int column) {
+    return column / 4 * half_panel + row * 64 + ((column % 4 ^ (row >> 1 & 3)) << 4);
+}
+/// Describes a triangle as an operand whose sum goes along its rows: step k of 16 begins `(k % 2) * 32` bytes into
+/// panel k / 2; and transposed, where step k begins 1024 k bytes into the first one.
+__device__ __forceinline__ std::uint64_t along_triangle(void const* triangle) {
+    return cute::cast_smem_ptr_to_uint(triangle) >> 4 | 1ull << 16 | 32ull << 32 | 2ull << 62;
+}
+__device__ __forceinline__ std::uint64_t down_triangle(void const* triangle) {
+    return cute::cast_smem_ptr_to_uint(triangle) >> 4 | std::uint64_t{half_panel >> 4} << 16 | 32ull << 32 | 2ull << 62;
+}
+
+/// Zeroes what memory leaves out of N triangles, by a block, before it joins its threads.
+template <std::size_t N>
+__device__ __forceinline__ void clear_triangles(char (&triangles)[N][panel_bytes]) {
+    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(N) * 128; i += static_cast<int>(blockDim.x))
+        *reinterpret_cast<uint4*>(triangles[i / 128] + half_panel + i % 128 * 16) = make_uint4(0, 0, 0, 0);
+    cutlass::arch::fence_view_async_shared();
+}
+/// Copies a triangle from memory.
+__device__ __forceinline__ void load_triangle(char const* from, barrier& full, char* to) {
+    auto* const arrived = reinterpret_cast<std::uint64_t*>(&full);
+    cute::SM90_BULK_COPY_G2S::copy(from, arrived, to, half_panel);
+    cute::SM90_BULK_COPY_G2S::copy(from + half_panel, arrived, to + half_panel + half_panel / 2, half_panel / 2);
+}
+
 /// Keeps the compiler from moving uses of accumulators across.
 template <std::size_t N>
 __device__ __forceinline__ void keep(float (&x)[N]) {
@@ -199,6 +231,38 @@ __device__ __forceinline__ void multiply_values(float (&sum)[N], std::uint32_t c
                                                   std::make_index_sequence<N>());
 }
 
+/// sum = a b, a in registers, b a triangle; and sum = a b^T.
+__device__ __forceinline__ void multiply_triangle(float (&sum)[32], std::uint32_t const* a, char const* b) {
+    std::uint64_t const right = down_triangle(b);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        fma_registers<registers_by<Major::MN, 32>>(sum, a + 4 * k, further(right, 1024 * k),
+                                                   k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+}
+__device__ __forceinline__ void multiply_transposed(float (&sum)[32], std::uint32_t const* a, char const* b) {
+    std::uint64_t const right = along_triangle(b);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        fma_registers<registers_by<Major::K, 32>>(sum, a + 4 * k, further(right, k / 2 * half_panel + k % 2 * 32),
+                                                  k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+}
+/// sum = a b, a a panel, b a triangle.
+__device__ __forceinline__ void multiply_triangle(float (&sum)[32], char const* a, char const* b) {
+    std::uint64_t const left = along_rows(a), right = down_triangle(b);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        fma_shared<shared_64<Major::K, Major::MN>>(sum, step_along(left, k), further(right, 1024 * k),
+                                                   k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+}
+/// sum = a^T b, a a triangle, b a panel.
+__device__ __forceinline__ void multiply_by_triangle(float (&sum)[32], char const* a, char const* b) {
+    std::uint64_t const left = down_triangle(a), right = down_rows(b);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        fma_shared<shared_64<Major::MN, Major::MN>>(sum, further(left, 1024 * k), step_down(right, k),
+                                                    k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
+}
+
 __device__ __forceinline__ std::uint32_t two_bf16(float low, float high) {
     __nv_bfloat162 const two = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<std::uint32_t const&>(two);
@@ -236,6 +300,15 @@ __device__ __forceinline__ void load_operand(char const* panel, std::uint32_t* a
     for (int i = 0; i < 4; ++i)
         cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(panel + place_straight(i)), a[4 * i],
                                       a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+}
+/// The same from a triangle.
+__device__ __forceinline__ void load_triangle_operand(char const* triangle, std::uint32_t* a) {
+    int const lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        cute::SM75_U32x4_LDSM_N::copy(
+            *reinterpret_cast<cute::uint128_t const*>(triangle + in_triangle(row, 2 * i + lane / 16)), a[4 * i],
+            a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
 }
 __device__ __forceinline__ void store_transposed(std::uint32_t const (&a)[16], char* panel) {
 #pragma unroll

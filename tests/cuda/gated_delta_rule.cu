@@ -152,14 +152,16 @@ std::span<T> all(buffer<T> const& b) {
     return {b.data(), static_cast<std::size_t>(b.size())};
 }
 
+/// `saves`: the backward reads what the forward has saved.
 template <class T>
-results on_gpu(problem const& p, bool backward) {
+results on_gpu(problem const& p, bool backward, bool saves = false) {
     cpx::cuda::stream const stream;
     buffer<T> const q = upload<T>(p.q), k = upload<T>(p.k), v = upload<T>(p.v), dout = upload<T>(p.dout);
     buffer<float> const g = upload<float>(p.g), beta = upload<float>(p.beta), state = upload<float>(p.state),
                         dlast = upload<float>(p.dlast);
     buffer<index_t> const offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
     index_t const tokens = p.tokens(), keys = p.keys(), values = p.values(), heads = p.shape.value_heads;
+    buffer<char> const saved(saves ? cpx::cuda::gated_delta_rule_saved<T>(p.shape, tokens, p.sequences()) : 0);
     cpx::cuda::gated_delta_rule_input<T> const in{{q.data(), tokens, keys},
                                                   {k.data(), tokens, keys},
                                                   {v.data(), tokens, values},
@@ -167,10 +169,12 @@ results on_gpu(problem const& p, bool backward) {
                                                   {beta.data(), tokens, heads},
                                                   all(offsets),
                                                   all(state),
-                                                  all(first)};
+                                                  all(first),
+                                                  {},
+                                                  all(saved)};
     auto const o = poisoned<T>(p.v.size());
     auto const last = poisoned<float>(p.state.size());
-    buffer<char> const space(cpx::cuda::gated_delta_rule_workspace<T>(p.shape, tokens, p.sequences()));
+    buffer<char> const space(cpx::cuda::gated_delta_rule_workspace<T>(p.shape, tokens, p.sequences(), saves));
     cpx::cuda::check(cudaMemset(space.data(), 0xff, static_cast<std::size_t>(space.size())), "cudaMemset");
     cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     results r;
@@ -182,7 +186,7 @@ results on_gpu(problem const& p, bool backward) {
     auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size());
     auto const dg = poisoned<float>(p.g.size()), dbeta = poisoned<float>(p.g.size()),
                dstate = poisoned<float>(p.state.size());
-    buffer<char> const more(cpx::cuda::gated_delta_rule_backward_workspace<T>(p.shape, tokens, p.sequences()));
+    buffer<char> const more(cpx::cuda::gated_delta_rule_backward_workspace<T>(p.shape, tokens, p.sequences(), saves));
     cpx::cuda::check(cudaMemset(more.data(), 0xff, static_cast<std::size_t>(more.size())), "cudaMemset");
     cpx::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     auto const path =
@@ -346,12 +350,17 @@ TEST_SUITE("cuda") {
         check_close(on_gpu<__nv_bfloat16>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 4.5e-3);
     }
 
-    TEST_CASE("neither the parts of a sequence nor another one that holds NaN change a bit of a gated delta rule") {
+    TEST_CASE(
+        "neither the parts of a sequence, nor another one that holds NaN, nor what a forward saves change a bit of a "
+        "gated delta rule") {
         if (!has_gpus()) return;
         using T = __nv_bfloat16;
         auto p = make<T>({1100, 77, 300}, 2, 2, 128, 128, kind::mild, 11);
         auto const whole = on_gpu<T>(p, true);
         CHECK(same_gradients(on_gpu<T>(p, true), whole));
+        auto const from_saved = on_gpu<T>(p, true, true);
+        CHECK(on_ranks::same_bits(from_saved.o, whole.o));
+        CHECK(same_gradients(from_saved, whole));
         auto crowd = p; // of so many that the backward walks along both halves of a head's channels in one block
         crowd.offsets.insert(crowd.offsets.end(), 64, p.tokens());
         crowd.state.resize(crowd.state.size() / 3 * 67), crowd.dlast.resize(crowd.state.size());
@@ -502,6 +511,22 @@ TEST_SUITE("cuda") {
         support::rejects({"bytes of workspace", "at least"}, [&] {
             cpx::cuda::gated_delta_rule<float>(p.shape, {.offsets = all(offsets)}, rows<float>(), {}, {}, nullptr);
         });
+
+        index_t const saved = cpx::cuda::gated_delta_rule_saved<__nv_bfloat16>({}, 10, 1); // 0 on other GPUs
+        buffer<char> const room(std::max<index_t>(saved - 1, 0));
+        if (saved > 0)
+            support::rejects({"bytes of saved", "at least " + std::to_string(saved)}, [&] {
+                buffer<__nv_bfloat16> const x(10 * 128), o(10 * 128);
+                buffer<float> const gate(10);
+                buffer<index_t> const ends{std::span<index_t const>(p.offsets)};
+                rows<__nv_bfloat16 const> const in(x.data(), 10, 128);
+                rows<float const> const gates(gate.data(), 10, 1);
+                buffer<char> const all_space(cpx::cuda::gated_delta_rule_workspace<__nv_bfloat16>({}, 10, 1));
+                cpx::cuda::gated_delta_rule<__nv_bfloat16>(
+                    {},
+                    {.q = in, .k = in, .v = in, .g = gates, .beta = gates, .offsets = all(ends), .saved = all(room)},
+                    {o.data(), 10, 128}, {}, all(all_space), nullptr);
+            });
 
         buffer<index_t> const ends{std::span<index_t const>(p.offsets)};
         buffer<float> const some(80), other(80), third(80), gates(10), more_gates(20);

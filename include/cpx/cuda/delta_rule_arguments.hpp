@@ -49,6 +49,9 @@ struct gated_delta_rule_input {
     std::span<index_t const> first{};  ///< (sequences): the token of its sequence that a first row is; empty: zeros
     std::span<index_t const>
         counts{}; ///< (sequences): their rows; empty: up to the next one. Rows of none are left alone
+    /// `gated_delta_rule_saved` bytes at a multiple of 256, which a forward writes, of the chunks' inverses and gates,
+    /// and the backward of the same inputs reads instead of making them again; empty: it makes them.
+    std::span<char> saved{};
 };
 
 /// The gradients of a gated delta rule, shaped as what they are gradients of; all written.
@@ -78,11 +81,14 @@ struct delta_space {
     }
 };
 
+/// Returns how many chunks there are at most.
+inline index_t delta_chunks(index_t tokens, index_t sequences) { return tokens / kernels::delta_chunk + 2 * sequences; }
+
 inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                     index_t part_chunks) {
     delta_space space;
     space.sequences = sequences;
-    space.chunks = tokens / kernels::delta_chunk + 2 * sequences;
+    space.chunks = delta_chunks(tokens, sequences);
     space.part_chunks = part_chunks;
     space.parts = space.chunks / part_chunks + sequences;
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
@@ -178,12 +184,16 @@ void require_delta_apart(char const* where, gated_delta_rule_input<T> const& in,
     require_apart(where, all, std::span(more.begin(), more.size()), here);
 }
 
+inline void require_bytes(char const* where, std::string const& what, index_t bytes, std::span<char> memory,
+                          caller here) {
+    require(std::ssize(memory) >= bytes, where, ("bytes of " + what).c_str(), "at least " + std::to_string(bytes),
+            memory.size(), here);
+    require(address(memory.data()) % 256 == 0, where, ("address of " + what).c_str(), "a multiple of 256",
+            address(memory.data()), here);
+    require_memory(where, what.c_str(), memory, here);
+}
 inline void require_workspace(char const* where, index_t bytes, std::span<char> workspace, caller here) {
-    require(std::ssize(workspace) >= bytes, where, "bytes of workspace", "at least " + std::to_string(bytes),
-            workspace.size(), here);
-    require(address(workspace.data()) % 256 == 0, where, "address of workspace", "a multiple of 256",
-            address(workspace.data()), here);
-    require_memory(where, "workspace", workspace, here);
+    require_bytes(where, "workspace", bytes, workspace, here);
 }
 
 } // namespace detail

@@ -72,16 +72,27 @@ bool has_delta_hopper(gated_delta_rule_shape const& shape, index_t tokens) {
 }
 
 inline void take_delta_prepared(gated_delta_rule_shape const& shape, delta_space& space) {
-    space.hopper = true;
-    space.inverse = space.take(space.chunks * shape.value_heads, kernels::delta::panel_bytes);
+    space.inverse = space.take(space.chunks * shape.value_heads, kernels::delta::triangle_bytes);
     space.gates = space.take(space.chunks * shape.value_heads, sizeof(kernels::delta_gates));
 }
 
+/// Returns where inverses and gates lie in what a forward saves; nothing, where it takes the plain path.
 template <class T>
-delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+delta_space delta_saved_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    delta_space space;
+    if (!has_delta_hopper<T>(shape, tokens)) return space;
+    space.chunks = delta_chunks(tokens, sequences);
+    take_delta_prepared(shape, space);
+    return space;
+}
+
+/// `saved`: inverses and gates have a place of their own.
+template <class T>
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
     if (!has_delta_hopper<T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
     auto space = delta_plan_space(shape, tokens, sequences, delta_part(shape, sequences));
-    take_delta_prepared(shape, space);
+    space.hopper = true;
+    if (!saved) take_delta_prepared(shape, space);
     space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.part_chunks;
     auto const states = [&] {
         return space.take(space.parts * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
@@ -94,15 +105,17 @@ delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tok
 template <class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
-    if (has_delta_hopper<T>(shape, tokens)) take_delta_prepared(shape, space);
+    space.hopper = has_delta_hopper<T>(shape, tokens);
+    if (space.hopper) take_delta_prepared(shape, space);
     return space;
 }
 
 template <class T>
-delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
     if (!has_delta_hopper<T>(shape, tokens)) return delta_plain_backward_space(shape, tokens, sequences);
     auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
-    take_delta_prepared(shape, space);
+    space.hopper = true;
+    if (!saved) take_delta_prepared(shape, space);
     space.states = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
     space.dstates = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
     return space;
@@ -125,15 +138,19 @@ void launch_hopper(void (*kernel)(P...), index_t blocks, int threads, std::size_
                  what, here, arguments...);
 }
 
-/// Launches what comes before all others: the plan, the inverses and the gates. Returns what walks are given.
+/// Launches what comes before all others: the plan and, unless `made`, the inverses and the gates, into the workspace
+/// or, if that has no place for them, to `in.saved`. Returns what walks are given.
 template <class T>
 kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                                          CUtensorMap const& k, delta_space const& space, char* workspace,
+                                          CUtensorMap const& k, delta_space const& space, char* workspace, bool made,
                                           cudaStream_t stream, caller here) {
     int const key_heads = static_cast<int>(shape.key_heads), group = static_cast<int>(shape.value_heads) / key_heads;
+    bool const own = space.inverse >= 0;
+    delta_space const at = own ? space : delta_saved_space<T>(shape, in.k.count(), space.sequences);
+    char* const prepared = own ? workspace : in.saved.data();
     kernels::delta_walk const walk{
         delta_plan_at(shape, space, workspace),
-        {workspace + space.inverse, reinterpret_cast<kernels::delta_gates*>(workspace + space.gates)},
+        {prepared + at.inverse, reinterpret_cast<kernels::delta_gates*>(prepared + at.gates)},
         in.state.data(),
         nullptr,
         nullptr,
@@ -142,7 +159,8 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
         delta_scale_of(shape),
         nullptr};
     launch_delta_plan(shape, in, space, workspace, stream, here);
-    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 32, sizeof(kernels::delta::prep_memory),
+    if (made) return walk;
+    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 64, sizeof(kernels::delta::prep_memory),
                   stream, "delta_rule_prep", here, k,
                   kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
                   walk.prepared);
@@ -163,7 +181,7 @@ void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_i
     namespace delta = kernels::delta;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                out = panels_of(o, here);
-    auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
+    auto walk = launch_delta_prepared(shape, in, k, space, workspace, false, stream, here);
     walk.last = last.data();
     walk.snapshots = reinterpret_cast<float*>(workspace + space.snapshots);
     bool const by_scan = space.states_first && shape.scan;
@@ -188,7 +206,7 @@ void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_r
                               std::span<float> maps, std::span<float> ends, delta_space const& space, char* workspace,
                               cudaStream_t stream, caller here) {
     auto const k = panels_of(in.k, here), v = panels_of(in.v, here);
-    auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
+    auto walk = launch_delta_prepared(shape, in, k, space, workspace, false, stream, here);
     walk.initial = nullptr;
     launch_delta_fold(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
 }
@@ -201,7 +219,7 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
     namespace delta = kernels::delta;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                d = panels_of(dout, here), dv = panels_of(to.dv, here);
-    auto walk = launch_delta_prepared(shape, in, k, space, workspace, stream, here);
+    auto walk = launch_delta_prepared(shape, in, k, space, workspace, !in.saved.empty(), stream, here);
     walk.states = workspace + space.states;
     auto back = walk;
     back.states = workspace + space.dstates;
@@ -231,7 +249,11 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
 namespace cpx::cuda::detail {
 
 template <class T>
-delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+delta_space delta_saved_space(gated_delta_rule_shape const&, index_t, index_t) {
+    return {};
+}
+template <class T>
+delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
     return delta_plan_space(shape, tokens, sequences, 1 << 24);
 }
 template <class T>
@@ -239,7 +261,7 @@ delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens
     return delta_plan_space(shape, tokens, sequences, 1 << 24);
 }
 template <class T>
-delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
     return delta_plain_backward_space(shape, tokens, sequences);
 }
 template <class... T>

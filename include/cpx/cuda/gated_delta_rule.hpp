@@ -8,17 +8,39 @@
 
 namespace cpx::cuda {
 
-/// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path.
+/// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path; `saved`: if
+/// it is given `gated_delta_rule_input::saved`.
 template <delta_rule_element T>
-index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return detail::delta_forward_space<T>(shape, tokens, sequences).bytes;
+index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                                   bool saved = false) {
+    return detail::delta_forward_space<T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// The same of a backward.
 template <delta_rule_element T>
-index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return detail::delta_backward_space<T>(shape, tokens, sequences).bytes;
+index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
+                                            bool saved = false) {
+    return detail::delta_backward_space<T>(shape, tokens, sequences, saved).bytes;
 }
+
+/// Returns the bytes that a forward may save for the backward, some 125 a token and value head; 0 on the plain path.
+template <delta_rule_element T>
+index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+    return detail::delta_saved_space<T>(shape, tokens, sequences).bytes;
+}
+
+namespace detail {
+
+/// Throws `cpx::error` unless there is room for what is saved, if it is wanted.
+template <class T>
+void require_saved(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                   caller here) {
+    if (in.saved.empty()) return;
+    index_t const bytes = gated_delta_rule_saved<T>(shape, in.k.count(), std::ssize(in.offsets) - 1);
+    require_bytes(where, "saved", bytes, in.saved, here);
+}
+
+} // namespace detail
 
 /// Computes, for every value head of every sequence,
 ///
@@ -42,9 +64,12 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
     detail::require_delta_input(where, shape, in, here);
     detail::require_rows(where, "o", o, in.k.count(), shape.value_heads * shape.value_dim, here);
     detail::require_states(where, "last", shape, in, last, here);
-    auto const space = detail::delta_forward_space<T>(shape, in.k.count(), std::ssize(in.offsets) - 1);
+    auto const space =
+        detail::delta_forward_space<T>(shape, in.k.count(), std::ssize(in.offsets) - 1, !in.saved.empty());
     detail::require_workspace(where, space.bytes, workspace, here);
-    detail::require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}}, {}, here);
+    detail::require_saved(where, shape, in, here);
+    detail::require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}},
+                                {}, here);
     if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule">();
     if constexpr (std::same_as<T, __nv_bfloat16>)
@@ -52,6 +77,8 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
             detail::launch_delta_hopper(shape, in, o, last, space, workspace.data(), stream, here);
             return delta_rule_path::tensor_cores;
         }
+    require(in.saved.empty() || !space.hopper, where, "rows", "at multiples of 16 bytes, or nothing saved", "others",
+            here);
     detail::launch_delta_plan(shape, in, space, workspace.data(), stream, here);
     detail::launch_delta_plain(shape, in, o, last, {}, space, workspace.data(), stream, here);
     return delta_rule_path::plain;
@@ -60,8 +87,8 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
 /// Computes the gradients of `gated_delta_rule`, given those of o and of the last states, `dlast`, or none.
 ///
 /// Nothing is divided by a decay or by beta: g may be minus infinity, beta 0. Nothing is wanted of the forward but its
-/// inputs. Returns the path it took, as `gated_delta_rule` does; where that could be tensor cores but rows do not begin
-/// at multiples of 16 bytes, the path has to be set to `plain`.
+/// inputs and, if given, `in.saved`, which changes no bit. Returns the path it took, as `gated_delta_rule` does; where
+/// that could be tensor cores but rows do not begin at multiples of 16 bytes, the path has to be set to `plain`.
 template <delta_rule_element T>
 delta_rule_path
 gated_delta_rule_backward(gated_delta_rule_shape const& shape,
@@ -80,8 +107,9 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
     detail::require_rows(where, "dg", to.dg, tokens, shape.value_heads, here);
     detail::require_rows(where, "dbeta", to.dbeta, tokens, shape.value_heads, here);
     detail::require_states(where, "dstate", shape, in, to.dstate, here);
-    auto const space = detail::delta_backward_space<T>(shape, tokens, std::ssize(in.offsets) - 1);
+    auto const space = detail::delta_backward_space<T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
     detail::require_workspace(where, space.bytes, workspace, here);
+    detail::require_saved(where, shape, in, here);
     detail::require_delta_apart(where, in,
                                 {{"dq", to.dq},
                                  {"dk", to.dk},
@@ -90,7 +118,7 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                                  {"dbeta", to.dbeta},
                                  {"dstate", to.dstate},
                                  {"workspace", workspace}},
-                                {{"dout", dout}, {"dlast", dlast}}, here);
+                                {{"dout", dout}, {"dlast", dlast}, {"saved", in.saved}}, here);
     if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule_backward">();
     if constexpr (std::same_as<T, __nv_bfloat16>)
