@@ -114,12 +114,12 @@ private:
     buffer held(index_t layer, char const* suffix, held_rows<R> const& rows) const {
         auto const weight = at_.rank.weight(name(layer, suffix));
         buffer made(at_.rank.memory(), rows.taken->count(), weight.width());
-        at_.each(made.view(), rowwise::take_rows<T>{weight, rows.taken->view().data(), made.view()});
+        gather_rows<T>(at_.rank.memory(), weight, at_.numbers(rows.taken), made.view());
         return made;
     }
     void add_held(index_t layer, char const* suffix, held_rows<R> const& rows, cpx::rows<T const> from) const {
         auto const to = at_.grads.of(name(layer, suffix));
-        at_.rank.each(1, to.width(), rowwise::add_rows<T>{from, rows.owned->view().data(), to});
+        at_.each_column(to, rowwise::add_rows<T>{from, rows.owned->view().data(), to});
     }
 
     /// What needs neighbours: x, the projections of q, k, v, b and a on the recurrence's sharding, has one reader.
@@ -134,8 +134,10 @@ private:
         at_.back([=, this] {
             auto const weight = held(layer, "conv1d.weight", channels_);
             buffer dweight(at_.rank.memory(), qkv_, config_.kernel);
-            at_.rank.conv_backward(before_, after_, x->view().columns(0, qkv_), weight.view(), y->grad(),
-                                   x->grad().columns(0, qkv_), dweight.view(), at_.sums(mix_));
+            cpx::causal_conv1d_gradients<T, Mix, M> const to{
+                x->grad().columns(0, qkv_), dweight.view(), {}, at_.sums(mix_).order()};
+            causal_conv1d_backward(before_, after_, x->view().columns(0, qkv_), weight.view(), {},
+                                   cpx::activation::silu, y->grad(), to, at_.rank.comm);
             at_.rank.ended();
             add_held(layer, "conv1d.weight", channels_, dweight.view());
         });

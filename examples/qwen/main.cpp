@@ -219,7 +219,7 @@ template <class T>
 std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launched) {
     cpx::index_t const chunk = examples::parse_number(o.chunk, 1, 1 << 20, "--chunk", "tokens");
     auto strategies = choose(o);
-    qwen::checkpoint<T> const model(o.model);
+    cpx::qwen_checkpoint<T> const model(o.model);
     cpx::safetensors const file(o.reference);
     auto const in = read_input(file, model.config, o);
     if (!model.config.linear()) strategies = without_linear(strategies);

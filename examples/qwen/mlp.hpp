@@ -21,6 +21,7 @@ class expert_mlp {
     using M = typename R::memory_type;
     using var = typename tape<R>::template var<S>;
     using rows = cpx::rows<T>;
+    using const_rows = cpx::rows<T const>;
     using buffer = typename tape<R>::buffer;
 
 public:
@@ -51,13 +52,16 @@ private:
     }
     void choose() {
         auto const row = weights_->data().columns(0, 1);
-        at_.each(row, rowwise::choose_experts<T>{logits_->data(), chosen_.data(), weights_->data()});
-        experts_.emplace(at_.rank.experts(chosen_));
+        buffer probabilities(at_.rank.memory(), logits_->data().count(), logits_->width());
+        at_.each(row,
+                 rowwise::choose_experts<T>{logits_->data(), probabilities.view(), chosen_.data(), weights_->data()});
+        experts_.emplace(chosen_.data(), config_.num_experts, global_rows(chosen_.sharding(), at_.rank.rank()),
+                         at_.rank.neighbours());
     }
     void choose_backward() const {
         auto const row = weights_->data().columns(0, 1);
-        at_.each(row, rowwise::choose_backward<T>{chosen_.data(), weights_->data(), weights_->grad().data(),
-                                                  logits_->grad().data()});
+        at_.each(row, rowwise::choose_experts_backward<T>{chosen_.data(), weights_->data(), weights_->grad().data(),
+                                                          logits_->grad().data()});
     }
     /// Experts see rows of their own, on the ranks that own them.
     void run_experts(in& x) {
@@ -65,48 +69,70 @@ private:
         input_ = experts_->template to_experts<T>(x.data(), x.width());
         gate_up_ = of_experts(2 * inner), activation_ = of_experts(inner);
         auto output = of_experts(x.width());
-        at_.rank.expert_linear(*experts_, input_.view(), weight("gate_up_proj"), gate_up_.view());
+        linear(input_.view(), "gate_up_proj", gate_up_.view());
         auto const gate_up = gate_up_.view(), y = activation_.view();
         at_.each(y, rowwise::silu_mul<T>{gate_up.columns(0, inner), gate_up.columns(inner, inner), y});
-        at_.rank.expert_linear(*experts_, y, weight("down_proj"), output.view());
+        linear(y, "down_proj", output.view());
         experts_->template to_tokens<T>(output.view(), output_->data());
     }
     void run_experts_backward(in& x) {
         index_t const inner = config_.moe_intermediate_size;
+        auto const sums = at_.sums(x.value.sharding());
         auto const terms = output_->grad().data();
-        auto const dy = experts_->template to_experts<T>(terms, x.width());
+        auto dy = experts_->template to_experts<T>(terms, x.width());
         auto dactivation = of_experts(inner), dgate_up = of_experts(2 * inner), dx = of_experts(x.width());
-        at_.rank.expert_linear_backward_input(*experts_, dy.view(), weight("down_proj"), dactivation.view());
-        auto const gate_up = gate_up_.view(), d = dgate_up.view();
-        at_.each(dactivation.view(),
-                 rowwise::silu_mul_backward<T>{gate_up.columns(0, inner), gate_up.columns(inner, inner),
-                                               dactivation.view(), d.columns(0, inner), d.columns(inner, inner)});
-        at_.rank.expert_linear_backward_input(*experts_, d, weight("gate_up_proj"), dx.view());
+        auto const y = activation_.view(), d = dactivation.view(), gate_up = gate_up_.view(), to = dgate_up.view();
+        linear_backward(sums, y, "down_proj", dy.view(), d);
+        at_.each(d, rowwise::silu_mul_backward<T>{gate_up.columns(0, inner), gate_up.columns(inner, inner), d,
+                                                  to.columns(0, inner), to.columns(inner, inner)});
+        linear_backward(sums, input_.view(), "gate_up_proj", to, dx.view());
         experts_->template to_tokens<T>(dx.view(), terms);
-        at_.each(x.data(), rowwise::add_choices<T>{terms, x.grad().data()});
-        auto const of_weight = [&](char const* of, buffer const& from, cpx::rows<T const> to) {
-            at_.rank.expert_linear_backward_weight(at_.sums(x.value.sharding()), chosen_, *experts_, from.view(), to,
-                                                   at_.grads.of(name_ + of));
-        };
-        of_weight("gate_up_proj", input_, d);
-        of_weight("down_proj", activation_, dy.view());
+        at_.each(x.data(), rowwise::add<T>{terms, x.grad().data()});
     }
+    /// y = W_e x for the rows of every expert e.
+    void linear(rows x, char const* of, rows y) const {
+        each_expert(*experts_, weight(of), y.width(), [&](auto const& w, index_t row, index_t count) {
+            at_.rank.linear(x.sub(row, count), w, y.sub(row, count));
+        });
+    }
+    /// Adds the gradients of x and of the weight.
+    void linear_backward(cpx::weight_sums<S> const& sums, rows x, char const* of, rows dy, rows dx) const {
+        each_expert(*experts_, weight(of), dy.width(), [&](auto const& w, index_t row, index_t count) {
+            at_.rank.linear_backward_input(dy.sub(row, count), w, dx.sub(row, count));
+        });
+        auto const add = [&](auto const& at, const_rows all_x, const_rows all_dy) {
+            auto const dweights = own(at, at_.grads.of(name_ + of));
+            each_expert(at, dweights, dy.width(), [&](auto const& dw, index_t row, index_t count) {
+                at_.rank.linear_backward_weight(all_dy.sub(row, count), all_x.sub(row, count), dw);
+            });
+        };
+        sums.template experts<T>(*experts_, x, dy, at_.rank.comm, add);
+    }
+    /// Calls `f(weight, row, count)` for every expert of these that has rows, of `out` rows of the weights.
+    template <class Experts, class W, class F>
+    static void each_expert(Experts const& at, W const& weights, index_t out, F const& f) {
+        auto const begins = at.begins();
+        for (std::size_t e = 0; e + 1 < begins.size(); ++e)
+            if (begins[e] < begins[e + 1])
+                f(weights.sub(static_cast<index_t>(e) * out, out), begins[e], begins[e + 1] - begins[e]);
+    }
+    /// Returns those of the experts `at` of the weights of all.
+    template <class Experts, class W>
+    static W own(Experts const& at, W const& all) {
+        index_t const out = all.count() / at.experts();
+        return all.sub(at.own().first * out, at.own().size() * out);
+    }
+    const_rows weight(char const* of) const { return own(*experts_, at_.rank.weight(name_ + of)); }
     void combine(in& y) const {
         at_.each(y.data(), rowwise::combine_experts<T>{weights_->data(), output_->data(), shared_->data(), y.data()});
     }
     void combine_backward(in& y) const {
         rows const dy = y.grad().data(), doutput = output_->grad().data(), dweights = weights_->grad().data();
-        at_.each(doutput, rowwise::combine_backward<T>{weights_->data(), dy, doutput});
+        at_.each(doutput, rowwise::weigh_choices<T>{weights_->data(), dy, doutput});
         at_.each(dweights, rowwise::weigh_backward<T>{output_->data(), dy, dweights});
         at_.copy(dy, shared_->grad().data());
     }
 
-    /// Returns a weight of this rank's experts.
-    cpx::rows<T const> weight(char const* of) const {
-        auto const all = at_.rank.weight(name_ + of);
-        index_t const out = all.count() / experts_->experts();
-        return all.sub(experts_->own().first * out, experts_->own().size() * out);
-    }
     buffer of_experts(index_t width) const { return {at_.rank.memory(), experts_->count(), width}; }
 
     tape<R>& at_;
@@ -115,7 +141,7 @@ private:
     var shared_, logits_, weights_;
     cpx::tensor<index_t, S, M> chosen_;
     var output_; ///< of the experts chosen, side by side
-    std::optional<typename R::experts_type> experts_;
+    std::optional<cpx::expert_exchange<typename R::neighbours_type>> experts_;
     buffer input_, gate_up_, activation_; ///< of the rows of experts
 };
 

@@ -2,18 +2,21 @@
 // What a pass gives, and how to run one on the host.
 #pragma once
 
-#include "checkpoint.hpp"
 #include "input.hpp"
 #include "names.hpp"
 #include "needs.hpp"
 #include "ranks.hpp"
 
+#include <cpx/model/qwen_checkpoint.hpp>
 #include <cpx/ops/token_loss.hpp>
 #include <cpx/transport/counted.hpp>
 
 #include <map>
 
 namespace qwen {
+
+template <class T>
+using checkpoint = cpx::qwen_checkpoint<T>;
 
 /// The gradient of a weight or of features, whole.
 template <class T>
@@ -34,7 +37,7 @@ struct outcome {
 
 /// Runs the model, forward and, if asked for, backward; what comes of it is rank 0's. Throws `cpx::error` on bad input.
 ///
-/// Compiled for float and for double, each by a file of its own.
+/// Compiled for float and for double.
 template <class T>
 outcome run(checkpoint<T> const& model, input const& in, strategy const& how, group const& on, cpx::index_t chunk,
             bool backward);

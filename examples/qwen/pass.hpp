@@ -60,13 +60,12 @@ private:
     var embed(numbers const& ids) {
         char const* const name = "model.embed_tokens.weight";
         auto const h = at_.make(ids.sharding(), at_.rank.model.config.hidden_size);
-        at_.each(h->data(), rowwise::take_rows<T>{at_.rank.weight(name), ids.data().data(), h->data()});
+        gather_rows<T>(at_.rank.memory(), at_.rank.weight(name), ids.elements(), h->data());
         at_.back([=, this, &ids] {
             auto const whole = at_.sums(ids.sharding()).whole(ids, at_.rank.comm);
-            at_.rank.ended();
             auto const own = at_.share(h->grad(), h->width());
             auto const to = at_.grads.of(name).columns(own.share.first, own.share.size());
-            at_.rank.each(1, to.width(), rowwise::add_rows<T>{own.data, whole.data.data(), to});
+            at_.each_column(to, rowwise::add_rows<T>{own.data, whole.data.data(), to});
         });
         return h;
     }

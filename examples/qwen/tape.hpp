@@ -5,6 +5,7 @@
 #include "gradients.hpp"
 #include "rowwise.hpp"
 
+#include <cpx/ops/local/norm.hpp>
 #include <cpx/ops/weight_sums.hpp>
 
 #include <functional>
@@ -69,19 +70,27 @@ public:
     var<S> beside(var<S> const& x, index_t width) const {
         return make(x->value.sharding(), width);
     }
-    /// Returns numbers of rows in the rank's memory.
+    /// Returns numbers of rows, in the rank's memory.
     list list_of(std::vector<index_t> const& numbers) const {
         auto const made = std::make_shared<cpx::row_buffer<index_t, M>>(rank.memory(), std::ssize(numbers), 1);
         rank.memory().write(made->view().data(), std::span<index_t const>(numbers));
         return made;
     }
+    static std::span<index_t const> numbers(list const& of) {
+        return {of->view().data(), static_cast<std::size_t>(of->count())};
+    }
     /// Calls `f(row, column)` for all of a result.
     template <class A, class F>
     void each(cpx::rows<A> const& result, F const& f) const {
-        rank.each(result.count(), result.width(), f);
+        for_each_element(rank.memory(), result.count(), result.width(), f);
+    }
+    /// Calls `f(0, column)` for all columns of a result.
+    template <class F>
+    void each_column(rows result, F const& f) const {
+        for_each_element(rank.memory(), 1, result.width(), f);
     }
     void add(const_rows x, rows to) const { each(to, rowwise::add<T>{x, to}); }
-    void copy(const_rows x, rows to) const { each(to, rowwise::take_rows<T>{x, nullptr, to}); }
+    void copy(const_rows x, rows to) const { each(to, rowwise::copy_heads<T>{x, x.width(), to, x.width(), x.width()}); }
 
     template <class S>
     var<S> sum(var<S> const& a, var<S> const& b) {
@@ -151,13 +160,16 @@ public:
     template <class S>
     var<S> norm(std::string const& weight, var<S> const& x, var<S> const& z = {}) {
         auto const y = beside(x, x->width());
-        auto const gain = rank.weight(weight);
-        rank.norm(x->data(), z ? z->data() : rows(), gain, y->data());
+        auto const& config = rank.model.config;
+        auto const norm = [=, this, gain = rank.weight(weight)]() -> cpx::head_norm<T> {
+            return {x->data(), z ? z->data() : rows(), gain, static_cast<T>(config.rms_norm_eps),
+                    static_cast<T>(config.zero_centred_norms)};
+        };
+        normalise(rank.memory(), norm(), y->data());
         back([=, this] {
-            auto const terms = beside(x, gain.width());
+            auto const terms = beside(x, norm().weight.width());
             auto const d = y->grad().data();
-            rank.norm_backward(x->data(), z ? z->data() : rows(), gain, d, d, z ? z->grad().data() : rows(),
-                               terms->data());
+            normalise_backward(rank.memory(), norm(), d, d, z ? z->grad().data() : rows(), terms->data());
             add(d, x->grad().data());
             add_terms(terms->value, grads.of(weight));
         });
@@ -180,10 +192,7 @@ public:
             rank.linear(x->data(), w, y->data().columns(first, w.count()));
         });
         back([=, this] {
-            if (!x->whole) {
-                x->whole = sums(x->value.sharding()).whole(x->value, rank.comm);
-                rank.ended();
-            }
+            if (!x->whole) x->whole = sums(x->value.sharding()).whole(x->value, rank.comm);
             each_weight([&](auto const& name, const_rows w, index_t first) {
                 auto const dy = y->grad().columns(first, w.count());
                 auto const own = share(dy, w.count());
@@ -196,11 +205,10 @@ public:
         return y;
     }
 
-    /// Moves a tensor and ends the exchange; counts what that takes.
+    /// Moves a tensor; counts what that takes.
     template <class Plan, class X>
     auto moved(Plan const& plan, X const& x) {
         auto y = exchange(plan, x, rank.comm);
-        rank.ended(plan, y.width());
         if (rank.rank() == 0) counted.move(plan.from, plan.to, std::max(x.width(), y.width()));
         return y;
     }
@@ -211,10 +219,7 @@ public:
             if (plan.from == plan.to) return x;
         }
         auto const y = std::make_shared<variable<T, To, M>>(variable<T, To, M>{moved(plan, x->value)});
-        back([=, this] {
-            exchange(home, y->grad(), x->grad(), rank.comm);
-            rank.ended();
-        });
+        back([=, this] { exchange(home, y->grad(), x->grad(), rank.comm); });
         return y;
     }
 
@@ -225,9 +230,7 @@ public:
     /// Returns the rows of a gradient of which this rank adds up its share.
     template <class X>
     auto share(X const& x, index_t columns) const {
-        auto all = sums(x.sharding()).share(x, columns, rank.comm);
-        rank.ended();
-        return all;
+        return sums(x.sharding()).share(x, columns, rank.comm);
     }
     /// Adds the terms of all rows to a gradient of as many elements.
     template <class X>

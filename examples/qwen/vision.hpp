@@ -51,21 +51,21 @@ private:
         auto const list_of_own = at_.list_of(own_rows);
         at_.back([=, this, &f] {
             auto const to = at_.grads.of(f.name), from = x->grad().data();
-            at_.each(from, rowwise::put_rows<T>{from, list_of_own->view().data(), to});
+            scatter_rows<T>(at_.rank.memory(), from, at_.numbers(list_of_own), to);
         });
         auto const here = at_.move(plan, plan.transposed(), x);
-        auto const rows = list->view().data();
+        auto const rows = at_.numbers(list);
         bool const replace = f.layer == features::embedding;
         if (replace)
-            at_.each(here->data(), rowwise::put_rows<T>{here->data(), rows, h->data()});
+            scatter_rows<T>(at_.rank.memory(), here->data(), rows, h->data());
         else
-            at_.rank.each(1, h->width(), rowwise::add_rows<T>{here->data(), rows, h->data()});
+            at_.each_column(h->data(), rowwise::add_rows<T>{here->data(), rows.data(), h->data()});
         at_.back([=, this] {
             auto const d = here->grad().data(), dh = h->grad().data();
-            at_.each(d, rowwise::take_rows<T>{dh, rows, d});
+            gather_rows<T>(at_.rank.memory(), dh, rows, d);
             if (!replace) return; // what stood there before the features does not matter
             auto const zeros = at_.beside(here, h->width());
-            at_.each(d, rowwise::put_rows<T>{zeros->data(), rows, dh});
+            scatter_rows<T>(at_.rank.memory(), zeros->data(), rows, dh);
         });
     }
 

@@ -5,6 +5,7 @@
 #include <cpx/core/activation.hpp>
 #include <cpx/core/config.hpp> // version
 #include <cpx/core/element_name.hpp>
+#include <cpx/core/elements.hpp>
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
 #include <cpx/core/field.hpp>

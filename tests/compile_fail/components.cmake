@@ -52,4 +52,4 @@ if(text MATCHES "error: '?mpi[.]h") # MPI's own wrapper finds it
 endif()
 says("need Eigen 3.4 or newer. link cpx::ops" HEADERS include/cpx/ops.hpp include/cpx/ops/eigen.hpp)
 says("needs nlohmann_json 3.11 or newer. link cpx::model" HEADERS include/cpx/model/json*.hpp
-    include/cpx/model/safetensors.hpp include/cpx/model/qwen_config.hpp)
+    include/cpx/model/safetensors.hpp include/cpx/model/qwen_*.hpp)

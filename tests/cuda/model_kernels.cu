@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of the main job, which the library does not have, against the host's operations.
-#include "../../examples/qwen/cuda/convolution.cuh"
-#include "../../examples/qwen/cuda/norm.cuh"
+// Plain kernels of the main job and of the library against the host's operations.
 #include "../../examples/qwen/cuda/products.cuh"
 
 #include <cpx/cpx.hpp>
+#include <cpx/cuda/conv_weight_sums.hpp>
 #include <cpx/ops.hpp>
+#include <cpx/ops/cuda/norm.hpp>
 
 #include <doctest/doctest.h>
 
@@ -51,6 +51,8 @@ double const tolerance = 3e-6;
 
 std::span<float const> list(both const& x) { return x.host; }
 
+cpx::cuda::memory on_device() { return cpx::cuda::memory(nullptr); }
+
 } // namespace
 
 TEST_SUITE("cuda") {
@@ -60,25 +62,28 @@ TEST_SUITE("cuda") {
         for (index_t const rows : {1, 7, 70}) {
             both x(numbers, rows, 48), w(numbers, 24, 48), y(numbers, rows, 24), dw(numbers, 24, 48);
             cpx::linear<float>(x.h(), w.h(), y.h());
-            gpu::each(rows, 24, gpu::fixed_product{gpu::plain(x.d()), gpu::plain(w.d()), 48, 0, y.d()}, nullptr);
+            for_each_element(on_device(), rows, 24,
+                             gpu::fixed_product{gpu::plain(x.d()), gpu::plain(w.d()), 48, 0, y.d()});
             CHECK(y.error() < tolerance);
             cpx::linear_backward_weight<float>(y.h(), x.h(), dw.h());
-            gpu::each(24, 48, gpu::fixed_product{gpu::transposed(y.d()), gpu::transposed(x.d()), rows, 1, dw.d()},
-                      nullptr);
+            for_each_element(on_device(), 24, 48,
+                             gpu::fixed_product{gpu::transposed(y.d()), gpu::transposed(x.d()), rows, 1, dw.d()});
             CHECK(dw.error() < tolerance);
             cpx::linear_backward_input<float>(y.h(), w.h(), x.h());
-            gpu::each(rows, 48, gpu::fixed_product{gpu::plain(y.d()), gpu::transposed(w.d()), 24, 0, x.d()}, nullptr);
+            for_each_element(on_device(), rows, 48,
+                             gpu::fixed_product{gpu::plain(y.d()), gpu::transposed(w.d()), 24, 0, x.d()});
             CHECK(x.error() < tolerance);
 
             index_t const heads = 3, dim = 40;
             both of(numbers, rows, heads * dim), z(numbers, rows, heads * dim), gain(numbers, 1, dim),
                 dy(numbers, rows, heads * dim), dx(numbers, rows, heads * dim), dz(numbers, rows, heads * dim);
             for (bool const gated : {false, true}) {
-                gpu::norm_tensors const t{
-                    of.d(), gated ? wide_rows(z.d()) : wide_rows(), gain.device.data(), dim, 1e-6f, gated ? 0.f : 1.f};
+                cpx::head_norm<float> const n{of.d(), gated ? wide_rows(z.d()) : wide_rows(), gain.d(), 1e-6f,
+                                              gated ? 0.f : 1.f};
                 both normed(numbers, rows, heads * dim), terms(numbers, rows, dim), dgain(numbers, 1, dim);
-                gpu::rms_norm(t, normed.d(), nullptr);
-                gpu::rms_norm_backward(t, dy.d(), dx.d(), dz.d(), terms.d(), nullptr);
+                terms.device.write(std::vector<float>(terms.host.size()));
+                normalise(on_device(), n, normed.d());
+                normalise_backward(on_device(), n, dy.d(), dx.d(), dz.d(), terms.d());
                 auto const all = terms.device.read();
                 std::vector<float> sums(static_cast<std::size_t>(dim));
                 for (std::size_t i = 0; i < all.size(); ++i) sums[i % sums.size()] += all[i];
@@ -100,7 +105,44 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("the main job's gradient of a convolution's weight is the host's") {
+    TEST_CASE("functions of elements and rows give on a device what they give on the host") {
+        if (!has_gpus()) return;
+        support::splitmix numbers(16);
+        index_t const rows = 37, width = 24, choices = 3;
+        both logits(numbers, rows, width), up(numbers, rows, width), y(numbers, rows, width), logp(numbers, rows, 1),
+            d(numbers, rows, width), probabilities(numbers, rows, width), weights(numbers, rows, choices),
+            dweights(numbers, rows, choices);
+        std::vector<index_t> labels, chosen(static_cast<std::size_t>(rows * choices));
+        for (index_t row = 0; row < rows; ++row) labels.push_back(row % 5 == 0 ? cpx::ignored : row % width);
+        cpx::cuda::buffer<index_t> const labels_there{std::span<index_t const>(labels)};
+        cpx::cuda::buffer<index_t> chosen_there{std::span<index_t const>(chosen)};
+        cpx::rows<index_t> const chosen_d(chosen_there.data(), rows, choices), chosen_h(chosen.data(), rows, choices);
+
+        cpx::silu_mul<float>(logits.h(), up.h(), y.h());
+        for_each_element(on_device(), rows, width, cpx::rowwise::silu_mul<float>{logits.d(), up.d(), y.d()});
+        CHECK(y.error() < tolerance);
+        cpx::log_probabilities<float>(logits.h(), labels, logp.host);
+        for_each_element(on_device(), rows, 1,
+                         cpx::rowwise::log_probability<float>{logits.d(), labels_there.data(), logp.d()});
+        CHECK(logp.error() < tolerance);
+        cpx::log_probabilities_backward<float>(logits.h(), labels, logp.host, d.h());
+        for_each_element(
+            on_device(), rows, 1,
+            cpx::rowwise::log_probability_backward<float>{logits.d(), labels_there.data(), logp.d(), d.d()});
+        CHECK(d.error() < 2 * tolerance);
+        cpx::choose_experts<float>(logits.h(), chosen_h, weights.h());
+        for_each_element(on_device(), rows, 1,
+                         cpx::rowwise::choose_experts<float>{logits.d(), probabilities.d(), chosen_d, weights.d()});
+        CHECK(weights.error() < tolerance);
+        CHECK(chosen_there.read() == chosen);
+        cpx::rowwise::choose_experts_backward<float> const on_host{chosen_h, weights.h(), dweights.h(), d.h()};
+        for_each_element(cpx::host_memory(), rows, 1, on_host);
+        for_each_element(on_device(), rows, 1,
+                         cpx::rowwise::choose_experts_backward<float>{chosen_d, weights.d(), dweights.d(), d.d()});
+        CHECK(d.error() < 2 * tolerance);
+    }
+
+    TEST_CASE("the gradient of a convolution's weight in the order of the batch is the host's") {
         if (!has_gpus()) return;
         support::splitmix numbers(15);
         cpx::thd const batch({0, 1, 18, 18, 60});
@@ -114,11 +156,9 @@ TEST_SUITE("cuda") {
                                                        of(dy), dz);
             cpx::convolve_segment_backward_weight<float>(before, of(x), dz, dweight.h(), nullptr);
         }
-        std::vector<index_t> const offsets(batch.offsets().begin(), batch.offsets().end());
-        cpx::cuda::buffer<index_t> const there{std::span<index_t const>(offsets)};
-        gpu::each(channels, taps,
-                  gpu::conv_weight_backward{x.d(), dy.d(), weight.d(), there.data(), batch.sequences(), dweight.d()},
-                  nullptr);
+        std::span<float const> const bias;
+        cpx::cuda::add_conv_weight_sums<float>(on_device(), x.d(), dy.d(), weight.d(), bias, cpx::activation::silu,
+                                               batch, dweight.d(), {});
         CHECK(dweight.error() < tolerance);
     }
 }

@@ -105,8 +105,31 @@ std::vector<std::vector<float>> program(Comm& comm, From const& from, To const& 
     cpx::sum_over_ranks(dweight.elements(), comm);
     found.push_back(dweight.read());
     meet();
+
+    auto in_order = cpx::make_tensor<float>(everywhere, comm, taps),
+         dbias = cpx::make_tensor<float>(everywhere, comm, 1);
+    cpx::causal_conv1d_gradients to_shares{dx, in_order.data(), dbias.elements()};
+    to_shares.order = cpx::sum_order::by_row;
+    cpx::causal_conv1d_backward(before, after, moved, weight.data(), {}, cpx::activation::none, y, to_shares, comm);
+    found.push_back(done(std::move(in_order))); // of some channels all rows
+    found.push_back(done(std::move(dbias)));
     return found;
 }
+
+/// Ranks that are threads of one process: none goes on until all have ended an exchange.
+struct meeting : cuda::communicator {
+    std::function<void()> meet;
+    meeting(cpx::nccl& comm, cudaStream_t in, std::function<void()> everyone,
+            cuda::memory_resource& from = cuda::default_resource())
+        : communicator(comm, in, from), meet(std::move(everyone)) {}
+    template <class T>
+    void exchange(cpx::plan const& p, cpx::rows<T const> const& from, cpx::rows<T> const& to,
+                  cpx::caller here = cpx::caller::here()) {
+        communicator::exchange<T>(p, from, to, here);
+        wait();
+        meet();
+    }
+};
 
 template <class From, class To>
 void check_program(group& gpus, From const& from, To const& to, index_t taps) {
@@ -119,7 +142,8 @@ void check_program(group& gpus, From const& from, To const& to, index_t taps) {
         cuda::stream const stream;
         counting resource;
         {
-            cuda::communicator comm(joined, stream, resource);
+            meeting comm(
+                joined, stream, [&] { meet(); }, resource);
             meet();
             auto found = program(comm, from, to, taps, [&] {
                 comm.wait();
@@ -133,20 +157,6 @@ void check_program(group& gpus, From const& from, To const& to, index_t taps) {
     });
     CHECK(on_host == on_gpus);
 }
-
-/// Ranks that are threads of one process: none goes on until all have ended an exchange.
-struct meeting : cuda::communicator {
-    std::function<void()> meet;
-    meeting(cpx::nccl& comm, cudaStream_t in, std::function<void()> everyone)
-        : communicator(comm, in), meet(std::move(everyone)) {}
-    template <class T>
-    void exchange(cpx::plan const& p, cpx::rows<T const> const& from, cpx::rows<T> const& to,
-                  cpx::caller here = cpx::caller::here()) {
-        communicator::exchange<T>(p, from, to, here);
-        wait();
-        meet();
-    }
-};
 
 /// Tokens of a batch, and the experts that they chose.
 struct choosing {

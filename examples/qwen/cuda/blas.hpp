@@ -4,6 +4,8 @@
 
 #include "products.cuh"
 
+#include <cpx/cuda/elements.hpp>
+
 #include <cublas_v2.h>
 
 namespace qwen::gpu {
@@ -11,7 +13,7 @@ namespace qwen::gpu {
 /// Products on one stream: no TF32.
 class product {
 public:
-    product(cudaStream_t stream, bool fixed) : stream_(stream), fixed_(fixed) {
+    product(cudaStream_t stream, bool fixed) : memory_(stream), fixed_(fixed) {
         check(cublasCreate(&handle_), "cublasCreate");
         check(cublasSetMathMode(handle_, CUBLAS_PEDANTIC_MATH), "cublasSetMathMode");
         check(cublasSetStream(handle_, stream), "cublasSetStream");
@@ -23,7 +25,7 @@ public:
     /// c = before c + a b^T over `inner`; `before` is 0 or 1.
     void operator()(factor a, factor b, index_t inner, float before, rows<float> c) const {
         if (c.count() * c.width() == 0) return;
-        if (fixed_) return each(c.count(), c.width(), fixed_product{a, b, inner, before, c}, stream_);
+        if (fixed_) return for_each_element(memory_, c.count(), c.width(), fixed_product{a, b, inner, before, c});
         if (inner == 0) return;
         float const one = 1;
         // cuBLAS counts along columns: what is row-major here is transposed there, c^T = b a^T.
@@ -38,7 +40,7 @@ private:
         cpx::require(status == CUBLAS_STATUS_SUCCESS, "cublas", call, "success", cublasGetStatusString(status));
     }
 
-    cudaStream_t stream_;
+    cpx::cuda::memory memory_;
     bool fixed_;
     cublasHandle_t handle_ = nullptr;
 };

@@ -2,9 +2,11 @@
 // Products of matrices by a plain kernel.
 #pragma once
 
-#include "launch.cuh"
+#include <cpx/core/rows.hpp>
 
 namespace qwen::gpu {
+
+using cpx::index_t, cpx::rows;
 
 /// A matrix or its transpose.
 struct factor {

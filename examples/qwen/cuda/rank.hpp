@@ -3,8 +3,6 @@
 #pragma once
 
 #include "blas.hpp"
-#include "convolution.cuh"
-#include "norm.cuh"
 
 #include "../run.hpp"
 
@@ -12,6 +10,7 @@
 #include <cpx/ops/cuda/causal_conv1d.hpp>
 #include <cpx/ops/cuda/expert_exchange.hpp>
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/norm.hpp>
 #include <cpx/ops/cuda/rotary.hpp>
 #include <cpx/ops/local/rotary.hpp>
 
@@ -32,11 +31,17 @@ public:
                   cpx::caller here = cpx::caller::here()) {
         communicator::exchange(p, from, to, here);
         end();
+        sent += tally(p, from.width());
     }
     void end() {
         wait();
         everyone_.arrive_and_wait();
     }
+    static cpx::tally tally(cpx::plan const& p, cpx::index_t width) {
+        return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<cpx::index_t>(sizeof(float))};
+    }
+
+    cpx::tally sent; ///< by exchanges; operators that have their own add theirs
 
 private:
     std::barrier<>& everyone_; ///< of this process
@@ -47,6 +52,7 @@ class gpu_rank {
 public:
     using element = float;
     using memory_type = cpx::cuda::memory;
+    using neighbours_type = ending_communicator;
     using rows = cpx::rows<float>;
     using const_rows = cpx::rows<float const>;
     using index_t = cpx::index_t;
@@ -84,28 +90,25 @@ public:
         auto const& w = found == weights_.end() ? weights_.at("model.embed_tokens.weight") : found->second;
         return {w.data(), shape.count(), shape.width()};
     }
+    neighbours_type& neighbours() { return *neighbours_; }
     cpx::cuda::state_exchange& carrier() { return states_; }
     void ended(cpx::plan const& of = {}, index_t width = 0) {
         comm.end();
-        rows_sent_ += tally(of, width);
+        comm.sent += comm.tally(of, width);
     }
     template <class Plan>
     void ended_states(Plan const& plan, cpx::state_shape const& shape) {
-        ended();
+        comm.end();
         index_t const state = shape.state_width(), map = shape.map_width();
         for (index_t k = 0; k < plan.steps; ++k)
             if constexpr (requires { plan.step(k, cpx::side::before, state, map); })
-                states_sent_ += tally(plan.step(k, cpx::side::before, state, map), plan.row_width(state, map));
+                states_sent_ += comm.tally(plan.step(k, cpx::side::before, state, map), plan.row_width(state, map));
             else
-                states_sent_ += tally(plan.step(k, cpx::side::before), state);
+                states_sent_ += comm.tally(plan.step(k, cpx::side::before), state);
     }
-    cpx::tally rows_sent() const { return rows_sent_; }
+    cpx::tally rows_sent() const { return comm.sent; }
     cpx::tally states_sent() const { return states_sent_; }
 
-    template <class F>
-    void each(index_t count, index_t width, F const& f) const {
-        gpu::each(count, width, f, stream_);
-    }
     void linear(const_rows x, const_rows weight, rows y) const {
         product_(gpu::plain(x), gpu::plain(weight), x.width(), 0, y);
     }
@@ -116,50 +119,11 @@ public:
         product_(gpu::transposed(dy), gpu::transposed(x), x.count(), 1, dweight);
     }
 
-    using experts_type = cpx::expert_exchange<ending_communicator>;
-    template <class Chosen>
-    experts_type experts(Chosen const& chosen) {
-        auto const places = global_rows(chosen.sharding(), rank());
-        return {chosen.data(), model.config.num_experts, places, *neighbours_};
-    }
-    void expert_linear(experts_type const& at, const_rows x, const_rows weight, rows y) const {
-        index_t const out = y.width();
-        each_expert(at, [&](index_t expert, index_t row, index_t count) {
-            linear(x.sub(row, count), weight.sub(expert * out, out), y.sub(row, count));
-        });
-    }
-    /// Adds to dx.
-    void expert_linear_backward_input(experts_type const& at, const_rows dy, const_rows weight, rows dx) const {
-        index_t const out = dy.width();
-        each_expert(at, [&](index_t expert, index_t row, index_t count) {
-            linear_backward_input(dy.sub(row, count), weight.sub(expert * out, out), dx.sub(row, count));
-        });
-    }
-    /// dweight: of all experts.
-    void expert_linear_backward_weight(auto const& sums, auto const&, experts_type const& at, const_rows x,
-                                       const_rows dy, rows dweight) {
-        sums.template experts<float>(at, x, dy, comm, [&](experts_type const& of, const_rows of_x, const_rows of_y) {
-            index_t const out = of_y.width();
-            each_expert(of, [&](index_t expert, index_t row, index_t count) {
-                auto const own = dweight.sub((of.own().first + expert) * out, out);
-                linear_backward_weight(of_y.sub(row, count), of_x.sub(row, count), own);
-            });
-        });
-    }
-
-    void norm(const_rows x, const_rows z, const_rows weight, rows y) const {
-        gpu::rms_norm(norm_of(x, z, weight), y, stream_);
-    }
-    void norm_backward(const_rows x, const_rows z, const_rows weight, const_rows dy, rows dx, rows dz,
-                       rows terms) const {
-        gpu::rms_norm_backward(norm_of(x, z, weight), dy, dx, dz, terms, stream_);
-    }
-
     void rotary(auto const& where, auto const& x, bool back) {
         if (!positions_) { // of a batch, for all layers
             auto const& c = model.config;
             auto const list = cpx::rotary_frequencies<float>({c.rope_theta, c.rotary_dim()}); // as in transformers
-            pairs_.emplace(std::vector<double>(list.begin(), list.end()), rotary_axes(c));
+            pairs_.emplace(std::vector<double>(list.begin(), list.end()), c.rotary_axes());
             auto const axes = where.axes();
             positions_ = upload(std::span(axes.data(), static_cast<std::size_t>(3 * axes.width())));
         }
@@ -172,40 +136,7 @@ public:
             cpx::cuda::rotary(x, model.config.head_dim, *pairs_, at, x);
     }
 
-    void conv_backward(auto const& before, auto const& after, auto const& x, const_rows weight, auto const& dy,
-                       auto const& dx, rows dweight, auto const& sums) {
-        bool const by_row = sums.order() == cpx::sum_order::by_row;
-        cpx::causal_conv1d_gradients to{dx, by_row ? rows() : dweight};
-        cpx::causal_conv1d_backward(before, after, x, weight, {}, cpx::activation::silu, dy, to, comm);
-        ended();
-        if (!by_row) return;
-        auto const all_x = sums.share(x, weight.count(), comm);
-        ended();
-        auto const all_dy = sums.share(dy, weight.count(), comm);
-        ended();
-        auto const offsets = upload(sums.sharding().batch().offsets());
-        auto const own = all_x.share;
-        each(own.size(), weight.width(),
-             gpu::conv_weight_backward{all_x.data, all_dy.data, weight.sub(own.first, own.size()), offsets.data(),
-                                       sums.sharding().batch().sequences(), dweight.sub(own.first, own.size())});
-    }
-
 private:
-    /// Calls `f(expert, row, count)` for every expert of this rank that has rows: its number, the first, how many.
-    template <class F>
-    static void each_expert(experts_type const& at, F const& f) {
-        auto const begins = at.begins();
-        for (std::size_t e = 0; e + 1 < begins.size(); ++e)
-            if (begins[e] < begins[e + 1]) f(static_cast<index_t>(e), begins[e], begins[e + 1] - begins[e]);
-    }
-    static cpx::tally tally(cpx::plan const& p, index_t width) {
-        return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<index_t>(sizeof(float))};
-    }
-    gpu::norm_tensors norm_of(const_rows x, const_rows z, const_rows weight) const {
-        auto const& c = model.config;
-        return {
-            x, z, weight.data(), weight.width(), static_cast<float>(c.rms_norm_eps), c.zero_centred_norms ? 1.f : 0};
-    }
     template <class T>
     cpx::cuda::block<T> upload(std::span<T const> values) const {
         auto made = memory().room<T>(std::ssize(values));
@@ -216,7 +147,7 @@ private:
     std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
     std::optional<ending_communicator> neighbours_; ///< that share the experts
     cpx::cuda::state_exchange states_;
-    cpx::tally rows_sent_, states_sent_;
+    cpx::tally states_sent_;
     std::map<std::string, cpx::cuda::buffer<float>> weights_;
     std::optional<cpx::cuda::rotary_pairs> pairs_;
     std::optional<cpx::cuda::block<index_t>> positions_; ///< (3, rows)

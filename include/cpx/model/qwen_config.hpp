@@ -5,6 +5,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/index.hpp>
 #include <cpx/core/printable.hpp>
+#include <cpx/core/rotary_axes.hpp>
 #include <cpx/model/json.hpp>
 
 #include <algorithm>
@@ -71,6 +72,12 @@ struct qwen_config {
     bool linear() const { return std::ranges::find(layer_types, layer_type::linear_attention) != layer_types.end(); }
     /// Returns how many of the first channels of a head are rotated: `head_dim * partial_rotary_factor`, rounded down.
     index_t rotary_dim() const { return static_cast<index_t>(static_cast<double>(head_dim) * partial_rotary_factor); }
+    /// Returns the axis of every rotary pair; none where the file has no mrope_section.
+    std::vector<int> rotary_axes() const {
+        if (mrope_section.empty()) return {};
+        return cpx::rotary_axes({mrope_section[0], mrope_section[1], mrope_section[2]}, axis_order::interleaved,
+                                rotary_dim() / 2);
+    }
 
     /// Reads a config.json. Throws `cpx::error` as `parse` does, and if the file is not readable or not JSON.
     static qwen_config read(std::filesystem::path const& path, caller here = caller::here()) {

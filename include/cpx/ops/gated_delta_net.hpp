@@ -170,12 +170,10 @@ struct gated_delta_mixer {
         auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
         auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
         auto const b = x.data().columns(n.qkv(), n.values), a = x.data().columns(n.qkv() + n.values, n.values);
-        for (index_t row = 0; row < a.count(); ++row)
-            for (index_t h = 0; h < n.values; ++h) {
-                auto const head = static_cast<std::size_t>(h);
-                gates.data()(row, h) = delta_rule_gate(a(row, h), A_log[head], dt_bias[head]);
-                gates.data()(row, n.values + h) = sigmoid(b(row, h));
-            }
+        for_each_element(host_memory(), a.count(), n.values,
+                         rowwise::delta_gates<T>{b, a, rows<T const>(A_log, 1), rows<T const>(dt_bias, 1),
+                                                 gates.data().columns(0, n.values),
+                                                 gates.data().columns(n.values, n.values)});
         auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding, rank));
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;

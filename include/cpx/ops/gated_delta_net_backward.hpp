@@ -50,23 +50,20 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
 
     auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
     auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
-    rows<T const> const x = saved.projected->data();
+    auto const b = [&](rows<T> const& of) { return of.columns(n.qkv(), n.values); };
+    auto const a = [&](rows<T> const& of) { return of.columns(n.qkv() + n.values, n.values); };
+    rows<T> const x = saved.projected->data(), dg = dgates.data();
+    row_buffer<T> terms(x.count(), 2 * n.values, here);
+    for_each_element(host_memory(), x.count(), n.values,
+                     rowwise::delta_gates_backward<T>{b(x), a(x), rows<T const>(A_log, 1), rows<T const>(dt_bias, 1),
+                                                      dg.columns(0, n.values), dg.columns(n.values, n.values),
+                                                      b(dx.data()), a(dx.data()), terms.view()});
     auto sums = buffer(2 * n.values);
     weight_sums<S>(sharding, rank, order)
         .terms(
             std::span(sums),
             [&](index_t row, std::span<T> into) {
-                T const* const b = x.row(row) + n.qkv();
-                T* const db = dx.data().row(row) + n.qkv();
-                T const* const dg = dgates.data().row(row);
-                for (index_t h = 0; h < n.values; ++h) {
-                    auto const head = static_cast<std::size_t>(h), next = static_cast<std::size_t>(n.values + h);
-                    auto const gate = delta_rule_gate_backward(b[n.values + h], A_log[head], dt_bias[head], dg[h]);
-                    db[h] = sigmoid_backward(b[h], dg[n.values + h]);
-                    db[n.values + h] = gate.a;
-                    into[head] += gate.a_log;
-                    into[next] += gate.dt_bias;
-                }
+                for (index_t j = 0; j < 2 * n.values; ++j) into[static_cast<std::size_t>(j)] += terms.view()(row, j);
             },
             comm, here);
     add_local_rows(sharding, rank, per_head, rows<T const>(sums.data(), n.values, 1), to.A_log);

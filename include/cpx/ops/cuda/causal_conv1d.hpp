@@ -3,9 +3,13 @@
 #pragma once
 
 #include <cpx/cuda/communicator.hpp>
+#include <cpx/cuda/elements.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/cuda/conv_exchange.hpp>
 
+#include <cpx/conv_weight_sums.cuh>
+
+#include <concepts>
 #include <memory>
 #include <utility>
 
@@ -37,15 +41,51 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
     }
 }
 
+namespace detail {
+
+/// Adds to dweight and dbias in the order of the batch. Collective: whole sequences of x and dy, some channels of each,
+/// go to every rank.
+template <class T, any_sharding S, class Comm>
+void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T const> weight, std::span<T const> bias,
+                              activation act, sharded<T const, S, cuda::memory> const& dy, rows<float> dweight,
+                              std::span<float> dbias, Comm& comm, caller here) {
+    char const* const where = "causal_conv1d_backward";
+    index_t const channels = x.data().width(), taps = weight.width();
+    cuda::detail::require_rows(where, "weight", weight, channels, taps, here);
+    if (dweight.data()) cuda::detail::require_rows(where, "dweight", dweight, channels, taps, here);
+    for (auto const size : {std::ssize(bias), std::ssize(dbias)})
+        require(size == 0 || size == channels, where, "size of bias and dbias", channels, size, here);
+    weight_sums<S> const sums(x.sharding(), x.rank(), sum_order::by_row, here);
+    auto const all_x = sums.share(x, channels, comm, here), all_dy = sums.share(dy, channels, comm, here);
+    range const own = all_x.share;
+    if (own.empty()) return;
+    std::span<index_t const> const offsets = x.sharding().batch().offsets();
+    auto there = comm.memory().template room<index_t>(std::ssize(offsets));
+    comm.memory().write(there.data(), offsets, here);
+    kernels::conv_weight_sums<T> const sum{all_x.data,
+                                           all_dy.data,
+                                           weight.sub(own.first, own.size()),
+                                           bias.empty() ? nullptr : bias.data() + own.first,
+                                           act == activation::silu,
+                                           there.data(),
+                                           x.sharding().batch().sequences(),
+                                           dweight.data() ? dweight.sub(own.first, own.size()) : rows<float>(),
+                                           dbias.empty() ? nullptr : dbias.data() + own.first};
+    for_each_element(comm.memory(), own.size(), taps + (dbias.empty() ? 0 : 1), sum, here);
+}
+
+} // namespace detail
+
 /// Computes the gradients of `causal_conv1d` of tensors on devices, in the communicator's stream; sums are in float.
 ///
-/// Arguments, costs and errors as in the forward and for tensors on the host.
+/// Arguments, costs and errors as in the forward and for tensors on the host. In the order of the batch a thread adds up
+/// a tap of a channel, over all tokens: for training that must be reproduced, not for speed.
 template <any_sharding S, any_sharding A, sharded_like<cuda::memory> X, sharded_like<cuda::memory> Dy,
-          class T = element_of<X>, any_sharding G = S>
+          std::derived_from<cuda::communicator> Comm, class T = element_of<X>, any_sharding G = S>
 void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& after, X const& x,
                             rows<std::type_identity_t<T> const> weight, std::span<std::type_identity_t<T> const> bias,
                             activation act, Dy const& dy, causal_conv1d_gradients<T, G, cuda::memory> const& to,
-                            cuda::communicator& comm, caller here = caller::here()) {
+                            Comm& comm, caller here = caller::here()) {
     constexpr bool fits = detail::sharded_as<S, X, Dy> && std::same_as<A, S> && std::same_as<G, S>;
     constexpr bool same = std::same_as<element_of<X>, T> && std::same_as<element_of<Dy>, T>;
     static_assert(fits, "cpx: causal_conv1d_backward of tensors that are not sharded as the plans; make both plans "
@@ -55,10 +95,15 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         auto const from = x.view();
         require(from.memory() == comm.memory(), "causal_conv1d_backward", "memory of x",
                 "the communicator's, in its stream", "another", here);
+        rows<float> const dweight = to.dweight.of_width(before.reach + 1);
+        bool const by_row = to.order == sum_order::by_row;
+        if (by_row && (dweight.data() || !to.dbias.empty()))
+            detail::convolve_backward_by_row<T, S>(from, weight, bias, act, dy.view(), dweight, to.dbias, comm, here);
         auto by = std::make_unique<cuda::conv_exchange<T, S>>(
             before, after, from.data().width(), comm.nccl_communicator(), from.data().stride(), capacity{}, here);
-        cuda::causal_conv1d_backward(*by, from, weight, bias, act, dy.view(),
-                                     {to.dx, to.dweight.of_width(before.reach + 1), to.dbias}, here);
+        cuda::causal_conv1d_gradients<T, S> local{to.dx};
+        if (!by_row) local.dweight = dweight, local.dbias = to.dbias;
+        cuda::causal_conv1d_backward(*by, from, weight, bias, act, dy.view(), local, here);
         comm.keep(std::move(by), here);
     }
 }

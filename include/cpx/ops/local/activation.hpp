@@ -4,6 +4,7 @@
 
 #include <cpx/core/activation.hpp>
 #include <cpx/core/config.hpp>
+#include <cpx/core/elements.hpp>
 #include <cpx/ops/local/shape.hpp>
 
 #include <algorithm>
@@ -43,6 +44,29 @@ CPX_HOST_DEVICE T softplus_backward(T x, T dy) {
     return dy * sigmoid(x);
 }
 
+/// What operators compute of an element or a row, for `for_each_element` of any memory. Arguments are not checked.
+namespace rowwise {
+
+/// y = silu(gate) up.
+template <class T>
+struct silu_mul {
+    rows<T const> gate, up;
+    rows<T> y;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { y(row, j) = silu(gate(row, j)) * up(row, j); }
+};
+template <class T>
+struct silu_mul_backward {
+    rows<T const> gate, up, dy;
+    rows<T> dgate, dup;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
+        T const g = gate(row, j), u = up(row, j), d = dy(row, j); // a result may be one of these
+        dgate(row, j) = silu_backward(g, d * u);
+        dup(row, j) = d * silu(g);
+    }
+};
+
+} // namespace rowwise
+
 /// Computes `y = silu(gate) * up`. All are (rows, width); y may be one of the others.
 ///
 /// Throws `cpx::error` if the shapes differ, or if memory overlaps in another way.
@@ -51,8 +75,7 @@ void silu_mul(rows<T const> gate, rows<T const> up, rows<T> y, caller here = cal
     detail::require_shape("silu_mul", "up", up, gate.count(), gate.width(), here);
     detail::require_shape("silu_mul", "y", y, gate.count(), gate.width(), here);
     detail::require_apart("silu_mul", {{"y", y}}, {{"gate", gate}, {"up", up}}, here, detail::in_place::yes);
-    for (index_t i = 0; i < y.count(); ++i)
-        for (index_t j = 0; j < y.width(); ++j) y(i, j) = silu(gate(i, j)) * up(i, j);
+    for_each_element(host_memory(), y.count(), y.width(), rowwise::silu_mul<T>{gate, up, y});
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
@@ -74,12 +97,7 @@ void silu_mul_backward(rows<T const> gate, rows<T const> up, rows<T const> dy, r
     detail::require_shape(where, "dup", dup, gate.count(), gate.width(), here);
     detail::require_apart(where, {{"dgate", dgate}, {"dup", dup}}, {{"gate", gate}, {"up", up}, {"dy", dy}}, here,
                           detail::in_place::yes);
-    for (index_t i = 0; i < dy.count(); ++i)
-        for (index_t j = 0; j < dy.width(); ++j) {
-            T const g = gate(i, j), u = up(i, j), d = dy(i, j);
-            dgate(i, j) = silu_backward(g, d * u);
-            dup(i, j) = d * silu(g);
-        }
+    for_each_element(host_memory(), dy.count(), dy.width(), rowwise::silu_mul_backward<T>{gate, up, dy, dgate, dup});
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T>, rows<T>), X...>)

@@ -37,6 +37,34 @@ CPX_HOST_DEVICE delta_rule_gate_gradients<T> delta_rule_gate_backward(T a, T a_l
     return {of_a, dg * delta_rule_gate(a, a_log, dt_bias), of_a};
 }
 
+namespace rowwise {
+
+/// The gates of a row and head: g, and beta, the sigmoid of b. b, a: (rows, heads); A_log, dt_bias: (heads, 1).
+template <class T>
+struct delta_gates {
+    rows<T const> b, a, A_log, dt_bias;
+    rows<T> g, beta;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
+        g(row, h) = delta_rule_gate(a(row, h), A_log(h, 0), dt_bias(h, 0));
+        beta(row, h) = sigmoid(b(row, h));
+    }
+};
+/// Their gradients. terms: (rows, 2 * heads), those of A_log, then those of dt_bias.
+template <class T>
+struct delta_gates_backward {
+    rows<T const> b, a, A_log, dt_bias, dg, dbeta;
+    rows<T> db, da, terms;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
+        auto const of = delta_rule_gate_backward(a(row, h), A_log(h, 0), dt_bias(h, 0), dg(row, h));
+        db(row, h) = sigmoid_backward(b(row, h), dbeta(row, h));
+        da(row, h) = of.a;
+        terms(row, h) = of.a_log;
+        terms(row, dg.width() + h) = of.dt_bias;
+    }
+};
+
+} // namespace rowwise
+
 namespace detail {
 
 /// The keys of a chunk of n tokens and how they fade.

@@ -2,9 +2,9 @@
 // Log-probabilities of labels under softmax, row by row.
 #pragma once
 
+#include <cpx/core/elements.hpp>
 #include <cpx/ops/local/shape.hpp>
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <span>
@@ -26,8 +26,9 @@ struct softmax_scale {
 /// Reads one row of `width` > 0 logits, in the order of its columns; the total is a double for the sake of vocabularies
 /// of 10^5 floats. A NaN in any column makes the total NaN.
 template <class T>
-softmax_scale<T> scale_of(T const* logits, index_t width) {
-    softmax_scale<T> s{*std::max_element(logits, logits + width)};
+CPX_HOST_DEVICE softmax_scale<T> scale_of(T const* logits, index_t width) {
+    softmax_scale<T> s{logits[0]};
+    for (index_t j = 1; j < width; ++j) s.highest = s.highest < logits[j] ? logits[j] : s.highest;
     for (index_t j = 0; j < width; ++j) s.total += static_cast<double>(std::exp(logits[j] - s.highest));
     return s;
 }
@@ -44,6 +45,46 @@ inline void require_labels(char const* where, std::span<index_t const> labels, i
 
 } // namespace detail
 
+namespace rowwise {
+
+/// log softmax(logits)[label] of a row, and 0 where there is no label. labels: one a row.
+template <class T>
+struct log_probability {
+    rows<T const> logits;
+    index_t const* labels;
+    rows<T> logp; ///< (rows, 1)
+    CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
+        index_t const label = labels[row];
+        logp(row, 0) = 0;
+        if (label == ignored) return;
+        auto const scale = detail::scale_of(logits.row(row), logits.width());
+        logp(row, 0) = static_cast<T>(static_cast<double>(logits(row, label) - scale.highest) - std::log(scale.total));
+    }
+};
+/// dlogp (onehot(label) - softmax(logits)) of a row, and zeros where there is no label.
+template <class T>
+struct log_probability_backward {
+    rows<T const> logits;
+    index_t const* labels;
+    rows<T const> dlogp; ///< (rows, 1)
+    rows<T> dlogits;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
+        index_t const label = labels[row];
+        if (label == ignored) {
+            for (index_t j = 0; j < dlogits.width(); ++j) dlogits(row, j) = 0;
+            return;
+        }
+        auto const scale = detail::scale_of(logits.row(row), logits.width());
+        T const gradient = dlogp(row, 0), divisor = static_cast<T>(scale.total);
+        for (index_t j = 0; j < logits.width(); ++j) {
+            T const p = std::exp(logits(row, j) - scale.highest) / divisor;
+            dlogits(row, j) = gradient * (j == label ? 1 - p : -p);
+        }
+    }
+};
+
+} // namespace rowwise
+
 /// Computes `out_i = log softmax(logits_i)[labels_i]`, and 0 where the label is `ignored`.
 ///
 /// logits: (rows, vocabulary), labels and out: one a row. An element of out is a function of its row of logits and its
@@ -57,14 +98,8 @@ void log_probabilities(rows<T const> logits, std::span<index_t const> labels, st
     detail::require_labels("log_probabilities", labels, logits.count(), logits.width(), here);
     require(out.size() == labels.size(), "log_probabilities", "size of out", labels.size(), out.size(), here);
     detail::require_apart("log_probabilities", {{"out", out}}, {{"logits", logits}, {"labels", labels}}, here);
-    for (index_t i = 0; i < logits.count(); ++i) {
-        index_t const label = labels[static_cast<std::size_t>(i)];
-        T& result = out[static_cast<std::size_t>(i)];
-        result = 0;
-        if (label == ignored) continue;
-        auto const [highest, total] = detail::scale_of(logits.row(i), logits.width());
-        result = static_cast<T>(static_cast<double>(logits(i, label) - highest) - std::log(total));
-    }
+    rows<T> const logp(out, 1);
+    for_each_element(host_memory(), logits.count(), 1, rowwise::log_probability<T>{logits, labels.data(), logp});
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<index_t const>, std::span<T>), X...>)
@@ -89,19 +124,8 @@ void log_probabilities_backward(rows<T const> logits, std::span<index_t const> l
     detail::require_shape(where, "dlogits", dlogits, logits.count(), logits.width(), here);
     detail::require_apart(where, {{"dlogits", dlogits}}, {{"logits", logits}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"dlogits", dlogits}}, {{"labels", labels}, {"dlogp", dlogp}}, here);
-    for (index_t i = 0; i < logits.count(); ++i) {
-        index_t const label = labels[static_cast<std::size_t>(i)];
-        if (label == ignored) {
-            std::fill_n(dlogits.row(i), dlogits.width(), T(0));
-            continue;
-        }
-        auto const [highest, total] = detail::scale_of(logits.row(i), logits.width());
-        T const gradient = dlogp[static_cast<std::size_t>(i)], divisor = static_cast<T>(total);
-        for (index_t j = 0; j < logits.width(); ++j) {
-            T const p = std::exp(logits(i, j) - highest) / divisor;
-            dlogits(i, j) = gradient * (j == label ? 1 - p : -p);
-        }
-    }
+    for_each_element(host_memory(), logits.count(), 1,
+                     rowwise::log_probability_backward<T>{logits, labels.data(), rows<T const>(dlogp, 1), dlogits});
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<index_t const>, std::span<T const>, rows<T>), X...>)

@@ -9,6 +9,28 @@
 #include <string>
 
 namespace cpx {
+namespace rowwise {
+
+/// The gradients of the outputs chosen: `doutput_s = w_s dy`, side by side.
+template <class T>
+struct weigh_choices {
+    rows<T const> weights, dy;
+    rows<T> doutput;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
+        doutput(row, j) = weights(row, j / dy.width()) * dy(row, j % dy.width());
+    }
+};
+/// Adds the terms of a row: one, or several side by side, such as of its choices, one after the other.
+template <class T>
+struct add {
+    rows<T const> terms;
+    rows<T> to;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
+        for (index_t first = 0; first < terms.width(); first += to.width()) to(row, j) += terms(row, first + j);
+    }
+};
+
+} // namespace rowwise
 
 /// Gradients of what `moe` computes: of tokens a row each, of experts a row for each of `saved.at`.
 ///
@@ -66,29 +88,24 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> con
                        .dshared_gate_up = {count, 2 * n.shared, here},
                        .dshared_output = {count, n.hidden, here},
                        .dshared_gate = {count, 1, here}};
-    row_buffer<T> of_choices(count, choices * n.hidden, here);
+    row_buffer<T> of_choices(count, choices * n.hidden, here), dweights(count, choices, here);
+    rows<T const> const weights = saved.of_router.weights.view();
 
     for (index_t row = 0; row < count; ++row) {
-        T const* const weight = saved.of_router.weights.view().row(row);
-        T* const dlogit = g.dlogits.view().row(row);
-        // Divided by their sum, the largest probabilities are the softmax of their own logits: the others cancel.
-        T mean = 0;
         for (index_t s = 0; s < choices; ++s) {
             detail::require_expert(where, chosen(row, s), n.experts, here);
             T const* const output = saved.output.view().row(row) + s * n.hidden;
-            dlogit[chosen(row, s)] = detail::dot(dy.row(row), output, n.hidden);
-            mean += weight[s] * dlogit[chosen(row, s)];
+            dweights.view()(row, s) = detail::dot(dy.row(row), output, n.hidden);
         }
-        for (index_t s = 0; s < choices; ++s) dlogit[chosen(row, s)] = weight[s] * (dlogit[chosen(row, s)] - mean);
-
         T const shared_gate = saved.shared_gate.view()(row, 0), opened = sigmoid(shared_gate);
         T const dgate = detail::dot(dy.row(row), saved.shared_output.view().row(row), n.hidden);
         g.dshared_gate.view()(row, 0) = sigmoid_backward(shared_gate, dgate);
-        for (index_t j = 0; j < n.hidden; ++j) {
-            for (index_t s = 0; s < choices; ++s) of_choices.view()(row, s * n.hidden + j) = weight[s] * dy(row, j);
-            g.dshared_output.view()(row, j) = opened * dy(row, j);
-        }
+        for (index_t j = 0; j < n.hidden; ++j) g.dshared_output.view()(row, j) = opened * dy(row, j);
     }
+    for_each_element(host_memory(), count, 1,
+                     rowwise::choose_experts_backward<T>{chosen, weights, dweights.view(), g.dlogits.view()});
+    for_each_element(host_memory(), count, choices * n.hidden,
+                     rowwise::weigh_choices<T>{weights, dy, of_choices.view()});
 
     for (index_t row = 0; row < dlogits.count(); ++row)
         for (index_t e = 0; e < n.experts; ++e) g.dlogits.view()(row, e) += dlogits(row, e);
@@ -110,15 +127,11 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> con
     open(saved.shared_gate_up.view(), dshared_activation.view(), g.dshared_gate_up.view());
 
     for (index_t row = 0; row < count; ++row) std::fill_n(dx.row(row), n.hidden, T(0));
-    auto const add = [&](rows<T const> some) {
-        for (index_t row = 0; row < count; ++row)
-            for (index_t j = 0; j < n.hidden; ++j) dx(row, j) += some(row, j);
-    };
     auto const add_input_of = [&](rows<T const> of_outputs, rows<T const> weight) {
         linear_backward_input<T>(of_outputs, weight, term.view());
-        add(term.view());
+        for_each_element(host_memory(), count, n.hidden, rowwise::add<T>{term.view(), dx});
     };
-    for (index_t s = 0; s < choices; ++s) add(of_choices.view().columns(s * n.hidden, n.hidden));
+    for_each_element(host_memory(), count, n.hidden, rowwise::add<T>{of_choices.view(), dx});
     add_input_of(g.dlogits.view(), w.gate);
     add_input_of(g.dshared_gate_up.view().columns(0, n.shared), w.shared_gate_proj);
     add_input_of(g.dshared_gate_up.view().columns(n.shared, n.shared), w.shared_up_proj);

@@ -2,6 +2,7 @@
 // Root-mean-square norms of rows, whole or head by head.
 #pragma once
 
+#include <cpx/core/memory.hpp>
 #include <cpx/ops/local/activation.hpp>
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
@@ -10,6 +11,7 @@
 #include <cmath>
 #include <span>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace cpx {
@@ -187,6 +189,43 @@ void gated_rms_norm_backward(X&&...) {
     static_assert(detail::never<void(X...)>,
                   "cpx: gated_rms_norm_backward<T>(x, z, weight, eps, dy, dx, dz, dweight) wants rows and spans of T, "
                   "not const where they are written; take rows with view() or data()");
+}
+
+/// A norm of heads as wide as the weight, in any memory: `rms_norm`, or with z `gated_rms_norm`, whose gain has no
+/// offset.
+template <class T>
+struct head_norm {
+    rows<T const> x, z;   ///< (rows, heads * weight.width()); z may be empty
+    rows<T const> weight; ///< (1, channels of a head)
+    T eps, gain_offset;
+
+    std::span<T const> gain() const { return {weight.data(), static_cast<std::size_t>(weight.width())}; }
+};
+
+/// Computes y, of rows in the memory given: the host's, or with `ops/cuda/norm.hpp` a `cuda::memory`. Shapes, overlap
+/// and errors as in `rms_norm` and `gated_rms_norm`.
+template <class T>
+void normalise(host_memory, head_norm<T> const& n, std::type_identity_t<rows<T>> y, caller here = caller::here()) {
+    if (n.z.data())
+        gated_rms_norm<T>(n.x, n.z, n.gain(), n.eps, y, here);
+    else
+        rms_norm<T>(n.x, n.gain(), n.eps, n.gain_offset, y, here);
+}
+/// Computes the gradients of x and, with z, of z, and adds to each row of `terms` what that row adds to the weight's.
+/// terms: (rows, channels of a head); all else as in `rms_norm_backward` and `gated_rms_norm_backward`.
+template <class T>
+void normalise_backward(host_memory, head_norm<T> const& n, std::type_identity_t<rows<T const>> dy,
+                        std::type_identity_t<rows<T>> dx, std::type_identity_t<rows<T>> dz,
+                        std::type_identity_t<rows<T>> terms, caller here = caller::here()) {
+    detail::require_shape("normalise_backward", "terms", terms, n.x.count(), n.weight.width(), here);
+    for (index_t row = 0; row < n.x.count(); ++row) {
+        auto const of = [&](auto const& all) { return all.data() ? all.sub(row, 1) : all; };
+        std::span<T> const sums(terms.row(row), static_cast<std::size_t>(terms.width()));
+        if (n.z.data())
+            gated_rms_norm_backward<T>(of(n.x), of(n.z), n.gain(), n.eps, of(dy), of(dx), of(dz), sums, here);
+        else
+            rms_norm_backward<T>(of(n.x), n.gain(), n.eps, n.gain_offset, of(dy), of(dx), sums, here);
+    }
 }
 
 } // namespace cpx

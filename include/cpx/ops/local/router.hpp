@@ -2,12 +2,14 @@
 // The router of a mixture of experts: which experts a token chooses, and with which weights.
 #pragma once
 
+#include <cpx/core/elements.hpp>
 #include <cpx/ops/local/expert_rows.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <concepts>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -18,43 +20,80 @@ namespace detail {
 
 /// Writes the softmax of a row of `count` logits.
 template <class T>
-void softmax(T const* logits, index_t count, T* probabilities) {
-    T const highest = *std::max_element(logits, logits + count);
-    T total = 0;
+CPX_HOST_DEVICE void softmax(T const* logits, index_t count, T* probabilities) {
+    T highest = logits[0], total = 0;
+    for (index_t e = 1; e < count; ++e) highest = highest < logits[e] ? logits[e] : highest;
     for (index_t e = 0; e < count; ++e) total += probabilities[e] = std::exp(logits[e] - highest);
     for (index_t e = 0; e < count; ++e) probabilities[e] /= total;
 }
 
-/// Calls `choose(row, probabilities)` for every row, which writes the row's `weights`, and divides them by their sum.
-template <class T, class F>
-void weigh(char const* where, rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here,
-           F&& choose) {
+/// Divides the weights of a row by their sum.
+template <class T>
+CPX_HOST_DEVICE void renormalise(T* weights, index_t choices) {
+    T of_chosen = 0;
+    for (index_t number = 0; number < choices; ++number) of_chosen += weights[number];
+    for (index_t number = 0; number < choices; ++number) weights[number] /= of_chosen;
+}
+
+CPX_HOST_DEVICE inline bool is_among(index_t const* own, index_t count, index_t expert) {
+    bool found = false;
+    for (index_t number = 0; number < count; ++number) found |= own[number] == expert;
+    return found;
+}
+
+template <class T>
+void require_router(char const* where, rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here) {
     index_t const experts = logits.width(), choices = chosen.width();
     require(choices >= 1 && choices <= experts, where, "choices", "1 to the experts, " + std::to_string(experts),
             choices, here);
     require_shape(where, "chosen", chosen, logits.count(), choices, here);
     require_shape(where, "weights", weights, logits.count(), choices, here);
     require_apart(where, {{"chosen", chosen}, {"weights", weights}}, {{"logits", logits}}, here);
-    std::vector<T> probabilities(static_cast<std::size_t>(experts));
-    T const least = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon(); // with all its digits
-    for (index_t row = 0; row < logits.count(); ++row) {
-        softmax(logits.row(row), experts, probabilities.data());
-        choose(row, probabilities);
-        T of_chosen = 0;
-        for (index_t number = 0; number < choices; ++number) of_chosen += weights(row, number);
-        if (of_chosen < least) { // nothing is left of choices far below the highest: theirs is the highest then
-            T const* const all = logits.row(row);
-            T highest = all[chosen(row, 0)];
-            for (index_t number = 1; number < choices; ++number) highest = std::max(highest, all[chosen(row, number)]);
-            of_chosen = 0;
-            for (index_t number = 0; number < choices; ++number)
-                of_chosen += weights(row, number) = std::exp(all[chosen(row, number)] - highest);
-        }
-        for (index_t number = 0; number < choices; ++number) weights(row, number) /= of_chosen;
-    }
 }
 
 } // namespace detail
+
+namespace rowwise {
+
+/// The choices of a row, see `cpx::choose_experts`.
+template <class T>
+struct choose_experts {
+    rows<T const> logits;
+    rows<T> probabilities; ///< as logits, written
+    rows<index_t> chosen;
+    rows<T> weights;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
+        T* const all = probabilities.row(row);
+        index_t* const own = chosen.row(row);
+        detail::softmax(logits.row(row), logits.width(), all);
+        for (index_t number = 0; number < chosen.width(); ++number) {
+            // Not a sort: this is right for NaN, too, in that it chooses experts, and none of them twice.
+            index_t best = -1;
+            for (index_t e = 0; e < logits.width(); ++e)
+                if (!detail::is_among(own, number, e))
+                    if (best < 0 || all[e] > all[best]) best = e;
+            own[number] = best;
+            weights(row, number) = all[best];
+        }
+        detail::renormalise(weights.row(row), weights.width());
+    }
+};
+/// The gradients of a row's logits; of experts not chosen they are left alone.
+template <class T>
+struct choose_experts_backward {
+    rows<index_t const> chosen;
+    rows<T const> weights, dweights;
+    rows<T> dlogits;
+    CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
+        // Divided by their sum, the largest probabilities are the softmax of their own logits: the others cancel.
+        T mean = 0;
+        for (index_t s = 0; s < weights.width(); ++s) mean += weights(row, s) * dweights(row, s);
+        for (index_t s = 0; s < weights.width(); ++s)
+            dlogits(row, chosen(row, s)) = weights(row, s) * (dweights(row, s) - mean);
+    }
+};
+
+} // namespace rowwise
 
 /// Computes the softmax of each row of `logits`, chooses its largest probabilities and divides them by their sum.
 ///
@@ -65,18 +104,10 @@ void weigh(char const* where, rows<T const> logits, rows<index_t const> chosen, 
 /// Throws `cpx::error` if shapes do not fit, memory overlaps or there are fewer experts than choices.
 template <class T>
 void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights, caller here = caller::here()) {
-    detail::weigh<T>("choose_experts", logits, chosen, weights, here, [&](index_t row, std::vector<T> const& all) {
-        index_t* const own = chosen.row(row);
-        for (index_t number = 0; number < chosen.width(); ++number) {
-            // Not a sort: this is right for NaN, too, in that it chooses experts, and none of them twice.
-            index_t best = -1;
-            for (index_t e = 0; e < logits.width(); ++e)
-                if (std::find(own, own + number, e) == own + number)
-                    if (best < 0 || all[static_cast<std::size_t>(e)] > all[static_cast<std::size_t>(best)]) best = e;
-            own[number] = best;
-            weights(row, number) = all[static_cast<std::size_t>(best)];
-        }
-    });
+    detail::require_router<T>("choose_experts", logits, chosen, weights, here);
+    row_buffer<T> probabilities(logits.count(), logits.width(), here);
+    for_each_element(host_memory(), logits.count(), 1,
+                     rowwise::choose_experts<T>{logits, probabilities.view(), chosen, weights});
 }
 
 /// Computes the weights of choices that were made before, such as by the engine that sampled the tokens: as
@@ -86,11 +117,15 @@ void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights,
 template <class T>
 void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here = caller::here()) {
     char const* const where = "weigh_experts";
-    detail::weigh<T>(where, logits, chosen, weights, here, [&](index_t row, std::vector<T> const& all) {
+    detail::require_router<T>(where, logits, chosen, weights, here);
+    std::vector<T> all(static_cast<std::size_t>(logits.width()));
+    T const least = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon(); // with all its digits
+    for (index_t row = 0; row < logits.count(); ++row) {
         index_t const* const own = chosen.row(row);
+        detail::softmax(logits.row(row), logits.width(), all.data());
         for (index_t number = 0; number < chosen.width(); ++number) {
-            bool const fits = own[number] >= 0 && own[number] < logits.width() &&
-                              std::find(own, own + number, own[number]) == own + number;
+            bool const fits =
+                own[number] >= 0 && own[number] < logits.width() && !detail::is_among(own, number, own[number]);
             require(
                 fits, where, "chosen expert",
                 [&] {
@@ -100,7 +135,16 @@ void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> wei
                 own[number], here);
             weights(row, number) = all[static_cast<std::size_t>(own[number])];
         }
-    });
+        if (std::accumulate(weights.row(row), weights.row(row) + weights.width(), T(0)) < least) {
+            // Nothing is left of choices far below the highest: theirs is the highest then.
+            T const* const of = logits.row(row);
+            T highest = of[own[0]];
+            for (index_t number = 1; number < chosen.width(); ++number) highest = std::max(highest, of[own[number]]);
+            for (index_t number = 0; number < chosen.width(); ++number)
+                weights(row, number) = std::exp(of[own[number]] - highest);
+        }
+        detail::renormalise(weights.row(row), weights.width());
+    }
 }
 
 /// What the router says of some rows.

@@ -1,9 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-// The model in float32, on the host.
-#include "host.hpp"
-
-namespace qwen {
-
-template outcome run(checkpoint<float> const&, input const&, strategy const&, group const&, cpx::index_t, bool);
-
-} // namespace qwen
