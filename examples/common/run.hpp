@@ -6,10 +6,12 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <exception>
 #include <iostream>
 #include <string>
+#include <vector>
 
 namespace examples {
 
@@ -46,6 +48,15 @@ inline std::string told(std::exception const& e) {
 inline void require_effect(CLI::App const& app, char const* option, bool has_effect, std::string const& expected,
                            std::string const& got) {
     if (app.count(option)) cpx::require(has_effect, option, "no effect", expected, got);
+}
+
+/// Throws `cpx::error` unless the value of `option` is one of `names`, or empty: then it was left out.
+inline void require_one_of(std::string const& value, std::vector<std::string> const& names, char const* option,
+                           char const* what) {
+    if (value.empty()) return;
+    std::string list;
+    for (auto const& name : names) list += (list.empty() ? "" : " or ") + name;
+    cpx::require(std::ranges::find(names, value) != names.end(), option, what, list, cpx::quote(value));
 }
 
 /// Parses the command line with `app`, then calls `body()`. Returns the exit code: 0, or 1 after any failure.

@@ -4,6 +4,7 @@
 
 #include "outcome.hpp"
 
+#include "../common/figures.hpp"
 #include "../common/run.hpp"
 
 #include <nlohmann/json.hpp>
@@ -23,19 +24,21 @@ struct options {
     bool on_gpus() const { return device == "cuda"; }
 };
 
+std::vector<std::string> const attentions{"gather", "head_sharded"}, carries{"scan", "serial"};
+
 /// Throws `cpx::error` on what cannot be run; fills in what the device decides.
 void complete(CLI::App const& app, options& o) {
-    cpx::require(o.on_gpus() || o.device == "cpu", "--device", "device", "cpu or cuda", cpx::quote(o.device));
+    using examples::require_one_of;
+    require_one_of(o.device, {"cpu", "cuda"}, "--device", "device");
+    require_one_of(o.dtype, {"float64", "float32"}, "--dtype", "type");
+    require_one_of(o.features, {"by_item", "replicated"}, "--features", "ranks of features");
+    require_one_of(o.products, {"cublas", "fixed"}, "--products", "products");
+    require_one_of(o.attention, attentions, "--attention", "value");
+    require_one_of(o.carry, carries, "--carry", "value");
     if (o.dtype.empty()) o.dtype = o.on_gpus() ? "float32" : "float64";
-    cpx::require(o.dtype == "float64" || o.dtype == "float32", "--dtype", "type", "float64 or float32",
-                 cpx::quote(o.dtype));
     for (char const* const option : {"--carry", "--cut"}) // by heads there is none
         examples::require_effect(app, option, o.linear != "head_sharded", "linear attention by tokens",
                                  "--linear head_sharded");
-    cpx::require(o.features == "by_item" || o.features == "replicated", "--features", "ranks of features",
-                 "by_item or replicated", cpx::quote(o.features));
-    cpx::require(o.products == "cublas" || o.products == "fixed", "--products", "products", "cublas or fixed",
-                 cpx::quote(o.products));
     examples::require_effect(app, "--products", o.on_gpus(), "--device cuda", "cpu");
     examples::require_effect(app, "--ranks", !qwen::is_launched(), "no launcher of MPI, which says how many", "one");
     if (!o.on_gpus()) return;
@@ -58,23 +61,6 @@ struct report {
     }
 };
 
-/// Throws `cpx::error` unless `figure` is a number: a NaN is no agreement.
-double number(double figure, cpx::safetensors const& file, std::string const& what) {
-    cpx::require(std::isfinite(figure), file.where().c_str(), what.c_str(), "a number",
-                 "nan or infinity: the file, the model or the result has one");
-    return figure;
-}
-
-/// Returns |a - b| / |b| in the 2-norm.
-double relative_error(std::vector<double> const& a, std::vector<double> const& b) {
-    double difference = 0, norm = 0;
-    for (std::size_t i = 0; i < b.size(); ++i) {
-        difference += (a[i] - b[i]) * (a[i] - b[i]);
-        norm += b[i] * b[i];
-    }
-    return std::sqrt(norm > 0 ? difference / norm : difference);
-}
-
 /// Compares the gradients with those of the reference file, `grad.NAME`, and with one rank's.
 void compare_gradients(cpx::safetensors const& file, qwen::outcome const& one_rank, report& r) {
     for (auto const& [name, of] : r.outcome.gradients) {
@@ -87,7 +73,8 @@ void compare_gradients(cpx::safetensors const& file, qwen::outcome const& one_ra
                      std::to_string(values.size()) + " elements in rows of " + std::to_string(columns),
                      std::to_string(reference.size()) + " in rows of " +
                          std::to_string(shape.empty() ? 1 : shape.back()));
-        r.gradient_errors[name] = number(relative_error(values, reference), file, "relative error of grad." + name);
+        r.gradient_errors[name] = examples::number(examples::relative_error(values, reference), file.where(),
+                                                   "relative error of grad." + name);
         auto const& one = one_rank.gradients.at(name).values;
         r.gradients_equal_one_rank &= std::memcmp(values.data(), one.data(), values.size() * sizeof(double)) == 0;
     }
@@ -151,27 +138,16 @@ bool shown(qwen::strategy const& s) {
 
 /// Returns the strategies that the options leave open: one if `--linear` is given, else all, or those to be shown.
 std::vector<qwen::strategy> choose(options const& o) {
-    auto const one_of = [](std::string const& text, std::vector<std::string> const& all, char const* where,
-                           bool table) {
-        std::string names;
-        for (auto const& name : all) names += (names.empty() ? "" : " or ") + name;
-        cpx::require(text.empty() || std::ranges::find(all, text) != all.end(), where, "value", names,
-                     cpx::quote(text));
-        if (!text.empty()) return std::vector{text};
-        return table ? all : std::vector{all.front()};
-    };
     bool const table = o.linear.empty();
-    auto const linears =
-        table ? std::vector<std::string>{"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"}
-              : std::vector{o.linear};
-    auto const cuts = !o.cut.empty() ? std::vector{o.cut}
-                      : table        ? std::vector<std::string>{"balanced", "aligned:" + o.chunk}
-                                     : std::vector<std::string>{"balanced"};
+    auto const open = [&](std::string const& given, std::vector<std::string> const& all) { // what an option leaves
+        return !given.empty() ? std::vector{given} : table ? all : std::vector{all.front()};
+    };
     std::vector<qwen::strategy> list;
-    for (auto const& attention : one_of(o.attention, {"gather", "head_sharded"}, "--attention", table))
-        for (auto const& linear : linears)
-            for (auto const& carry : one_of(o.carry, {"scan", "serial"}, "--carry", table))
-                for (auto const& cut : cuts) {
+    for (auto const& attention : open(o.attention, attentions))
+        for (auto const& linear :
+             open(o.linear, {"sequential", "sequential:batch", "zigzag", "striped", "head_sharded"}))
+            for (auto const& carry : open(o.carry, carries))
+                for (auto const& cut : open(o.cut, {"balanced", "aligned:" + o.chunk})) {
                     qwen::strategy const s{
                         attention == "gather" ? qwen::attention_by::gather : qwen::attention_by::heads,
                         examples::parse_sharding(linear, "--linear"), carry == "serial", examples::parse_cut(cut)};
@@ -181,8 +157,8 @@ std::vector<qwen::strategy> choose(options const& o) {
                         s.by_heads() && !list.empty() && list.back().by_heads() && list.back().attention == s.attention;
                     if (!again) list.push_back(s); // by heads there is no carry and no cut to choose
                 }
-    bool const open = o.attention.empty() && o.linear.empty() && o.carry.empty() && o.cut.empty();
-    if (open && !o.json && !o.all) std::erase_if(list, [](qwen::strategy const& s) { return !shown(s); });
+    bool const chosen = !o.attention.empty() || !table || !o.carry.empty() || !o.cut.empty();
+    if (!chosen && !o.json && !o.all) std::erase_if(list, [](qwen::strategy const& s) { return !shown(s); });
     return list;
 }
 
@@ -251,14 +227,16 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
         double sum = 0;
         for (std::size_t i = 0; i < reference.size(); ++i) {
             double const p = r.outcome.log_probabilities[i], delta = std::abs(p - reference[i]);
-            r.max_delta = std::max(r.max_delta, number(delta, file, "log-probability " + std::to_string(i)));
+            r.max_delta =
+                std::max(r.max_delta, examples::number(delta, file.where(), "log-probability " + std::to_string(i)));
             double const to_one = std::abs(p - one_rank.log_probabilities[i]);
             r.max_delta_to_one_rank = std::max(r.max_delta_to_one_rank, to_one);
             sum += delta;
         }
         r.mean_delta = reference.empty() ? 0 : sum / static_cast<double>(reference.size());
         if (file.contains("loss"))
-            r.loss_delta = number(std::abs(r.outcome.loss.mean - file.read<double>("loss", {1}).front()), file, "loss");
+            r.loss_delta = examples::number(std::abs(r.outcome.loss.mean - file.read<double>("loss", {1}).front()),
+                                            file.where(), "loss");
         compare_gradients(file, one_rank, r);
         r.positions = !in.position_ids.empty();
         reports.push_back(std::move(r));

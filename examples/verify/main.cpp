@@ -3,26 +3,14 @@
 
 #include "mrope.hpp"
 
+#include "../common/figures.hpp"
 #include "../common/run.hpp"
 
 #include <nlohmann/json.hpp>
 
-#include <cmath>
 #include <cstdio>
 
 namespace {
-
-/// Returns |x - reference| / |reference| in the 2-norm, or |x - reference| if the reference is zero; NaN if x has one.
-template <class T>
-double relative_error(std::vector<T> const& x, std::vector<double> const& reference) {
-    double difference = 0, norm = 0;
-    for (std::size_t i = 0; i < reference.size(); ++i) {
-        double const d = static_cast<double>(x[i]) - reference[i];
-        difference += d * d;
-        norm += reference[i] * reference[i];
-    }
-    return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
-}
 
 template <class T>
 verify::outputs<T> run(verify::job const& j, std::string const& kind, bool serial) {
@@ -42,10 +30,8 @@ void report(verify::job const& j, std::string const& kind, bool serial, bool jso
         auto const reference = j.file.read<double>(name);
         cpx::require(values.size() == reference.size(), j.file.where().c_str(), ("elements of " + name).c_str(),
                      values.size(), reference.size());
-        double const error = relative_error(values, reference);
-        cpx::require(std::isfinite(error), j.file.where().c_str(), ("relative error of " + name).c_str(), "a number",
-                     "nan or infinity: the file or the result has one");
-        errors[name] = error;
+        errors[name] =
+            examples::number(examples::relative_error(values, reference), j.file.where(), "relative error of " + name);
     }
     if (json) {
         std::printf("%s\n", nlohmann::json{{"kind", kind}, {"errors", errors}}.dump(2).c_str());
@@ -73,9 +59,8 @@ int main(int argc, char** argv) {
     app.add_option("--chunk", chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
     app.add_flag("--json", json, "print JSON");
     return examples::run_example(argc, argv, app, [&] {
-        cpx::require(dtype == "float64" || dtype == "float32", "--dtype", "type", "float64 or float32",
-                     cpx::quote(dtype));
-        cpx::require(carry == "scan" || carry == "serial", "--carry", "carry", "scan or serial", cpx::quote(carry));
+        examples::require_one_of(dtype, {"float64", "float32"}, "--dtype", "type");
+        examples::require_one_of(carry, {"scan", "serial"}, "--carry", "carry");
         cpx::safetensors const golden(file);
         auto const offsets = golden.read<cpx::index_t>("cu_seqlens", {-1});
         verify::job const j{golden,
