@@ -309,84 +309,6 @@ inline constexpr std::string_view element_name = detail::default_element_name<T>
 
 } // namespace cpx
 
-// cpx/core/refused.hpp
-// How a call that fits no function is refused in one sentence.
-
-// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
-// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
-namespace cpx::detail {
-
-/// A parameter that takes any argument, lists in braces too, where no other overload does.
-struct any {
-    any() = default;
-    template <class X>
-    constexpr any(X const&) {}
-    constexpr any(std::initializer_list<any>) {}
-};
-
-/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
-struct refused {
-    int const* begin() const { return nullptr; }
-    int const* end() const { return nullptr; }
-    template <class... X>
-    refused operator()(X const&...) const {
-        return {};
-    }
-};
-
-/// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
-///
-/// For functions of rows, which any argument would fit no worse than the function itself: rows of T become rows of
-/// T const.
-template <class F, class... X>
-inline constexpr bool takes = false;
-template <class... P, class... X>
-inline constexpr bool takes<void(P...), X...> =
-    std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
-
-/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
-template <class X>
-inline constexpr bool never = std::same_as<X, refused>;
-
-} // namespace cpx::detail
-
-// cpx/core/extent.hpp
-// A size that is known at compile time or only at run time, under one name.
-
-namespace cpx {
-
-/// Stands for "known at run time only" where a size is a template argument.
-inline constexpr int dynamic = -1;
-
-/// A positive int: a type when `N` is given, one stored number when it is `dynamic`.
-///
-/// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
-template <int N>
-struct extent {
-    static_assert(N > 0,
-                  "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
-    constexpr extent() = default;
-    template <class I>
-    CPX_HOST_DEVICE constexpr explicit extent(I) {
-        static_assert(detail::never<I>, "cpx: a size that the type tells takes no other; leave the number out, or "
-                                        "leave it out of the type, as in zigzag<>(4)");
-    }
-    CPX_HOST_DEVICE constexpr int get() const { return N; }
-    friend constexpr bool operator==(extent, extent) = default;
-};
-
-template <>
-struct extent<dynamic> {
-    constexpr extent() = default;
-    CPX_HOST_DEVICE constexpr explicit extent(int n) : value(n) {}
-    CPX_HOST_DEVICE constexpr int get() const { return value; }
-    friend constexpr bool operator==(extent, extent) = default;
-
-    int value = 1;
-};
-
-} // namespace cpx
-
 // cpx/core/index.hpp
 // The number type of cpx, where a token lives, and half-open ranges of rows, tokens, columns or heads.
 
@@ -475,6 +397,145 @@ std::vector<T> zeros(char const* where, std::initializer_list<index_t> counts, c
 }
 
 } // namespace cpx::detail
+
+// cpx/core/memory.hpp
+// Where the elements of a tensor live.
+
+namespace cpx {
+
+/// The host's own memory: where tensors live that say nothing else.
+struct host_memory {
+    /// What owns elements.
+    template <class T>
+    using block = std::vector<T>;
+    /// What operators sum elements over rows in, such as gradients of weights.
+    template <class T>
+    using sum = T;
+
+    /// Returns as many zeros as the product of `counts`. Throws `cpx::error` if they are no size, or too many.
+    template <class T>
+    block<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here = caller::here()) const {
+        return detail::zeros<T>(where, counts, here);
+    }
+    template <class T>
+    void write(T* to, std::span<T const> from, caller = caller::here()) const {
+        std::ranges::copy(from, to);
+    }
+    template <class T>
+    std::vector<T> read(std::span<T const> from, caller = caller::here()) const {
+        return {from.begin(), from.end()};
+    }
+
+    friend bool operator==(host_memory, host_memory) = default;
+};
+
+/// What can be the memory of a tensor: `host_memory`, or `cuda::memory`, which is a device's and works in the order of
+/// a stream. Copies are the same memory. `write` copies from the host and `read` to the host; both return when that is
+/// done.
+template <class M>
+concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
+                     requires(M const& m, float* to, std::span<float const> from, caller here) {
+                         { m.template zeros<float>("", {1}, here) } -> std::same_as<typename M::template block<float>>;
+                         m.write(to, from, here);
+                         { m.read(from, here) } -> std::same_as<std::vector<float>>;
+                     };
+
+} // namespace cpx
+
+// cpx/core/elements.hpp
+// What is computed element by element or row by row, in any memory.
+
+namespace cpx {
+
+/// Calls `f(row, column)` for all of `count` rows of `width` columns; one column, where a call computes a whole row.
+///
+/// On the host one after the other. With `cuda/elements.hpp` a `cuda::memory` in place of the host's calls it on the
+/// device, each in a thread of its own. So what is marked for both, such as the functions in `rowwise`, is written once.
+template <class F>
+void for_each_element(host_memory, index_t count, index_t width, F const& f, caller = caller::here()) {
+    for (index_t row = 0; row < count; ++row)
+        for (index_t column = 0; column < width; ++column) f(row, column);
+}
+
+} // namespace cpx
+
+// cpx/core/refused.hpp
+// How a call that fits no function is refused in one sentence.
+
+// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
+// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
+namespace cpx::detail {
+
+/// A parameter that takes any argument, lists in braces too, where no other overload does.
+struct any {
+    any() = default;
+    template <class X>
+    constexpr any(X const&) {}
+    constexpr any(std::initializer_list<any>) {}
+};
+
+/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
+struct refused {
+    int const* begin() const { return nullptr; }
+    int const* end() const { return nullptr; }
+    template <class... X>
+    refused operator()(X const&...) const {
+        return {};
+    }
+};
+
+/// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
+///
+/// For functions of rows, which any argument would fit no worse than the function itself: rows of T become rows of
+/// T const.
+template <class F, class... X>
+inline constexpr bool takes = false;
+template <class... P, class... X>
+inline constexpr bool takes<void(P...), X...> =
+    std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
+
+/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
+template <class X>
+inline constexpr bool never = std::same_as<X, refused>;
+
+} // namespace cpx::detail
+
+// cpx/core/extent.hpp
+// A size that is known at compile time or only at run time, under one name.
+
+namespace cpx {
+
+/// Stands for "known at run time only" where a size is a template argument.
+inline constexpr int dynamic = -1;
+
+/// A positive int: a type when `N` is given, one stored number when it is `dynamic`.
+///
+/// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
+template <int N>
+struct extent {
+    static_assert(N > 0,
+                  "cpx: a static size must be at least 1; leave it out (or say cpx::dynamic) for a run-time size");
+    constexpr extent() = default;
+    template <class I>
+    CPX_HOST_DEVICE constexpr explicit extent(I) {
+        static_assert(detail::never<I>, "cpx: a size that the type tells takes no other; leave the number out, or "
+                                        "leave it out of the type, as in zigzag<>(4)");
+    }
+    CPX_HOST_DEVICE constexpr int get() const { return N; }
+    friend constexpr bool operator==(extent, extent) = default;
+};
+
+template <>
+struct extent<dynamic> {
+    constexpr extent() = default;
+    CPX_HOST_DEVICE constexpr explicit extent(int n) : value(n) {}
+    CPX_HOST_DEVICE constexpr int get() const { return value; }
+    friend constexpr bool operator==(extent, extent) = default;
+
+    int value = 1;
+};
+
+} // namespace cpx
 
 // cpx/core/rows.hpp
 // A view of a rank's local rows.
@@ -991,50 +1052,6 @@ given_rows guess_rows(detail::any, detail::any = {}, detail::any = {}, detail::a
                                     "or spans of integers: the offsets of the padded batch, and perhaps of its tokens");
     return {};
 }
-
-} // namespace cpx
-
-// cpx/core/memory.hpp
-// Where the elements of a tensor live.
-
-namespace cpx {
-
-/// The host's own memory: where tensors live that say nothing else.
-struct host_memory {
-    /// What owns elements.
-    template <class T>
-    using block = std::vector<T>;
-    /// What operators sum elements over rows in, such as gradients of weights.
-    template <class T>
-    using sum = T;
-
-    /// Returns as many zeros as the product of `counts`. Throws `cpx::error` if they are no size, or too many.
-    template <class T>
-    block<T> zeros(char const* where, std::initializer_list<index_t> counts, caller here = caller::here()) const {
-        return detail::zeros<T>(where, counts, here);
-    }
-    template <class T>
-    void write(T* to, std::span<T const> from, caller = caller::here()) const {
-        std::ranges::copy(from, to);
-    }
-    template <class T>
-    std::vector<T> read(std::span<T const> from, caller = caller::here()) const {
-        return {from.begin(), from.end()};
-    }
-
-    friend bool operator==(host_memory, host_memory) = default;
-};
-
-/// What can be the memory of a tensor: `host_memory`, or `cuda::memory`, which is a device's and works in the order of
-/// a stream. Copies are the same memory. `write` copies from the host and `read` to the host; both return when that is
-/// done.
-template <class M>
-concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
-                     requires(M const& m, float* to, std::span<float const> from, caller here) {
-                         { m.template zeros<float>("", {1}, here) } -> std::same_as<typename M::template block<float>>;
-                         m.write(to, from, here);
-                         { m.read(from, here) } -> std::same_as<std::vector<float>>;
-                     };
 
 } // namespace cpx
 
