@@ -10,20 +10,19 @@
 
 namespace cpx::kernels {
 
-/// x, z, y: (rows, heads * dim); without z the plain norm, whose gain is offset + weight; with z the gated one.
+/// x, z, y: (rows, heads * dim), weight: (1, dim); the gain is offset + weight, and with z silu(z) times that.
 struct norm_input {
-    rows<float const> x, z;
-    float const* weight;
-    index_t dim;
+    rows<float const> x, z, weight;
     float eps, offset;
 
+    __host__ __device__ index_t dim() const { return weight.width(); }
     /// Returns the factor of the head whose first column this is, on every lane.
     __device__ float factor(index_t row, index_t first) const {
         float const* const head = x.row(row) + first;
-        float const squares = sum_over_head(static_cast<int>(dim), [&](int j) { return head[j] * head[j]; });
-        return 1 / sqrtf(squares / static_cast<float>(dim) + eps);
+        float const squares = sum_over_head(static_cast<int>(dim()), [&](int j) { return head[j] * head[j]; });
+        return 1 / sqrtf(squares / static_cast<float>(dim()) + eps);
     }
-    __device__ float gain(index_t j) const { return offset + weight[j]; }
+    __device__ float gain(index_t j) const { return offset + weight(0, j); }
     /// Returns silu(z), or 1 without z.
     __device__ float opened(index_t row, index_t column) const {
         return z.data() ? z(row, column) / (1 + expf(-z(row, column))) : 1;
@@ -34,9 +33,9 @@ struct norm_input {
 static __global__ void __launch_bounds__(256) normalise_rows(norm_input n, rows<float> y) {
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
-    for (index_t first = 0; first < n.x.width(); first += n.dim) {
+    for (index_t first = 0; first < n.x.width(); first += n.dim()) {
         float const factor = n.factor(row, first);
-        for (index_t j = threadIdx.x; j < n.dim; j += 32)
+        for (index_t j = threadIdx.x; j < n.dim(); j += 32)
             y(row, first + j) = n.x(row, first + j) * factor * n.gain(j) * n.opened(row, first + j);
     }
 }
@@ -46,21 +45,21 @@ static __global__ void __launch_bounds__(256)
     normalise_rows_backward(norm_input n, rows<float const> dy, rows<float> dx, rows<float> dz, rows<float> terms) {
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
-    for (index_t first = 0; first < n.x.width(); first += n.dim) {
+    for (index_t first = 0; first < n.x.width(); first += n.dim()) {
         float const factor = n.factor(row, first);
         auto const pulled = [&](index_t j) { // the gradient of a normed element
             return dy(row, first + j) * n.opened(row, first + j) * n.gain(j);
         };
         float const* const head = n.x.row(row) + first;
         float const inner =
-            sum_over_head(static_cast<int>(n.dim), [&](int j) { return pulled(j) * head[j] * factor; }) /
-            static_cast<float>(n.dim);
-        for (index_t j = threadIdx.x; j < n.dim; j += 32) {
+            sum_over_head(static_cast<int>(n.dim()), [&](int j) { return pulled(j) * head[j] * factor; }) /
+            static_cast<float>(n.dim());
+        for (index_t j = threadIdx.x; j < n.dim(); j += 32) {
             float const d = dy(row, first + j), normed = head[j] * factor, pull = pulled(j);
             terms(row, j) += d * n.opened(row, first + j) * normed;
             if (n.z.data()) {
                 float const z = n.z(row, first + j), s = 1 / (1 + expf(-z));
-                dz(row, first + j) = d * normed * n.weight[j] * (s * (1 + z * (1 - s)));
+                dz(row, first + j) = d * normed * n.gain(j) * (s * (1 + z * (1 - s)));
             }
             dx(row, first + j) = factor * (pull - inner * normed);
         }

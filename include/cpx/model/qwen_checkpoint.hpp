@@ -70,8 +70,8 @@ public:
         return name.starts_with("model.") ? prefix_ + name.substr(6) : name;
     }
     /// Returns a weight by its name in a file without a tower, experts stacked as `mlp.experts.gate_up_proj` and
-    /// `mlp.experts.down_proj`. If the embedding is tied, `lm_head.weight` is that one. Throws `cpx::error` if the model
-    /// has no such weight.
+    /// `mlp.experts.down_proj`. If the embedding is tied, `lm_head.weight` is that one. Throws `cpx::error` if the
+    /// model has no such weight.
     rows<T const> weight(std::string const& name, caller here = caller::here()) const {
         bool const tied = config.tie_word_embeddings && name == "lm_head.weight";
         auto const found = weights_.find(tied ? "model.embed_tokens.weight" : name);

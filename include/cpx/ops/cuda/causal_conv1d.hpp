@@ -3,11 +3,9 @@
 #pragma once
 
 #include <cpx/cuda/communicator.hpp>
-#include <cpx/cuda/elements.hpp>
+#include <cpx/cuda/conv_weight_sums.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/cuda/conv_exchange.hpp>
-
-#include <cpx/conv_weight_sums.cuh>
 
 #include <concepts>
 #include <memory>
@@ -43,43 +41,37 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
 
 namespace detail {
 
-/// Adds to dweight and dbias in the order of the batch. Collective: whole sequences of x and dy, some channels of each,
-/// go to every rank.
+/// Adds to dweight and dbias in the order of the batch. Collective: of whole sequences of x and dy some channels go to
+/// every rank.
 template <class T, any_sharding S, class Comm>
 void convolve_backward_by_row(sharded<T const, S, cuda::memory> const& x, rows<T const> weight, std::span<T const> bias,
                               activation act, sharded<T const, S, cuda::memory> const& dy, rows<float> dweight,
                               std::span<float> dbias, Comm& comm, caller here) {
-    char const* const where = "causal_conv1d_backward";
-    index_t const channels = x.data().width(), taps = weight.width();
-    cuda::detail::require_rows(where, "weight", weight, channels, taps, here);
-    if (dweight.data()) cuda::detail::require_rows(where, "dweight", dweight, channels, taps, here);
-    for (auto const size : {std::ssize(bias), std::ssize(dbias)})
-        require(size == 0 || size == channels, where, "size of bias and dbias", channels, size, here);
+    index_t const channels = x.data().width();
+    require_shape("causal_conv1d_backward", "weight", weight, channels, weight.width(), here);
+    if (dweight.data()) require_shape("causal_conv1d_backward", "dweight", dweight, channels, weight.width(), here);
+    for (index_t const size : {std::ssize(bias), std::ssize(dbias)})
+        require(size == 0 || size == channels, "causal_conv1d_backward", "size of bias and of dbias", channels, size,
+                here);
     weight_sums<S> const sums(x.sharding(), x.rank(), sum_order::by_row, here);
     auto const all_x = sums.share(x, channels, comm, here), all_dy = sums.share(dy, channels, comm, here);
     range const own = all_x.share;
     if (own.empty()) return;
-    std::span<index_t const> const offsets = x.sharding().batch().offsets();
-    auto there = comm.memory().template room<index_t>(std::ssize(offsets));
-    comm.memory().write(there.data(), offsets, here);
-    kernels::conv_weight_sums<T> const sum{all_x.data,
-                                           all_dy.data,
-                                           weight.sub(own.first, own.size()),
-                                           bias.empty() ? nullptr : bias.data() + own.first,
-                                           act == activation::silu,
-                                           there.data(),
-                                           x.sharding().batch().sequences(),
-                                           dweight.data() ? dweight.sub(own.first, own.size()) : rows<float>(),
-                                           dbias.empty() ? nullptr : dbias.data() + own.first};
-    for_each_element(comm.memory(), own.size(), taps + (dbias.empty() ? 0 : 1), sum, here);
+    auto const of_own = [&](auto const& list) {
+        return list.empty() ? list
+                            : list.subspan(static_cast<std::size_t>(own.first), static_cast<std::size_t>(own.size()));
+    };
+    cuda::add_conv_weight_sums<T>(comm.memory(), all_x.data, all_dy.data, weight.sub(own.first, own.size()),
+                                  of_own(bias), act, x.sharding().batch(),
+                                  dweight.data() ? dweight.sub(own.first, own.size()) : dweight, of_own(dbias), here);
 }
 
 } // namespace detail
 
 /// Computes the gradients of `causal_conv1d` of tensors on devices, in the communicator's stream; sums are in float.
 ///
-/// Arguments, costs and errors as in the forward and for tensors on the host. In the order of the batch a thread adds up
-/// a tap of a channel, over all tokens: for training that must be reproduced, not for speed.
+/// Arguments, costs and errors as in the forward and for tensors on the host. In the order of the batch a thread adds
+/// up a tap of a channel, over all tokens: for training that must be reproduced, not for speed.
 template <any_sharding S, any_sharding A, sharded_like<cuda::memory> X, sharded_like<cuda::memory> Dy,
           std::derived_from<cuda::communicator> Comm, class T = element_of<X>, any_sharding G = S>
 void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& after, X const& x,

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Root-mean-square norms of one rank's rows, head by head.
+#pragma once
+
+#include <cpx/cuda/arguments.hpp>
+
+#include <cpx/head_norm.cuh>
+
+#include <string>
+#include <type_traits>
+
+namespace cpx::cuda {
+
+using kernels::norm_input;
+
+namespace detail {
+
+inline void norm_given(char const* where, norm_input const& n, caller here) {
+    require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
+            "a multiple of the size of weight, " + std::to_string(n.dim()), n.x.width(), here);
+    require_rows(where, "x", n.x, n.x.count(), n.x.width(), here);
+    if (n.z.data()) require_rows(where, "z", n.z, n.x.count(), n.x.width(), here);
+    require_rows(where, "weight", n.weight, 1, n.dim(), here);
+}
+
+/// Launches a warp for each row.
+template <class... P>
+void launch_rows(char const* where, void (*kernel)(P...), index_t count, cudaStream_t stream, caller here,
+                 std::type_identity_t<P>... arguments) {
+    index_t const blocks = (count + 7) / 8;
+    require(blocks < index_t{1} << 31, where, "rows", "less than 2^34", count, here);
+    if (blocks == 0) return;
+    kernel<<<static_cast<unsigned>(blocks), dim3(32, 8), 0, stream>>>(arguments...);
+    check(cudaGetLastError(), where, here);
+}
+
+} // namespace detail
+
+/// Computes `y = x / sqrt(mean x^2 + eps) * (offset + weight)`, and with z silu(z) times that; the mean is a head's. y
+/// may be x or z. A row's bits are the same wherever it lies. Can be captured.
+///
+/// Throws `cpx::error` on shapes that do not fit and memory that overlaps or is another device's, before anything is
+/// launched.
+inline void normalise_rows(norm_input const& n, rows<float> y, cudaStream_t stream, caller here = caller::here()) {
+    char const* const where = "cuda::normalise_rows";
+    detail::norm_given(where, n, here);
+    detail::require_rows(where, "y", y, n.x.count(), n.x.width(), here);
+    detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
+    detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
+    detail::launch_rows(where, kernels::normalise_rows, n.x.count(), stream, here, n, y);
+}
+
+/// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
+/// the weight's. dx may be dy. All else as above.
+inline void normalise_rows_backward(norm_input const& n, rows<float const> dy, rows<float> dx, rows<float> dz,
+                                    rows<float> terms, cudaStream_t stream, caller here = caller::here()) {
+    char const* const where = "cuda::normalise_rows_backward";
+    detail::norm_given(where, n, here);
+    detail::require_rows(where, "dy", dy, n.x.count(), n.x.width(), here);
+    detail::require_rows(where, "dx", dx, n.x.count(), n.x.width(), here);
+    if (n.z.data()) detail::require_rows(where, "dz", dz, n.x.count(), n.x.width(), here);
+    detail::require_rows(where, "terms", terms, n.x.count(), n.dim(), here);
+    detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
+    detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
+                          {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
+    detail::launch_rows(where, kernels::normalise_rows_backward, n.x.count(), stream, here, n, dy, dx, dz, terms);
+}
+
+} // namespace cpx::cuda
