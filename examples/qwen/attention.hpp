@@ -100,11 +100,7 @@ private:
         auto const all = std::make_shared<everyones>(at_.moved(gather_, kv->value));
         auto const from = [=, this](queries<S> const& own) {
             if (at_.sums(kv->value.sharding()).moves()) {
-                auto const whole = [&](auto const& x) {
-                    auto y = exchange(gather_, x, at_.rank.comm);
-                    at_.rank.ended();
-                    return y;
-                };
+                auto const whole = [&](auto const& x) { return exchange(gather_, x, at_.rank.comm); };
                 auto of_q = whole(own.q), dout = whole(own.dout), lse = whole(own.lse), delta = whole(own.delta);
                 queries<cpx::replicated<>> const of_all{of_q, dout, lse, delta};
                 back_keys(of_all, kv->view(), kv->grad());

@@ -450,7 +450,7 @@ namespace cpx {
 /// Calls `f(row, column)` for all of `count` rows of `width` columns; one column, where a call computes a whole row.
 ///
 /// On the host one after the other. With `cuda/elements.hpp` a `cuda::memory` in place of the host's calls it on the
-/// device, each in a thread of its own. So what is marked for both, such as the functions in `rowwise`, is written once.
+/// device, each in a thread of its own: what is marked for both, such as the functions in `rowwise`, is written once.
 template <class F>
 void for_each_element(host_memory, index_t count, index_t width, F const& f, caller = caller::here()) {
     for (index_t row = 0; row < count; ++row)
