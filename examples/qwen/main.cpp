@@ -311,7 +311,7 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
         "carry        scan: segments' maps of the state are joined; serial: the state is handed on\n"
         "cut          sequences are cut evenly, or at multiples of so many tokens\n"
         "delta        |log-probability - reference|; to one rank: 0 exact where it is so by construction\n"
-        "imbalance    most rows of a rank where linear attention runs, by the mean; 1: all have as many\n"
+        "imbalance    most rows of a rank by the mean, where linear attention runs if any does; 1: all equal\n"
         "rows, KiB    sent by all ranks; lower bound: rows whose owner changes; all-gather: had every tensor "
         "been gathered\n");
     if (o.experts_over != "1") std::printf("             without the rows that experts are sent\n");

@@ -111,6 +111,7 @@ std::vector<media_count> gather_counts(media const& m, S const& sharding, std::v
 /// count on as text, whatever their ids.
 /// Collective: every rank sends every other the numbers of placeholders of its segments, an int32 for each of the two
 /// kinds that the batch has. A batch without media sends nothing, nor does one of which every rank holds every row.
+/// Cost: O(rows of the rank, segments of all ranks, media), a search a row.
 ///
 /// Throws `cpx::error` if ids have another shape or are another rank's; on all ranks the same one if placeholders and
 /// rows of features differ in number; where they lie, that of tokens that interrupt an item or are placeholders without
