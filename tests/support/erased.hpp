@@ -12,7 +12,7 @@ namespace support {
 
 /// A sharding that asks a real one, hidden behind it, and knows of it only what `cpx::any_sharding` promises.
 ///
-/// Its pieces are asked for once, for exhaustive tests make many plans of one sharding.
+/// Its pieces and rows are asked for once, for exhaustive tests make many plans of one sharding.
 template <bool EveryRow>
 class erased {
 public:
@@ -27,7 +27,10 @@ public:
 
     int ranks() const { return real_->ranks(); }
     cpx::thd const& batch() const { return real_->batch(); }
-    cpx::index_t rows(int rank) const { return real_->rows(rank); }
+    cpx::index_t rows(int rank) const {
+        auto const r = static_cast<std::size_t>(rank);
+        return r < real_->counts.size() ? real_->counts[r] : real_->rows(rank); // which refuses the rank
+    }
     std::span<cpx::section const> sections() const { return real_->sections(); }
     cpx::range heads(int rank, cpx::index_t count) const { return real_->heads(rank, count); }
     template <class F>
@@ -50,13 +53,16 @@ private:
         virtual void holders(cpx::range rows, cpx::index_t& run,
                              std::function<void(int, cpx::range)> const& f) const = 0;
         std::vector<std::vector<cpx::range>> pieces; ///< of each rank
+        std::vector<cpx::index_t> counts;            ///< of its rows
     };
     template <class S>
     struct model final : base {
         explicit model(S s) : sharding(std::move(s)) {
-            for (int rank = 0; rank < sharding.ranks(); ++rank)
+            for (int rank = 0; rank < sharding.ranks(); ++rank) {
                 sharding.for_each_piece(rank,
                                         [&list = this->pieces.emplace_back()](cpx::range p) { list.push_back(p); });
+                this->counts.push_back(sharding.rows(rank));
+            }
         }
         int ranks() const override { return sharding.ranks(); }
         cpx::thd const& batch() const override { return sharding.batch(); }
