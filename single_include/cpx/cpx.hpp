@@ -3476,7 +3476,7 @@ struct identity {
         "ranks",        "sequences",    "tokens", "cu_seqlens (hash)",   "source sharding", "target sharding",
         "source width", "target width", "reach",  "bytes of an element", "agreement"};
 
-    std::array<char, 48> operation{};
+    std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
     std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
@@ -3593,7 +3593,8 @@ private:
             std::string_view operation;
             char const* name;
         };
-        std::string_view const of = operation.data();
+        std::string_view of = operation.data();
+        of.remove_prefix(of.find(": ") == of.npos ? 0 : of.find(": ") + 2); // for whom
         for (meaning const m : {meaning{"carry", "elements of a map"},
                                 {"expert_balance", "over"},
                                 {"sum_over_ranks", "number of values"},
@@ -4089,7 +4090,7 @@ struct carry_plan<scan, S> : carry_chains<S> {
 template <carry_kind How, any_sharding S>
 carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here()) {
     detail::require_rank("carry", rank, sharding.ranks(), here);
-    carry_plan<How, S> c{{sharding, rank, segments(sharding, rank)}};
+    carry_plan<How, S> c{{sharding, rank, segments(sharding, rank, here)}};
     c.links.reserve(c.segments.size());
     detail::chain_finder<S> chains(sharding, rank, c.holders);
     index_t longest = 1, maps = 0;
@@ -6443,12 +6444,12 @@ void check_buffer(char const* by, char const* which, rows<T> const& buffer, inde
 /// Copies what stays and lets the transport move the rest into `receives`.
 template <class A, class Comm>
 void exchange_messages(plan const& p, identity const& id, rows<A> const& from, std::vector<incoming> receives,
-                       Comm& comm, caller here) {
+                       Comm& comm, caller here, char const* by) {
     auto sends = parcels<std::byte const>(p.sends, from);
     auto const own = take_own(sends, p.rank);
     auto const kept = take_own(receives, p.rank);
-    require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), "exchange", "bytes that stay",
-            own.bytes(), kept.bytes(), here);
+    require(own.rows.size() == kept.rows.size() && own.bytes() == kept.bytes(), by, "bytes that stay", own.bytes(),
+            kept.bytes(), here);
     copy(own, kept);
     transfer(comm, id, sends, receives, here);
 }
@@ -6465,7 +6466,8 @@ inline std::vector<run> side_by_side(std::vector<run> runs) {
 
 /// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.
 template <class A, class B, class Comm>
-void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm, caller here) {
+void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B> const& to, Comm& comm, caller here,
+                  char const* by) {
     std::vector<message> compact;
     std::vector<std::vector<B>> staged;
     std::vector<incoming> receives;
@@ -6473,11 +6475,11 @@ void exchange_sum(plan const& p, identity const& id, rows<A> const& from, rows<B
     for (message const& m : p.receives) {
         index_t const width = m.columns.empty() ? to.width() : total(m.columns);
         compact.push_back({m.peer, side_by_side(m.rows), side_by_side(m.columns)});
-        staged.push_back(zeros<B>("exchange", {total(m.rows), width}, here));
+        staged.push_back(zeros<B>(by, {total(m.rows), width}, here));
         rows<B> const buffer(staged.back(), width);
         receives.push_back(parcels<std::byte>(std::span(&compact.back(), 1), buffer).front());
     }
-    exchange_messages(p, id, from, std::move(receives), comm, here);
+    exchange_messages(p, id, from, std::move(receives), comm, here, by);
     for (std::size_t i = 0; i < p.receives.size(); ++i) {
         B const* value = staged[i].data();
         run const whole{0, to.width()};
@@ -6499,9 +6501,9 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
     if (p.kind == flow::sums || !p.covers_target())
         for (index_t i = 0; i < to.count(); ++i) std::fill_n(to.row(i), to.width(), B{});
     if constexpr (requires(B sum, B const term) { sum += term; }) {
-        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here);
+        if (p.kind == flow::sums) return exchange_sum(p, id, from, to, comm, here, by);
     }
-    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here);
+    exchange_messages(p, id, from, parcels<std::byte>(p.receives, to), comm, here, by);
 }
 template <class A, class B, device_transport Comm>
 void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const*) {
@@ -6630,7 +6632,7 @@ public:
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
         kind::exchanges(plan_of(), width_, back, [&](std::span<plan const> plans) {
-            exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here);
+            exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here, "movement");
         });
     }
     /// `rows_of(plan_of, number, here)`: returns how many rows an exchange takes, and how many it brings.

@@ -185,6 +185,14 @@ TEST_SUITE("ops") {
                          call(p, {x.data().sub(0, 10), sharding, 0}, x));
         support::rejects({"gated_delta_net: shape of y: expected (11, 12), got (11, 11)"},
                          call(p, x, x.columns(0, 11)));
+        support::rejects({"gated_delta_net.cpp", ": gated_delta_net: ranks disagree on offset 1 of cu_seqlens"}, [&] {
+            cpx::threads::run(2, [&](cpx::threads& comm) {
+                S const own = cpx::shard(comm.rank() == 0 ? batch : lengths({5, 6}), cpx::zigzag<>(2));
+                cpx::tensor<float, S> same_rows(own, comm.rank(), 12);
+                cpx::gated_delta_net<cpx::scan, S> const net(own, comm.rank(), p.config);
+                net(p.view(), same_rows, same_rows, comm);
+            });
+        });
         auto three = p;
         three.config.heads = {2, 3, 4, 6};
         support::rejects({"gated_delta_net: value heads: expected a multiple of the key heads 2, got 3"},

@@ -225,6 +225,22 @@ TEST_SUITE("ops") {
         }
         rejects("overlap of dx and x: expected none, got some", call(p, good, dx, x, dx, weights));
         rejects("overlap of dx and dy", call(p, good, x, dx, dx, weights));
+        support::rejects(
+            {"gated_delta_net_backward.cpp", ": gated_delta_net_backward: ranks disagree on operation"}, [&] {
+                cpx::threads::run(2, [&](cpx::threads& comm) {
+                    S const split = cpx::shard(batch, cpx::zigzag<>(2));
+                    cpx::tensor<double, S> in(split, comm.rank(), 12), of_x = in;
+                    cpx::gated_delta_net_saved<double, S, S> saved;
+                    net const layer(split, comm.rank(), grouped);
+                    layer(p.view(), in, of_x, comm, {{}, &saved});
+                    std::vector<double> own;
+                    auto const order = comm.rank() == 0 ? sum_order::by_rank : sum_order::by_row;
+                    gated_delta_net_backward(
+                        layer, p.view(), in, saved, in,
+                        cpx::gated_delta_net_gradients<double, S>{of_x, reference::parameters(own, grouped), order},
+                        comm);
+                });
+            });
         auto twice = weights;
         twice.in_proj_a = twice.in_proj_b;
         rejects("overlap of in_proj_b.weight and in_proj_a.weight", call(p, good, x, x, dx, twice));

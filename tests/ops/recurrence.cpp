@@ -566,10 +566,10 @@ TEST_SUITE("ops") {
         });
     }
 
-    TEST_CASE("ranks that scan with maps of two kinds are told") {
-        support::any_tokens const sharding = cpx::shard(lengths({12}), cpx::sequential<>(2));
+    TEST_CASE("ranks that run two recurrences, or one on two batches, are told") {
         cpx::recurrence_heads const heads{1, 1, 2, 2};
-        auto const run_on = [&](auto const& r, cpx::threads& threads) {
+        auto const run_on = [&](auto const& r, cpx::thd const& batch, cpx::threads& threads) {
+            support::any_tokens const sharding = cpx::shard(batch, cpx::sequential<>(2));
             counts_received comm{threads};
             auto const tensor = [&](index_t columns) {
                 return cpx::make_tensor<double>(sharding, comm.rank(), columns);
@@ -579,13 +579,26 @@ TEST_SUITE("ops") {
             cpx::recurrence_tensors const t{std::array{q.view(), k.view(), v.view(), g.view()}, o.view()};
             recur(cpx::carry<cpx::scan>(sharding, comm.rank()), r, t, comm);
         };
-        support::rejects({"ranks disagree on elements of a map", "got 1 (rank 0), 2 (rank 1)"}, [&] {
-            cpx::threads::run(2, [&](cpx::threads& comm) {
-                if (comm.rank() == 0)
-                    run_on(head_decay_attention{heads}, comm);
-                else
-                    run_on(channel_decay_attention{heads}, comm);
-            });
+        support::rejects({"recurrence.cpp", "_decay_attention: ranks disagree on operation",
+                          "got head_decay_attention: carry, scan (rank 0), channel_decay_attention: carry, scan"},
+                         [&] {
+                             cpx::threads::run(2, [&](cpx::threads& comm) {
+                                 if (comm.rank() == 0)
+                                     run_on(head_decay_attention{heads}, lengths({12}), comm);
+                                 else
+                                     run_on(channel_decay_attention{heads}, lengths({12}), comm);
+                             });
+                         });
+        support::rejects({"recurrence.cpp", ": head_decay_attention: ranks disagree on offset 1 of cu_seqlens"}, [&] {
+            cpx::threads::run(
+                2, [&](cpx::threads& comm) { run_on(head_decay_attention{heads}, lengths({11 + comm.rank()}), comm); });
         });
+        support::rejects({": head_decay_attention: ranks disagree on elements of a map", "got 1 (rank 0), 2 (rank 1)"},
+                         [&] {
+                             cpx::threads::run(2, [&](cpx::threads& comm) {
+                                 cpx::recurrence_heads const more{1 + comm.rank(), 1 + comm.rank(), 2, 2};
+                                 run_on(head_decay_attention{more}, lengths({12}), comm);
+                             });
+                         });
     }
 }

@@ -225,6 +225,15 @@ TEST_SUITE("transport") {
                 rejects({"memory.cpp", "movement: width of the rows: expected 2, got 5"}, [&] { move(wide, also); });
             }
         };
+        rejects({"memory.cpp", ": movement: ranks disagree on offset 1 of cu_seqlens"}, [] {
+            cpx::threads::run(2, [](cpx::threads& comm) {
+                auto const from = cpx::shard(lengths({5 + comm.rank()}), cpx::zigzag<>(2));
+                auto const to = cpx::shard(from.batch(), cpx::sequential<>(2));
+                auto const x = cpx::make_tensor<float>(from, comm, 2);
+                auto y = cpx::make_tensor<float>(to, comm, 2);
+                cpx::make_movement<float>(from, to, 2, {40, 4}, comm)(x, y);
+            });
+        });
         cpx::threads::run(3, [&](cpx::threads& comm) {
             check(comm);
             far_ranks far(comm);

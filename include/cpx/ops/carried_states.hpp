@@ -94,10 +94,10 @@ struct states_on_host {
                             sum(row, c) += map(shape.map == map_kind::vector ? row : 0, 0) * x(row, c);
             }
     }
-    /// Runs an exchange of a carry, the one of `exchange_number`.
+    /// Runs an exchange of a carry for `where`, the one of `exchange_number`.
     template <class T>
-    void exchange(plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
-        cpx::exchange(p, from, to, comm, here);
+    void exchange(char const* where, plan const& p, index_t, rows<T const> from, rows<T> to, caller here) const {
+        exchange_rows(p, from, to, comm, here, where);
     }
 };
 
@@ -203,7 +203,7 @@ per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& 
             }
         }
         giving.run(memory, shape);
-        memory.exchange(step, exchange_number(plan, k, from), rows<T const>(given.data(), step.source_rows, row),
+        memory.exchange(where, step, exchange_number(plan, k, from), rows<T const>(given.data(), step.source_rows, row),
                         rows<T>(got.data(), step.target_rows, row), here);
         getting.run(memory, shape);
         std::swap(reaching_maps, longer); // who gets no map now wants none later
@@ -236,7 +236,8 @@ void carry_states(char const* where, carry_plan<serial, S> const& plan, side fro
         index_t const lower = from == side::before ? level : level - 1;
         cpx::plan const step = plan.step(lower, from);
         auto next = memory.template zeros<T>(where, {step.target_rows, width}, here);
-        memory.exchange(step, exchange_number(plan, lower, from), rows<T const>(states.data(), step.source_rows, width),
+        memory.exchange(where, step, exchange_number(plan, lower, from),
+                        rows<T const>(states.data(), step.source_rows, width),
                         rows<T>(next.data(), step.target_rows, width), here);
         states = std::move(next);
     }

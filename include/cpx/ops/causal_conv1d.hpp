@@ -65,8 +65,8 @@ namespace detail {
 
 template <class T, any_sharding S, class Comm>
 void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T const> weight, std::span<T const> bias,
-              activation act, sharded<T, S> const& y, Comm& comm, causal_conv1d_states<T> const& states, caller here) {
-    char const* const where = "causal_conv1d";
+              activation act, sharded<T, S> const& y, Comm& comm, causal_conv1d_states<T> const& states, caller here,
+              char const* where = "causal_conv1d") {
     require_place(where, "x", x, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "y", y, plan.sharding, plan.rank, "the plan's", here);
     index_t const channels = x.data().width(), taps = plan.reach + 1;
@@ -173,8 +173,8 @@ namespace detail {
 template <class T, any_sharding S, class Comm>
 void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<T const, S> const& x,
                        rows<T const> weight, std::span<T const> bias, activation act, sharded<T const, S> const& dy,
-                       causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here) {
-    char const* const where = "causal_conv1d_backward";
+                       causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here,
+                       char const* where = "causal_conv1d_backward") {
     for (auto const* plan : {&before, &after})
         require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
     require_place(where, "dy", dy, x, "that of x", here);
@@ -202,7 +202,7 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     rows<T> const x_halo(x_values.data(), before.target_rows, channels);
     rows<T> const dz(dz_values.data(), before.source_rows, channels);
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
-    weight_sums<S> const sums(x.sharding(), before.rank, to.order);
+    weight_sums<S> const sums(x.sharding(), before.rank, to.order, here, where);
     exchange_rows(before, x.data(), x_halo, comm, here, where);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];

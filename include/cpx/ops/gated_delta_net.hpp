@@ -154,21 +154,21 @@ struct gated_delta_mixer {
     /// x: rows of `config.sections()`; o: rows of `config.output_sections()`, both for this rank's heads.
     template <class T, class Saved, class Comm>
     void operator()(gated_delta_net_config const& config, gated_delta_net_weights<T> const& w, tensor<T, S> const& x,
-                    tensor<T, S>& o, gated_delta_net_state<T> const& state, Saved* saved, Comm& comm,
-                    caller here) const {
+                    tensor<T, S>& o, gated_delta_net_state<T> const& state, Saved* saved, Comm& comm, caller here,
+                    char const* where) const {
         S const& sharding = states.sharding;
         int const rank = states.rank;
         gated_delta_widths<S> const n(config, sharding, rank);
         auto const sections = config.sections();
         auto const qkv = std::span(sections).first(3), per_head = std::span(sections).last(1);
 
-        auto const conv = local_rows(sharding, rank, qkv, w.conv);
+        auto const conv = local_rows(sharding, rank, qkv, w.conv, here);
         tensor<T, S> mixed(sharding, rank, n.qkv(), here), gates(sharding, rank, 2 * n.values, here);
-        causal_conv1d(before, x.view().columns(0, n.qkv()), conv, {}, activation::silu, mixed, comm,
-                      {state.conv, state.conv}, here);
+        convolve<T, S>(before, x.view().columns(0, n.qkv()), rows<T const>(conv, config.kernel), {}, activation::silu,
+                       mixed, comm, {state.conv, state.conv}, here, where);
 
-        auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
-        auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
+        auto const A_log = local_rows(sharding, rank, per_head, w.A_log, here);
+        auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias, here);
         auto const b = x.data().columns(n.qkv(), n.values), a = x.data().columns(n.qkv() + n.values, n.values);
         for_each_element(host_memory(), a.count(), n.values,
                          rowwise::delta_gates<T>{b, a, rows<T const>(A_log, 1), rows<T const>(dt_bias, 1),
@@ -177,7 +177,8 @@ struct gated_delta_mixer {
         auto t = delta_rule(n, mixed, gates, sharded<T, S>(o.data(), sharding, rank));
         t.initial = t.final = state.recurrent;
         if (saved) t.saved = &saved->states;
-        gated_delta_rule(states, t, config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
+        delta_rule_options const options{.chunk = config.chunk, .qk_l2norm = true};
+        recur_on_host(states, gated_delta{config.heads, options, where}, listed(t), comm, here);
         if (!saved) return;
         saved->mixed = std::move(mixed);
         saved->gates = std::move(gates);
@@ -306,13 +307,14 @@ private:
         linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
         linear<T>(in, w.in_proj_z, z.data());
         if constexpr (std::same_as<S, Mix>) {
-            mixer_(config_, w, projected, o, memory.state, saved, comm, here);
+            mixer_(config_, w, projected, o, memory.state, saved, comm, here, where);
             if (saved) saved->projected = std::move(projected);
         } else {
-            auto local = exchange(moves_.there, projected, comm, here);
-            tensor<T, Mix> mixed(moves_.back.from, rank, moves_.back.source_width, here);
-            mixer_(config_, w, local, mixed, memory.state, saved, comm, here);
-            exchange(moves_.back, mixed, o, comm, here);
+            tensor<T, Mix> local(moves_.there.to, rank, moves_.there.target_width, here),
+                mixed(moves_.back.from, rank, moves_.back.source_width, here);
+            detail::exchange_rows(moves_.there, projected.data(), local.data(), comm, here, where);
+            mixer_(config_, w, local, mixed, memory.state, saved, comm, here, where);
+            detail::exchange_rows(moves_.back, mixed.data(), o.data(), comm, here, where);
             if (saved) saved->projected = std::move(local);
         }
         auto normed = o;

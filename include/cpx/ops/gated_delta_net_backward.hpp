@@ -26,7 +26,7 @@ template <class T, carry_kind How, any_sharding S, class Saved, class Comm>
 void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_delta_net_config const& config,
                                 gated_delta_net_weights<T> const& w, Saved& saved, tensor<T, S> const& dout,
                                 tensor<T, S>& dx, gated_delta_net_parameters<T> const& to, sum_order order, Comm& comm,
-                                caller here) {
+                                caller here, char const* where) {
     S const& sharding = mixer.states.sharding;
     int const rank = mixer.states.rank;
     gated_delta_widths<S> const n(config, sharding, rank);
@@ -39,17 +39,16 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
     auto t = mixer.delta_rule(n, *saved.mixed, *saved.gates, o.view());
     t.saved = &saved.states;
     auto const dqkv = dmixed.view(), dg_beta = dgates.view();
-    gated_delta_rule_backward(mixer.states, t,
-                              delta_rule_gradient_tensors<T, S>{{dout.data(), sharding, rank},
-                                                                dqkv.columns(0, n.q),
-                                                                dqkv.columns(n.q, n.q),
-                                                                dqkv.columns(2 * n.q, n.v),
-                                                                dg_beta.columns(0, n.values),
-                                                                dg_beta.columns(n.values, n.values)},
-                              config.heads, {.chunk = config.chunk, .qk_l2norm = true}, comm, here);
+    delta_rule_options const options{.chunk = config.chunk, .qk_l2norm = true};
+    recur_backward_on_host(
+        mixer.states, gated_delta{config.heads, options, "gated_delta_net"}, listed(t),
+        recurrence_gradients<T, S, 5>{{dout.data(), sharding, rank},
+                                      {dqkv.columns(0, n.q), dqkv.columns(n.q, n.q), dqkv.columns(2 * n.q, n.v),
+                                       dg_beta.columns(0, n.values), dg_beta.columns(n.values, n.values)}},
+        comm, here);
 
-    auto const A_log = local_rows(sharding, rank, per_head, w.A_log);
-    auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias);
+    auto const A_log = local_rows(sharding, rank, per_head, w.A_log, here);
+    auto const dt_bias = local_rows(sharding, rank, per_head, w.dt_bias, here);
     auto const b = [&](rows<T> const& of) { return of.columns(n.qkv(), n.values); };
     auto const a = [&](rows<T> const& of) { return of.columns(n.qkv() + n.values, n.values); };
     rows<T> const x = saved.projected->data(), dg = dgates.data();
@@ -59,22 +58,22 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
                                                       dg.columns(0, n.values), dg.columns(n.values, n.values),
                                                       b(dx.data()), a(dx.data()), terms.view()});
     auto sums = buffer(2 * n.values);
-    weight_sums<S>(sharding, rank, order)
+    weight_sums<S>(sharding, rank, order, here, where)
         .terms(
             std::span(sums),
             [&](index_t row, std::span<T> into) {
                 for (index_t j = 0; j < 2 * n.values; ++j) into[static_cast<std::size_t>(j)] += terms.view()(row, j);
             },
             comm, here);
-    add_local_rows(sharding, rank, per_head, rows<T const>(sums.data(), n.values, 1), to.A_log);
-    add_local_rows(sharding, rank, per_head, rows<T const>(sums.data() + n.values, n.values, 1), to.dt_bias);
+    add_local_rows(sharding, rank, per_head, rows<T const>(sums.data(), n.values, 1), to.A_log, here);
+    add_local_rows(sharding, rank, per_head, rows<T const>(sums.data() + n.values, n.values, 1), to.dt_bias, here);
 
-    auto const conv = local_rows(sharding, rank, qkv, w.conv);
+    auto const conv = local_rows(sharding, rank, qkv, w.conv, here);
     auto dconv = buffer(std::ssize(conv));
-    causal_conv1d_backward(mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()), conv, {},
-                           activation::silu, dqkv,
-                           causal_conv1d_gradients<T, S>{dx.view().columns(0, n.qkv()), dconv, {}, order}, comm, here);
-    add_local_rows(sharding, rank, qkv, rows<T const>(dconv, config.kernel), to.conv);
+    convolve_backward<T, S>(mixer.before, mixer.after, saved.projected->view().columns(0, n.qkv()),
+                            rows<T const>(conv, config.kernel), {}, activation::silu, dqkv,
+                            {dx.view().columns(0, n.qkv()), dconv, {}, order}, comm, here, where);
+    add_local_rows(sharding, rank, qkv, rows<T const>(dconv, config.kernel), to.conv, here);
 }
 
 /// Reads what a layer keeps to itself.
@@ -103,7 +102,7 @@ struct gated_delta_net_backward_pass {
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
-        weight_sums<S> const sums(sharding, rank, to.order);
+        weight_sums<S> const sums(sharding, rank, to.order, here, where);
 
         std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));
         T const eps = static_cast<T>(config.eps);
@@ -123,13 +122,16 @@ struct gated_delta_net_backward_pass {
 
         tensor<T, S> dprojected(sharding, rank, qkv + 2 * heads, here);
         if constexpr (std::same_as<S, Mix>) {
-            gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm,
-                                       here);
+            gated_delta_mixer_backward(net.mixer_, config, w, saved, dout, dprojected, to.weights, to.order, comm, here,
+                                       where);
         } else {
-            auto const local = exchange(net.moves_.gradient_there, dout, comm, here);
-            tensor<T, Mix> dlocal(net.moves_.there.to, rank, saved.projected->width(), here);
-            gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm, here);
-            exchange(net.moves_.gradient_back, dlocal, dprojected, comm, here);
+            auto const& moves = net.moves_;
+            tensor<T, Mix> local(moves.gradient_there.to, rank, moves.gradient_there.target_width, here),
+                dlocal(moves.there.to, rank, saved.projected->width(), here);
+            exchange_rows(moves.gradient_there, dout.data(), local.data(), comm, here, where);
+            gated_delta_mixer_backward(net.mixer_, config, w, saved, local, dlocal, to.weights, to.order, comm, here,
+                                       where);
+            exchange_rows(moves.gradient_back, dlocal.data(), dprojected.data(), comm, here, where);
         }
 
         auto const in = sums.whole(x, comm, here);

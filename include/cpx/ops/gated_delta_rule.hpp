@@ -49,8 +49,8 @@ inline void require_delta_heads(char const* where, delta_rule_heads const& heads
 struct gated_delta {
     delta_rule_heads const& heads;
     delta_rule_options const& options;
+    char const* name = "gated_delta_rule";
 
-    static constexpr char const* name = "gated_delta_rule";
     state_shape states() const { return {heads.value_heads, heads.key_dim, heads.value_dim}; }
     std::array<recurrence_input, 5> inputs() const {
         return {{{"q", heads.key_heads, heads.key_dim},

@@ -127,7 +127,7 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
                                               t.saved->maps.data(), local, memory);
     typename Memory::template buffer<T> maps;
     carry_states<T>(where, plan, side::after, pass, maps, memory, here);
-    local.finish(here);
+    local.finish(where, here);
     pass.without_tokens();
 }
 

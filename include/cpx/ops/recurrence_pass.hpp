@@ -261,10 +261,10 @@ public:
         }
     }
     /// Sums the terms. Collective.
-    void finish(caller here) const {
+    void finish(char const* where, caller here) const {
         for (group const& g : groups_)
             sum_readers<T>(this->plan_.sharding, this->plan_.rank, g.heads, this->r_.states().heads, g.width, terms(g),
-                           std::span<rows<T> const>(g.members), comm_, here);
+                           std::span<rows<T> const>(g.members), comm_, here, where);
     }
 
 private:

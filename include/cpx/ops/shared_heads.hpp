@@ -91,35 +91,36 @@ void add_readers(host_memory, rows<T const> terms, index_t group, index_t width,
 /// Every rank that holds a shared head gets its whole sum, readers ascending: bitwise the same on every sharding.
 /// Collective, if a group of readers is split between ranks: one exchange; else nothing moves.
 ///
-/// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws.
+/// Throws `cpx::error` on heads or shapes that do not fit, and what `exchange` throws. Errors begin with `where`.
 template <class T, any_sharding S, any_transport Comm>
 void sum_readers(S const& sharding, int rank, index_t shared, index_t readers, index_t width,
                  rows<typename rank_memory_of<Comm>::template sum<T> const> terms,
-                 std::type_identity_t<std::span<rows<T> const>> sums, Comm& comm, caller here = caller::here()) {
+                 std::type_identity_t<std::span<rows<T> const>> sums, Comm& comm, caller here = caller::here(),
+                 char const* where = "sum_readers") {
     using sum = typename rank_memory_of<Comm>::template sum<T>;
-    detail::require_rank("sum_readers", rank, sharding.ranks(), here);
-    detail::require_groups("sum_readers", "readers", readers, "shared heads", shared, here);
+    detail::require_rank(where, rank, sharding.ranks(), here);
+    detail::require_groups(where, "readers", readers, "shared heads", shared, here);
     index_t const tensors = std::ssize(sums);
-    detail::product("sum_readers", "readers x width", {tensors, readers, width}, here);
+    detail::product(where, "readers x width", {tensors, readers, width}, here);
     index_t const group = readers / shared;
     range held = sharding.heads(rank, readers);
     range const own = sharding.heads(rank, shared);
     index_t const count = sharding.rows(rank);
-    detail::require_shape("sum_readers", "terms", terms, count, tensors * held.size() * width, here);
-    for (rows<T> const& to : sums) detail::require_shape("sum_readers", "sums", to, count, own.size() * width, here);
+    detail::require_shape(where, "terms", terms, count, tensors * held.size() * width, here);
+    for (rows<T> const& to : sums) detail::require_shape(where, "sums", to, count, own.size() * width, here);
     std::vector<detail::operand> written;
     for (rows<T> const& to : sums) written.push_back({"sums", to});
-    detail::require_apart("sum_readers", written, std::array{detail::operand("terms", terms)}, here);
+    detail::require_apart(where, written, std::array{detail::operand("terms", terms)}, here);
     auto const memory = rank_memory(comm);
-    auto whole = memory.template zeros<sum>("sum_readers", {0}, here);
+    auto whole = memory.template zeros<sum>(where, {0}, here);
     if (detail::groups_split(sharding, shared, readers)) {
         std::vector<section> const sections(sums.size(), section{readers, width});
         using R = detail::reader_sharding<S>;
         auto const plan =
             relayout(R(sharding, shared, sections, false), R(sharding, shared, sections, true), rank, here);
-        whole = memory.template zeros<sum>("sum_readers", {plan.target_rows, plan.target_width}, here);
+        whole = memory.template zeros<sum>(where, {plan.target_rows, plan.target_width}, here);
         rows<sum> const all(whole.data(), plan.target_rows, plan.target_width);
-        exchange(plan, terms, all, comm, here);
+        detail::exchange_rows(plan, terms, all, comm, here, where);
         terms = all;
         held = {own.first * group, own.last * group};
     }

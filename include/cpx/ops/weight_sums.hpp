@@ -36,10 +36,12 @@ struct summed_rows {
 template <any_sharding S>
 class weight_sums {
 public:
-    weight_sums(S const& sharding, int rank, sum_order order, caller here = caller::here())
-        : sharding_(sharding), rank_(rank), order_(order) {
-        detail::require_rank("weight_sums", rank, sharding.ranks(), here);
-        require(order == sum_order::by_rank || order == sum_order::by_row, "weight_sums", "order", "by_rank or by_row",
+    /// Errors of its exchanges begin with `by`: the operator whose gradients these are.
+    weight_sums(S const& sharding, int rank, sum_order order, caller here = caller::here(),
+                char const* by = "weight_sums")
+        : sharding_(sharding), rank_(rank), order_(order), by_(by) {
+        detail::require_rank(by, rank, sharding.ranks(), here);
+        require(order == sum_order::by_rank || order == sum_order::by_row, by, "order", "by_rank or by_row",
                 static_cast<int>(order), here);
     }
     template <class X>
@@ -206,9 +208,9 @@ private:
         auto const plan = relayout(sharding_, to, rank_, here);
         auto const memory = rank_memory(comm);
         summed_rows<T, rank_memory_of<Comm>> all{
-            {}, {0, width}, memory.template zeros<T>("weight_sums", {plan.target_rows, width}, here)};
+            {}, {0, width}, memory.template zeros<T>(by_, {plan.target_rows, width}, here)};
         rows<T> const target(all.memory.data(), plan.target_rows, width);
-        detail::exchange_rows(plan, x, target, comm, here, "weight_sums");
+        detail::exchange_rows(plan, x, target, comm, here, by_);
         all.data = target;
         return all;
     }
@@ -216,6 +218,7 @@ private:
     S sharding_;
     int rank_;
     sum_order order_;
+    char const* by_;
 };
 template <class X>
 weight_sums(X const&, detail::any = {}, detail::any = {}, detail::any = {})

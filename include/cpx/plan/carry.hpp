@@ -172,7 +172,7 @@ struct carry_plan<scan, S> : carry_chains<S> {
 template <carry_kind How, any_sharding S>
 carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here()) {
     detail::require_rank("carry", rank, sharding.ranks(), here);
-    carry_plan<How, S> c{{sharding, rank, segments(sharding, rank)}};
+    carry_plan<How, S> c{{sharding, rank, segments(sharding, rank, here)}};
     c.links.reserve(c.segments.size());
     detail::chain_finder<S> chains(sharding, rank, c.holders);
     index_t longest = 1, maps = 0;

@@ -61,7 +61,7 @@ struct identity {
         "ranks",        "sequences",    "tokens", "cu_seqlens (hash)",   "source sharding", "target sharding",
         "source width", "target width", "reach",  "bytes of an element", "agreement"};
 
-    std::array<char, 48> operation{};
+    std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
     std::array<char, 64> element{}; ///< type of what is moved; set when the plan is run
     std::array<std::uint64_t, numbers_count> numbers{};
@@ -178,7 +178,8 @@ private:
             std::string_view operation;
             char const* name;
         };
-        std::string_view const of = operation.data();
+        std::string_view of = operation.data();
+        of.remove_prefix(of.find(": ") == of.npos ? 0 : of.find(": ") + 2); // for whom
         for (meaning const m : {meaning{"carry", "elements of a map"},
                                 {"expert_balance", "over"},
                                 {"sum_over_ranks", "number of values"},

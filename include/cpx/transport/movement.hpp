@@ -32,7 +32,7 @@ public:
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> from, rows<T> to, caller here) {
         kind::exchanges(plan_of(), width_, back, [&](std::span<plan const> plans) {
-            exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here);
+            exchange_rows(plans[static_cast<std::size_t>(number)], from, to, comm_, here, "movement");
         });
     }
     /// `rows_of(plan_of, number, here)`: returns how many rows an exchange takes, and how many it brings.

@@ -195,7 +195,7 @@ public:
             r_.backward_fold(s, t_.x, to_.dout, ends, memory_, here_);
         });
     }
-    void finish(caller) const {} // gradients of heads that several others read are whole
+    void finish(char const*, caller) const {} // gradients of heads that several others read are whole
 
 private:
     R const& r_;

@@ -83,7 +83,7 @@ public:
         for (auto const& j : list) joins.push_back({j.map, j.x, j.sum});
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
-    void exchange(plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
+    void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
         (*move_)(from, to, stream(), number, false, here);
     }
 
