@@ -1528,6 +1528,12 @@ inline std::vector<int> rotary_axes(std::array<index_t, 3> section, axis_order o
             axes.push_back(i < 3 * section[static_cast<std::size_t>(i % 3)] ? static_cast<int>(i % 3) : 0);
     return axes;
 }
+template <class X>
+std::vector<int> rotary_axes(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: rotary_axes(section, order, pairs) wants mrope_section, three index_t in "
+                                    "braces or an array, and an axis_order");
+    return {};
+}
 
 } // namespace cpx
 
@@ -1863,6 +1869,13 @@ struct either {
     }
 };
 
+namespace detail {
+
+template <class A, class B, class Rule>
+inline constexpr bool chooses = layout<A> && layout<B> && std::predicate<Rule, index_t>;
+
+} // namespace detail
+
 /// `A` for the runs whose length the rule accepts, `B` for the others.
 ///
 /// miles' rule, "zigzag where 2W divides the length, else sequential":
@@ -1870,18 +1883,21 @@ struct either {
 ///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index_t n) { return n % 8 == 0; }};
 ///
 /// `Rule` must be copyable and give the same answer on every rank.
-template <layout A, layout B, std::predicate<index_t> Rule>
+template <class A, class B, class Rule>
 struct by_length {
+    static_assert(detail::chooses<A, B, Rule>,
+                  "cpx: by_length{a, b, rule} wants two layouts, and which lengths are cut by the first: "
+                  "[](cpx::index_t n) { return n % 8 == 0; }");
     A first;
     B second;
     Rule rule;
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
-    CPX_HOST_DEVICE constexpr either<A, B> at(index_t n) const { return {first, second, rule(n)}; }
+    CPX_HOST_DEVICE constexpr auto at(index_t n) const { return either<A, B>{first, second, rule(n)}; }
 };
 
-template <class A, class B, class Rule>
-by_length(A, B, Rule) -> by_length<A, B, Rule>;
+template <class A, class B = detail::any, class Rule = detail::any>
+by_length(A, B = {}, Rule = {}) -> by_length<A, B, Rule>;
 
 } // namespace cpx
 
@@ -2264,6 +2280,8 @@ public:
         requires(!std::derived_from<X, head_sharded>)
     explicit head_sharded(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
         : detail::every_row_sharding<W>(x) {}
+    template <class X>
+    head_sharded(std::initializer_list<section>, X const& x, detail::any = {}) : detail::every_row_sharding<W>(x) {}
 
     std::span<section const> sections() const { return *sections_; }
 
@@ -2914,6 +2932,18 @@ public:
     sharded<T const, S, M> view() const& { return {data(), sharding_, rank_, memory_}; }
     template <class X = T>
     sharded<T, S, M> view() const&& {
+        ends<X>();
+        throw;
+    }
+    /// Returns a view of columns `[first, first + width)`, see `sharded`.
+    sharded<T, S, M> columns(index_t first, index_t width, caller here = caller::here()) & {
+        return view().columns(first, width, here);
+    }
+    sharded<T const, S, M> columns(index_t first, index_t width, caller here = caller::here()) const& {
+        return view().columns(first, width, here);
+    }
+    template <class X = T>
+    sharded<T, S, M> columns(index_t, index_t) const&& {
         ends<X>();
         throw;
     }
@@ -5415,6 +5445,12 @@ public:
         images_ = list("image", images, false, here);
         videos_ = list("video", videos, options_.rule == mrope_rule::qwen3_vl, here);
     }
+    template <class X>
+        requires(!std::same_as<X, media>)
+    explicit media(X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: media(images, videos, options) wants two vectors of media_grid, in "
+                                        "patches: media({{1, 4, 6}}, {})");
+    }
 
     media_options const& options() const { return options_; }
     bool empty() const { return rows(media_kind::image) + rows(media_kind::video) == 0; }
@@ -6337,6 +6373,11 @@ void agree(Comm& comm, identity const& mine, plan const& of, caller here = calle
         [&](void const* own, void* all, std::size_t bytes) { detail::gather(comm, id, own, all, bytes, here); }, here,
         of.source_settings, of.target_settings);
     comm.agreed().insert(mine.fingerprint());
+}
+template <class X>
+void agree(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: agree(comm, mine, of) wants a cpx::transport, the identity of a plan, plan.id, and the plan");
 }
 
 } // namespace cpx

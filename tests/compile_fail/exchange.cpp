@@ -126,6 +126,9 @@ void sums(cpx::tensor<float, zigzag>& x, std::vector<float> const& never_written
     cpx::sum_over_ranks(never_written, comm);
 }
 
+// expect: agree.comm, mine, of. wants a cpx::transport
+void agrees(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::agree(comm, x); }
+
 // expect: gather.comm, mine, all, bytes. gathers bytes
 void gathers(cpx::tensor<float, zigzag>& x, cpx::threads& comm) { cpx::gather(x, comm); }
 

@@ -75,6 +75,9 @@ void turns(std::vector<float>& x, cpx::cuda::rotary_pairs const& pairs, cpx::cud
     cpx::cuda::rotary(x, 8, pairs, positions, x);
 }
 
+// expect: cuda::rotary_pairs.frequencies, axes. wants frequencies of double
+cpx::cuda::rotary_pairs const of_floats(std::vector<float>(4));
+
 // expect: a field is given other elements, to write what is const, or no view
 auto gradients(view<zigzag, device> dx, std::vector<float> const& dweight) {
     return cpx::cuda::causal_conv1d_gradients<float, zigzag>{dx, dweight};

@@ -142,6 +142,16 @@ auto const positions = cpx::positions(sharding, 0);
 auto const traffic = cpx::traffic(sharding);
 // expect: edges_of wants a plan of rows after segments
 auto const edges = cpx::edges_of(sharding);
+// expect: replicated<W> wants a cpx::thd, and head_sharded<W> its sections
+cpx::head_sharded<4> const of_sections_first({{2, 4}}, cpx::thd());
+// expect: by_length{a, b, rule} wants two layouts
+cpx::by_length const rule_first{[](cpx::index_t) { return true; }, cpx::zigzag<4>{}, cpx::sequential<4>{}};
+// expect: media.images, videos, options. wants two vectors of media_grid
+cpx::media const of_text("i4x4");
+// expect: rotary_axes.section, order, pairs. wants mrope_section
+auto const axes = cpx::rotary_axes(3, cpx::axis_order::interleaved);
+// expect: a view of a tensor that ends with the expression
+auto const columns = cpx::make_tensor<short>(sharding, 0, 1).columns(0, 1);
 // expect: threads::run.ranks, program. wants a program that takes its rank
 void run() {
     cpx::threads::run(4, [](int) {});

@@ -397,6 +397,33 @@ void of_one_rank(held_twice x, std::vector<int> const& labels, std::vector<float
     cpx::log_probabilities<float>(x.data(), labels, out);
 }
 
+// expect: rotary_frequencies<T>.options. wants the type of the numbers
+// expect: rotary_table<T>.positions, axes, frequencies, cos, sin. wants rows or a span
+// expect: attend_head<T>.q, positions, k, v, scale, o. wants rows of T
+// expect: convolve_segment<T>.history, x, weight, bias, activation, y. wants rows of T
+// expect: delta_rule_forward<T>.q, k, v, g, beta, first, options, state, o. wants rows of T
+// expect: delta_rule_backward<T>.q, k, v, g, beta, first, options, state, dout, dstate, gradients. wants rows of T
+void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
+    cpx::rotary_frequencies(64);
+    cpx::rotary_table(out, 4);
+    cpx::attend_head(x, positions, x, x, 1, x);
+    cpx::convolve_segment(x.data(), x.data(), out, out, silu, x.data());
+    cpx::delta_rule_options const options;
+    cpx::delta_rule_forward<float>(x, x, x, x, x, 0, options, x, x);
+    cpx::delta_rule_backward<float>(x, x, x, x, x, 0, options, x, x);
+}
+
+// expect: local_rows.sharding, rank, sections, weight. wants a sharding
+// expect: add_local_rows.sharding, rank, sections, local, weight. wants a sharding
+// expect: sum_readers<T>.sharding, rank, shared, readers, width, terms, sums, comm. wants rows
+// expect: gated_delta_net_relayout.from, to, rank, config. wants two shardings
+void of_heads(zigzag const& sharding, held_twice x, cpx::threads& comm) {
+    cpx::local_rows(sharding, 0, sharding.sections(), x);
+    cpx::add_local_rows(sharding, 0, sharding.sections(), x.data());
+    cpx::sum_readers(sharding, 0, 1, 1, 4, x, x, comm);
+    cpx::gated_delta_net_relayout of_a_batch(cpx::thd(), sharding, 0, cpx::gated_delta_net_config());
+}
+
 // expect: gated_delta_net_cache<T>.config, sharding, rank. wants a gated_delta_net_config
 cpx::gated_delta_net_cache<float> const cache(zigzag(cpx::thd(), cpx::zigzag<4>{}), 0);
 

@@ -571,10 +571,10 @@ TEST_SUITE("ops") {
         auto const run_on = [&](auto const& r, cpx::thd const& batch, cpx::threads& threads) {
             support::any_tokens const sharding = cpx::shard(batch, cpx::sequential<>(2));
             counts_received comm{threads};
-            auto const tensor = [&](index_t columns) {
-                return cpx::make_tensor<double>(sharding, comm.rank(), columns);
+            auto const input = [&](std::size_t i) {
+                return cpx::make_tensor<double>(sharding, comm.rank(), r.inputs()[i].heads * r.inputs()[i].width);
             };
-            auto const q = tensor(2), k = q, v = q, g = tensor(r.inputs()[3].width);
+            auto const q = input(0), k = q, v = q, g = input(3);
             auto o = q;
             cpx::recurrence_tensors const t{std::array{q.view(), k.view(), v.view(), g.view()}, o.view()};
             recur(cpx::carry<cpx::scan>(sharding, comm.rank()), r, t, comm);

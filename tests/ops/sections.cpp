@@ -76,9 +76,8 @@ TEST_SUITE("ops") {
         support::rejects({"local_rows: rows of the weight: expected 18, got 19"}, call(19));
         support::rejects({"local_rows: rows of the weight: expected 18, got 17"}, call(17));
         auto const of = [&](std::vector<cpx::section> const& sections, int rank) {
-            return [=] {
-                cpx::local_rows<int>(cpx::shard(batch, cpx::zigzag<3>{}), rank, sections, cpx::rows<int const>());
-            };
+            return
+                [=] { cpx::local_rows(cpx::shard(batch, cpx::zigzag<3>{}), rank, sections, cpx::rows<int const>()); };
         };
         index_t const big = index_t{1} << 62;
         support::rejects({"sections.cpp", "local_rows: heads of section 1: expected 1 to ", "got -2"},

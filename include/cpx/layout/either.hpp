@@ -30,6 +30,13 @@ struct either {
     }
 };
 
+namespace detail {
+
+template <class A, class B, class Rule>
+inline constexpr bool chooses = layout<A> && layout<B> && std::predicate<Rule, index_t>;
+
+} // namespace detail
+
 /// `A` for the runs whose length the rule accepts, `B` for the others.
 ///
 /// miles' rule, "zigzag where 2W divides the length, else sequential":
@@ -37,17 +44,20 @@ struct either {
 ///     cpx::by_length rule{cpx::zigzag<4>{}, cpx::sequential<4>{}, [](cpx::index_t n) { return n % 8 == 0; }};
 ///
 /// `Rule` must be copyable and give the same answer on every rank.
-template <layout A, layout B, std::predicate<index_t> Rule>
+template <class A, class B, class Rule>
 struct by_length {
+    static_assert(detail::chooses<A, B, Rule>,
+                  "cpx: by_length{a, b, rule} wants two layouts, and which lengths are cut by the first: "
+                  "[](cpx::index_t n) { return n % 8 == 0; }");
     A first;
     B second;
     Rule rule;
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
-    CPX_HOST_DEVICE constexpr either<A, B> at(index_t n) const { return {first, second, rule(n)}; }
+    CPX_HOST_DEVICE constexpr auto at(index_t n) const { return either<A, B>{first, second, rule(n)}; }
 };
 
-template <class A, class B, class Rule>
-by_length(A, B, Rule) -> by_length<A, B, Rule>;
+template <class A, class B = detail::any, class Rule = detail::any>
+by_length(A, B = {}, Rule = {}) -> by_length<A, B, Rule>;
 
 } // namespace cpx

@@ -78,6 +78,8 @@ public:
         requires(!std::derived_from<X, head_sharded>)
     explicit head_sharded(X const& x, detail::any = {}, detail::any = {}, detail::any = {})
         : detail::every_row_sharding<W>(x) {}
+    template <class X>
+    head_sharded(std::initializer_list<section>, X const& x, detail::any = {}) : detail::every_row_sharding<W>(x) {}
 
     std::span<section const> sections() const { return *sections_; }
 

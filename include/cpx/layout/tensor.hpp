@@ -90,6 +90,18 @@ public:
         ends<X>();
         throw;
     }
+    /// Returns a view of columns `[first, first + width)`, see `sharded`.
+    sharded<T, S, M> columns(index_t first, index_t width, caller here = caller::here()) & {
+        return view().columns(first, width, here);
+    }
+    sharded<T const, S, M> columns(index_t first, index_t width, caller here = caller::here()) const& {
+        return view().columns(first, width, here);
+    }
+    template <class X = T>
+    sharded<T, S, M> columns(index_t, index_t) const&& {
+        ends<X>();
+        throw;
+    }
     operator sharded<T, S, M>() & { return view(); }
     operator sharded<T const, S, M>() const& { return view(); }
     operator sharded<T const, S, M>() const&& = delete;

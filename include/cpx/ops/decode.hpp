@@ -123,6 +123,9 @@ public:
             "cpx: gated_delta_net_relayout between shardings over different numbers of ranks; shard both over "
             "the same ranks");
     }
+    template <class X>
+    explicit gated_delta_net_relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : gated_delta_net_relayout(unfit<X>()) {}
 
     /// Returns the plan, whose rows are the states of a sequence, conv and then recurrent.
     plan const& moves() const { return plan_; }
@@ -146,8 +149,9 @@ public:
             leaving.insert(leaving.end(), from.conv.row(s), from.conv.row(s) + source_.conv);
             leaving.insert(leaving.end(), from.recurrent.row(s), from.recurrent.row(s) + source_.recurrent);
         }
-        exchange(plan_, rows<T const>(leaving.data(), std::ssize(source_.sequences), source_.width()),
-                 rows<T>(coming.data(), std::ssize(target_.sequences), target_.width()), comm, here);
+        detail::exchange_rows(plan_, rows<T const>(leaving.data(), std::ssize(source_.sequences), source_.width()),
+                              rows<T>(coming.data(), std::ssize(target_.sequences), target_.width()), comm, here,
+                              where);
         T const* next = coming.data();
         for (index_t const s : target_.sequences) {
             std::copy_n(next, target_.conv, to.conv.row(s));
@@ -159,6 +163,13 @@ public:
 private:
     static constexpr char const* where = "gated_delta_net_relayout";
     using relayout_type = relayout_plan<detail::state_sharding_of<From>, detail::state_sharding_of<To>>;
+
+    template <class X>
+    static gated_delta_net_relayout const& unfit() {
+        static_assert(detail::never<X>, "cpx: gated_delta_net_relayout(from, to, rank, config) wants two shardings, "
+                                        "this rank and a gated_delta_net_config");
+        throw;
+    }
 
     static relayout_type make(From const& from, To const& to, int rank, gated_delta_net_config const& config,
                               caller here) {
@@ -209,5 +220,8 @@ private:
     relayout_type plan_;
     held_states source_, target_;
 };
+template <class X>
+gated_delta_net_relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> gated_delta_net_relayout<replicated<1>, replicated<1>>;
 
 } // namespace cpx

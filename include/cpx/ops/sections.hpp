@@ -15,12 +15,12 @@ namespace cpx {
 /// weight: (sum of heads * width over the sections, columns), such as the (channels, K) weight of a convolution over
 /// q, k and v, or the (heads, 1) decay of a recurrence. All rows, unless the sharding is by heads.
 template <class T, any_sharding S>
-std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> weight,
-                          caller here = caller::here()) {
+std::vector<std::remove_const_t<T>> local_rows(S const& sharding, int rank, std::span<section const> sections,
+                                               rows<T> weight, caller here = caller::here()) {
     detail::require_rank("local_rows", rank, sharding.ranks(), here);
     index_t const all = detail::columns_of("local_rows", sections, here);
     require(all == weight.count(), "local_rows", "rows of the weight", all, weight.count(), here);
-    std::vector<T> local;
+    std::vector<std::remove_const_t<T>> local;
     index_t first = 0;
     for (section const& s : sections) {
         range const heads = sharding.heads(rank, s.heads);
@@ -29,6 +29,12 @@ std::vector<T> local_rows(S const& sharding, int rank, std::span<section const> 
         first += s.heads * s.width;
     }
     return local;
+}
+template <class X>
+detail::refused local_rows(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: local_rows(sharding, rank, sections, weight) wants a sharding, this rank, "
+                                    "sections and rows of the weight: rows(list, width), or a tensor's data()");
+    return {};
 }
 
 /// Returns the heads of a section for which `rank` speaks: those that it holds and no lower rank does. All of them
@@ -46,8 +52,8 @@ range owned_heads(S const& sharding, int rank, index_t heads) {
 /// Where several ranks hold a head and so its whole gradient, the lowest of them adds it (see `owned_heads`): the sum
 /// over all ranks counts it once.
 template <class T, any_sharding S>
-void add_local_rows(S const& sharding, int rank, std::span<section const> sections, rows<T const> local, rows<T> weight,
-                    caller here = caller::here()) {
+void add_local_rows(S const& sharding, int rank, std::span<section const> sections,
+                    std::type_identity_t<rows<T const>> local, rows<T> weight, caller here = caller::here()) {
     detail::require_rank("add_local_rows", rank, sharding.ranks(), here);
     index_t const all = detail::columns_of("add_local_rows", sections, here);
     index_t held = 0;
@@ -67,6 +73,12 @@ void add_local_rows(S const& sharding, int rank, std::span<section const> sectio
         first += s.heads * s.width;
         taken += heads.size() * s.width;
     }
+}
+template <class X>
+void add_local_rows(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
+                    detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: add_local_rows(sharding, rank, sections, local, weight) wants a sharding, "
+                                    "this rank, sections, and rows of its share and of the weight: rows(list, width)");
 }
 
 } // namespace cpx

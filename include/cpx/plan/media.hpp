@@ -55,6 +55,12 @@ public:
         images_ = list("image", images, false, here);
         videos_ = list("video", videos, options_.rule == mrope_rule::qwen3_vl, here);
     }
+    template <class X>
+        requires(!std::same_as<X, media>)
+    explicit media(X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: media(images, videos, options) wants two vectors of media_grid, in "
+                                        "patches: media({{1, 4, 6}}, {})");
+    }
 
     media_options const& options() const { return options_; }
     bool empty() const { return rows(media_kind::image) + rows(media_kind::video) == 0; }

@@ -68,5 +68,16 @@ void attend_head(rows<T const> q, std::span<index_t const> positions, rows<T con
         }
     }
 }
+template <class T = detail::refused, class... X>
+    requires(
+        !detail::takes<void(rows<T const>, std::span<index_t const>, rows<T const>, rows<T const>, T, rows<T>), X...> &&
+        !detail::takes<void(rows<T const>, std::span<index_t const>, rows<T const>, rows<T const>, T, rows<T>,
+                            std::span<T>),
+                       X...>)
+void attend_head(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: attend_head<T>(q, positions, k, v, scale, o) wants rows of T and positions of index_t, not "
+                  "const where they are written; take rows with view() or data()");
+}
 
 } // namespace cpx

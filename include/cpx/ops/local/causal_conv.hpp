@@ -93,6 +93,13 @@ void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weig
             for (index_t channel = 0; channel < channels; ++channel) y(t, channel) = silu(y(t, channel));
     }
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, T const*, activation, rows<T>), X...>)
+void convolve_segment(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: convolve_segment<T>(history, x, weight, bias, activation, y) wants rows of T and a pointer to "
+                  "the bias, not const where they are written; take rows with view() or data()");
+}
 
 /// Computes `dz = dy act'(z)`, the gradient of the sums z of `convolve_segment`, from which the other gradients follow.
 ///

@@ -202,6 +202,15 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
     });
     detail::copy_out(s, state);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
+                                 delta_rule_options const&, rows<T>, rows<T>),
+                            X...>)
+void delta_rule_forward(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: delta_rule_forward<T>(q, k, v, g, beta, first, options, state, o) wants rows of T, not const "
+                  "where they are written; take rows with view() or data()");
+}
 
 /// Folds one segment into its step `S_end = M S_start + E` of the state, without outputs: `map` takes M, `end` E.
 ///
@@ -231,6 +240,15 @@ void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T c
     });
     detail::copy_out(e, end);
     if (with_map) detail::copy_out(m, map);
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
+                                 delta_rule_options const&, rows<T>, rows<T>),
+                            X...>)
+void delta_rule_fold(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: delta_rule_fold<T>(k, v, g, beta, first, options, end, map) wants rows of T, not const where "
+                  "they are written; take rows with view() or data()");
 }
 
 } // namespace cpx

@@ -200,6 +200,16 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
     });
     detail::copy_out(ds, dstate);
 }
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
+                                 delta_rule_options const&, rows<T const>, rows<T const>, rows<T>,
+                                 delta_rule_gradients<T> const&),
+                            X...>)
+void delta_rule_backward(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: delta_rule_backward<T>(q, k, v, g, beta, first, options, state, dout, dstate, gradients) wants "
+                  "rows of T, not const where they are written; take rows with view() or data()");
+}
 
 /// Takes the gradient of the state through one segment, without other gradients.
 ///
@@ -225,6 +235,15 @@ void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g,
         detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds).retreat(of(beta), ds);
     });
     detail::copy_out(ds, dstate);
+}
+template <class T = detail::refused, class... X>
+    requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
+                                 delta_rule_options const&, rows<T const>, rows<T>),
+                            X...>)
+void delta_rule_backward_fold(X&&...) {
+    static_assert(detail::never<void(X...)>,
+                  "cpx: delta_rule_backward_fold<T>(q, k, g, beta, first, options, dout, dstate) wants rows of T, not "
+                  "const where they are written; take rows with view() or data()");
 }
 
 } // namespace cpx

@@ -31,6 +31,12 @@ std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::
             1 / std::pow(static_cast<T>(options.theta), static_cast<T>(i) / static_cast<T>(dim));
     return result;
 }
+template <class T = void, class X>
+detail::refused rotary_frequencies(X const&, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: rotary_frequencies<T>(options) wants the type of the numbers and "
+                                    "rotary_options: rotary_frequencies<float>({.rotary_dim = 64})");
+    return {};
+}
 
 /// What turns the pairs of every head, made once a model. T: that of the elements, float for elements of 16 bits.
 template <class T>
@@ -94,6 +100,14 @@ template <class T>
 void rotary_table(std::span<index_t const> positions, std::span<T const> frequencies, rows<T> cos, rows<T> sin,
                   caller here = caller::here()) {
     rotary_table<T>({positions.data(), 1, std::ssize(positions)}, {}, frequencies, cos, sin, here);
+}
+template <class T = detail::refused, class... X>
+    requires(
+        !detail::takes<void(rows<index_t const>, std::span<int const>, std::span<T const>, rows<T>, rows<T>), X...> &&
+        !detail::takes<void(std::span<index_t const>, std::span<T const>, rows<T>, rows<T>), X...>)
+void rotary_table(X&&...) {
+    static_assert(detail::never<void(X...)>, "cpx: rotary_table<T>(positions, axes, frequencies, cos, sin) wants rows "
+                                             "or a span of index_t, a span of int, one of T, and rows of T");
 }
 
 namespace detail {
