@@ -43,7 +43,7 @@ public:
     }
     template <class X>
         requires(!std::same_as<X, rotary_pairs> && !std::convertible_to<X const&, std::span<double const>>)
-    explicit rotary_pairs(X const&, cpx::detail::any = {}) {
+    explicit rotary_pairs(X const&, cpx::detail::any = {}, cpx::detail::any = {}) {
         static_assert(cpx::detail::never<X>, "cpx: cuda::rotary_pairs(frequencies, axes) wants frequencies of double, "
                                              "such as rotary_frequencies<double>(options), and axes of rotary_axes");
     }
