@@ -629,9 +629,9 @@ TEST_SUITE("ops") {
                 call({{}, right.recurrent}, right, 1));
         rejects({"decode.cpp", name + "overlap of conv and recurrent: expected none, got some"},
                 call(right, with({}, {values.data() + 300, 2, 96}), 1));
-        rejects(
-            {"decode.cpp", "exchange: rank of the plan: expected ", " of 2, got 0 of 1"}, // of the rank that is first
-            call(right, right, 2));
+        rejects({"decode.cpp", "gated_delta_net_relayout: rank of the plan: expected ",
+                 " of 2, got 0 of 1"}, // of the rank that is first
+                call(right, right, 2));
 
         auto const p = random_layer<float>(one, grouped, false, 1);
         auto const tokens_of = cpx::shard(one, cpx::zigzag<>(1));

@@ -574,8 +574,8 @@ TEST_SUITE("ops") {
             auto const input = [&](std::size_t i) {
                 return cpx::make_tensor<double>(sharding, comm.rank(), r.inputs()[i].heads * r.inputs()[i].width);
             };
-            auto const q = input(0), k = q, v = q, g = input(3);
-            auto o = q;
+            auto const q = input(0), k = q, v = input(2), g = input(3);
+            auto o = v;
             cpx::recurrence_tensors const t{std::array{q.view(), k.view(), v.view(), g.view()}, o.view()};
             recur(cpx::carry<cpx::scan>(sharding, comm.rank()), r, t, comm);
         };
@@ -593,12 +593,12 @@ TEST_SUITE("ops") {
             cpx::threads::run(
                 2, [&](cpx::threads& comm) { run_on(head_decay_attention{heads}, lengths({11 + comm.rank()}), comm); });
         });
-        support::rejects({": head_decay_attention: ranks disagree on elements of a map", "got 1 (rank 0), 2 (rank 1)"},
-                         [&] {
-                             cpx::threads::run(2, [&](cpx::threads& comm) {
-                                 cpx::recurrence_heads const more{1 + comm.rank(), 1 + comm.rank(), 2, 2};
-                                 run_on(head_decay_attention{more}, lengths({12}), comm);
-                             });
-                         });
+        support::rejects(
+            {": head_decay_attention: ranks disagree on elements of a map", "got 1 (rank 0), 2 (rank 1)"}, [&] {
+                cpx::threads::run(2, [&](cpx::threads& comm) {
+                    cpx::recurrence_heads const more{1 + comm.rank(), 1 + comm.rank(), 2, 4 / (1 + comm.rank())};
+                    run_on(head_decay_attention{more}, lengths({12}), comm);
+                });
+            });
     }
 }
