@@ -10,9 +10,10 @@ mix_all<std::array<std::uint64_t, identity::numbers_count>>(std::uint64_t,
 template class padded<float>;
 template void weigh<float>(std::vector<float const*> const&, padded<float> const&, float const*, index_t, float*);
 template void exchange_sum<float, float, threads>(plan const&, identity const&, rows<float> const&, rows<float> const&,
-                                                  threads&, caller);
+                                                  threads&, caller, char const*);
 template void exchange_sum<float, float, counted<transport_ref>>(plan const&, identity const&, rows<float> const&,
-                                                                 rows<float> const&, counted<transport_ref>&, caller);
+                                                                 rows<float> const&, counted<transport_ref>&, caller,
+                                                                 char const*);
 template std::array<float, linear_rows * linear_outputs>
     products<float>(std::array<float const*, linear_rows>, std::array<float const*, linear_outputs>, index_t);
 template void add_products<float>(rows<float const>, rows<float const>, rows<float>);
@@ -30,10 +31,10 @@ template delta_chunk_gradients<float> differentiate_chunk<float>(delta_reverse<f
 template class padded<double>;
 template void weigh<double>(std::vector<double const*> const&, padded<double> const&, double const*, index_t, double*);
 template void exchange_sum<double, double, threads>(plan const&, identity const&, rows<double> const&,
-                                                    rows<double> const&, threads&, caller);
+                                                    rows<double> const&, threads&, caller, char const*);
 template void exchange_sum<double, double, counted<transport_ref>>(plan const&, identity const&, rows<double> const&,
-                                                                   rows<double> const&, counted<transport_ref>&,
-                                                                   caller);
+                                                                   rows<double> const&, counted<transport_ref>&, caller,
+                                                                   char const*);
 template std::array<double, linear_rows * linear_outputs>
     products<double>(std::array<double const*, linear_rows>, std::array<double const*, linear_outputs>, index_t);
 template void add_products<double>(rows<double const>, rows<double const>, rows<double>);

@@ -26,10 +26,10 @@ extern template class padded<float>;
 extern template void weigh<float>(std::vector<float const*> const&, padded<float> const&, float const*, index_t,
                                   float*);
 extern template void exchange_sum<float, float, threads>(plan const&, identity const&, rows<float> const&,
-                                                         rows<float> const&, threads&, caller);
+                                                         rows<float> const&, threads&, caller, char const*);
 extern template void exchange_sum<float, float, counted<transport_ref>>(plan const&, identity const&,
                                                                         rows<float> const&, rows<float> const&,
-                                                                        counted<transport_ref>&, caller);
+                                                                        counted<transport_ref>&, caller, char const*);
 extern template std::array<float, linear_rows * linear_outputs>
     products<float>(std::array<float const*, linear_rows>, std::array<float const*, linear_outputs>, index_t);
 extern template void add_products<float>(rows<float const>, rows<float const>, rows<float>);
@@ -49,10 +49,10 @@ extern template class padded<double>;
 extern template void weigh<double>(std::vector<double const*> const&, padded<double> const&, double const*, index_t,
                                    double*);
 extern template void exchange_sum<double, double, threads>(plan const&, identity const&, rows<double> const&,
-                                                           rows<double> const&, threads&, caller);
+                                                           rows<double> const&, threads&, caller, char const*);
 extern template void exchange_sum<double, double, counted<transport_ref>>(plan const&, identity const&,
                                                                           rows<double> const&, rows<double> const&,
-                                                                          counted<transport_ref>&, caller);
+                                                                          counted<transport_ref>&, caller, char const*);
 extern template std::array<double, linear_rows * linear_outputs>
     products<double>(std::array<double const*, linear_rows>, std::array<double const*, linear_outputs>, index_t);
 extern template void add_products<double>(rows<double const>, rows<double const>, rows<double>);
