@@ -87,7 +87,7 @@ TEST_SUITE("cuda") {
                                                            seed % 2 ? activation::silu : activation::none, seed);
                     CAPTURE(p.text());
                     auto const alone = run(p, on_ranks::one_rank(p.batch));
-                    check_close<T>(alone, reference(p));
+                    check_close<T>(alone, on_host(p));
                     // by 16 bytes, by elements, and by 16 bytes with rows apart
                     placement const others[] = {{1, 0}, {0, 1}, {8, 8}, {5, 3}};
                     placement const at = others[seed % 4];
@@ -109,7 +109,7 @@ TEST_SUITE("cuda") {
                                                    activation::silu, 99);
             CAPTURE(p.text());
             auto const alone = run(p, on_ranks::one_rank(p.batch));
-            check_close<T>(alone, reference(p));
+            check_close<T>(alone, on_host(p));
             auto const again = run(p, on_ranks::one_rank(p.batch));
             check_same("dweight", again.dweight, alone.dweight);
             check_same("dbias", again.dbias, alone.dbias);
@@ -128,7 +128,7 @@ TEST_SUITE("cuda") {
                                                        activation::silu, seed);
                 CAPTURE(p.text());
                 auto const alone = run(p, on_ranks::one_rank(p.batch));
-                auto const expected = reference(p);
+                auto const expected = on_host(p);
                 int const ranks = std::array{2, 3, 5}[seed / 3 % 3];
                 on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& s) {
                     CAPTURE(name);

@@ -79,7 +79,7 @@ results run(problem<T, W> const& p, S const& sharding, placement at = {}, form c
 
 /// The host's operators in double, sequence by sequence. `dy`: the gradient of the result, if it is not the problem's.
 template <class T, class W>
-results reference(problem<T, W> const& p, std::vector<double> dy = {}) {
+results on_host(problem<T, W> const& p, std::vector<double> dy = {}) {
     if (dy.empty()) dy = convert<double>(p.dy);
     auto const x = convert<double>(p.x), weight = convert<double>(p.weight), bias = convert<double>(p.bias);
     results r{std::vector<double>(x.size()), std::vector<double>(x.size()), std::vector<double>(weight.size()),

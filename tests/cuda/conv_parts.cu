@@ -38,7 +38,7 @@ results normalised(problem<T, W> const& p, std::vector<width_and_heads> const& l
         }
         for (std::size_t i = first; i < first + head_dim; ++i) dy[i] = (dy[i] - n[i] * along) / std::sqrt(squares);
     });
-    auto r = reference(p, dy);
+    auto r = on_host(p, dy);
     r.y = n;
     return r;
 }
