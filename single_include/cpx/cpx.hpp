@@ -519,7 +519,7 @@ struct extent {
     template <class I>
     CPX_HOST_DEVICE constexpr explicit extent(I) {
         static_assert(detail::never<I>, "cpx: a size that the type tells takes no other; leave the number out, or "
-                                        "leave it out of the type, as in zigzag<>(4)");
+                                        "leave it to run time: zigzag<>(4), aligned<cpx::dynamic>(32)");
     }
     CPX_HOST_DEVICE constexpr int get() const { return N; }
     friend constexpr bool operator==(extent, extent) = default;
@@ -710,6 +710,9 @@ struct field : F {
         requires std::constructible_from<F, X, index_t, index_t, index_t, caller>
     constexpr field(X&& data, index_t count, index_t width, index_t stride, caller here = caller::here())
         : F(std::forward<X>(data), count, width, stride, here) {}
+    template <class X, class Y, class... More>
+        requires(!std::constructible_from<F, X, Y, More...>)
+    field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::refused())) {}
 };
 
 template <class F>
@@ -1686,9 +1689,7 @@ struct balanced {
 template <int Unit = 64>
 struct aligned : private extent<Unit> {
     constexpr aligned() = default;
-    CPX_HOST_DEVICE constexpr explicit aligned(int unit)
-        requires(Unit == dynamic)
-        : extent<Unit>(unit) {}
+    CPX_HOST_DEVICE constexpr explicit aligned(int unit) : extent<Unit>(unit) {}
 
     CPX_HOST_DEVICE constexpr int unit() const { return this->get(); }
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const {

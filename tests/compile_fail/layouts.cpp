@@ -20,12 +20,15 @@ cpx::aligned<-2> cut;
 cpx::striped<4, 0> dealt;
 #endif
 
-// A layout whose ranks are in its type takes no other number.
+// A layout whose ranks are in its type takes no other number, nor does a cut with its unit there.
+// expect: cpx: a size that the type tells takes no other
 // expect: cpx: a size that the type tells takes no other
 #ifdef CPX_GOOD
 cpx::zigzag<> const layout(4);
+cpx::aligned<cpx::dynamic> const unit(32);
 #else
 cpx::zigzag<2> const layout(4);
+cpx::aligned<64> const unit(64);
 #endif
 
 // What is wanted is named: a layout, or a rule that chooses layouts.

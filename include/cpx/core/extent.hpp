@@ -21,7 +21,7 @@ struct extent {
     template <class I>
     CPX_HOST_DEVICE constexpr explicit extent(I) {
         static_assert(detail::never<I>, "cpx: a size that the type tells takes no other; leave the number out, or "
-                                        "leave it out of the type, as in zigzag<>(4)");
+                                        "leave it to run time: zigzag<>(4), aligned<cpx::dynamic>(32)");
     }
     CPX_HOST_DEVICE constexpr int get() const { return N; }
     friend constexpr bool operator==(extent, extent) = default;

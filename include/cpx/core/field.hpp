@@ -63,6 +63,9 @@ struct field : F {
         requires std::constructible_from<F, X, index_t, index_t, index_t, caller>
     constexpr field(X&& data, index_t count, index_t width, index_t stride, caller here = caller::here())
         : F(std::forward<X>(data), count, width, stride, here) {}
+    template <class X, class Y, class... More>
+        requires(!std::constructible_from<F, X, Y, More...>)
+    field(X&&, Y&&, More&&...) : F(detail::fit<F>(detail::refused())) {}
 };
 
 template <class F>

@@ -45,9 +45,7 @@ struct balanced {
 template <int Unit = 64>
 struct aligned : private extent<Unit> {
     constexpr aligned() = default;
-    CPX_HOST_DEVICE constexpr explicit aligned(int unit)
-        requires(Unit == dynamic)
-        : extent<Unit>(unit) {}
+    CPX_HOST_DEVICE constexpr explicit aligned(int unit) : extent<Unit>(unit) {}
 
     CPX_HOST_DEVICE constexpr int unit() const { return this->get(); }
     CPX_HOST_DEVICE constexpr index_t begin(int c, int chunks, index_t n) const {
