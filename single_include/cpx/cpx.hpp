@@ -661,18 +661,28 @@ namespace cpx {
 
 namespace detail {
 
+/// Whether F is a field of a struct that could deduce nothing, of which all has been said.
+template <class F>
+inline constexpr bool of_refused = false;
+template <template <class> class View, class T>
+inline constexpr bool of_refused<View<T>> = std::same_as<std::remove_const_t<T>, refused>;
+template <class T>
+inline constexpr bool of_refused<std::span<T>> = std::same_as<std::remove_const_t<T>, refused>;
+template <template <class, class> class Saved, class T, class M>
+inline constexpr bool of_refused<Saved<T, M>*> = std::same_as<T, refused>;
+
 /// Returns `x` as a field of type F, or says why it is none.
 template <class F, class X>
 constexpr F fit(X&& x) {
     constexpr bool fits = std::is_convertible_v<X, F>;
-    static_assert(fits || !std::is_class_v<F>,
+    static_assert(fits || of_refused<F> || !std::is_class_v<F>,
                   "cpx: a field is given other elements, to write what is const, or no view; view a vector as "
                   "rows(list, width), a tensor as its data() or elements()");
-    static_assert(fits || !std::is_pointer_v<F>,
+    static_assert(fits || of_refused<F> || !std::is_pointer_v<F>,
                   "cpx: a field wants the address of an object of the tensors' elements and memory: &saved");
     static_assert(fits || !std::is_enum_v<F>,
                   "cpx: a field wants one of the names of its type, such as sum_order::by_row");
-    if constexpr (fits) return std::forward<X>(x);
+    if constexpr (fits && !of_refused<F>) return std::forward<X>(x);
     throw;
 }
 

@@ -1,5 +1,6 @@
 // Exchanges of what a plan does not move.
 #include <cpx/cpx.hpp>
+#include <cpx/testing/transport.hpp>
 
 using zigzag = cpx::sharding<cpx::zigzag<4>>;
 using aligned = cpx::sharding<cpx::zigzag<4>, cpx::scope::sequence, cpx::aligned<64>>;
@@ -162,6 +163,9 @@ void groups(group& lone, cpx::threads& comm) {
 
 // expect: make_movement<T>.from, to, width, capacity, comm. wants two shardings
 void makes(zigzag const& from, sequential const& to) { cpx::make_movement<float>(from, to, 4, cpx::capacity{}); }
+
+// expect: check_transport.run. wants what runs a program
+auto checks(cpx::threads& comm) { return cpx::testing::check_transport(comm); }
 
 // expect: set_together.comm, f. wants a cpx::transport and what sets movements
 void sets(cpx::threads& comm) { cpx::set_together(comm, 4); }

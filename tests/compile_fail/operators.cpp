@@ -298,19 +298,25 @@ void features(cpx::sharded_positions<zigzag> const& positions, held_twice x) {
 // expect: mean_token_loss.logp, labels, comm. wants tensors of one sharding
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
 // expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
+// expect: mean_token_loss_backward.loss, labels, upstream, dlogp. wants what the forward returned
+// expect: balance_loss_backward.loss, of, sharding, rank, dloss, dlogits. wants the expert_choices
 void losses(held_twice logp, labels_of labels, cpx::threads& comm) {
     auto const loss = cpx::mean_token_loss(logp, labels, comm);
     cpx::mean_token_loss_backward(loss, labels, 1, logp);
     cpx::mean_token_loss_backward({}, logp, logp);
+    cpx::mean_token_loss_backward(labels, {}, 1, logp);
+    cpx::balance_loss_backward(cpx::expert_choices<float>(), cpx::balance_loss<float>(), logp.sharding(), 0, 1, logp);
 }
 
 // expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
 // expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
 // expect: mrope_positions.media, ids, tokens, comm. wants, behind the ids, what tokens
+// expect: mrope_positions.media, ids, tokens, comm. wants cpx::media
 void places(cpx::media const& m, std::vector<int> const& ids, held_twice x, cpx::threads& comm) {
     cpx::mrope_positions(m, ids, {.image = 100}, comm);
     cpx::mrope_positions(m, x, cpx::media_tokens{}, comm);
     cpx::mrope_positions(m, x, comm);
+    cpx::mrope_positions(x.sharding().batch(), m, ids, {.image = 100});
 }
 
 // expect: weight_sums take tensors and a cpx::transport
@@ -376,6 +382,10 @@ void states(held_twice x, std::vector<float>& list, cpx::rows<float const> read,
 // expect: a struct of tensors lacks one, or is given what is none
 void nothing(cpx::halo_plan<zigzag> const& plan, held_twice x, list w, cpx::threads& comm) {
     cpx::causal_conv1d_backward(plan, plan, x, w, w, silu, x, cpx::causal_conv1d_gradients{}, comm);
+}
+void of_lists_alone(std::vector<float>& x, cpx::rows<float> state, cpx::delta_rule_saved<float>& saved) {
+    cpx::causal_conv1d_gradients of_rows{x, x, x};
+    cpx::delta_rule_tensors of_states{x, x, x, x, x, x, state, state, &saved};
 }
 
 void swapped(cpx::carry_plan<cpx::scan, zigzag> const& plan, cpx::head_decay_attention const& r, held_twice x,

@@ -141,10 +141,9 @@ void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> co
     });
 }
 
-template <class T, class X>
-void balance_loss_backward(balance_loss<T> const&, X const&, detail::any = {}, detail::any = {}, detail::any = {},
-                           detail::any = {}) {
-    static_assert(detail::never<X>,
+template <class X, class Y>
+void balance_loss_backward(X const&, Y const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<Y>,
                   "cpx: balance_loss_backward(loss, of, sharding, rank, dloss, dlogits) wants the expert_choices and "
                   "the sharding of the loss, and rows of its elements for dlogits");
 }

@@ -180,6 +180,10 @@ detail::refused mrope_positions(X const&, detail::any = {}, detail::any = {}, de
                                     "stand for media: cpx::media_tokens, or {.image = 151655}");
     return {};
 }
+template <class X, class Y, class Ids>
+detail::refused mrope_positions(X const& first, Y const& second, Ids const&, media_tokens tokens, detail::any = {}) {
+    return mrope_positions(first, second, tokens);
+}
 template <class X>
     requires(!integers<X>)
 detail::refused mrope_positions(media const&, thd const&, X const&, media_tokens, detail::any = {}) {

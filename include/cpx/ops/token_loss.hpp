@@ -203,7 +203,7 @@ void mean_token_loss_backward(token_loss const& loss, X const& labels, double up
     if constexpr (fits && writes)
         detail::spread_loss<element_of<Y>, sharding_of<X>>(loss, labels.view(), upstream, dlogp.view(), weights, here);
 }
-template <class X>
+template <class X = detail::any>
 void mean_token_loss_backward(detail::any, X const&, detail::any = {}, detail::any = {}, detail::any = {},
                               detail::any = {}) {
     static_assert(detail::never<X>,

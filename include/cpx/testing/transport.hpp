@@ -19,6 +19,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace cpx::testing {
@@ -281,7 +282,10 @@ report check_transport(Run&& run, std::chrono::milliseconds shortest = std::chro
             }
         };
         try {
-            run(program, deadline);
+            constexpr bool runs = std::is_invocable_v<Run&, decltype((program)), decltype((deadline))>;
+            static_assert(runs, "cpx: check_transport(run) wants what runs a program on a new group within a deadline: "
+                                "[](auto const& program, auto deadline) { ... }");
+            if constexpr (runs) run(program, deadline);
         } catch (std::exception const& e) {
             thrown = e.what();
         }
