@@ -377,6 +377,11 @@ TEST_SUITE("core") {
         rejected({index_t{1} << 32, 1, 1, 1}, padding::any, "row 0, column 0: expected 0 or 1, got 4294967296");
         rejected({1, 1, 1}, padding::any, "size of the list: expected a multiple of the columns, 4, got 3");
         rejects({"columns: expected at least 1, got -4"}, [] { cpx::packing_from_mask(list(4, 1), -4, padding::any); });
+        rejects({"padding: expected left, right or any, got 7"},
+                [] { cpx::packing_from_mask(list(4, 1), 4, static_cast<padding>(7)); });
+        rejects({"pad: expected joins_last_sequence or own_sequence, got 7"}, [] {
+            cpx::thd_from_positions(list{0, 1}, static_cast<cpx::pad>(7));
+        });
     }
 
     TEST_CASE("padded offsets are those of TransformerEngine") {

@@ -124,6 +124,8 @@ thd thd_from_positions(R const& positions, pad pads, index_t columns = -1, calle
     index_t const count = std::ssize(positions);
     if (columns == -1) columns = count;
     detail::require_columns("thd_from_positions", count, columns, here);
+    require(pads == pad::joins_last_sequence || pads == pad::own_sequence, "thd_from_positions", "pad",
+            "joins_last_sequence or own_sequence", static_cast<int>(pads), here);
     std::vector<index_t> lengths, valid;
     index_t previous = -1;
     for (index_t row = 0; row < count; ++row) {
@@ -162,6 +164,8 @@ template <list_of<std::int32_t, std::int64_t, std::uint8_t, bool> R>
 packing packing_from_mask(R const& mask, index_t columns, padding side, caller here = caller::here()) {
     index_t const count = std::ssize(mask);
     detail::require_columns("packing_from_mask", count, columns, here);
+    require(side == padding::left || side == padding::right || side == padding::any, "packing_from_mask", "padding",
+            "left, right or any", static_cast<int>(side), here);
     std::vector<index_t> lengths, starts;
     for (index_t row = 0; row < count; row += columns) {
         index_t start = row, length = 0;
