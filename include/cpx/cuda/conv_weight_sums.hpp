@@ -6,6 +6,7 @@
 #include <cpx/core/thd.hpp>
 #include <cpx/cuda/arguments.hpp>
 #include <cpx/cuda/elements.hpp>
+#include <cpx/cuda/write_numbers.hpp>
 
 #include <cpx/conv_weight_sums.cuh>
 
@@ -17,8 +18,8 @@ namespace cpx::cuda {
 ///
 /// x, dy: (tokens, channels) of the whole batch; weight: (channels, taps), bias: (channels) or empty; dweight and dbias
 /// as these. A thread adds up a tap of a channel over all tokens: for sums that must be reproduced, not for speed.
-/// Waits until the offsets of the batch are on the device. Throws `cpx::error` on shapes that do not fit and memory of
-/// another device.
+/// Everything is in the order of the stream, in which nobody waits. Throws `cpx::error` on shapes that do not fit and
+/// memory of another device.
 template <class T>
 void add_conv_weight_sums(memory const& in, rows<T const> x, rows<T const> dy, rows<T const> weight,
                           std::span<T const> bias, activation act, thd const& batch, rows<float> dweight,
@@ -36,7 +37,7 @@ void add_conv_weight_sums(memory const& in, rows<T const> x, rows<T const> dy, r
     detail::require_memory(where, "dbias", dbias, here);
     std::span<index_t const> const offsets = batch.offsets();
     auto there = in.template room<index_t>(std::ssize(offsets));
-    in.write(there.data(), offsets, here);
+    write_numbers(offsets, there.data(), in.stream(), here);
     kernels::conv_weight_sums<T> const sum{x,
                                            dy,
                                            weight,
