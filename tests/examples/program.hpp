@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -48,6 +49,7 @@ public:
     folder(folder const&) = delete;
     folder& operator=(folder const&) = delete;
     ~folder() { fs::remove_all(path_); }
+    fs::path const& path() const { return path_; }
     fs::path operator/(std::string const& name) const { return path_ / name; }
 
 private:
@@ -60,12 +62,19 @@ struct outcome {
     std::string out, err;
 };
 
-/// Runs the program under test.
-inline outcome run(std::vector<std::string> const& arguments) {
+/// Runs the program under test, or the other one of that name beside it, with `input` on its standard input.
+inline outcome run(std::vector<std::string> const& arguments, std::string const& input = "",
+                   std::string const& other = "") {
+    fs::path const in = fs::temp_directory_path() / ("cpx.stdin." + std::to_string(::getpid()));
+    write(in, input);
     fs::path const err = fs::temp_directory_path() / ("cpx.stderr." + std::to_string(::getpid()));
-    std::string command = '\'' + std::string(CPX_PROGRAM) + '\'';
+    char const* const own = std::getenv("CPX_PROGRAM");
+    REQUIRE_MESSAGE(own != nullptr, "CPX_PROGRAM is to be the program's path, as ctest sets it");
+    fs::path const path = other.empty() ? fs::path(own) : fs::path(own).parent_path() / other;
+    std::string command = '\'' + path.string() + '\'';
     for (auto const& argument : arguments) command += " '" + argument + '\'';
-    std::FILE* const pipe = ::popen(("exec " + command + " 2>'" + err.string() + '\'').c_str(), "r");
+    std::FILE* const pipe =
+        ::popen(("exec " + command + " <'" + in.string() + "' 2>'" + err.string() + '\'').c_str(), "r");
     REQUIRE(pipe != nullptr);
     outcome result;
     char buffer[4096];
@@ -74,6 +83,7 @@ inline outcome run(std::vector<std::string> const& arguments) {
     result.code = WIFSIGNALED(status) ? 1000 + WTERMSIG(status) : WEXITSTATUS(status);
     result.err = read(err);
     fs::remove(err);
+    fs::remove(in);
     return result;
 }
 

@@ -49,6 +49,15 @@ void check_figures(json const& report, int ranks, bool wide, double loss, std::s
         CAPTURE(s.dump());
         for (char const* key : {"attention", "linear", "carry", "cut"}) CHECK(s.at(key).is_string());
         CHECK(s.at("ranks") == ranks);
+        auto const& contract = s.at("contract"); // of the configuration alone; `exact` is what the types tell
+        CHECK(contract.at("name") == "derived");
+        CHECK(contract.at("holds") == s.at("exact"));
+        CHECK(contract.at("reasons").empty() == s.at("exact").get<bool>());
+        for (auto const& reason : contract.at("reasons")) {
+            bool const carry = reason.at("field") == "carry", cut = reason.at("field") == "cut";
+            CHECK((carry || cut));
+            CHECK((carry ? s.at("carry") == "scan" : s.at("cut") != "aligned:64"));
+        }
         CHECK(s.at("loss_delta").get<double>() <= (wide ? 1e-10 : 5e-5));
         CHECK(s.at("max_abs_delta").get<double>() <= (wide ? 1e-9 : 1e-3));
         CHECK(s.at("mean_abs_delta").get<double>() <= (wide ? 1e-9 : 5e-5));
@@ -333,7 +342,7 @@ TEST_SUITE("examples") {
     TEST_CASE("what GPUs cannot do is refused before they are looked for, and so are more ranks than there are GPUs") {
         arguments const cuda{"--device", "cuda"};
         for (auto const& [options, passages] : std::vector<std::pair<arguments, arguments>>{
-                 {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32", "\"float64\""}},
+                 {{"--dtype", "float64"}, {"--dtype", "with --device cuda", "float32 or bfloat16", "\"float64\""}},
                  {{"--linear", "head_sharded", "--carry", "scan"}, {"--carry: no effect", "head_sharded"}},
                  {{"--chunk", "64"}, {"--chunk: no effect", "cuda"}},
                  {{"--products", "exact"}, {"--products", "cublas or fixed", "\"exact\""}}})

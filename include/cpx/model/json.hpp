@@ -68,12 +68,24 @@ public:
 
     bool is_null() const { return value_->is_null(); }
     bool is_object() const { return value_->is_object(); }
+    bool is_array() const { return value_->is_array(); }
+    bool is_string() const { return value_->is_string(); }
+
+    /// Returns whether this is the same value as another, wherever they stand.
+    bool same(json_value const& other) const { return *value_ == *other.value_; }
 
     /// Returns whether this is an object that has something other than null under `key`.
     bool has(std::string_view key) const {
         if (!is_object()) return false;
         auto const member = value_->find(std::string(key));
         return member != value_->end() && !member->is_null();
+    }
+
+    /// Returns whether this is an object that has null under `key`.
+    bool has_null(std::string_view key) const {
+        if (!is_object()) return false;
+        auto const member = value_->find(std::string(key));
+        return member != value_->end() && member->is_null();
     }
 
     /// Returns the keys of this object, sorted. Throws `cpx::error` if it is not an object.
@@ -91,6 +103,14 @@ public:
         auto const member = value_->find(std::string(key));
         if (member == value_->end()) throw error(where(), show(pointer() + '/' + escape(key)), "a value", "none", here);
         return inner(*member, std::string(key));
+    }
+
+    /// Returns the elements of this array. Throws `cpx::error` if it is none.
+    std::vector<json_value> items(caller here = caller::here()) const {
+        if (!value_->is_array()) fail("an array", here);
+        std::vector<json_value> all;
+        for (auto const& element : *value_) all.push_back(inner(element, std::to_string(all.size())));
+        return all;
     }
 
     /// Returns this value as `T`: bool, an integer, a floating-point number, std::string, or a std::vector of those.

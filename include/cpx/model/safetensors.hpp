@@ -15,6 +15,7 @@
 #include <array>
 #include <bit>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -24,6 +25,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -72,6 +74,25 @@ public:
         return sizes[static_cast<std::size_t>(type)];
     }
 
+    /// Returns how files call a dtype, such as BF16.
+    static constexpr std::string_view name_of(dtype type) { return dtype_names[static_cast<std::size_t>(type)]; }
+    /// Returns the dtype that files call so, if there is one.
+    static std::optional<dtype> dtype_of(std::string_view name) {
+        auto const known = std::ranges::find(dtype_names, name);
+        if (known == dtype_names.end()) return {};
+        return static_cast<dtype>(known - dtype_names.begin());
+    }
+    /// Returns the bytes of a tensor; none if a size is negative, or if they are 2^63 or more, were sizes of 0 left
+    /// out.
+    static std::optional<index_t> bytes_of(dtype type, std::span<index_t const> shape) {
+        auto needed = static_cast<index_t>(size_of(type));
+        for (index_t const n : shape) {
+            if (n < 0 || (n > 0 && needed > std::numeric_limits<index_t>::max() / n)) return {};
+            needed *= std::max<index_t>(n, 1);
+        }
+        return std::ranges::find(shape, 0) == shape.end() ? needed : 0;
+    }
+
     /// Returns the name of the file, as errors give it.
     std::string const& where() const { return file_->name(); }
 
@@ -107,7 +128,7 @@ public:
         requires std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, index_t>
     std::vector<T> read(std::string_view name, caller here = caller::here()) const {
         auto const& info = tensor(name, here);
-        auto values = allocate<T>(info, here);
+        auto values = allocate<T>(info, info.elements(), here);
         switch (info.dtype) {
         case dtype::f64: convert<double>(info, values, here); break;
         case dtype::f32: convert<float>(info, values, here); break;
@@ -145,14 +166,36 @@ public:
         return read<T>(name, std::vector(expected), here);
     }
 
+    /// Fills `to` with the bytes of a tensor from its byte `first` on, as they are stored.
+    ///
+    /// Throws `cpx::error` if the tensor is missing or ends before, and if the file cannot be read.
+    void read_bytes(std::string_view name, index_t first, std::span<std::byte> to, caller here = caller::here()) const {
+        auto const& info = tensor(name, here);
+        auto const count = static_cast<index_t>(to.size());
+        if (first < 0 || first > info.bytes.size() || count > info.bytes.size() - first)
+            throw error(where(), "bytes of tensor " + quote(name), "some of its " + std::to_string(info.bytes.size()),
+                        std::to_string(count) + " from " + std::to_string(first), here);
+        file_->read(static_cast<std::uint64_t>(info.bytes.first + first), to, here);
+    }
+    /// Returns all of them. Throws as the other one, and if no memory holds them.
+    std::vector<std::byte> read_bytes(std::string_view name, caller here = caller::here()) const {
+        auto const& info = tensor(name, here);
+        auto bytes = allocate<std::byte>(info, info.bytes.size(), here);
+        read_bytes(name, 0, bytes, here);
+        return bytes;
+    }
+
+    /// The most bytes that a header may have.
+    static constexpr index_t longest_header = 100'000'000;
+
 private:
     safetensors(std::shared_ptr<detail::byte_source const> file, caller here) : file_(std::move(file)) {
-        constexpr std::uint64_t prefix = sizeof(std::uint64_t), longest_header = 100'000'000;
+        constexpr std::uint64_t prefix = sizeof(std::uint64_t);
         std::uint64_t const size = file_->size();
         if (size < prefix) throw error(where(), "length of the file", "at least 8 bytes", std::to_string(size), here);
         std::uint64_t header = 0;
         file_->read(0, std::as_writable_bytes(std::span(&header, 1)), here);
-        auto const most = std::min(longest_header, size - prefix);
+        auto const most = std::min<std::uint64_t>(longest_header, size - prefix);
         if (header > most)
             throw error(where(), "length of the header", "at most " + std::to_string(most) + " bytes",
                         std::to_string(header), here);
@@ -180,20 +223,15 @@ private:
                          here);
         };
         auto const code = entry.get<std::string>("dtype", here);
-        auto const known = std::ranges::find(dtype_names, code);
-        if (known == dtype_names.end())
+        auto const known = dtype_of(code);
+        if (!known)
             throw wrong("dtype", "F64, F32, F16, BF16, I64, I32, I16, I8, U64, U32, U16, U8 or BOOL", quote(code));
-        auto const type = static_cast<dtype>(known - dtype_names.begin());
+        dtype const type = *known;
 
         auto shape = entry.get<std::vector<index_t>>("shape", here);
-        index_t needed = static_cast<index_t>(size_of(type));
-        for (index_t const n : shape) {
-            if (n < 0) throw wrong("shape", "sizes of at least 0", show(shape));
-            if (n > 0 && needed > std::numeric_limits<index_t>::max() / n)
-                throw wrong("shape", "fewer than 2^63 bytes, were sizes of 0 left out", show(shape));
-            needed *= std::max<index_t>(n, 1);
-        }
-        if (std::ranges::find(shape, 0) != shape.end()) needed = 0;
+        auto const counted = bytes_of(type, shape);
+        if (!counted) throw wrong("shape", wanted_of(shape), show(shape));
+        index_t const needed = *counted;
         auto const offsets = entry.get<std::vector<index_t>>("data_offsets", here);
         if (offsets.size() != 2) throw wrong("data_offsets", "2 numbers", std::to_string(offsets.size()));
         range const taken = {offsets[0], offsets[1]};
@@ -246,6 +284,14 @@ private:
                     "one of the " + std::to_string(entries.size()) + " in the file" + names, "none of that name", here);
     }
 
+    /// Returns what a shape must be that `bytes_of` does not count.
+    static char const* wanted_of(std::span<index_t const> shape) {
+        return std::ranges::any_of(shape, [](index_t n) { return n < 0; })
+                   ? "sizes of at least 0"
+                   : "fewer than 2^63 bytes, were sizes of 0 left out";
+    }
+    friend class safetensors_writer;
+
     static std::string show(std::vector<index_t> const& numbers) {
         std::string text;
         for (std::size_t i = 0; i < numbers.size() && i < 9; ++i)
@@ -254,18 +300,17 @@ private:
     }
 
     template <class T>
-    std::vector<T> allocate(tensor_info const& info, caller here) const {
+    std::vector<T> allocate(tensor_info const& info, index_t count, caller here) const {
         std::string reason;
         try {
-            return std::vector<T>(static_cast<std::size_t>(info.elements()));
+            return std::vector<T>(static_cast<std::size_t>(count));
         } catch (std::bad_alloc const& refused) {
             reason = refused.what();
         } catch (std::length_error const& refused) {
             reason = refused.what();
         }
         throw error(where(), "memory for tensor " + quote(info.name),
-                    std::to_string(info.elements()) + " elements of " + std::to_string(sizeof(T)) + " bytes", reason,
-                    here);
+                    std::to_string(count) + " elements of " + std::to_string(sizeof(T)) + " bytes", reason, here);
     }
 
     /// Fills `values` from elements stored as `Stored`, each passed through `decode` first.
@@ -274,7 +319,7 @@ private:
         using decoded = std::remove_cvref_t<std::invoke_result_t<Decode, Stored&>>;
         if constexpr (std::floating_point<decoded> && std::integral<T>) {
             throw error(where(), "dtype of tensor " + quote(info.name), "an integer dtype or BOOL",
-                        std::string(dtype_names[static_cast<std::size_t>(info.dtype)]), here);
+                        std::string(name_of(info.dtype)), here);
         } else {
             std::array<Stored, 4096> stored;
             for (std::size_t first = 0; first < values.size(); first += stored.size()) {

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// Converts a checkpoint of Hugging Face's into the shards of a Megatron job, and back.
+//
+//     convert HF_DIR OUT --mesh tp=2,ep=4,pp=2
+//     convert --to hf SHARDS OUT, a folder or all files in it
+#include "hf_folder.hpp"
+#include "to_hf.hpp"
+#include "to_shards.hpp"
+
+#include "../common/mesh_options.hpp"
+#include "../common/run.hpp"
+
+#include <cpx/core/error.hpp>
+#include <cpx/mesh/mesh.hpp>
+#include <cpx/model/hf_config.hpp>
+#include <cpx/model/hf_names.hpp>
+#include <cpx/model/hf_sizes.hpp>
+#include <cpx/model/naming.hpp>
+#include <cpx/model/pipeline.hpp>
+#include <cpx/model/shard.hpp>
+
+#include <iterator>
+#include <string>
+#include <vector>
+
+int main(int argc, char** argv) {
+    CLI::App app("Converts a checkpoint of Hugging Face's into shards, a file for each cell of (pp, ep, tp) ranks of a "
+                 "Megatron job, in which tensors have Megatron's names of the whole model; or shards back. Of a mesh "
+                 "that has too few ranks for its experts dp is multiplied, which changes no shard. The folder "
+                 "OUT appears whole or not at all.",
+                 "convert");
+    std::vector<std::string> from;
+    std::string out, to = "shards", linear = "native", unit = "1";
+    app.add_option("FROM", from,
+                   "Folder of config.json and model.safetensors, or of several files and their index; or "
+                   "of shards, or all shards themselves. And last OUT, the folder to be made")
+        ->required();
+    app.add_option("--to", to, "shards, or hf")->capture_default_str();
+    examples::mesh_options const mesh(app, false);
+    app.add_option("--linear-attention", linear,
+                   "native for Megatron Core's own gated delta net, hf for Hugging Face's modules, whole on every rank")
+        ->capture_default_str();
+    app.add_option("--make-vocab-size-divisible-by", unit, "Rows of the embedding on a rank of tp: a multiple of it")
+        ->capture_default_str();
+
+    return examples::run_example(argc, argv, app, [&] {
+        if (from.size() < 2) throw CLI::RequiredError("OUT");
+        out = from.back(); // CLI11 knows no operand behind several
+        from.pop_back();
+        examples::require_one_of(to, {"shards", "hf"}, "--to", "direction");
+        examples::require_one_of(linear, {"native", "hf"}, "--linear-attention", "linear attention");
+        if (to == "hf") {
+            for (char const* const option : {"--mesh", "--first", "--last", "--pipeline-layout", "--linear-attention",
+                                             "--make-vocab-size-divisible-by"})
+                examples::require_effect(app, option, false, "--to shards", to);
+            return convert::to_hf(convert::shard_folder(from), out);
+        }
+        cpx::require(from.size() == 1, "FROM", "folders", "1, for --to shards", from.size());
+        auto const& checkpoint = from.front();
+        cpx::require(app.count("--mesh") > 0, "--mesh", "sizes", "some, for --to shards", "none");
+        auto const config = cpx::hf_config::read(convert::fs::path(checkpoint) / convert::config_name);
+        auto sizes = cpx::sizes_of(config);
+        convert::hf_folder const folder(checkpoint);
+        auto style = cpx::style_of(folder.names(), sizes);
+        style.hf_linear = linear == "hf";
+        cpx::hf_names const names(sizes, style);
+        cpx::shard_sizes division{.mesh = mesh.wide_enough(),
+                                  .pipeline = mesh.split(std::ssize(sizes.layers)),
+                                  .experts = sizes.num_experts,
+                                  .tied = sizes.tie_word_embeddings};
+        if (!sizes.mtp.empty() && !division.pipeline.layout) division.pipeline.mtp = std::ssize(sizes.mtp);
+        auto const owners = examples::blame("experts over --mesh", [&] {
+            return cpx::naming(cpx::mesh(division.mesh), cpx::pipeline(division.pipeline), division.experts);
+        });
+        convert::to_shards(folder, names, division, owners,
+                           examples::parse_number(unit, 1, 1 << 20, "--make-vocab-size-divisible-by", "rows"), out);
+    });
+}

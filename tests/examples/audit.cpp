@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shards of a small model through the program that says whether they are complete.
+#include <examples/program.hpp>
+#include <model/shards_of.hpp>
+
+#include <cpx/model/safetensors_writer.hpp>
+
+#include <support/files.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using namespace program;
+using arguments = std::vector<std::string>;
+
+/// Writes a shard; a tensor's bytes are its checksum there again and again, so that equal ones are equal here.
+void save(fs::path const& file, shards_of::model const& m, cpx::audit_shard const& shard) {
+    std::vector<cpx::safetensors_writer::tensor_info> tensors;
+    for (auto const& r : shard.records) tensors.push_back({r.name, r.dtype, r.shape});
+    cpx::safetensors_writer out(file, tensors, cpx::shard_metadata(m.sizes, shard.cell, m.weights));
+    for (auto const& r : shard.records) {
+        std::vector<std::byte> bytes(static_cast<std::size_t>(cpx::safetensors::bytes_of(r.dtype, r.shape).value()));
+        for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = std::byte(r.checksum >> i % 8 * 8 & 255);
+        out.write(r.name, bytes);
+    }
+    out.finish();
+}
+
+/// The shards' files.
+arguments save(folder const& home, shards_of::model const& m) {
+    arguments files;
+    for (std::size_t i = 0; i < m.shards.size(); ++i) {
+        files.push_back((home / ("shard" + std::to_string(i))).string());
+        save(files.back(), m, m.shards[i]);
+    }
+    return files;
+}
+
+/// Returns the report of files in which something is wrong.
+json wrong(arguments const& files) {
+    auto const result = run(files + arguments{"--json"});
+    CHECK(result.code == 2);
+    CHECK(result.err == "");
+    auto report = json::parse(result.out, nullptr, false);
+    REQUIRE_FALSE(report.is_discarded());
+    CHECK(report.at("good") == false);
+    return report;
+}
+std::string told(json const& report) {
+    std::string all;
+    for (auto const& p : report.at("problems"))
+        all += p.at("fault").get<std::string>() + ' ' + p.at("name").get<std::string>() + ' ' +
+               p.at("detail").get<std::string>() + '\n';
+    return all;
+}
+
+} // namespace
+
+TEST_SUITE("examples") {
+    TEST_CASE("complete shards are told layer by layer, with their copies and owners") {
+        folder const home;
+        auto const m = shards_of::make(shards_of::sizes(8, 2, 2, 4, 1, 2, true));
+        auto const files = save(home, m);
+        auto const report = run_json(files);
+        CHECK(report.at("good") == true);
+        CHECK(report.at("problems").empty());
+        CHECK(report.at("shards") == m.shards.size());
+        CHECK(report.at("mesh") == json{{"world", 8}, {"tp", 2}, {"pp", 2}, {"ep", 4}, {"etp", 1}, {"vpp", 2}});
+        auto const expected = cpx::audit(m.sizes, m.weights, m.shards);
+        REQUIRE(report.at("layers").size() == expected.layers.size());
+        for (std::size_t i = 0; i < expected.layers.size(); ++i) {
+            auto const& layer = report.at("layers")[i];
+            CHECK(layer.at("name") == expected.layers[i].name);
+            CHECK(layer.at("weights") == expected.layers[i].weights);
+            CHECK(layer.at("elements") == expected.layers[i].elements);
+            CHECK(layer.at("bytes") == expected.layers[i].bytes);
+            CHECK(layer.at("checksum").get<std::string>().size() == 16);
+        }
+        CHECK(report.at("replicas").size() == expected.replicas.size());
+        std::set<std::string> copied;
+        for (auto const& r : report.at("replicas")) {
+            copied.insert(r.at("name").get<std::string>());
+            CHECK(r.at("equal") == true);
+            CHECK(r.at("copies").size() > 1);
+            if (r.contains("copy_of")) CHECK(r.at("copy_of") == "embedding.word_embeddings.weight");
+        }
+        CHECK(copied.contains("output_layer.weight"));
+        CHECK(copied.contains("decoder.layers.3.mlp.router.weight"));
+        std::size_t tensors = 0;
+        for (auto const& s : m.shards) tensors += s.records.size();
+        CHECK(report.at("tensors").size() == tensors);
+        for (auto const& t : report.at("tensors"))
+            if (t.at("name") == "decoder.layers.3.mlp.router.weight") {
+                CHECK(t.at("dtype") == "BF16");
+                CHECK(t.at("shape") == json{2, 3});
+                CHECK(t.at("owner").at("pp") == 1);
+                CHECK(t.at("owner").at("vp") == 1);
+            }
+
+        auto const text = run(files);
+        CHECK(text.code == 0);
+        for (char const* passage :
+             {"8 shards of 8 ranks: tp 2, pp 2, vpp 2, ep 4, etp 1; 4 layers, 4 experts", "\ndecoder.layers.3 ",
+              "decoder.layers.*.mlp.router.weight", "output_layer.weight = embedding.word_embeddings.weight",
+              "\ncomplete: every weight is at its owners and nowhere else, and copies are equal\n"})
+            CHECK_MESSAGE(text.out.find(passage) != std::string::npos, passage);
+    }
+
+    TEST_CASE("what is missing, twice or different is told, and the exit code is 2") {
+        folder const home;
+        auto const good = shards_of::make(shards_of::sizes(4, 2, 1, 2, 1));
+        auto const files = save(home, good);
+        auto const with = [&](auto const& change) {
+            auto m = good;
+            change(m);
+            return told(wrong(save(home, m)));
+        };
+        std::string const router = "decoder.layers.0.mlp.router.weight";
+        auto const of = [&](shards_of::model& m, std::size_t s) -> cpx::audit_record& {
+            return *std::ranges::find(m.shards[s].records, router, &cpx::audit_record::name);
+        };
+        CHECK(with([&](auto& m) { m.shards[1].records.erase(m.shards[1].records.begin()); }) ==
+              "missing " + good.shards[1].records[0].name + " at " + text_of(good.shards[1].cell) + '\n');
+        CHECK(with([&](auto& m) { of(m, 1).checksum ^= 255; }).starts_with("different " + router + ' '));
+        CHECK(with([&](auto& m) {
+                  of(m, 0).shape = {3, 2};
+              }) == "other_shape " + router + " at pp 0, ep 0, tp 0, etp 0: expected BF16 2x3, got BF16 3x2\n");
+        CHECK(with([&](auto& m) { of(m, 0).name = "router"; }) ==
+              "unexpected router in " + files[0] + '\n' + "missing " + router + " at pp 0, ep 0, tp 0, etp 0\n");
+        CHECK(with([&](auto& m) { m.shards.pop_back(); }) ==
+              "no_shard  none of " + text_of(good.shards.back().cell) + '\n');
+        CHECK(with([&](auto& m) { m.shards[1].cell = m.shards[0].cell; }).find("cell_twice ") == 0);
+        CHECK(with([&](auto& m) { m.shards[1].cell.pp = 7; }).find("no_cell ") == 0);
+
+        save(home, good);
+        CHECK(told(wrong(files + arguments{files[0]})).starts_with("cell_twice "));
+        auto other = good;
+        other.sizes.tied = true;
+        save(files[1], other, other.shards[1]);
+        CHECK(told(wrong(files)) == "disagree  " + files[1] + " and " + files[0] + " tell of other sizes\n");
+        other = good;
+        other.weights[router].divided = true;
+        save(files[1], other, other.shards[1]);
+        CHECK(told(wrong(files)) == "disagree  " + files[1] + " and " + files[0] + " tell of other weights\n");
+        auto const text = run(files);
+        CHECK(text.code == 2);
+        CHECK(text.err == "");
+        CHECK(text.out.ends_with("tell of other weights\nproblems: 1\n"));
+    }
+
+    TEST_CASE("what convert writes is complete, as a folder and as files, and converts back from both") {
+        folder const home;
+        auto const from = (fs::path(support::source_dir) / "examples/data/tiny_qwen3_5_moe").string();
+        auto const out = (home / "out").string();
+        REQUIRE(run({from, out, "--mesh", "tp=2,ep=4,pp=2"}, "", "convert").code == 0);
+        auto const report = run_json({out});
+        CHECK(report.at("good") == true);
+        CHECK(report.at("shards") == 16);
+        arguments files;
+        for (auto const& entry : fs::directory_iterator(out))
+            if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
+        std::ranges::sort(files);
+        CHECK(run_json(files) == report);
+        auto const back = home / "back", again = home / "again";
+        CHECK(run({"--to", "hf", out, back.string()}, "", "convert").code == 0);
+        CHECK(run(arguments{"--to", "hf"} + files + arguments{again.string()}, "", "convert").code == 0);
+        auto const weights = read(fs::path(from) / "model.safetensors");
+        CHECK(read(back / "model.safetensors") == weights);
+        CHECK(read(again / "model.safetensors") == weights);
+        fs::remove(files[3]);
+        auto const less = run({out});
+        CHECK(less.code == 2);
+        CHECK(less.out.find("no_shard: none of pp ") != std::string::npos);
+    }
+
+    TEST_CASE("a weight of which no shard tells is missed by the model's config.json") {
+        folder const home;
+        auto const from = fs::path(support::source_dir) / "examples/data/tiny_qwen3_5_moe";
+        auto const out = home / "out";
+        REQUIRE(run({from.string(), out.string(), "--mesh", "tp=2,pp=2"}, "", "convert").code == 0);
+        auto const forget = [&](std::string const& passage) {
+            for (auto const& entry : fs::directory_iterator(out)) {
+                if (entry.path().extension() != ".safetensors") continue;
+                archive shard(entry.path());
+                json weights = json::parse(shard.metadata.at("cpx.weights").get<std::string>());
+                arguments names;
+                for (auto const& [name, w] : weights.items())
+                    if (name.find(passage) != std::string::npos) names.push_back(name);
+                for (auto const& name : names) weights.erase(name), shard.tensors.erase(name);
+                shard.metadata["cpx.weights"] = weights.dump();
+                shard.save(entry.path());
+            }
+        };
+        CHECK(run_json({out.string()}).at("config") == (out / "config.json").string());
+        std::pair<char const*, char const*> const lost[] = {
+            {"decoder.final_layernorm.weight", "no_weight model.norm.weight"},
+            {"word_embeddings", "no_weight model.embed_tokens.weight"},
+            {"layers.3.self_attention.q_layernorm", "no_weight model.layers.3.self_attn.q_norm.weight"},
+            {"mlp.experts.linear_fc2", "no_weight model.layers.0.mlp.experts.0.down_proj.weight"}};
+        for (auto const& [weight, problem] : lost) {
+            forget(weight);
+            CHECK(told(wrong({out.string()})).find(problem) != std::string::npos);
+        }
+        fs::rename(out / "config.json", home / "config.json");
+        auto const alone = run({out.string()});
+        CHECK(alone.code == 0); // by the shards' own list
+        CHECK(alone.out.find("the shards' own list, for there is no config.json") != std::string::npos);
+        CHECK(run({out.string(), "--config", (home / "config.json").string()}).code == 2);
+    }
+
+    TEST_CASE("files that cannot be read are refused in one line") {
+        folder const home;
+        auto m = shards_of::make(shards_of::sizes(2, 1, 1, 1, 1));
+        auto const files = save(home, m);
+        check_refusal({}, {"SHARDS", "required"});
+        check_refusal({(home / "none").string()}, {"audit: ", "none: cannot open"});
+        fs::create_directories(home / "empty");
+        check_refusal(files + arguments{(home / "empty").string()}, {"empty: shards: expected files *.safetensors"});
+        check_refusal(files + arguments{"--colour"}, {"--colour"});
+        write(home / "text", "no safetensors");
+        check_refusal({(home / "text").string()}, {"text: length of the header"});
+        cpx::safetensors_writer(home / "plain", {}).finish();
+        check_refusal(files + arguments{(home / "plain").string()},
+                      {R"(plain: metadata "cpx.shard": expected one of)"});
+        m.sizes.experts = 5;
+        m.sizes.mesh.ep = 2;
+        save(home / "odd", m, m.shards[0]);
+        check_refusal({(home / "odd").string()}, {"odd: cpx.shard: experts: expected a multiple of"});
+        auto const bytes = read(files[0]);
+        for (auto const length : truncations(bytes)) {
+            if (length >= bytes.size()) continue;
+            write(home / "cut", bytes.substr(0, length));
+            CHECK(problem_of_refusal(run({(home / "cut").string()})) == "");
+        }
+    }
+}
