@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the gated delta rule on one GPU, forward and backward, against what it has to move and to multiply.
+// Times the gated delta rule and a decay a head on one GPU, forward and backward, against what they have to move and to
+// multiply.
 #include "../../harness/graph.hpp"
 #include "timing.hpp"
 
+#include <cpx/cuda/delta_rule_step.hpp>
 #include <cpx/cuda/gated_delta_rule.hpp>
+#include <cpx/cuda/head_decay_attention.hpp>
 
 #include <cstdio>
 
@@ -35,10 +38,18 @@ gpu::buffer<T> random(index_t count, std::uint64_t seed, float low, float high) 
     return b;
 }
 
+/// What is timed: a decay a head erases nothing.
+struct work {
+    bool erases = true;
+    index_t key_heads = 16, value_heads = 32, sequences = 1, length = 0;
+    double forward = 0, backward = 0; ///< ms at most; 0: no limit
+    bool scan = false;                ///< of the forward alone
+};
+
 /// Returns the milliseconds of a forward, or of a backward with what its forward has saved, by replays of a graph, and
 /// prints them.
-double time(bool back, index_t key_heads, index_t value_heads, index_t sequences, index_t length, bool scan,
-            bool decays, double rate, gpu::stream const& stream) {
+double time(bool back, work const& w, bool decays, double rate, gpu::stream const& stream) {
+    auto const [erases, key_heads, value_heads, sequences, length, most_forward, most_backward, scan] = w;
     index_t const tokens = sequences * length;
     float const most = std::sqrt(3.0f / dim);
     auto const q = random<element>(tokens * key_heads * dim, 1, -most, most);
@@ -55,11 +66,13 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
     auto const last = random<float>(sequences * value_heads * dim * dim, 7, -1, 1);
     gpu::buffer<float> const dg(tokens * value_heads), dbeta(tokens * value_heads);
     gpu::gated_delta_rule_shape const shape{.key_heads = key_heads, .value_heads = value_heads, .scan = scan};
-    gpu::buffer<char> const saved(back ? gpu::gated_delta_rule_saved<element>(shape, tokens, sequences) : 0);
+    gpu::buffer<char> const saved(back && erases ? gpu::gated_delta_rule_saved<element>(shape, tokens, sequences) : 0);
     bool const saves = saved.size() > 0;
     gpu::buffer<char> const space(
-        std::max(gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves),
-                 back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves) : 0));
+        std::max({gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves),
+                  gpu::head_decay_attention_workspace<element>(shape, tokens, sequences),
+                  back ? gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves) : 0,
+                  back ? gpu::head_decay_attention_backward_workspace<element>(shape, tokens, sequences) : 0}));
     auto const all = [](auto const& b) { return std::span(b.data(), static_cast<std::size_t>(b.size())); };
     auto path = gpu::delta_rule_path::plain;
     auto const run = [&](bool back) {
@@ -74,15 +87,19 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
                                                       {},
                                                       all(saved)};
         rows<element> const values(o.data(), tokens, value_heads * dim);
+        rows<element const> const of_o(dout.data(), tokens, value_heads * dim);
+        rows<element> const of_q(dq.data(), tokens, key_heads * dim), of_k(dk.data(), tokens, key_heads * dim);
+        rows<float> const of_g(dg.data(), tokens, value_heads), of_beta(dbeta.data(), tokens, value_heads);
+        if (!erases) {
+            gpu::head_decay_input<element> const decaying{in.q, in.k, in.v, in.g, in.offsets};
+            path = !back ? gpu::head_decay_attention<element>(shape, decaying, values, all(last), all(space), stream)
+                         : gpu::head_decay_attention_backward<element>(shape, decaying, of_o, all(last),
+                                                                       {of_q, of_k, values, of_g}, all(space), stream);
+            return;
+        }
         path = !back ? gpu::gated_delta_rule<element>(shape, in, values, all(last), all(space), stream)
-                     : gpu::gated_delta_rule_backward<element>(
-                           shape, in, rows<element const>(dout.data(), tokens, value_heads * dim), all(last),
-                           {{dq.data(), tokens, key_heads * dim},
-                            {dk.data(), tokens, key_heads * dim},
-                            values,
-                            {dg.data(), tokens, value_heads},
-                            {dbeta.data(), tokens, value_heads}},
-                           all(space), stream);
+                     : gpu::gated_delta_rule_backward<element>(shape, in, of_o, all(last),
+                                                               {of_q, of_k, values, of_g, of_beta}, all(space), stream);
     };
     if (back) run(false); // leaves what the backward reads
     harness::graph const graph(stream, [&] { run(back); });
@@ -91,14 +108,44 @@ double time(bool back, index_t key_heads, index_t value_heads, index_t sequences
     // forward: q, k, v, o and gates; back: q, k, v, dout, gates, and the gradients of all but dout
     double const key_rows = (back ? 8.0 : 4.0) * static_cast<double>(key_heads);
     double const value_rows = (back ? 6.0 : 4.0) * static_cast<double>(value_heads);
-    double const bytes = static_cast<double>(tokens) *
-                         (dim * (key_rows + value_rows) + (back ? 16.0 : 8.0) * static_cast<double>(value_heads));
-    double const flop = static_cast<double>(tokens * value_heads) / 64 * (back ? 31.5e6 : 10.49e6);
-    std::printf("%-8s %-4s %2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", back ? "backward" : "forward",
-                scan ? "scan" : "", static_cast<std::ptrdiff_t>(sequences), static_cast<std::ptrdiff_t>(length),
-                static_cast<std::ptrdiff_t>(key_heads), static_cast<std::ptrdiff_t>(value_heads),
-                decays ? "decay" : "none", path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms,
-                100 * bytes / (ms * 1e-3) / rate, flop / (ms * 1e-3) * 1e-12);
+    double const bytes =
+        static_cast<double>(tokens) *
+        (dim * (key_rows + value_rows) + (back ? 8.0 : 4.0) * (erases ? 2 : 1) * static_cast<double>(value_heads));
+    double const flop = static_cast<double>(tokens * value_heads) / 64 *
+                        (erases ? back ? 31.5e6 : 10.49e6
+                         : back ? 15.7e6
+                                : 6.29e6);
+    std::printf("%-5s %-8s %-4s %2td x %-7td %2td/%-3td %-8s %-13s %9.4f %8.1f%% %9.0f\n", erases ? "delta" : "decay",
+                back ? "backward" : "forward", scan ? "scan" : "", static_cast<std::ptrdiff_t>(sequences),
+                static_cast<std::ptrdiff_t>(length), static_cast<std::ptrdiff_t>(key_heads),
+                static_cast<std::ptrdiff_t>(value_heads), decays ? "decay" : "none",
+                path == gpu::delta_rule_path::plain ? "plain" : "tensor cores", ms, 100 * bytes / (ms * 1e-3) / rate,
+                flop / (ms * 1e-3) * 1e-12);
+    std::fflush(stdout);
+    return ms;
+}
+
+/// Returns the milliseconds of a step of decoding of many sequences, 16 key heads and 32 value heads, and prints them;
+/// of copy: states there and back.
+double time_step(index_t sequences, double rate, gpu::stream const& stream) {
+    constexpr index_t key_heads = 16, value_heads = 32;
+    auto const rows_of = [&](auto const& b) { return rows(b.data(), sequences, b.size() / sequences); };
+    auto const q = random<element>(sequences * key_heads * dim, 1, -0.1f, 0.1f),
+               k = random<element>(sequences * key_heads * dim, 2, -0.1f, 0.1f),
+               v = random<element>(sequences * value_heads * dim, 3, -1, 1);
+    gpu::buffer<element> const o(sequences * value_heads * dim);
+    auto const g = random<float>(sequences * value_heads, 4, -0.1f, 0), beta = random<float>(g.size(), 5, 0, 1),
+               states = random<float>(sequences * value_heads * dim * dim, 7, -1, 1);
+    harness::graph const graph(stream, [&] {
+        gpu::gated_delta_rule_step<element>({.key_heads = key_heads, .value_heads = value_heads},
+                                            {rows_of(q), rows_of(k), rows_of(v), rows_of(g), rows_of(beta)}, rows_of(o),
+                                            {states.data(), static_cast<std::size_t>(states.size())}, stream);
+    });
+    double const ms = static_cast<double>(timing::median_ms(
+        stream, [&] { graph.launch(stream); }, [] {}, 5, 9));
+    std::printf("step of decoding, %3td sequences, 16/32 heads: %8.4f ms, %5.1f%% of copy\n",
+                static_cast<std::ptrdiff_t>(sequences), ms,
+                100 * 8.0 * static_cast<double>(states.size()) / (ms * 1e-3) / rate);
     std::fflush(stdout);
     return ms;
 }
@@ -110,31 +157,36 @@ int main(int argc, char** argv) {
     gpu::stream const stream;
     double const rate = timing::copy_bandwidth(stream);
     std::printf("%s, copy of 1 GiB: %.0f GB/s read and written\n", timing::device_name().c_str(), rate * 1e-9);
-    std::printf("the gated delta rule, bfloat16, heads of %d; of copy: inputs and outputs once\n", int(dim));
-    std::printf("%-13s %-12s %-6s %-8s %-13s %9s %9s %9s\n", "", "sequences", "heads", "gates", "path", "ms", "of copy",
+    std::printf("the gated delta rule and a decay a head, bfloat16, heads of %d; of copy: inputs and outputs once\n",
+                int(dim));
+    std::printf("%-19s %-12s %-6s %-8s %-13s %9s %9s %9s\n", "", "sequences", "heads", "gates", "path", "ms", "of copy",
                 "TFLOP/s");
     timing::limits limits;
-    struct work {
-        index_t key_heads, value_heads, sequences, length;
-        double forward, backward; // ms at most; 0: no limit
-        bool scan = false;        // of the forward alone
-    };
+    std::vector<double> of_delta; // ms, of the gated delta rule's work in its order
+    std::size_t next = 0;         // of a decay a head, which has the same
     for (work const& w :
-         {work{16, 32, 1, 32768, 0.55, 1.5}, work{16, 32, 4, 8192, 0.36, 1.5}, work{16, 32, 1, 8192, 0.20, 0.45},
-          work{16, 32, 1, 131072, 2.3, 6.0}, work{2, 8, 1, 32768, 0, 0}, work{2, 8, 1, 32768, 0.24, 0, true}})
+         {work{true, 16, 32, 1, 32768, 0.55, 1.5}, work{true, 16, 32, 4, 8192, 0.36, 1.5},
+          work{true, 16, 32, 1, 8192, 0.20, 0.45}, work{true, 16, 32, 1, 131072, 2.3, 6.0}, work{true, 2, 8, 1, 32768},
+          work{true, 2, 8, 1, 32768, 0.24, 0, true}, work{false, 16, 32, 1, 32768}, work{false, 16, 32, 4, 8192},
+          work{false, 16, 32, 1, 8192}, work{false, 16, 32, 1, 131072}, work{false, 2, 8, 1, 32768},
+          work{false, 2, 8, 1, 32768, 0, 0, true}})
         for (bool const back : {false, true})
             for (bool const decays : {true, false}) {
                 if (back && w.scan) continue;
-                double const ms =
-                    time(back, w.key_heads, w.value_heads, w.sequences, w.length, w.scan, decays, rate, stream);
-                double const limit = back ? w.backward : w.forward;
+                double const ms = time(back, w, decays, rate, stream);
+                if (w.erases) of_delta.push_back(ms);
+                double const limit = !w.erases ? of_delta[next++] : back ? w.backward : w.forward;
                 if (limit == 0) continue;
-                limits.at_most(std::string("gated delta rule ") + (back ? "backward, " : "forward, ") +
-                                   std::to_string(w.sequences) + " x " + std::to_string(w.length) + ", " +
-                                   std::to_string(w.key_heads) + "/" + std::to_string(w.value_heads) + " heads" +
-                                   (decays ? "" : ", no decay") + ", us",
+                limits.at_most(std::string(w.erases ? "gated delta rule " : "decay a head, by the delta rule's, ") +
+                                   (back ? "backward, " : "forward, ") + std::to_string(w.sequences) + " x " +
+                                   std::to_string(w.length) + ", " + std::to_string(w.key_heads) + "/" +
+                                   std::to_string(w.value_heads) + " heads" + (decays ? "" : ", no decay") + ", us",
                                1000 * ms, 1000 * limit, "us");
             }
+    for (index_t const sequences : {1, 16, 256}) {
+        double const ms = time_step(sequences, rate, stream);
+        if (sequences == 256) limits.at_most("step of decoding, 256 sequences, us", 1000 * ms, 350, "us");
+    }
     limits.print();
     return 0;
 }

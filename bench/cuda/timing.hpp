@@ -24,7 +24,10 @@ float median_ms(cudaStream_t stream, F&& f, B&& before, int calls = 20, int roun
         begin.record(stream);
         for (int i = 0; i < calls; ++i) f();
         end.record(stream);
-        times.push_back(end.since(begin) / static_cast<float>(calls));
+        float ms = 0;
+        cpx::cuda::check(cudaEventSynchronize(end), "cudaEventSynchronize");
+        cpx::cuda::check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+        times.push_back(ms / static_cast<float>(calls));
     }
     std::ranges::sort(times);
     return times[times.size() / 2];

@@ -142,8 +142,8 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
             wait(memory.full[r.at], r.parity);
             wait(memory.inverse_full[a.at], a.parity);
             std::uint32_t words[16];
-            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
-                      words);
+            compute_p<true>(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
+                            words);
             if constexpr (!both) {
                 arrive_warp(memory.inverse_empty[a.at]);
                 arrive_warp(memory.empty[r.at]);
@@ -270,10 +270,16 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
 } // namespace delta
 #endif
 
+/// Threads of a block of `delta_rule_walks`, and how many blocks a multiprocessor has.
+template <bool Erases>
+constexpr int delta_walks_threads = Erases ? 512 : 256;
+template <bool Erases>
+constexpr int delta_walks_blocks = Erases ? 1 : 2;
+
 /// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 4 / Halves
-/// blocks of 512 threads.
-template <int Halves>
-static __global__ void __launch_bounds__(512, 1)
+/// blocks of `delta_walks_threads`. Where nothing is erased no gradients of values are written.
+template <int Halves, bool Erases>
+static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walks_blocks<Erases>)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                      __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
                      __grid_constant__ CUtensorMap const dvalues, delta_walk const along, delta_walk const back,
@@ -282,10 +288,12 @@ static __global__ void __launch_bounds__(512, 1)
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const half = static_cast<int>(gridDim.x) / 2, block = static_cast<int>(blockIdx.x);
-    if (block < half)
+    if (block >= half)
+        delta::walk_along<true, Halves, Erases>(keys, values, along, block - half);
+    else if constexpr (Erases)
         delta::walk_back<Halves>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
-        delta::walk_along<true, Halves>(keys, values, along, block - half);
+        delta::walk_along<true, Halves, false, true>(queries, dout, back, block);
 #endif
 }
 

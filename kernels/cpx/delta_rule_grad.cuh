@@ -2,6 +2,7 @@
 // The gated delta rule's gradients of queries, keys and gates (sm_90a), of all chunks beside each other.
 #pragma once
 
+#include <cpx/delta_rule_grad_decay.cuh>
 #include <cpx/delta_rule_grad_gates.cuh>
 #include <cpx/delta_rule_grad_rows.cuh>
 #include <cpx/delta_rule_grad_tokens.cuh>
@@ -10,7 +11,9 @@ namespace cpx::kernels {
 
 /// A block computes the gradients of chunks and key heads, one after the other, summed over a key head's value heads in
 /// their order: the grid's size changes no bit. Blocks of 512 threads: a warp that loads, two that multiply states, one
-/// that writes the gates' gradients; a warpgroup for Y and dX, one for dQ and dK, one for tokens by tokens.
+/// that writes the gates' gradients; a warpgroup for Y and dX, one for dQ and dK, one for tokens by tokens. Where
+/// nothing is erased a warpgroup each for dK, dQ and, with tokens by tokens, dV.
+template <bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_grad(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                     __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const dout,
@@ -18,21 +21,22 @@ static __global__ void __launch_bounds__(512, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto* memory = &shared_memory<grad_memory>();
-    clear_triangles(memory->inverse);
+    if constexpr (Erases) clear_triangles(memory->inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) memory->keys_full[i].init(1), memory->keys_empty[i].init(15);
-        memory->queries_full.init(1), memory->queries_empty.init(8);
+        memory->queries_full.init(1), memory->queries_empty.init(Erases ? 8 : 12);
         memory->values_full.init(1), memory->values_empty.init(12);
-        memory->state_full.init(1), memory->state_empty.init(10);
-        memory->dstate_full.init(1), memory->dstate_empty.init(6);
+        memory->state_full.init(1), memory->state_empty.init(Erases ? 10 : 6);
+        memory->dstate_full.init(1), memory->dstate_empty.init(Erases ? 6 : 10);
         for (int i = 0; i < 2; ++i) memory->prepared_full[i].init(1), memory->prepared_empty[i].init(13);
         memory->y_full.init(4), memory->dx_full.init(4), memory->dscores_full.init(4), memory->z_full.init(4);
-        memory->dx_empty.init(8), memory->z_empty.init(4), memory->sums_full.init(14), memory->sums_empty.init(1);
+        memory->dx_empty.init(8), memory->z_empty.init(Erases ? 4 : 8), memory->sums_full.init(14),
+            memory->sums_empty.init(1);
         memory->landed.init(1);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
-    grad_block block{in, memory};
+    grad_block<Erases> block{in, memory};
     if (block.group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<48>();
         if (block.warp == 0)
@@ -42,14 +46,25 @@ static __global__ void __launch_bounds__(512, 1)
         else
             block.write_gates();
     } else if (block.group == 1) {
-        cutlass::arch::warpgroup_reg_dealloc<112>();
-        block.make_values();
+        if constexpr (Erases) {
+            cutlass::arch::warpgroup_reg_dealloc<112>();
+            block.make_values();
+        } else {
+            cutlass::arch::warpgroup_reg_alloc<152>();
+            block.template write_sums<true>();
+        }
     } else if (block.group == 2) {
-        cutlass::arch::warpgroup_reg_alloc<192>();
-        block.write_rows();
+        cutlass::arch::warpgroup_reg_alloc<Erases ? 192 : 152>();
+        if constexpr (Erases)
+            block.write_rows();
+        else
+            block.template write_sums<false>();
     } else {
         cutlass::arch::warpgroup_reg_alloc<160>();
-        block.multiply_tokens();
+        if constexpr (Erases)
+            block.multiply_tokens();
+        else
+            block.write_values();
     }
 #endif
 }

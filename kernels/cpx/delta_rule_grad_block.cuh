@@ -10,6 +10,10 @@
 //            + e_n <S, dS'>
 //
 // Nothing is divided by b, and every term of dg has its token's decay: sums of decayed products, never a difference.
+//
+// Where nothing is erased, A = I, b = 1, Y = V, and there are no U, Z and dY:
+//
+//     dV = P^T dO + w.(K dS'^T),   dQ = s e.(dO S^T) + E K,   dK = w.(V dS'^T) + E^T Q,   t = rows of K.(w.(V dS'^T))
 #pragma once
 
 #include <cpx/delta_rule_main.cuh>
@@ -25,6 +29,7 @@ struct delta_gradients {
     delta_rows<float> dg, dbeta;      ///< (tokens, value heads)
     int key_heads, group;
     float scale;
+    delta_rows<__nv_bfloat16> dv{}; ///< (tokens, value heads * 128), where nothing is erased; else a walk has made them
 };
 
 namespace delta {
@@ -153,6 +158,7 @@ __device__ __forceinline__ void store_gradient(float const (&sum)[64], __nv_bflo
 }
 
 /// What a thread of `delta_rule_grad` knows, and what it does, by its role.
+template <bool Erases>
 struct grad_block {
     delta_gradients const& in;
     grad_memory* memory;
@@ -186,7 +192,7 @@ struct grad_block {
     static __device__ __forceinline__ void nothing() {}
     __device__ __forceinline__ bool is_last() const { return (turn + 1) % in.group == 0; } ///< of a task's heads
     __device__ __forceinline__ char* keys() const { return memory->keys[task_turn & 1]; }
-    /// Writes sums of rows, of which four lanes have parts.
+    /// Writes sums of rows, of which four lanes have a share each.
     __device__ __forceinline__ void put_sums(float const (&along)[2], float* to) const {
         wait(memory->sums_empty, turn & 1 ^ 1);
 #pragma unroll
@@ -206,6 +212,10 @@ struct grad_block {
     __device__ void make_values();
     __device__ void write_rows();
     __device__ void multiply_tokens();
+    // And where nothing is erased:
+    template <bool OfKeys>
+    __device__ void write_sums();
+    __device__ void write_values();
 };
 
 } // namespace delta

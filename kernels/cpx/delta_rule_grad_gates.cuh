@@ -10,7 +10,8 @@ namespace cpx::kernels::delta {
 
 /// Writes what the task of a number is, when the walks have come so far. Of a sequence the last chunks come first: the
 /// walk back ends last.
-__device__ __forceinline__ void grad_block::take(int number) {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::take(int number) {
     int chunk = number / in.key_heads;
     if (chunk >= in.plan.totals[0]) {
         task().n = 0;
@@ -29,9 +30,10 @@ __device__ __forceinline__ void grad_block::take(int number) {
 }
 
 /// Takes tasks as they come, and loads all.
-__device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUtensorMap const& keys,
-                                                 CUtensorMap const& values, CUtensorMap const& dout,
-                                                 CUtensorMap const& dvalues) {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::load(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                         CUtensorMap const& values, CUtensorMap const& dout,
+                                                         CUtensorMap const& dvalues) {
     int landings = 0;
     auto const next = [&] { return __shfl_sync(~0u, lane == 0 ? atomicAdd(in.plan.totals + 2, 1) : 0, 0); };
     for (int number = next();; ++task_turn) {
@@ -61,9 +63,9 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
             barrier& prepared_full = memory->prepared_full[turn & 1];
             wait(memory->prepared_empty[turn & 1], turn >> 1 & 1 ^ 1);
             if (lane == 0) {
-                prepared_full.arrive_and_expect_tx(triangle_bytes + token_gates.bytes());
-                load_prepared(in.prepared, place, prepared_full, memory->inverse[turn & 1], memory->gates[turn & 1],
-                              token_gates);
+                prepared_full.arrive_and_expect_tx((Erases ? triangle_bytes : 0) + token_gates.bytes());
+                if constexpr (Erases) load_inverse(in.prepared, place, prepared_full, memory->inverse[turn & 1]);
+                load_gates(in.prepared, place, prepared_full, memory->gates[turn & 1], token_gates);
             }
             auto const load_state = [&](barrier& empty, barrier& full, char* to, char const* from) {
                 wait(empty, parity);
@@ -76,14 +78,15 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
             load_state(memory->dstate_empty, memory->dstate_full, memory->dstate, in.dstates);
             load_state(memory->state_empty, memory->state_full, memory->state, in.states);
             wait(memory->values_empty, parity);
-            load_tokens(memory->values_full, memory->landed, landings, task().n, 6 * panel_bytes, [&](barrier& b) {
+            constexpr int panels = Erases ? 6 : 4;
+            load_tokens(memory->values_full, memory->landed, landings, task().n, panels * panel_bytes, [&](barrier& b) {
                 load_panels<2>(values, b, memory->values, 128 * head, task().begin);
                 load_panels<2>(dout, b, memory->dout, 128 * head, task().begin);
-                load_panels<2>(dvalues, b, memory->dy, 128 * head, task().begin);
+                if constexpr (Erases) load_panels<2>(dvalues, b, memory->dy, 128 * head, task().begin);
             });
             if (task().n < delta_chunk) {
 #pragma unroll 1
-                for (int p = 0; p < 6; ++p) clear_rows(memory->values + p * panel_bytes, task().n); // and dO, dY
+                for (int p = 0; p < panels; ++p) clear_rows(memory->values + p * panel_bytes, task().n); // and dO, dY
                 cutlass::arch::fence_view_async_shared();
                 arrive_warp(memory->values_full);
             }
@@ -95,7 +98,8 @@ __device__ __forceinline__ void grad_block::load(CUtensorMap const& queries, CUt
 }
 
 /// Half of <S, dS'>.
-__device__ __forceinline__ void grad_block::multiply_states() {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::multiply_states() {
     each(
         nothing,
         [&](char*, delta_gates&) {
@@ -124,7 +128,8 @@ __device__ __forceinline__ void grad_block::multiply_states() {
 }
 
 /// Gradients of the gates, of two tokens a lane.
-__device__ __forceinline__ void grad_block::write_gates() {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::write_gates() {
     each(
         nothing,
         [&](char*, delta_gates& gates) {
@@ -139,10 +144,13 @@ __device__ __forceinline__ void grad_block::write_gates() {
                 for (int i = 1; i < 4; ++i) sum.x += two(x[i]).x, sum.y += two(x[i]).y;
                 return sum;
             };
-            float2 const t = four(memory->t), down = four(memory->down);
-            float2 reading = two(memory->reading[0]);
-            reading.x += two(memory->reading[1]).x, reading.y += two(memory->reading[1]).y;
-            float2 const along = two(memory->products), across = four(memory->across);
+            float2 const t = Erases ? four(memory->t) : two(memory->reading[1]);
+            float2 reading = two(memory->reading[0]), down{}, along{};
+            if constexpr (Erases) {
+                reading.x += two(memory->reading[1]).x, reading.y += two(memory->reading[1]).y;
+                down = four(memory->down), along = two(memory->products);
+            }
+            float2 const across = four(memory->across);
             float const whole = fading * (memory->inner[0] + memory->inner[1]);
             arrive_warp(memory->sums_empty);
             float after = reading.x + reading.y, before = b.x * t.x + b.y * t.y;
@@ -165,7 +173,7 @@ __device__ __forceinline__ void grad_block::write_gates() {
                 if (int const token = 2 * lane + i; token < task().n) {
                     int const head = task().head * in.group + turn % in.group;
                     in.dg.at(task().begin + token)[head] = dg[i];
-                    in.dbeta.at(task().begin + token)[head] = dbeta[i];
+                    if constexpr (Erases) in.dbeta.at(task().begin + token)[head] = dbeta[i];
                 }
         },
         nothing);

@@ -9,7 +9,8 @@ namespace cpx::kernels::delta {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /// Y and dX.
-__device__ __forceinline__ void grad_block::make_values() {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::make_values() {
     each(
         nothing,
         [&](char*, delta_gates& gates) {
@@ -76,7 +77,8 @@ __device__ __forceinline__ void grad_block::make_values() {
 }
 
 /// dQ and dK.
-__device__ __forceinline__ void grad_block::write_rows() {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::write_rows() {
     float dq[64], dk[64];
     each(
         [&] {

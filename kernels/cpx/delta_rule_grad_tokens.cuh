@@ -37,7 +37,8 @@ __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (
 }
 
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
-__device__ __forceinline__ void grad_block::multiply_tokens() {
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
     std::uint32_t squares[16]; // K K^T, in __half
     each(
         [&] {

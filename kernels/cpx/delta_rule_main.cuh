@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule's outputs (sm_90a), of all parts of sequences beside each other.
+// The gated delta rule's outputs (sm_90a), of all stretches of sequences beside each other.
 //
 //     P = s (lower(Q K^T) A) . decay diag(b),    O = s diag(e) Q S + P Y
+//
+// and where nothing is erased P = s lower(Q K^T) . decay and Y = V.
 #pragma once
 
 #include <cpx/delta_rule_state.cuh>
+
+#include <cstddef>
 
 namespace cpx::kernels {
 
 namespace delta {
 
-struct main_memory {
-    static constexpr int stages = 3;
-    char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes], inverse[stages][panel_bytes];
+template <bool Erases>
+struct main_memory : erasing_memory<Erases, 3> {
+    static constexpr std::size_t stages = Erases ? 3 : 4;
+    char queries[stages][2 * panel_bytes], keys[stages][2 * panel_bytes];
     char values[stages][2][panel_bytes]; ///< and then outputs: a warp writes where it alone has read
-    char p[2][panel_bytes], x[2][2 * panel_bytes];
+    char p[2][panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], values_full[stages], values_empty[stages], out_full[stages][2];
     barrier aux_full[2], aux_empty[2], landed, values_landed;
@@ -54,7 +59,9 @@ __device__ __forceinline__ void load_factors(delta_gates const& gates, float sca
         }
 }
 
-/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp. Those beyond the chunk's end have anything.
+/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp. Those beyond the chunk's end have anything. No inverse
+/// is read where nothing is erased.
+template <bool Erases>
 __device__ __forceinline__ void compute_p(char const* queries, char const* keys, char const* inverse,
                                           delta_gates const& gates, float scale, std::uint32_t (&words)[16]) {
     int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
@@ -72,19 +79,23 @@ __device__ __forceinline__ void compute_p(char const* queries, char const* keys,
         (lane % 4 * 2 <= lane / 4 ? 0xffffu : 0u) | (lane % 4 * 2 + 1 <= lane / 4 ? 0xffff0000u : 0u);
     cute::warpgroup_wait<0>();
     keep(sum);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) { // of 16 columns four words, of which the third one is above the diagonal
+    auto const lower = [&](int i) { // of 16 columns four words, of which the third one is above the diagonal
         std::uint32_t const on_diagonal = i % 4 == 1 ? ~0u : i % 4 == 2 ? 0u : triangle;
-        words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]) & (i / 4 < warp ? ~0u : i / 4 == warp ? on_diagonal : 0u);
-    }
-    keep(sum);
-    cute::warpgroup_arrive();
-    multiply_triangle(sum, words, inverse);
-    cute::warpgroup_commit_batch();
-    cute::warpgroup_wait<0>();
-    keep(sum);
+        return i / 4 < warp ? ~0u : i / 4 == warp ? on_diagonal : 0u;
+    };
+    if constexpr (Erases) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) words[i] = two_bf16(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]);
+        for (int i = 0; i < 16; ++i) words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]) & lower(i);
+        keep(sum);
+        cute::warpgroup_arrive();
+        multiply_triangle(sum, words, inverse);
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<0>();
+        keep(sum);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+        words[i] = two_bf16(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]) & (Erases ? ~0u : lower(i));
 }
 
 /// Stores n rows of a panel, from (row, column) on, by a warp; returns when the panel has been read.
@@ -113,17 +124,19 @@ struct delta_output {
     bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
 
-/// A block computes the outputs of a part of a sequence and value head. A grid of (parts at most) * value heads blocks
-/// of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have half a state each.
+/// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches at most) * value heads
+/// blocks of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have half a state
+/// each.
+template <bool Erases>
 static __global__ void __launch_bounds__(512, 1)
     delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
                     __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const outputs,
                     delta_walk const in, delta_output const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    constexpr int stages = main_memory::stages;
-    auto& memory = shared_memory<main_memory>();
-    clear_triangles(memory.inverse);
+    constexpr int stages = static_cast<int>(main_memory<Erases>::stages);
+    auto& memory = shared_memory<main_memory<Erases>>();
+    if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             memory.full[i].init(1), memory.empty[i].init(12);
@@ -139,9 +152,10 @@ static __global__ void __launch_bounds__(512, 1)
     int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
     int const number = static_cast<int>(blockIdx.x) / heads, group = static_cast<int>(threadIdx.x) / 128;
     if (number >= in.plan.totals[1]) return;
-    delta_part const part = in.plan.parts[number];
-    delta_sequence const sequence = in.plan.sequences[part.sequence];
-    int const first = part.part * in.plan.part_chunks, last = min(first + in.plan.part_chunks, sequence.chunks);
+    delta_stretch const stretch = in.plan.stretches[number];
+    delta_sequence const sequence = in.plan.sequences[stretch.sequence];
+    int const first = stretch.number * in.plan.stretch_chunks,
+              last = min(first + in.plan.stretch_chunks, sequence.chunks);
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -153,11 +167,14 @@ static __global__ void __launch_bounds__(512, 1)
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (lane == 0) {
-                    full.arrive_and_expect_tx(4 * panel_bytes + triangle_bytes + all_gates.bytes());
+                    full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0) + all_gates.bytes());
                     load_panels<2>(queries, full, memory.queries[r.at], 128 * (head / in.group), row);
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at], all_gates);
+                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+                    if constexpr (Erases)
+                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], all_gates);
+                    else
+                        load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
                 }
                 barrier& values_full = whole ? memory.values_full[r.at] : memory.values_landed;
                 wait(memory.values_empty[r.at], r.parity ^ 1);
@@ -195,11 +212,12 @@ static __global__ void __launch_bounds__(512, 1)
         for (int c = first; c < last; ++c, r.next(), b.next()) {
             wait(memory.full[r.at], r.parity);
             std::uint32_t words[16];
-            compute_p(memory.queries[r.at], memory.keys[r.at], memory.inverse[r.at], memory.gates[r.at], in.scale,
-                      words);
+            char const* inverse = nullptr;
+            if constexpr (Erases) inverse = memory.inverse[r.at];
+            compute_p<Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words);
             wait(memory.aux_empty[b.at], b.parity ^ 1);
             store_operand(words, memory.p[b.at]);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
+            if constexpr (Erases) compute_x(inverse, memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
             cutlass::arch::fence_view_async_shared();
             arrive_warp(memory.aux_full[b.at]);
             arrive_warp(memory.empty[r.at]);
@@ -208,10 +226,10 @@ static __global__ void __launch_bounds__(512, 1)
         cutlass::arch::warpgroup_reg_alloc<184>();
         int const count = last - first, half = group - 2;
         half_state s;
-        if (part.part == 0) {
-            load_state(in.initial ? in.initial + in.state_of(part.sequence, head) : nullptr, half, s);
+        if (stretch.number == 0) {
+            load_state(in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half, s);
         } else {
-            auto const place = in.half_of(sequence.first_part + part.part, head, half);
+            auto const place = in.half_of(sequence.first_stretch + stretch.number, head, half);
             if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place, 1);
             join_group(group);
             load_words(in.snapshots + place * snapshot_words, s);
@@ -226,41 +244,64 @@ static __global__ void __launch_bounds__(512, 1)
             fading = memory.gates[r.at].decay[delta_chunk - 1];
         };
         if (count > 0) await_chunk();
-        if (group == 3 && count > 0) give_turn(2);
+        if (Erases && group == 3 && count > 0) give_turn(2);
         for (int i = 0; i < count; ++i) {
             int const at = r.at, side = i & 1;
             std::uint32_t f[32], y[16];
             round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
-            float ks[32], o[32];
-            take_turn(group); // or both would want products at once, and round at once
-            keep(ks);
-            cute::warpgroup_arrive();
-            multiply_along<8>(ks, f, memory.keys[at], false);
-            cute::warpgroup_commit_batch();
-            token_decays e;
-            load_decays(memory.gates[at], e);
-            wait(memory.aux_full[side], i >> 1 & 1);
-            cute::warpgroup_wait<0>();
-            keep(ks);
-            subtract(v, ks, e, y);
-            keep(s);
-            keep(o);
-            cute::warpgroup_arrive();
-            multiply_down(s, y, memory.x[side], true);
-            cute::warpgroup_commit_batch();
-            give_turn(5 - group);
-            cute::warpgroup_arrive();
-            multiply_along<8>(o, f, memory.queries[at], false);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(s);
-            keep(o);
-            arrive_warp(memory.empty[at]);
+            float o[32];
+            if constexpr (Erases) {
+                float ks[32];
+                take_turn(group); // or both would want products at once, and round at once
+                keep(ks);
+                cute::warpgroup_arrive();
+                multiply_along<8>(ks, f, memory.keys[at], false);
+                cute::warpgroup_commit_batch();
+                token_decays e;
+                load_decays(memory.gates[at], e);
+                wait(memory.aux_full[side], i >> 1 & 1);
+                cute::warpgroup_wait<0>();
+                keep(ks);
+                subtract(v, ks, e, y);
+                keep(s);
+                keep(o);
+                cute::warpgroup_arrive();
+                multiply_down(s, y, memory.x[side], true);
+                cute::warpgroup_commit_batch();
+                give_turn(5 - group);
+                cute::warpgroup_arrive();
+                multiply_along<8>(o, f, memory.queries[at], false);
+                cute::warpgroup_commit_batch();
+                cute::warpgroup_wait<0>();
+                keep(s);
+                keep(o);
+                arrive_warp(memory.empty[at]);
 #pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                o[2 * j] *= in.scale * e[j / 2].x;
-                o[2 * j + 1] *= in.scale * e[j / 2].y;
+                for (int j = 0; j < 16; ++j) {
+                    o[2 * j] *= in.scale * e[j / 2].x;
+                    o[2 * j + 1] *= in.scale * e[j / 2].y;
+                }
+            } else {
+                std::uint32_t written[16];
+                scale_tokens(v, memory.gates[at].onward, 1.0f, written);
+                keep(o);
+                keep(s);
+                cute::warpgroup_arrive();
+                multiply_along<8>(o, f, memory.queries[at], false);
+                cute::warpgroup_commit_batch();
+                multiply_down(s, written, memory.keys[at], true);
+                cute::warpgroup_commit_batch();
+                wait(memory.aux_full[side], i >> 1 & 1);
+                cute::warpgroup_wait<1>();
+                keep(o);
+                load_transposed(memory.values[at][half], y); // again: there were no registers for it
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    float2 const e = decays_of(memory.gates[at], j / 2);
+                    o[2 * j] *= in.scale * e.x;
+                    o[2 * j + 1] *= in.scale * e.y;
+                }
             }
             keep(o);
             cute::warpgroup_arrive();
@@ -269,6 +310,10 @@ static __global__ void __launch_bounds__(512, 1)
             r.next();
             if (i + 1 < count) await_chunk();
             cute::warpgroup_wait<0>();
+            if constexpr (!Erases) {
+                keep(s);
+                arrive_warp(memory.empty[at]);
+            }
             keep(o);
             arrive_warp(memory.aux_empty[side]);
             round_to_operand(o, y);
@@ -278,8 +323,8 @@ static __global__ void __launch_bounds__(512, 1)
         }
         int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block)); // or what follows would be kept in registers that are wanted above
-        delta_part const done = in.plan.parts[block / heads];
-        if (in.last && done.part + 1 == in.plan.sequences[done.sequence].parts)
+        delta_stretch const done = in.plan.stretches[block / heads];
+        if (in.last && done.number + 1 == in.plan.sequences[done.sequence].stretches)
             store_state(s, half, in.last + in.state_of(done.sequence, block % heads));
     }
 #endif

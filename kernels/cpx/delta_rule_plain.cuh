@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule token by token, of every size, float sums: along a sequence, and back.
+// The gated delta rule and a decay a head token by token, of every size, float sums: along a sequence, and back.
 #pragma once
 
 #include <cpx/delta_rule_plan.cuh>
@@ -18,6 +18,11 @@ struct delta_tokens {
     int key_heads, group; ///< value heads a key head
     int key_dim, value_dim;
     float scale;
+    bool erases; ///< else a decay a head alone: beta is 1, and is not read
+
+    __device__ __forceinline__ float beta_of(std::int64_t row, int head) const {
+        return erases ? beta.at(row)[head] : 1.0f;
+    }
 };
 
 /// What a walk along sequences writes besides outputs, for the gradients; null if it is not wanted.
@@ -107,6 +112,7 @@ __global__ void __launch_bounds__(128) delta_rule_plain(delta_tokens<T> const in
     std::int64_t const key_channel = std::int64_t{head / in.group} * in.key_dim;
     std::int64_t const value_channel = std::int64_t{head} * in.value_dim;
     plain_state<R> state(column, in.key_dim, in.value_dim);
+    bool const erases = in.erases;
     state.read(initial ? initial + place : nullptr);
     for (int row = sequence.begin; row < sequence.end; ++row) {
         if (trace.states && (row == sequence.begin || (row - sequence.origin) % delta_chunk == 0)) {
@@ -117,7 +123,7 @@ __global__ void __launch_bounds__(128) delta_rule_plain(delta_tokens<T> const in
         state.load_row(in.q.at(row) + key_channel, q);
         state.load_row(in.k.at(row) + key_channel, k);
         state.load_columns(in.v.at(row) + value_channel, v);
-        float const decay = expf(in.g.at(row)[head]), beta = in.beta.at(row)[head];
+        float const decay = expf(in.g.at(row)[head]), beta = in.beta_of(row, head);
         float sums[2 * C + 1] = {}; // K S, Q S, and q k
 #pragma unroll
         for (int r = 0; r < R; ++r) {
@@ -133,7 +139,7 @@ __global__ void __launch_bounds__(128) delta_rule_plain(delta_tokens<T> const in
         float fresh[C], out[C];
 #pragma unroll
         for (int c = 0; c < C; ++c) {
-            fresh[c] = beta * (v[c] - sums[c]);
+            fresh[c] = erases ? beta * (v[c] - sums[c]) : v[c];
             out[c] = in.scale * fmaf(sums[2 * C], fresh[c], sums[C + c]);
 #pragma unroll
             for (int r = 0; r < R; ++r) state.s[c][r] = fmaf(k[r], fresh[c], state.s[c][r]);
@@ -161,6 +167,7 @@ __global__ void __launch_bounds__(128)
     std::int64_t const key_channel = std::int64_t{head / in.group} * in.key_dim;
     std::int64_t const value_channel = std::int64_t{head} * in.value_dim;
     plain_state<R> state(column, in.key_dim, in.value_dim);
+    bool const erases = in.erases;
     state.read(dlast ? dlast + place : nullptr);
     for (int row = sequence.end - 1; row >= sequence.begin; --row) {
         if (row == sequence.end - 1 || (row + 1 - sequence.origin) % delta_chunk == 0) {
@@ -171,7 +178,7 @@ __global__ void __launch_bounds__(128)
         state.load_row(in.q.at(row) + key_channel, q);
         state.load_row(in.k.at(row) + key_channel, k);
         state.load_columns(dout.at(row) + value_channel, d);
-        float const decay = expf(in.g.at(row)[head]), beta = in.beta.at(row)[head];
+        float const decay = expf(in.g.at(row)[head]), beta = in.beta_of(row, head);
         float right[C] = {}, of_v[C];
 #pragma unroll
         for (int c = 0; c < C; ++c)
@@ -185,7 +192,8 @@ __global__ void __launch_bounds__(128)
         for (int c = 0; c < C; ++c) {
             of_v[c] = beta * right[c];
 #pragma unroll
-            for (int r = 0; r < R; ++r) state.s[c][r] = decay * fmaf(-k[r], of_v[c], state.s[c][r]);
+            for (int r = 0; r < R; ++r)
+                state.s[c][r] = decay * (erases ? fmaf(-k[r], of_v[c], state.s[c][r]) : state.s[c][r]);
         }
         state.store_columns(of_v, dv.at(row) + value_channel);
         state.store_columns(right, trace.rows + row * std::int64_t{heads} * in.value_dim + value_channel);

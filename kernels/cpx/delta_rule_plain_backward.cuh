@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the gated delta rule's queries, keys and gates, of every size, chunk by chunk, float sums.
+// The gradients of queries, keys and gates of the gated delta rule and of a decay a head, of every size, chunk by
+// chunk, float sums.
 #pragma once
 
 #include <cpx/delta_rule_plain.cuh>
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(256)
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
     int const thread = static_cast<int>(threadIdx.x), lane = thread % 32, first = thread / 32 * 8;
     int const heads = in.key_heads * in.group, dk = in.key_dim, dv = in.value_dim;
+    bool const erases = in.erases;
     auto const q = [&](int i) { return in.q.at(begin + i) + std::int64_t{key_head} * dk; };
     auto const k = [&](int i) { return in.k.at(begin + i) + std::int64_t{key_head} * dk; };
     auto const sum_row = [&](float* sums, int i) {
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(256)
         float const* const dstate = to.back.states + (std::int64_t{chunk} * heads + head) * dk * dv;
         __syncthreads(); // the last head's are not read any more
         if (thread < n) {
-            m.beta[thread] = in.beta.at(begin + thread)[head];
+            m.beta[thread] = in.beta_of(begin + thread, head);
             float product = 1;
             for (int i = 0; i < n; ++i) {
                 if (i > thread) product *= expf(in.g.at(begin + i)[head]);
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(256)
             if (j <= i)
                 for (int d = 0; d < dv; ++d) {
                     of_scores = fmaf(in.scale * widen(dout(i)[d]), fresh(j)[d], of_scores);
-                    of_a = fmaf(right(i)[d], fresh(j)[d], of_a);
+                    if (erases) of_a = fmaf(right(i)[d], fresh(j)[d], of_a);
                 }
             m.of_scores[i][j] = of_scores;
             m.of_a[i][j] = of_a;
@@ -194,8 +196,9 @@ __global__ void __launch_bounds__(256)
         finish(to.dq_sum, to.dq, h > 0, h + 1 == in.group);
 
         clear(); // what the keys erase
-        add_rows<R>(
-            sum, [&](int i, int j) { return first + i < n ? -right(first + i)[j] : 0.0f; }, state, dv, dk);
+        if (erases)
+            add_rows<R>(
+                sum, [&](int i, int j) { return first + i < n ? -right(first + i)[j] : 0.0f; }, state, dv, dk);
         times(m.until_now);
         along(k, m.unread);
         times(m.beta);
@@ -206,11 +209,12 @@ __global__ void __launch_bounds__(256)
             sum, [&](int i, int j) { return first + i < n ? fresh(first + i)[j] : 0.0f; }, dstate, dv, dk);
         times(m.kept);
         along(k, m.onward);
-        add_tokens([&](int i, int j) { return m.beta[i] * m.of_a[i][j] + m.beta[j] * m.of_a[j][i]; },
-                   k); // one of them is 0
+        if (erases)
+            add_tokens([&](int i, int j) { return m.beta[i] * m.of_a[i][j] + m.beta[j] * m.of_a[j][i]; },
+                       k); // one of them is 0
         add_tokens([&](int i, int j) { return j >= i ? m.of_scores[j][i] : 0.0f; }, q);
         finish(to.dk_sum, to.dk, true, h + 1 == in.group);
-        if (thread < n) {
+        if (erases && thread < n) {
             float value = 0;
             for (int d = 0; d < dv; ++d)
                 value = fmaf(right(thread)[d], widen(in.v.at(begin + thread)[std::int64_t{head} * dv + d]), value);
@@ -229,7 +233,7 @@ __global__ void __launch_bounds__(256)
                 decayed += term;
             }
             m.of_scores[i][i] = decayed;
-            to.dbeta.at(begin + i)[head] = of_beta;
+            if (erases) to.dbeta.at(begin + i)[head] = of_beta;
         }
         __syncthreads();
         if (thread < n) {

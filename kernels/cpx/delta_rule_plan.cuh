@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of the gated delta rule are given, and where the chunks and parts of a packed batch lie.
+// What the kernels of the gated delta rule are given, and where the chunks and stretches of a packed batch lie.
 #pragma once
 
 #include <cpx/core/search.hpp>
@@ -25,27 +25,27 @@ struct delta_rows {
 struct delta_sequence {
     int begin, end; ///< rows
     int origin;     ///< the row, perhaps before `begin`, at which chunk 0 begins
-    int chunks, first_chunk, parts, first_part;
+    int chunks, first_chunk, stretches, first_stretch;
 
     __device__ __forceinline__ int chunk_begin(int c) const { return max(begin, origin + c * delta_chunk); }
     __device__ __forceinline__ int chunk_end(int c) const { return min(end, origin + (c + 1) * delta_chunk); }
 };
 
-/// Part `part` of sequence `sequence`.
-struct delta_part {
-    int sequence, part;
+/// Stretch `number` of sequence `sequence`.
+struct delta_stretch {
+    int sequence, number;
 };
 
-/// The batch as it is in device memory during a call; `totals`: chunks, parts, and tasks that have been begun.
+/// The batch as it is in device memory during a call; `totals`: chunks, stretches, and tasks that have been begun.
 struct delta_plan {
     delta_sequence* sequences;
-    delta_part* parts; ///< in order of time: all first parts, all second ones, ...
+    delta_stretch* stretches; ///< in order of time: all first stretches, all second ones, ...
     int* totals;
-    int* flags; ///< (parts, value heads, 2): whether the state before a part has been written, for each half; of the
-                ///< backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been
+    int* flags; ///< (stretches, value heads, 2): whether the state before a stretch has been written, for each half; of
+                ///< the backward's walks (sequences, value heads, 2, 2): chunks whose states and gradients have been
     std::int64_t flag_count;
-    int count;       ///< sequences
-    int part_chunks; ///< of every part but a sequence's last
+    int count;          ///< sequences
+    int stretch_chunks; ///< of every stretch but a sequence's last
 };
 
 /// Returns the sequence of a chunk.
@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t cons
     let_next_kernel_come();
     int const thread = static_cast<int>(threadIdx.x);
     if (thread < 32) {
-        int chunks = 0, parts = 0;
+        int chunks = 0, stretches = 0;
         for (int s0 = 0; s0 < plan.count; s0 += 32) {
             int const s = s0 + thread;
             delta_sequence sequence{};
@@ -71,31 +71,32 @@ static __global__ void __launch_bounds__(1024) delta_rule_plan(std::int64_t cons
                 sequence.origin = sequence.begin - (first ? static_cast<int>(first[s] % delta_chunk) : 0);
                 if (sequence.end > sequence.begin)
                     sequence.chunks = (sequence.end - sequence.origin + delta_chunk - 1) / delta_chunk;
-                sequence.parts = max(1, (sequence.chunks + plan.part_chunks - 1) / plan.part_chunks);
+                sequence.stretches = max(1, (sequence.chunks + plan.stretch_chunks - 1) / plan.stretch_chunks);
             }
-            int chunks_before = sequence.chunks, parts_before = sequence.parts;
+            int chunks_before = sequence.chunks, stretches_before = sequence.stretches;
             for (int apart = 1; apart < 32; apart *= 2) {
-                int const c = __shfl_up_sync(~0u, chunks_before, apart), p = __shfl_up_sync(~0u, parts_before, apart);
-                if (thread >= apart) chunks_before += c, parts_before += p;
+                int const c = __shfl_up_sync(~0u, chunks_before, apart),
+                          p = __shfl_up_sync(~0u, stretches_before, apart);
+                if (thread >= apart) chunks_before += c, stretches_before += p;
             }
             sequence.first_chunk = chunks + chunks_before - sequence.chunks;
-            sequence.first_part = parts + parts_before - sequence.parts;
+            sequence.first_stretch = stretches + stretches_before - sequence.stretches;
             if (s < plan.count) plan.sequences[s] = sequence;
             chunks += __shfl_sync(~0u, chunks_before, 31);
-            parts += __shfl_sync(~0u, parts_before, 31);
+            stretches += __shfl_sync(~0u, stretches_before, 31);
         }
-        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = parts, plan.totals[2] = 0;
+        if (thread == 0) plan.totals[0] = chunks, plan.totals[1] = stretches, plan.totals[2] = 0;
     }
     for (std::int64_t i = thread; i < plan.flag_count; i += 1024) plan.flags[i] = 0;
     __syncthreads();
-    int const parts = plan.totals[1];
-    for (int i = thread; i < parts; i += 1024) {
-        int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_part; });
-        int const part = i - plan.sequences[s].first_part;
-        int place = 0; // the parts before it in time, and those of its time in sequences before
+    int const stretches = plan.totals[1];
+    for (int i = thread; i < stretches; i += 1024) {
+        int const s = last_at_or_before(i, plan.count, [&](int other) { return plan.sequences[other].first_stretch; });
+        int const stretch = i - plan.sequences[s].first_stretch;
+        int place = 0; // the stretches before it in time, and those of its time in sequences before
         for (int other = 0; other < plan.count; ++other)
-            place += min(plan.sequences[other].parts, part + (other < s ? 1 : 0));
-        plan.parts[place] = {s, part};
+            place += min(plan.sequences[other].stretches, stretch + (other < s ? 1 : 0));
+        plan.stretches[place] = {s, stretch};
     }
 }
 

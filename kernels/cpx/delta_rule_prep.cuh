@@ -217,7 +217,7 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
     }
 }
 
-/// Computes the gates of n tokens by a warp, two tokens a lane.
+/// Computes the gates of n tokens by a warp, two tokens a lane. No beta: 1. `beta_shared`: null if it is not wanted.
 __device__ __forceinline__ void compute_gates(float const* g, std::int64_t g_stride, float const* beta,
                                               std::int64_t beta_stride, int n, delta_gates& to, float* beta_shared) {
     int const lane = threadIdx.x % 32;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void compute_gates(float const* g, std::int64_t g_str
         int const token = 2 * lane + i;
         float const log2_decay = token < n ? g[token * g_stride] * 1.4426950408889634f : 0.0f;
         own[i] = log2_decay < -126.0f ? -126.0f : log2_decay; // minus infinity, too; NaN stays
-        b[i] = token < n ? beta[token * beta_stride] : 0.0f;
+        b[i] = token < n ? (beta ? beta[token * beta_stride] : 1.0f) : 0.0f;
     }
     float sum = own[0] + own[1];
 #pragma unroll
@@ -250,7 +250,7 @@ __device__ __forceinline__ void compute_gates(float const* g, std::int64_t g_str
         set(to.until[i], before ? b[0] * power_of_two(at - first) : 0.0f,
             before ? b[1] * power_of_two(at - second) : 0.0f);
     }
-    set(beta_shared, b[0], b[1]);
+    if (beta_shared) set(beta_shared, b[0], b[1]);
 }
 
 } // namespace delta
@@ -258,19 +258,20 @@ __device__ __forceinline__ void compute_gates(float const* g, std::int64_t g_str
 /// Inputs of `delta_rule_prep`; keys: (tokens, key heads * 128) bfloat16, of norm at most 1, in panels.
 struct delta_prep_input {
     delta_plan plan;
-    delta_rows<float const> g, beta; ///< (tokens, value heads)
+    delta_rows<float const> g, beta; ///< (tokens, value heads); no beta where nothing is erased
     int key_heads, group;            ///< value heads a key head
 };
 
-/// Two warps compute a chunk's inverses for a key head, of every second value head each. A grid of (chunks at most) *
-/// key heads blocks of 64 threads.
+/// Two warps compute a chunk's inverses for a key head, of every second value head each, or gates alone where nothing
+/// is erased. A grid of (chunks at most) * key heads blocks of 64 threads.
+template <bool Erases>
 static __global__ void __launch_bounds__(64, 10)
     delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input const in, delta_prepared const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
     auto& memory = shared_memory<prep_memory>();
     int const lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    if (threadIdx.x == 0) {
+    if (Erases && threadIdx.x == 0) {
         memory.full.init(1);
         cutlass::arch::fence_barrier_init();
     }
@@ -281,16 +282,20 @@ static __global__ void __launch_bounds__(64, 10)
     delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
     int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
-    if (threadIdx.x == 0) {
+    if (Erases && threadIdx.x == 0) {
         memory.full.arrive_and_expect_tx(2 * panel_bytes);
         load_panels<2>(keys, memory.full, memory.keys[0], 128 * key_head, begin);
     }
     std::int64_t const place = (std::int64_t{chunk} * in.key_heads + key_head) * in.group;
     auto const write_gates = [&](int number) {
         int const head = key_head * in.group + number;
-        compute_gates(in.g.at(begin) + head, in.g.stride, in.beta.at(begin) + head, in.beta.stride, n,
-                      to.gates[place + number], memory.beta[warp]);
+        compute_gates(in.g.at(begin) + head, in.g.stride, Erases ? in.beta.at(begin) + head : nullptr, in.beta.stride,
+                      n, to.gates[place + number], Erases ? memory.beta[warp] : nullptr);
     };
+    if constexpr (!Erases) {
+        for (int number = warp; number < in.group; number += 2) write_gates(number);
+        return;
+    }
     if (warp < in.group) write_gates(warp); // while keys come
     __syncthreads();
     wait(memory.full, 0);

@@ -6,18 +6,18 @@
 
 namespace cpx::kernels {
 
-/// Where the steps of parts lie, (parts, value heads, 128, 128) each.
+/// Where the steps of stretches lie, (stretches, value heads, 128, 128) each.
 struct delta_steps {
-    float *maps, *ends; ///< M, E
-    bool apart;         ///< every sequence is one part, a segment, whose step is wanted; else all but the last are
+    float *maps, *ends; ///< M, E; where nothing is erased M is a number
+    bool apart;         ///< every sequence is one stretch, a segment, whose step is wanted; else all but the last are
 };
 
 namespace delta {
 
-struct fold_memory {
+template <bool Erases>
+struct fold_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
-    char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][2][panel_bytes],
-        x[2][2 * panel_bytes];
+    char keys[stages][2 * panel_bytes], values[stages][2][panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read[2], landed;
 };
@@ -33,20 +33,21 @@ __device__ __forceinline__ int place_of_word(int value, int key) {
 
 } // namespace delta
 
-/// A block computes E or M of a part and value head: what the part makes of zeros, or of the state before the sequence,
-/// and, without values, of the identity. Steps of segments are (key, value) and (key, key) channels, others are
-/// transposed. A grid of (parts at most) * 2 * value heads blocks of 512 threads: a warp that loads, a warpgroup that
-/// makes X, two that have half a state each.
-static __global__ void __launch_bounds__(512, 1)
+/// A block computes E or M of a stretch and value head: what the stretch makes of zeros, or of the state before the
+/// sequence, and, without values, of the identity. Steps of segments are (key, value) and (key, key) channels, others
+/// are transposed. A grid of (stretches at most) * 2 * value heads blocks of 512 threads: a warp that loads, a
+/// warpgroup that makes X, two that have half a state each. Where nothing is erased, half the blocks, of 384 threads.
+template <bool Erases>
+static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     delta_rule_fold(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                     delta_walk const in, delta_steps const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
-    constexpr int stages = fold_memory::stages;
-    auto& memory = shared_memory<fold_memory>();
-    clear_triangles(memory.inverse);
+    constexpr int stages = fold_memory<Erases>::stages, first_group = Erases ? 2 : 1;
+    auto& memory = shared_memory<fold_memory<Erases>>();
+    if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
+        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 + 4 * first_group);
         for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(8);
         memory.landed.init(1);
         cutlass::arch::fence_barrier_init();
@@ -55,13 +56,15 @@ static __global__ void __launch_bounds__(512, 1)
     wait_for_previous_kernel();
     let_next_kernel_come();
     int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
-    bool const of_map = static_cast<int>(blockIdx.x) / heads % 2;
-    int const number = static_cast<int>(blockIdx.x) / heads / 2, group = static_cast<int>(threadIdx.x) / 128;
+    bool const of_map = Erases && static_cast<int>(blockIdx.x) / heads % 2;
+    int const number = static_cast<int>(blockIdx.x) / heads / (Erases ? 2 : 1),
+              group = static_cast<int>(threadIdx.x) / 128;
     if (number >= in.plan.totals[1]) return;
-    delta_part const part = in.plan.parts[number];
-    delta_sequence const sequence = in.plan.sequences[part.sequence];
-    if (!to.apart && (part.part + 1 == sequence.parts || (of_map && part.part == 0))) return;
-    int const first = part.part * in.plan.part_chunks, last = min(first + in.plan.part_chunks, sequence.chunks);
+    delta_stretch const stretch = in.plan.stretches[number];
+    delta_sequence const sequence = in.plan.sequences[stretch.sequence];
+    if (!to.apart && (stretch.number + 1 == sequence.stretches || (of_map && stretch.number == 0))) return;
+    int const first = stretch.number * in.plan.stretch_chunks,
+              last = min(first + in.plan.stretch_chunks, sequence.chunks);
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
@@ -72,10 +75,14 @@ static __global__ void __launch_bounds__(512, 1)
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + triangle_bytes + step_gates.bytes());
+                    full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + (Erases ? triangle_bytes : 0) +
+                                              step_gates.bytes());
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at], step_gates);
+                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+                    if constexpr (Erases)
+                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
+                    else
+                        load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
                     if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
                 }
                 __syncwarp();
@@ -90,26 +97,30 @@ static __global__ void __launch_bounds__(512, 1)
                 arrive_warp(memory.full[r.at]);
             }
         }
-    } else if (group == 1) {
+    } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
-        ring<stages> r;
-        ring<2> x;
-        for (int c = first; c < last; ++c, r.next(), x.next()) {
-            wait(memory.full[r.at], r.parity);
-            if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1); // as in `walk_along`
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.x_full[x.at]);
-            arrive_warp(memory.empty[r.at]);
+        if constexpr (Erases) {
+            ring<stages> r;
+            ring<2> x;
+            for (int c = first; c < last; ++c, r.next(), x.next()) {
+                wait(memory.full[r.at], r.parity);
+                if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1); // as in `walk_along`
+                compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.x_full[x.at]);
+                arrive_warp(memory.empty[r.at]);
+            }
         }
     } else {
-        cutlass::arch::warpgroup_reg_alloc<184>();
-        int const half = group - 2;
+        if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
+        int const half = group - first_group;
+        float whole = 1;
         half_state s;
         if (of_map)
             for_each_word([&](int i, int value, int key) { s[i] = 64 * half + value == key ? 1.0f : 0.0f; });
         else
-            load_state(part.part == 0 && in.initial ? in.initial + in.state_of(part.sequence, head) : nullptr, half, s);
+            load_state(stretch.number == 0 && in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr,
+                       half, s);
         ring<stages> r;
         ring<2> x;
         std::uint32_t v[16] = {};
@@ -122,31 +133,45 @@ static __global__ void __launch_bounds__(512, 1)
         if (first < last) await_chunk();
         for (int c = first; c < last; ++c, x.next()) {
             std::uint32_t f[32], y[16];
-            round_to_operand(s, f);
+            if constexpr (Erases) round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
-            float ks[32];
-            keep(ks);
-            cute::warpgroup_arrive();
-            multiply_along<8>(ks, f, memory.keys[r.at], false);
-            cute::warpgroup_commit_batch();
-            arrive_warp(memory.read[x.at]);
-            token_decays e;
-            load_decays(memory.gates[r.at], e);
-            wait(memory.x_full[x.at], x.parity);
-            cute::warpgroup_wait<0>();
-            keep(ks);
-            subtract(v, ks, e, y);
-            keep(s);
-            cute::warpgroup_arrive();
-            multiply_down(s, y, memory.x[x.at], true);
-            cute::warpgroup_commit_batch();
-            arrive_warp(memory.empty[r.at]);
+            if constexpr (Erases) {
+                float ks[32];
+                keep(ks);
+                cute::warpgroup_arrive();
+                multiply_along<8>(ks, f, memory.keys[r.at], false);
+                cute::warpgroup_commit_batch();
+                arrive_warp(memory.read[x.at]);
+                token_decays e;
+                load_decays(memory.gates[r.at], e);
+                wait(memory.x_full[x.at], x.parity);
+                cute::warpgroup_wait<0>();
+                keep(ks);
+                subtract(v, ks, e, y);
+                keep(s);
+                cute::warpgroup_arrive();
+                multiply_down(s, y, memory.x[x.at], true);
+                cute::warpgroup_commit_batch();
+                arrive_warp(memory.empty[r.at]);
+            } else {
+                whole *= fading;
+                scale_tokens(v, memory.gates[r.at].onward, 1.0f, y);
+                keep(s);
+                cute::warpgroup_arrive();
+                multiply_down(s, y, memory.keys[r.at], true);
+                cute::warpgroup_commit_batch();
+            }
+            barrier& read = memory.empty[r.at];
             r.next();
             if (c + 1 < last) await_chunk();
             cute::warpgroup_wait<0>();
             keep(s);
+            if constexpr (!Erases) arrive_warp(read);
         }
-        float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_part + part.part, head);
+        if constexpr (!Erases)
+            if (half == 0 && threadIdx.x % 128 == 0)
+                to.maps[std::int64_t{sequence.first_stretch + stretch.number} * heads + head] = whole;
+        float* const end = (of_map ? to.maps : to.ends) + in.state_of(sequence.first_stretch + stretch.number, head);
         for_each_word([&](int i, int value, int key) {
             end[to.apart ? key * 128 + 64 * half + value : (64 * half + value) * 128 + key] = s[i];
         });
@@ -154,10 +179,12 @@ static __global__ void __launch_bounds__(512, 1)
 #endif
 }
 
-/// Writes the states before the parts of sequences but the first ones, from the steps of those before them, in float.
+/// Writes the states before the stretches of sequences but the first ones, from the steps of those before them, in
+/// float. Where nothing is erased M is a number.
 ///
 /// A grid of (128 / join_columns, value heads, sequences) blocks of 512 threads: of every two key channels, eight that
 /// share the products.
+template <bool Erases>
 static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk const in, delta_steps const steps) {
     using namespace delta;
     constexpr int columns = join_columns;
@@ -169,17 +196,25 @@ static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk cons
     int const key = thread % 128, own_columns = thread / 128 * 2; // of the sums
     delta_sequence const sequence = in.plan.sequences[blockIdx.z];
     float2 map[16];
-    auto const load = [&](int part) {
-        float const* const from = steps.maps + in.state_of(sequence.first_part + part, head) + 16 * share * 128 + keys;
+    auto const load = [&](int stretch) {
+        if constexpr (!Erases) return;
+        float const* const from =
+            steps.maps + in.state_of(sequence.first_stretch + stretch, head) + 16 * share * 128 + keys;
 #pragma unroll
         for (int j = 0; j < 16; ++j) map[j] = *reinterpret_cast<float2 const*>(from + j * 128);
     };
-    if (sequence.parts > 2) load(1);
-    for (int part = 0; part + 1 < sequence.parts; ++part) {
+    if (sequence.stretches > 2) load(1);
+    for (int stretch = 0; stretch + 1 < sequence.stretches; ++stretch) {
         float const* const end =
-            steps.ends + in.state_of(sequence.first_part + part, head) + (first + own_columns) * 128 + key;
+            steps.ends + in.state_of(sequence.first_stretch + stretch, head) + (first + own_columns) * 128 + key;
         float own[2] = {end[0], end[128]};
-        if (part > 0) {
+        if (!Erases && stretch > 0) {
+            float const map =
+                steps.maps[std::int64_t{sequence.first_stretch + stretch} * in.key_heads * in.group + head];
+#pragma unroll
+            for (int v = 0; v < 2; ++v) own[v] = fmaf(map, state[key][own_columns + v], own[v]);
+        }
+        if (Erases && stretch > 0) {
             float sum[2][columns] = {};
 #pragma unroll
             for (int j = 0; j < 16; ++j)
@@ -193,7 +228,7 @@ static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk cons
                         sum[1][v + i] = fmaf(map[j].y, four[i], sum[1][v + i]);
                     }
                 }
-            if (part + 2 < sequence.parts) load(part + 1);
+            if (stretch + 2 < sequence.stretches) load(stretch + 1);
 #pragma unroll
             for (int v = 0; v < columns; ++v)
                 *reinterpret_cast<float2*>(&sums[share][v][keys]) = make_float2(sum[0][v], sum[1][v]);
@@ -203,7 +238,7 @@ static __global__ void __launch_bounds__(512, 1) delta_rule_join(delta_walk cons
 #pragma unroll
                 for (int other = 0; other < 8; ++other) own[v] += sums[other][own_columns + v][key];
         }
-        float* const to = in.snapshots + in.half_of(sequence.first_part + part + 1, head, 0) * snapshot_words;
+        float* const to = in.snapshots + in.half_of(sequence.first_stretch + stretch + 1, head, 0) * snapshot_words;
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
             state[key][own_columns + v] = own[v];

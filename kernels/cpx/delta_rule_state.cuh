@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule's chain (sm_90a): the states before the parts of a sequence, with nothing but the state.
+// The gated delta rule's chain (sm_90a): the states before the stretches of a sequence, with nothing but the state.
 #pragma once
 
 #include <cpx/delta_rule_step.cuh>
@@ -13,7 +13,7 @@ struct delta_walk {
     delta_prepared prepared;
     float const* initial;
     float* last;      ///< states after the sequences
-    float* snapshots; ///< (parts, value heads, 2, 64 * 128): states before the parts, as they lie in registers
+    float* snapshots; ///< (stretches, value heads, 2, 64 * 128): states before the stretches, as they lie in registers
     int key_heads, group;
     float scale;
     char* states = nullptr; ///< (chunks, value heads) of `state_bytes`: states before chunks
@@ -22,8 +22,8 @@ struct delta_walk {
         return (std::int64_t{sequence} * key_heads * group + head) * 128 * 128;
     }
     /// Returns which half of a snapshot this is, and which flag.
-    __device__ __forceinline__ std::int64_t half_of(int part, int head, int half) const {
-        return (std::int64_t{part} * key_heads * group + head) * 2 + half;
+    __device__ __forceinline__ std::int64_t half_of(int stretch, int head, int half) const {
+        return (std::int64_t{stretch} * key_heads * group + head) * 2 + half;
     }
 };
 
@@ -31,11 +31,18 @@ namespace delta {
 
 inline constexpr int snapshot_words = 64 * 128;
 
-template <std::size_t Halves>
-struct state_memory {
+/// What a walk has besides where something is erased: A, and X.
+template <bool Erases, std::size_t Stages>
+struct erasing_memory {
+    char inverse[Stages][panel_bytes], x[2][2 * panel_bytes];
+};
+template <std::size_t Stages>
+struct erasing_memory<false, Stages> {};
+
+template <std::size_t Halves, bool Erases>
+struct state_memory : erasing_memory<Erases, 4> {
     static constexpr int stages = 4;
-    char keys[stages][2 * panel_bytes], inverse[stages][panel_bytes], values[stages][Halves][panel_bytes],
-        x[2][2 * panel_bytes];
+    char keys[stages][2 * panel_bytes], values[stages][Halves][panel_bytes];
     delta_gates gates[stages];
     barrier full[stages], empty[stages], x_full[2], read[2], written, seen, landed;
 };
@@ -93,16 +100,21 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 namespace delta {
 
 /// Walks along Halves halves of the value channels of a sequence and value head, `block` of all of them, up to its last
-/// part or, Traced, along all of it, and then writes the states before all chunks instead of those before parts. By a
-/// warp that loads, a warpgroup that makes X, one for each half that has its state.
-template <bool Traced, int Halves>
+/// stretch or, Traced, along all of it, and then writes the states before all chunks instead of those before stretches.
+/// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
+///
+/// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
+template <bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
                                            int block) {
-    auto& memory = shared_memory<state_memory<Halves>>();
-    constexpr int stages = state_memory<Halves>::stages;
-    clear_triangles(memory.inverse);
+    static_assert(!(Erases && Back) && (Traced || !Back));
+    using layout = state_memory<Halves, Erases>;
+    auto& memory = shared_memory<layout>();
+    constexpr int stages = layout::stages, first_group = Erases ? 2 : 1;
+    if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(4 + 4 * Halves);
+        for (int i = 0; i < stages; ++i)
+            memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1) + 4 * Halves);
         for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
         memory.written.init(4 * Halves), memory.seen.init(1);
         memory.landed.init(1);
@@ -112,22 +124,27 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     int const heads = in.key_heads * in.group, first_half = Halves == 2 ? 0 : block % 2;
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
-    int const chunks = Traced ? sequence.chunks : (sequence.parts - 1) * in.plan.part_chunks,
-              every = Traced ? walk_chunks : in.plan.part_chunks, group = static_cast<int>(threadIdx.x) / 128;
+    int const chunks = Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.stretch_chunks,
+              every = Traced ? walk_chunks : in.plan.stretch_chunks, group = static_cast<int>(threadIdx.x) / 128;
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
             ring<stages> r;
-            for (int c = 0, landings = 0; c < chunks; ++c, r.next()) {
+            for (int i = 0, landings = 0; i < chunks; ++i, r.next()) {
+                int const c = Back ? chunks - 1 - i : i;
                 int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
                 bool const whole = n == delta_chunk;
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx((2 + Halves) * panel_bytes + triangle_bytes + step_gates.bytes());
+                    full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
+                                              step_gates.bytes());
                     load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    load_prepared(in.prepared, std::int64_t{sequence.first_chunk + c} * heads + head, full,
-                                  memory.inverse[r.at], memory.gates[r.at], step_gates);
+                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+                    if constexpr (Erases)
+                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
+                    else
+                        load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
                     load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
                 }
                 __syncwarp();
@@ -148,31 +165,34 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
 #pragma unroll
                 for (int half = first_half; half < first_half + Halves; ++half)
                     if (Traced)
-                        publish(in.plan.flags + 2 * in.half_of(number, head, half), c);
+                        publish(in.plan.flags + 2 * in.half_of(number, head, half) + (Back ? 1 : 0), c);
                     else
-                        publish(in.plan.flags + in.half_of(sequence.first_part + c / every, head, half), 1);
+                        publish(in.plan.flags + in.half_of(sequence.first_stretch + c / every, head, half), 1);
             }
         }
-    } else if (group == 1) {
+    } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
-        ring<stages> r;
-        ring<2> x;
-        for (int c = 0; c < chunks; ++c, r.next(), x.next()) {
-            wait(memory.full[r.at], r.parity);
-            // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
-            if (c > 0) wait(memory.read[x.at ^ 1], c - 1 >> 1 & 1);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.x_full[x.at]);
-            arrive_warp(memory.empty[r.at]);
+        if constexpr (Erases) {
+            ring<stages> r;
+            ring<2> x;
+            for (int c = 0; c < chunks; ++c, r.next(), x.next()) {
+                wait(memory.full[r.at], r.parity);
+                // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
+                if (c > 0) wait(memory.read[x.at ^ 1], c - 1 >> 1 & 1);
+                compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.x_full[x.at]);
+                arrive_warp(memory.empty[r.at]);
+            }
         }
-    } else if (group < 2 + Halves) {
+    } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
-        int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
+        int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-        float* snapshot = in.snapshots + in.half_of(sequence.first_part + 1, head, half) * snapshot_words;
-        char* trace = in.states + in.half_of(sequence.first_chunk, head, half) * (state_bytes / 2);
+        float* snapshot = in.snapshots + in.half_of(sequence.first_stretch + 1, head, half) * snapshot_words;
+        char* trace =
+            in.states + in.half_of(sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
         int left = every, parity = 1;
         ring<stages> r;
         ring<2> x;
@@ -186,33 +206,48 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
         if (chunks > 0) await_chunk();
         for (int c = 0; c < chunks; ++c, x.next()) {
             std::uint32_t f[32], y[16];
-            round_to_operand(s, f);
+            if constexpr (Erases || Traced) round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
-            float ks[32];
-            keep(ks);
-            cute::warpgroup_arrive();
-            multiply_along<8>(ks, f, memory.keys[r.at], false);
-            cute::warpgroup_commit_batch();
-            arrive_warp(memory.read[x.at]);
-            token_decays e;
-            load_decays(memory.gates[r.at], e);
-            if constexpr (Traced) {
-                store_trace(f, trace);
-                trace += in.half_of(1, 0, 0) * (state_bytes / 2);
+            auto const leave_trace = [&] {
+                if constexpr (Traced) {
+                    store_trace(f, trace);
+                    trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
+                }
+            };
+            if constexpr (Erases) {
+                float ks[32];
+                keep(ks);
+                cute::warpgroup_arrive();
+                multiply_along<8>(ks, f, memory.keys[r.at], false);
+                cute::warpgroup_commit_batch();
+                arrive_warp(memory.read[x.at]);
+                token_decays e;
+                load_decays(memory.gates[r.at], e);
+                leave_trace();
+                wait(memory.x_full[x.at], x.parity);
+                cute::warpgroup_wait<0>();
+                keep(ks);
+                subtract(v, ks, e, y);
+                keep(s);
+                cute::warpgroup_arrive();
+                multiply_down(s, y, memory.x[x.at], true);
+                cute::warpgroup_commit_batch();
+                arrive_warp(memory.empty[r.at]);
+            } else {
+                delta_gates const& gates = memory.gates[r.at];
+                scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
+                keep(s);
+                cute::warpgroup_arrive();
+                multiply_down(s, y, memory.keys[r.at], true);
+                cute::warpgroup_commit_batch();
+                leave_trace();
             }
-            wait(memory.x_full[x.at], x.parity);
-            cute::warpgroup_wait<0>();
-            keep(ks);
-            subtract(v, ks, e, y);
-            keep(s);
-            cute::warpgroup_arrive();
-            multiply_down(s, y, memory.x[x.at], true);
-            cute::warpgroup_commit_batch();
-            arrive_warp(memory.empty[r.at]);
+            barrier& read = memory.empty[r.at];
             r.next();
             if (c + 1 < chunks) await_chunk();
             cute::warpgroup_wait<0>();
             keep(s);
+            if constexpr (!Erases) arrive_warp(read);
             if (--left == 0 || c + 1 == chunks) {
                 left = every;
                 if (!Traced) {
@@ -224,20 +259,29 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 arrive_warp(memory.written);
             }
         }
+        if constexpr (Back)
+            if (in.last) store_state(s, half, in.last + in.state_of(number, head));
     }
 }
 
 } // namespace delta
 #endif
 
-/// A grid of sequences * value heads * 2 blocks of 384 threads.
-static __global__ void __launch_bounds__(384, 1)
+/// Threads of a block of `delta_rule_state`, and how many blocks a multiprocessor has.
+template <bool Erases>
+constexpr int delta_state_threads = Erases ? 384 : 256;
+template <bool Erases>
+constexpr int delta_state_blocks = Erases ? 1 : 2;
+
+/// A grid of sequences * value heads * 2 blocks of `delta_state_threads`.
+template <bool Erases>
+static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_state_blocks<Erases>)
     delta_rule_state(__grid_constant__ CUtensorMap const keys, __grid_constant__ CUtensorMap const values,
                      delta_walk const in) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
     let_next_kernel_come();
-    delta::walk_along<false, 1>(keys, values, in, static_cast<int>(blockIdx.x));
+    delta::walk_along<false, 1, Erases>(keys, values, in, static_cast<int>(blockIdx.x));
 #endif
 }
 

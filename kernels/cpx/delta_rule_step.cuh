@@ -5,6 +5,10 @@
 //
 // (I + strictly lower(diag(b) K K^T . decay))^-1 is A . decay: the gate is a similarity. Row j of A^T K is k_j taken
 // through the later factors (I - b k k^T) of its chunk, so that it never grows.
+//
+// Kernels that are told that nothing is erased compute a decay a head by the same steps, with A = I, b = 1 and Y = V:
+//
+//     S <- e_n S + K^T (w.V)
 #pragma once
 
 #include <cpx/delta_rule_prep.cuh>
@@ -59,6 +63,17 @@ __device__ __forceinline__ void subtract(std::uint32_t const (&v)[16], float con
     for (int j = 0; j < 16; ++j)
         y[j] =
             two_bf16(fmaf(-e[j / 2].x, ks[2 * j], low_half(v[j])), fmaf(-e[j / 2].y, ks[2 * j + 1], high_half(v[j])));
+}
+
+/// Of V^T, each token times a factor of its own, an operand.
+__device__ __forceinline__ void scale_tokens(std::uint32_t const (&v)[16], float const* factor, float by,
+                                             std::uint32_t (&y)[16]) {
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+        float2 const f = *reinterpret_cast<float2 const*>(factor + 4 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) y[j + i] = two_bf16(by * f.x * low_half(v[j + i]), by * f.y * high_half(v[j + i]));
+    }
 }
 
 __device__ __forceinline__ void scale(half_state& s, float by) {

@@ -13,7 +13,11 @@
 
 #include <support/random.hpp>
 
+#include <cuda_bf16.h>
+
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 namespace {
 
@@ -50,6 +54,33 @@ struct both {
 double const tolerance = 3e-6;
 
 std::span<float const> list(both const& x) { return x.host; }
+
+using bf16 = __nv_bfloat16;
+
+/// Numbers that bfloat16 holds, as floats on the host and as they are on the device.
+struct rounded {
+    index_t count, width;
+    std::vector<float> host;
+    cpx::cuda::buffer<bf16> device;
+
+    rounded(support::splitmix& numbers, index_t rows, index_t columns)
+        : count(rows), width(columns), host(static_cast<std::size_t>(rows * columns)) {
+        for (float& x : host) x = bf16(static_cast<float>(numbers.between(-2000, 2000)) / 1000);
+        std::vector<bf16> const there(host.begin(), host.end());
+        device = cpx::cuda::buffer<bf16>(std::span<bf16 const>(there));
+    }
+    wide_rows h() { return {host.data(), count, width}; }
+    cpx::rows<bf16> d() const { return {device.data(), count, width}; }
+    /// Returns whether the device has the host's numbers, each rounded once.
+    bool is_once_rounded() const {
+        auto const found = device.read();
+        float largest = 0;
+        for (float const x : host) largest = std::max(largest, std::abs(x));
+        for (std::size_t i = 0; i < host.size(); ++i)
+            if (!(std::abs(float(found[i]) - host[i]) <= std::abs(host[i]) / 256 + 1e-5f * largest)) return false;
+        return true;
+    }
+};
 
 cpx::cuda::memory on_device() { return cpx::cuda::memory(nullptr); }
 
@@ -140,6 +171,43 @@ TEST_SUITE("cuda") {
         for_each_element(on_device(), rows, 1,
                          cpx::rowwise::choose_experts_backward<float>{chosen_d, weights.d(), dweights.d(), d.d()});
         CHECK(d.error() < 2 * tolerance);
+    }
+
+    TEST_CASE("of bfloat16, products, norms and functions of elements are computed in float and rounded once") {
+        if (!has_gpus()) return;
+        support::splitmix numbers(17);
+        index_t const rows = 37, dim = 40, width = 3 * dim;
+        rounded x(numbers, rows, width), z(numbers, rows, width), gain(numbers, 1, dim), dy(numbers, rows, width),
+            y(numbers, rows, width), dx(numbers, rows, width), dz(numbers, rows, width);
+        both terms(numbers, rows, dim), sums(numbers, rows, dim);
+        cpx::head_norm<float> const of_host{x.h(), z.h(), gain.h(), 1e-6f, 0.f};
+        cpx::head_norm<bf16> const of_device{x.d(), z.d(), gain.d(), 1e-6f, 0.f};
+        normalise(cpx::host_memory(), of_host, y.h());
+        normalise(on_device(), of_device, y.d());
+        CHECK(y.is_once_rounded());
+        normalise_backward(cpx::host_memory(), of_host, dy.h(), dx.h(), dz.h(), terms.h());
+        normalise_backward(on_device(), of_device, dy.d(), dx.d(), dz.d(), terms.d());
+        CHECK(dx.is_once_rounded());
+        CHECK(dz.is_once_rounded());
+        CHECK(terms.error() < 2 * tolerance);
+
+        cpx::silu_mul_backward<float>(x.h(), z.h(), dy.h(), dx.h(), dz.h());
+        for_each_element(on_device(), rows, width,
+                         cpx::rowwise::silu_mul_backward<bf16>{x.d(), z.d(), dy.d(), dx.d(), dz.d()});
+        CHECK(dx.is_once_rounded());
+        CHECK(dz.is_once_rounded());
+        rounded w(numbers, 24, width), product(numbers, rows, 24);
+        both dw(numbers, 24, width);
+        cpx::linear<float>(x.h(), w.h(), product.h());
+        for_each_element(on_device(), rows, 24,
+                         gpu::fixed_product{gpu::plain(x.d()), gpu::plain(w.d()), width, 0, product.d()});
+        CHECK(product.is_once_rounded());
+        rounded const dproduct(numbers, rows, 24);
+        cpx::rows<float const> const d(dproduct.host.data(), rows, 24);
+        cpx::linear_backward_weight<float>(d, x.h(), dw.h());
+        for_each_element(on_device(), 24, width,
+                         gpu::fixed_product{gpu::transposed(dproduct.d()), gpu::transposed(x.d()), rows, 1, dw.d()});
+        CHECK(dw.error() < tolerance);
     }
 
     TEST_CASE("the gradient of a convolution's weight in the order of the batch is the host's") {

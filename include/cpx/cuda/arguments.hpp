@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <span>
 #include <string>
+#include <type_traits>
 
 namespace cpx::cuda::detail {
 
@@ -28,6 +29,12 @@ index_t address(T const* place) {
 template <class T>
 index_t row_bytes(rows<T> r) { // a distance matters from the second row on
     return r.count() > 1 ? r.stride() * static_cast<index_t>(sizeof(T)) : 0;
+}
+
+/// Calls `f` with how many columns of a head a lane has, as an std::integral_constant.
+template <class F>
+void with_lane_columns(index_t dim, F&& f) {
+    dim <= 128 ? f(std::integral_constant<int, 4>()) : f(std::integral_constant<int, 8>());
 }
 
 /// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and

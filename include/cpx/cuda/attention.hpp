@@ -67,15 +67,6 @@ private:
     kernels::attended_places view_{};
 };
 
-/// Calls `f` with how many columns of a head a lane has, as an std::integral_constant.
-template <class F>
-void with_lane_columns(index_t dim, F&& f) {
-    if (dim <= 128)
-        f(std::integral_constant<int, 4>());
-    else
-        f(std::integral_constant<int, 8>());
-}
-
 /// Launches a block for each tile and head, with memory for `held` tiles of heads.
 template <class... P>
 void launch_tiles(char const* name, void (*kernel)(P...), index_t tiles, index_t heads, int held, index_t dim,

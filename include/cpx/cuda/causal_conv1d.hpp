@@ -9,8 +9,7 @@
 #include <cpx/cuda/conv_plan.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
-#include <cpx/causal_conv1d.cuh>
-#include <cpx/causal_conv1d_backward.cuh>
+#include <cpx/conv_grid.cuh>
 
 #include <concepts>
 #include <string>
@@ -25,43 +24,6 @@ concept conv_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> 
 using cpx::activation;
 
 namespace detail {
-
-/// How a convolution is cut: a thread walks `strip` rows, a block has `threads.y` strips.
-struct conv_grid {
-    dim3 threads;
-    int strip = 0;
-    index_t strip_blocks = 0, blocks = 0;
-    index_t most_strip_blocks = 0; ///< of as many rows, or fewer
-};
-
-/// Returns a grid of whole waves of `per_multiprocessor` blocks on every multiprocessor. Strips have about `wanted`
-/// rows or, where rows are few, as many as fill one wave. Without channels the grid is that of one channel: nothing is
-/// launched then, but the size of the workspace may be asked for.
-inline conv_grid cut_convolution(conv_plan const& plan, index_t rows, index_t channels, int vector,
-                                 index_t per_multiprocessor, index_t wanted) {
-    index_t const in_a_row = std::max<index_t>(1, (channels + vector - 1) / vector);
-    index_t const warps = std::min<index_t>(4, (in_a_row + 31) / 32);
-    index_t const lanes = 32 * (warps == 3 ? 4 : warps), tiles = (in_a_row + lanes - 1) / lanes;
-    index_t const together = 128 / lanes; // strips of a block
-    index_t const resident = per_multiprocessor * plan.multiprocessors(), per_wave = resident * together * wanted;
-    index_t const waves = std::max<index_t>(1, (rows * tiles + per_wave / 2) / per_wave);
-    index_t const most = std::max<index_t>(1, resident * waves / tiles), strips = most * together;
-    index_t const strip = std::max<index_t>(16, ((rows + strips - 1) / strips + 3) / 4 * 4);
-    index_t const blocks = (rows + strip * together - 1) / (strip * together);
-    return {dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(together)), static_cast<int>(strip), blocks,
-            blocks * tiles, most};
-}
-
-// Fastest on an H200 without spills, for 32768 rows and 8192 channels. A strip is slow at its beginning and end, where
-// nothing hides its loads. In the backward that costs more: it has one wave of long strips.
-inline conv_grid cut_forward(conv_plan const& plan, index_t channels, int vector) {
-    return cut_convolution(plan, plan.rows(), channels, vector, kernels::conv_resident, vector == 4 ? 256 : 128);
-}
-
-inline conv_grid cut_backward(conv_plan const& plan, index_t rows, index_t channels, int vector, bool parts) {
-    return cut_convolution(plan, rows, channels, vector, kernels::conv_backward_resident(vector, parts),
-                           vector > 1 ? 1024 : 512);
-}
 
 template <class... P>
 void launch_convolution(void (*kernel)(P...), index_t blocks, dim3 threads, cudaStream_t in, caller here,
@@ -129,10 +91,23 @@ void require_apart_from_inputs(char const* where, Written const& written, rows<T
                   here);
 }
 
-/// Calls `f` with std::true_type for silu.
-template <class F>
-void with_activation(activation act, F&& f) {
-    act == activation::silu ? f(std::true_type{}) : f(std::false_type{});
+/// What kernels are given, of arguments that fit. `vectors`: whether they may read and write 16 bytes at once.
+template <class T, class Out>
+struct checked_convolution {
+    kernels::conv_input<T> given;
+    Out out;
+    bool vectors;
+};
+
+/// Calls `f` with the taps of a kernel, 0 for any, the elements that it reads at once, and std::true_type for silu.
+template <class T, class F>
+void with_variant(bool vectors, activation act, F&& f) {
+    auto const with = [&](auto... of) {
+        act == activation::silu ? f(of..., std::true_type{}) : f(of..., std::false_type{});
+    };
+    using std::integral_constant;
+    vectors ? with(integral_constant<int, 4>(), integral_constant<int, 16 / static_cast<int>(sizeof(T))>())
+            : with(integral_constant<int, 0>(), integral_constant<int, 1>());
 }
 
 /// Returns a result, or its gradient, as rows if it is not in parts.
@@ -142,6 +117,44 @@ auto in_form(Y const& y) {
         return y;
     else
         return rows<T>(y);
+}
+
+template <class T, class W, class Y>
+auto check_convolution(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
+                       std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, caller here) {
+    char const* const where = "cuda::causal_conv1d";
+    cpx::detail::require_activation(where, act, here);
+    auto const result = in_form<T>(y);
+    auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);
+    auto out = result_given(where, "y", result, plan.rows(), given.channels, here);
+    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, result, here);
+    require_apart_from_inputs<T>(where, operands("y", result), x, halo, weight, bias, here);
+    return checked_convolution<T, decltype(out)>{given, out, vectors};
+}
+
+template <class T, class Out>
+void launch_forward(conv_plan const& plan, checked_convolution<T, Out> call, activation act, cudaStream_t in,
+                    caller here) {
+    auto& given = call.given;
+    if (given.rows * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d">();
+    with_variant<T>(call.vectors, act, [&](auto taps, auto vector, auto silu) {
+        auto const grid = kernels::cut_forward(plan.multiprocessors(), given.rows, given.channels, vector);
+        given.strip = grid.strip;
+        launch_convolution(kernels::causal_conv1d<T, taps, vector, silu, Out>, grid.blocks, grid.threads, in, here,
+                           given, call.out);
+    });
+}
+
+template <class T, class Dy>
+void launch_edge(conv_plan const& plan, kernels::conv_input<T> const& given, Dy const& dy, activation act,
+                 rows<float> edge, cudaStream_t in, caller here) {
+    if (edge.count() * given.channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
+    with_variant<T>(false, act, [&](auto, auto, auto silu) {
+        launch_convolution(kernels::causal_conv1d_edge<T, silu, Dy>, (given.channels + 127) / 128 * edge.count(),
+                           dim3(128), in, here, given, dy, plan.edge_places(), conv_view(edge));
+    });
 }
 
 } // namespace detail
@@ -165,30 +178,8 @@ template <class A, class W, conv_result<std::remove_const_t<A>> Y>
 void causal_conv1d(conv_plan const& plan, rows<A> x, std::type_identity_t<rows<A const>> halo, rows<W> weight,
                    std::type_identity_t<std::span<W const>> bias, activation act, Y const& y, cudaStream_t in,
                    caller here = caller::here()) {
-    using namespace detail;
-    using T = std::remove_const_t<A>;
-    char const* const where = "cuda::causal_conv1d";
-    cpx::detail::require_activation(where, act, here);
-    auto const result = in_form<T>(y);
-    auto given = conv_given<T>(where, plan, x, halo, weight, bias, here);
-    auto const out = result_given(where, "y", result, plan.rows(), given.channels, here);
-    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, result, here);
-    require_apart_from_inputs<T>(where, operands("y", result), x, halo, weight, bias, here);
-    if (given.rows * given.channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d">();
-    with_activation(act, [&](auto silu) {
-        auto const launch = [&](auto* kernel, int vector) {
-            auto const grid = cut_forward(plan, given.channels, vector);
-            given.strip = grid.strip;
-            launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
-        };
-        using out_type = std::remove_const_t<decltype(out)>;
-        constexpr int vector = 16 / static_cast<int>(sizeof(T));
-        if (vectors)
-            launch(kernels::causal_conv1d<T, 4, vector, silu, out_type>, vector);
-        else
-            launch(kernels::causal_conv1d<T, 0, 1, silu, out_type>, 1);
-    });
+    auto const call = detail::check_convolution<std::remove_const_t<A>>(plan, x, halo, weight, bias, act, y, here);
+    detail::launch_forward(plan, call, act, in, here);
 }
 
 /// Computes the edge rows of dz = dy act'(z), which an exchange with `plan.edge_exchange()` then brings to other ranks:
@@ -214,13 +205,7 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
     conv_in_vectors<T>(where, x, halo, weight, given_dy, here); // refused here, not after an exchange
     require_apart_from_inputs<T>(where, std::array{operand("edge", edge)}, x, halo, weight, bias, here);
     require_apart(where, std::array{operand("edge", edge)}, operands("dy", given_dy), here);
-    if (edge.count() * given.channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d_backward_edge">();
-    with_activation(act, [&](auto silu) {
-        launch_convolution(kernels::causal_conv1d_edge<T, silu, std::remove_const_t<decltype(from)>>,
-                           (given.channels + 127) / 128 * edge.count(), dim3(128), in, here, given, from,
-                           plan.edge_places(), conv_view(edge));
-    });
+    launch_edge(plan, given, from, act, edge, in, here);
 }
 
 /// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
@@ -247,16 +232,21 @@ inline index_t causal_conv1d_workspace(conv_plan const& plan, index_t channels) 
     for (int const vector : {1, 4, 8})
         for (bool const parts : {false, true})
             blocks = std::max(blocks,
-                              detail::cut_backward(plan, plan.most_rows(), channels, vector, parts).most_strip_blocks);
+                              kernels::cut_backward(plan.multiprocessors(), plan.most_rows(), channels, vector, parts)
+                                  .most_strip_blocks);
     return blocks * (plan.taps() + 1) * channels;
 }
 
 namespace detail {
 
-/// Checks the gradients that the backward writes. Returns whether it adds up dweight or dbias.
-template <class T>
-bool conv_gradients_given(char const* where, conv_plan const& plan, index_t channels,
-                          causal_conv1d_gradients<T> const& to, caller here) {
+template <class T, class W, class Dy>
+auto check_backward(conv_plan const& plan, rows<T const> x, rows<T const> halo, rows<W> weight,
+                    std::type_identity_t<std::span<W const>> bias, Dy const& dy, rows<float const> edge,
+                    rows<float const> dz_halo, causal_conv1d_gradients<T> const& to, caller here) {
+    char const* const where = "cuda::causal_conv1d_backward";
+    auto const given_dy = in_form<T const>(dy);
+    auto const given = conv_given<T>(where, plan, x, halo, weight, bias, here);
+    index_t const channels = given.channels;
     require(plan.has_backward(), where, "plan of rows after the segments", "one", "none", here);
     require_rows(where, "dx", to.dx, plan.rows(), channels, here);
     if (to.dweight.data()) require_rows(where, "dweight", to.dweight, channels, plan.taps(), here);
@@ -269,18 +259,43 @@ bool conv_gradients_given(char const* where, conv_plan const& plan, index_t chan
     require(vector_bytes({address(to.workspace.data())}) == 16, where, "address of the workspace",
             "a multiple of 16 bytes", "another", here);
     if (wanted > 0) require_memory(where, "workspace", to.workspace, here);
-    return sums;
-}
-
-/// Throws `cpx::error` if gradients overlap each other or what the backward reads; `dy` is rows or parts.
-template <class T, class W, class Dy>
-void require_apart_gradients(char const* where, causal_conv1d_gradients<T> const& to, rows<T const> x,
-                             rows<T const> halo, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
-                             Dy const& dy, caller here) {
+    auto from = result_given(where, "dy", given_dy, plan.rows(), channels, here);
+    require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
+    require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
+    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, given_dy, here) && in_vectors(to.dx);
+    require(vectors || !normalises(given_dy), where, "alignment of dx", "16 bytes, for heads that were normalised",
+            "another", here);
     std::array const written{operand("dx", to.dx), operand("dweight", to.dweight), operand("dbias", to.dbias),
                              operand("workspace", to.workspace)};
     require_apart_from_inputs<T>(where, written, x, halo, weight, bias, here);
-    require_apart(where, written, operands("dy", dy), here);
+    require_apart(where, written, operands("dy", given_dy), here);
+    require_apart(where, {{"dx", to.dx}}, {{"edge", edge}, {"dz_halo", dz_halo}}, here);
+    float* const workspace = sums ? to.workspace.data() : nullptr;
+    return checked_convolution<T, kernels::conv_backward<T, decltype(from)>>{
+        given,
+        {from, conv_view(to.dx), conv_view(edge), conv_view(dz_halo), plan.edge_rows(), plan.after(), workspace},
+        vectors};
+}
+
+template <class T, class Dy>
+void launch_backward(conv_plan const& plan, checked_convolution<T, kernels::conv_backward<T, Dy>> call, activation act,
+                     causal_conv1d_gradients<T> const& to, cudaStream_t in, caller here) {
+    auto& given = call.given;
+    index_t const channels = given.channels;
+    if (given.rows * channels == 0) return;
+    auto const range = named_range<"cpx causal_conv1d_backward">();
+    with_variant<T>(call.vectors, act, [&](auto taps, auto vector, auto silu) {
+        bool const parts = vector > 1 && !std::same_as<Dy, kernels::conv_rows<T const>>;
+        auto const grid = kernels::cut_backward(plan.multiprocessors(), given.rows, channels, vector, parts);
+        given.strip = grid.strip;
+        launch_convolution(kernels::causal_conv1d_backward<T, taps, vector, silu, Dy>, grid.blocks, grid.threads, in,
+                           here, given, call.out);
+        if (!call.out.sums) return;
+        index_t const values = (plan.taps() + 1) * channels;
+        launch_convolution(kernels::causal_conv1d_add_sums<>, (values + 127) / 128, dim3(128), in, here, call.out.sums,
+                           grid.strip_blocks, given.taps, channels, conv_view(to.dweight),
+                           to.dbias.empty() ? nullptr : to.dbias.data());
+    });
 }
 
 } // namespace detail
@@ -299,50 +314,9 @@ void causal_conv1d_backward(conv_plan const& plan, rows<A> x, std::type_identity
                             rows<float const> edge, rows<float const> dz_halo,
                             std::type_identity_t<causal_conv1d_gradients<std::remove_const_t<A>>> const& to,
                             cudaStream_t in, caller here = caller::here()) {
-    using namespace detail;
     using T = std::remove_const_t<A>;
-    char const* const where = "cuda::causal_conv1d_backward";
-    auto const given_dy = in_form<T const>(dy);
-    auto given = conv_given<T>(where, plan, x, halo, weight, bias, here);
-    index_t const channels = given.channels;
-    bool const sums = conv_gradients_given(where, plan, channels, to, here);
-    auto const from = result_given(where, "dy", given_dy, plan.rows(), channels, here);
-    require_rows(where, "edge", edge, plan.edge_rows(), channels, here);
-    require_rows(where, "dz_halo", dz_halo, plan.dz_halo_rows(), channels, here);
-    bool const vectors = conv_in_vectors<T>(where, x, halo, weight, given_dy, here) && in_vectors(to.dx);
-    require(vectors || !normalises(given_dy), where, "alignment of dx", "16 bytes, for heads that were normalised",
-            "another", here);
-    require_apart_gradients<T>(where, to, x, halo, weight, bias, given_dy, here);
-    require_apart(where, {{"dx", to.dx}}, {{"edge", edge}, {"dz_halo", dz_halo}}, here);
-    if (given.rows * channels == 0) return;
-    auto const range = named_range<"cpx causal_conv1d_backward">();
-    using dy_type = std::remove_const_t<decltype(from)>;
-    kernels::conv_backward<T, dy_type> out{from,
-                                           conv_view(to.dx),
-                                           conv_view(edge),
-                                           conv_view(dz_halo),
-                                           plan.edge_rows(),
-                                           plan.after(),
-                                           sums ? to.workspace.data() : nullptr};
-    with_activation(act, [&](auto silu) {
-        auto const launch = [&](auto* kernel, int vector) {
-            auto const grid =
-                cut_backward(plan, plan.rows(), channels, vector,
-                             vector > 1 && !std::same_as<std::remove_const_t<decltype(given_dy)>, rows<T const>>);
-            given.strip = grid.strip;
-            launch_convolution(kernel, grid.blocks, grid.threads, in, here, given, out);
-            if (!sums) return;
-            index_t const values = (plan.taps() + 1) * channels;
-            launch_convolution(kernels::causal_conv1d_add_sums<>, (values + 127) / 128, dim3(128), in, here, out.sums,
-                               grid.strip_blocks, given.taps, channels, conv_view(to.dweight),
-                               to.dbias.empty() ? nullptr : to.dbias.data());
-        };
-        constexpr int vector = 16 / static_cast<int>(sizeof(T));
-        if (vectors)
-            launch(kernels::causal_conv1d_backward<T, 4, vector, silu, dy_type>, vector);
-        else
-            launch(kernels::causal_conv1d_backward<T, 0, 1, silu, dy_type>, 1);
-    });
+    auto const call = detail::check_backward<T>(plan, x, halo, weight, bias, dy, edge, dz_halo, to, here);
+    detail::launch_backward(plan, call, act, to, in, here);
 }
 
 } // namespace cpx::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the gated delta rule in device memory is given, and how its workspace is divided.
+// What the gated delta rule and a decay a head in device memory are given, and how their workspace is divided.
 #pragma once
 
 #include <cpx/core/field.hpp>
@@ -26,15 +26,17 @@ enum class delta_rule_path { plain, tensor_cores };
 template <class T>
 concept delta_rule_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
 
-/// The sizes of a gated delta rule, and how it is run.
+/// The sizes of a gated delta rule or of a decay a head, and how it is run.
 struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group
     index_t key_dim = 128, value_dim = 128; ///< at most 256, any
     double scale = 0;                       ///< factor of q; 0: 1 / sqrt(key_dim)
-    index_t part = 0;                       ///< chunks of 64 tokens in a part of a sequence, 0: chosen. Changes no bit,
-                                            ///< but by scan
-    bool scan = false; ///< tensor cores: parts of a sequence are folded beside each other, and their steps of the state
-                       ///< joined: faster where sequences and heads are few, and within rounding of the other way
+    /// Chunks of 64 tokens that the kernels run as one, a stretch of a sequence; 0: chosen. Bits depend on it by scan
+    /// alone.
+    index_t stretch = 0;
+    /// Tensor cores: stretches are folded beside each other, and their steps of the state joined. Faster where
+    /// sequences and heads are few, and within rounding of the other way.
+    bool scan = false;
     delta_rule_path path = delta_rule_path::tensor_cores; ///< this one, where it can be taken
 };
 
@@ -62,13 +64,41 @@ struct gated_delta_rule_gradients {
     field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
 };
 
+/// What a decay a head reads, `head_decay_attention`, as `gated_delta_rule_input` says; q and k of any norm.
+template <class T>
+struct head_decay_input {
+    rows<T const> q, k, v;
+    rows<float const> g;
+    std::span<index_t const> offsets;
+    std::span<float const> state = {};
+    std::span<index_t const> first{}, counts{};
+};
+
+/// The gradients of a decay a head, shaped as what they are gradients of; all written.
+template <class T>
+struct head_decay_gradients {
+    field<rows<T>> dq, dk, dv;
+    field<rows<float>> dg;
+    field<std::span<float>> dstate = {}; ///< of the states before the sequences; empty if it is not wanted
+};
+
 namespace detail {
 
-/// Where the pieces of a workspace begin, in bytes; -1: it has none.
+/// A decay a head is a gated delta rule that erases nothing, without beta.
+template <class T>
+gated_delta_rule_input<T> delta_input(head_decay_input<T> const& in) {
+    return {in.q, in.k, in.v, in.g, {}, in.offsets, in.state, in.first, in.counts};
+}
+template <class T>
+gated_delta_rule_gradients<T> delta_gradients(head_decay_gradients<T> const& to) {
+    return {to.dq, to.dk, to.dv, to.dg, rows<float>(), to.dstate};
+}
+
+/// Where the arrays in a workspace begin, in bytes; -1: it has none.
 struct delta_space {
-    index_t sequences = 0, chunks = 0, parts = 0, part_chunks = 0; ///< at most
-    bool hopper = false, states_first = false;                     ///< states are computed before outputs
-    index_t plan = 0, part_list = 0, totals = 0, flags = 0;
+    index_t sequences = 0, chunks = 0, stretches = 0, stretch_chunks = 0; ///< at most
+    bool hopper = false, states_first = false;                            ///< states are computed before outputs
+    index_t plan = 0, stretch_list = 0, totals = 0, flags = 0;
     index_t inverse = -1, gates = -1, snapshots = -1, maps = -1, ends = -1;
     index_t states = -1, dstates = -1, written = -1, dwritten = -1, dq = -1, dk = -1;
     index_t bytes = 0;
@@ -85,16 +115,16 @@ struct delta_space {
 inline index_t delta_chunks(index_t tokens, index_t sequences) { return tokens / kernels::delta_chunk + 2 * sequences; }
 
 inline delta_space delta_plan_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
-                                    index_t part_chunks) {
+                                    index_t stretch_chunks) {
     delta_space space;
     space.sequences = sequences;
     space.chunks = delta_chunks(tokens, sequences);
-    space.part_chunks = part_chunks;
-    space.parts = space.chunks / part_chunks + sequences;
+    space.stretch_chunks = stretch_chunks;
+    space.stretches = space.chunks / stretch_chunks + sequences;
     space.plan = space.take(sequences, sizeof(kernels::delta_sequence));
-    space.part_list = space.take(space.parts, sizeof(kernels::delta_part));
+    space.stretch_list = space.take(space.stretches, sizeof(kernels::delta_stretch));
     space.totals = space.take(3, sizeof(int));
-    space.flags = space.take(space.parts * shape.value_heads * 4, sizeof(int));
+    space.flags = space.take(space.stretches * shape.value_heads * 4, sizeof(int));
     return space;
 }
 
@@ -114,12 +144,12 @@ inline delta_space delta_plain_backward_space(gated_delta_rule_shape const& shap
 inline kernels::delta_plan delta_plan_at(gated_delta_rule_shape const& shape, delta_space const& space,
                                          char* workspace) {
     return {reinterpret_cast<kernels::delta_sequence*>(workspace + space.plan),
-            reinterpret_cast<kernels::delta_part*>(workspace + space.part_list),
+            reinterpret_cast<kernels::delta_stretch*>(workspace + space.stretch_list),
             reinterpret_cast<int*>(workspace + space.totals),
             reinterpret_cast<int*>(workspace + space.flags),
-            space.parts * shape.value_heads * 4,
+            space.stretches * shape.value_heads * 4,
             static_cast<int>(space.sequences),
-            static_cast<int>(space.part_chunks)};
+            static_cast<int>(space.stretch_chunks)};
 }
 
 template <class T>
@@ -141,10 +171,9 @@ void require_states(char const* where, char const* what, gated_delta_rule_shape 
     require_memory(where, what, states, here);
 }
 
-/// Throws `cpx::error` unless sizes make sense and what is read fits them.
-template <class T>
-void require_delta_input(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                         caller here) {
+/// Throws `cpx::error` unless sizes make sense and the rows that are read fit them; beta, where that is read.
+template <bool Erases, class In>
+void require_delta_rows(char const* where, gated_delta_rule_shape const& shape, In const& in, caller here) {
     index_t const tokens = in.k.count();
     require(shape.key_heads >= 1, where, "key heads", "at least 1", shape.key_heads, here);
     require(shape.value_heads >= 1 && shape.value_heads % shape.key_heads == 0, where, "value heads",
@@ -152,13 +181,20 @@ void require_delta_input(char const* where, gated_delta_rule_shape const& shape,
     require(shape.key_dim >= 1 && shape.key_dim <= 256, where, "key_dim", "from 1 to 256", shape.key_dim, here);
     require(shape.value_dim >= 1 && shape.value_dim <= 65536, where, "value_dim", "from 1 to 65536", shape.value_dim,
             here);
-    require(shape.part >= 0, where, "part", "not negative", shape.part, here);
     require(tokens < (index_t{1} << 31) - 128, where, "tokens", "less than 2^31 - 128", tokens, here);
     require_rows(where, "q", in.q, tokens, shape.key_heads * shape.key_dim, here);
     require_rows(where, "k", in.k, tokens, shape.key_heads * shape.key_dim, here);
     require_rows(where, "v", in.v, tokens, shape.value_heads * shape.value_dim, here);
     require_rows(where, "g", in.g, tokens, shape.value_heads, here);
-    require_rows(where, "beta", in.beta, tokens, shape.value_heads, here);
+    if constexpr (Erases) require_rows(where, "beta", in.beta, tokens, shape.value_heads, here);
+}
+
+/// The same of sequences.
+template <bool Erases, class T>
+void require_delta_input(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+                         caller here) {
+    require_delta_rows<Erases>(where, shape, in, here);
+    require(shape.stretch >= 0, where, "stretch", "not negative", shape.stretch, here);
     require(!in.offsets.empty() && in.offsets.size() <= 65536, where, "size of offsets", "from 1 to 65536",
             in.offsets.size(), here);
     require_memory(where, "offsets", in.offsets, here);

@@ -2,17 +2,14 @@
 // What segments of the gated delta rule do to the state that reaches them, in device memory: S -> M S + E.
 #pragma once
 
-#include <cpx/cuda/delta_rule_hopper.hpp>
-#include <cpx/cuda/delta_rule_launch.hpp>
-
-#include <cpx/delta_rule_fold.cuh>
+#include <cpx/cuda/delta_rule_fold_calls.hpp>
 
 namespace cpx::cuda {
 
 /// Returns the bytes of workspace that `gated_delta_rule_fold` and its backward want.
 template <delta_rule_element T>
 index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
-    return detail::delta_fold_space<T>(shape, tokens, sequences).bytes;
+    return detail::delta_fold_space<true, T>(shape, tokens, sequences).bytes;
 }
 
 /// Computes the step S -> M S + E that every sequence, here a segment of one, makes of the state before it.
@@ -30,34 +27,8 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
                                       std::type_identity_t<gated_delta_rule_input<T>> const& in, std::span<float> maps,
                                       std::span<float> ends, std::span<char> workspace, cudaStream_t stream,
                                       caller here = caller::here()) {
-    char const* const where = "cuda::gated_delta_rule_fold";
-    detail::require_delta_input(where, shape, in, here);
-    index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
-    auto const require_all = [&](char const* what, std::span<float> states, index_t columns) {
-        index_t const wanted = sequences * shape.value_heads * shape.key_dim * columns;
-        require(std::ssize(states) == wanted, where, what, wanted, states.size(), here);
-        detail::require_memory(where, what, states, here);
-    };
-    require_all("size of maps", maps, shape.key_dim);
-    require_all("size of ends", ends, shape.value_dim);
-    auto const space = detail::delta_fold_space<T>(shape, tokens, sequences);
-    detail::require_workspace(where, space.bytes, workspace, here);
-    detail::require_delta_apart(where, in, {{"maps", maps}, {"ends", ends}, {"workspace", workspace}}, {}, here);
-    if (sequences == 0) return delta_rule_path::plain;
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && detail::delta_in_panels(in.k, in.v)) {
-            detail::launch_delta_hopper_fold(shape, in, maps, ends, space, workspace.data(), stream, here);
-            return delta_rule_path::tensor_cores;
-        }
-    detail::launch_delta_plan(shape, in, space, workspace.data(), stream, here);
-    detail::with_lane_channels(shape.key_dim, [&](auto channels) {
-        auto grid = detail::delta_plain_grid(shape, space);
-        grid.x += static_cast<unsigned>(kernels::delta::plain_blocks(static_cast<int>(shape.key_dim)));
-        kernels::delta_rule_plain_fold<T, channels><<<grid, 128, 0, stream>>>(
-            detail::delta_tokens_of(shape, in, space, workspace.data()), maps.data(), ends.data());
-        check(cudaGetLastError(), "delta_rule_plain_fold", here);
-    });
-    return delta_rule_path::plain;
+    return detail::run_delta_rule_fold<true>("cuda::gated_delta_rule_fold", shape, in, maps, ends, workspace, stream,
+                                             here);
 }
 
 /// Computes what the outputs of every segment alone make the gradient of the state before it: M^T dS + this is that
@@ -70,23 +41,8 @@ delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& sha
                                                std::type_identity_t<gated_delta_rule_input<T>> const& in,
                                                rows<T const> dout, std::span<float> dstates, std::span<char> workspace,
                                                cudaStream_t stream, caller here = caller::here()) {
-    char const* const where = "cuda::gated_delta_rule_backward_fold";
-    detail::require_delta_input(where, shape, in, here);
-    index_t const tokens = in.k.count(), sequences = std::ssize(in.offsets) - 1;
-    detail::require_rows(where, "dout", dout, tokens, shape.value_heads * shape.value_dim, here);
-    require(!dstates.empty() || sequences == 0, where, "dstates", "one for each sequence", "none", here);
-    detail::require_states(where, "dstates", shape, in, dstates, here);
-    auto const space = detail::delta_plan_space(shape, tokens, sequences, 1 << 24);
-    detail::require_workspace(where, space.bytes, workspace, here);
-    detail::require_delta_apart(where, in, {{"dstates", dstates}, {"workspace", workspace}}, {{"dout", dout}}, here);
-    if (sequences == 0) return delta_rule_path::plain;
-    detail::launch_delta_plan(shape, in, space, workspace.data(), stream, here);
-    detail::with_lane_channels(shape.key_dim, [&](auto channels) {
-        kernels::delta_rule_plain_fold_back<T, channels><<<detail::delta_plain_grid(shape, space), 128, 0, stream>>>(
-            detail::delta_tokens_of(shape, in, space, workspace.data()), detail::delta_view(dout), dstates.data());
-        check(cudaGetLastError(), "delta_rule_plain_fold_back", here);
-    });
-    return delta_rule_path::plain;
+    return detail::run_delta_rule_backward_fold<true>("cuda::gated_delta_rule_backward_fold", shape, in, dout, dstates,
+                                                      workspace, stream, here);
 }
 
 } // namespace cpx::cuda

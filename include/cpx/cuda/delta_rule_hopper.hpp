@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the gated delta rule's kernels for sm_90a, of which there are none without CUTLASS's headers.
+// Launches of the kernels for sm_90a of the gated delta rule and of a decay a head, which erases nothing. Without
+// CUTLASS's headers there are none.
 #pragma once
 
 #include <cpx/cuda/delta_rule_launch.hpp>
@@ -41,9 +42,10 @@ CUtensorMap panels_of(rows<T> r, caller here) {
 }
 
 /// Whether the current device runs this build's code for sm_90a; other code of these kernels is empty.
-inline bool has_delta_hopper() {
+template <bool Erases>
+bool has_delta_hopper() {
     cudaFuncAttributes code{};
-    check(cudaFuncGetAttributes(&code, kernels::delta_rule_main), "cudaFuncGetAttributes");
+    check(cudaFuncGetAttributes(&code, kernels::delta_rule_main<Erases>), "cudaFuncGetAttributes");
     return code.numRegs > 64;
 }
 
@@ -56,23 +58,24 @@ inline int multiprocessors() {
 /// Whether as many blocks keep the multiprocessors busy.
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
-/// Returns how many chunks a part has: all, if sequences and heads alone keep the multiprocessors busy; by scan always
-/// as many, so that the bits depend on no multiprocessors.
-inline index_t delta_part(gated_delta_rule_shape const& shape, index_t sequences) {
-    if (shape.part > 0) return shape.part;
+/// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy. By scan it
+/// is always the same, so that the bits are those of every GPU.
+inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t sequences) {
+    if (shape.stretch > 0) return shape.stretch;
     if (shape.scan) return 32;
     return fills_multiprocessors(sequences * shape.value_heads) ? 1 << 24 : 16;
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows.
-template <class T>
+template <bool Erases, class T>
 bool has_delta_hopper(gated_delta_rule_shape const& shape, index_t tokens) {
     return std::same_as<T, __nv_bfloat16> && shape.path == delta_rule_path::tensor_cores && shape.key_dim == 128 &&
-           shape.value_dim == 128 && tokens > 0 && has_delta_hopper();
+           shape.value_dim == 128 && tokens > 0 && has_delta_hopper<Erases>();
 }
 
-inline void take_delta_prepared(gated_delta_rule_shape const& shape, delta_space& space) {
-    space.inverse = space.take(space.chunks * shape.value_heads, kernels::delta::triangle_bytes);
+template <bool Erases>
+void take_delta_prepared(gated_delta_rule_shape const& shape, delta_space& space) {
+    space.inverse = space.take(Erases ? space.chunks * shape.value_heads : 0, kernels::delta::triangle_bytes);
     space.gates = space.take(space.chunks * shape.value_heads, sizeof(kernels::delta_gates));
 }
 
@@ -80,42 +83,45 @@ inline void take_delta_prepared(gated_delta_rule_shape const& shape, delta_space
 template <class T>
 delta_space delta_saved_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     delta_space space;
-    if (!has_delta_hopper<T>(shape, tokens)) return space;
+    if (!has_delta_hopper<true, T>(shape, tokens)) return space;
     space.chunks = delta_chunks(tokens, sequences);
-    take_delta_prepared(shape, space);
+    take_delta_prepared<true>(shape, space);
     return space;
 }
 
 /// `saved`: inverses and gates have a place of their own.
-template <class T>
+template <bool Erases, class T>
 delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
-    if (!has_delta_hopper<T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
-    auto space = delta_plan_space(shape, tokens, sequences, delta_part(shape, sequences));
+    if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
+    auto space = delta_plan_space(shape, tokens, sequences, delta_stretch(shape, sequences));
     space.hopper = true;
-    if (!saved) take_delta_prepared(shape, space);
-    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.part_chunks;
+    if (!saved) take_delta_prepared<Erases>(shape, space);
+    space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.stretch_chunks;
     auto const states = [&] {
-        return space.take(space.parts * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
+        return space.take(space.stretches * shape.value_heads * 2 * kernels::delta::snapshot_words, sizeof(float));
     };
     space.snapshots = states();
-    if (shape.scan) space.maps = states(), space.ends = states();
+    if (shape.scan) {
+        space.maps = Erases ? states() : space.take(space.stretches * shape.value_heads, sizeof(float));
+        space.ends = states();
+    }
     return space;
 }
 
-template <class T>
+template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
-    space.hopper = has_delta_hopper<T>(shape, tokens);
-    if (space.hopper) take_delta_prepared(shape, space);
+    space.hopper = has_delta_hopper<Erases, T>(shape, tokens);
+    if (space.hopper) take_delta_prepared<Erases>(shape, space);
     return space;
 }
 
-template <class T>
+template <bool Erases, class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
-    if (!has_delta_hopper<T>(shape, tokens)) return delta_plain_backward_space(shape, tokens, sequences);
+    if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plain_backward_space(shape, tokens, sequences);
     auto space = delta_plan_space(shape, tokens, sequences, 1 << 24);
     space.hopper = true;
-    if (!saved) take_delta_prepared(shape, space);
+    if (!saved) take_delta_prepared<Erases>(shape, space);
     space.states = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
     space.dstates = space.take(space.chunks * shape.value_heads, kernels::delta::state_bytes);
     return space;
@@ -140,7 +146,7 @@ void launch_hopper(void (*kernel)(P...), index_t blocks, int threads, std::size_
 
 /// Launches what comes before all others: the plan and, unless `made`, the inverses and the gates, into the workspace
 /// or, if that has no place for them, to `in.saved`. Returns what walks are given.
-template <class T>
+template <bool Erases, class T>
 kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                                           CUtensorMap const& k, delta_space const& space, char* workspace, bool made,
                                           cudaStream_t stream, caller here) {
@@ -160,58 +166,62 @@ kernels::delta_walk launch_delta_prepared(gated_delta_rule_shape const& shape, g
         nullptr};
     launch_delta_plan(shape, in, space, workspace, stream, here);
     if (made) return walk;
-    launch_hopper(kernels::delta_rule_prep, space.chunks * shape.key_heads, 64, sizeof(kernels::delta::prep_memory),
-                  stream, "delta_rule_prep", here, k,
+    launch_hopper(kernels::delta_rule_prep<Erases>, space.chunks * shape.key_heads, 64,
+                  Erases ? sizeof(kernels::delta::prep_memory) : 0, stream, "delta_rule_prep", here, k,
                   kernels::delta_prep_input{walk.plan, delta_view(in.g), delta_view(in.beta), key_heads, group},
                   walk.prepared);
     return walk;
 }
 
-inline void launch_delta_fold(gated_delta_rule_shape const& shape, CUtensorMap const& k, CUtensorMap const& v,
-                              kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t parts,
-                              cudaStream_t stream, caller here) {
-    launch_hopper(kernels::delta_rule_fold, parts * 2 * shape.value_heads, 512, sizeof(kernels::delta::fold_memory),
-                  stream, "delta_rule_fold", here, k, v, walk, steps);
+template <bool Erases>
+void launch_delta_fold(gated_delta_rule_shape const& shape, CUtensorMap const& k, CUtensorMap const& v,
+                       kernels::delta_walk const& walk, kernels::delta_steps const& steps, index_t stretches,
+                       cudaStream_t stream, caller here) {
+    launch_hopper(kernels::delta_rule_fold<Erases>, stretches * (Erases ? 2 : 1) * shape.value_heads,
+                  Erases ? 512 : 384, sizeof(kernels::delta::fold_memory<Erases>), stream, "delta_rule_fold", here, k,
+                  v, walk, steps);
 }
 
-template <class T>
+template <bool Erases, class T>
 void launch_delta_hopper(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, rows<T> o,
                          std::span<float> last, delta_space const& space, char* workspace, cudaStream_t stream,
                          caller here) {
     namespace delta = kernels::delta;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                out = panels_of(o, here);
-    auto walk = launch_delta_prepared(shape, in, k, space, workspace, false, stream, here);
+    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
     walk.last = last.data();
     walk.snapshots = reinterpret_cast<float*>(workspace + space.snapshots);
     bool const by_scan = space.states_first && shape.scan;
     if (by_scan) {
         auto const at = [&](index_t place) { return reinterpret_cast<float*>(workspace + place); };
         kernels::delta_steps const steps{at(space.maps), at(space.ends), false};
-        launch_delta_fold(shape, k, v, walk, steps, space.parts, stream, here);
+        launch_delta_fold<Erases>(shape, k, v, walk, steps, space.stretches, stream, here);
         dim3 const grid(128 / delta::join_columns, static_cast<unsigned>(shape.value_heads),
                         static_cast<unsigned>(space.sequences));
-        launch_early(kernels::delta_rule_join, grid, dim3(512), 0, stream, "delta_rule_join", here, walk, steps);
+        launch_early(kernels::delta_rule_join<Erases>, grid, dim3(512), 0, stream, "delta_rule_join", here, walk,
+                     steps);
     } else if (space.states_first) {
-        launch_hopper(kernels::delta_rule_state, space.sequences * shape.value_heads * 2, 384,
-                      sizeof(delta::state_memory<1>), stream, "delta_rule_state", here, k, v, walk);
+        launch_hopper(kernels::delta_rule_state<Erases>, space.sequences * shape.value_heads * 2,
+                      kernels::delta_state_threads<Erases>, sizeof(delta::state_memory<1, Erases>), stream,
+                      "delta_rule_state", here, k, v, walk);
     }
-    launch_hopper(kernels::delta_rule_main, space.parts * shape.value_heads, 512, sizeof(delta::main_memory), stream,
-                  "delta_rule_main", here, q, k, v, out, walk,
+    launch_hopper(kernels::delta_rule_main<Erases>, space.stretches * shape.value_heads, 512,
+                  sizeof(delta::main_memory<Erases>), stream, "delta_rule_main", here, q, k, v, out, walk,
                   kernels::delta_output{delta_view(o), space.states_first && !by_scan});
 }
 
-template <class T>
+template <bool Erases, class T>
 void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                               std::span<float> maps, std::span<float> ends, delta_space const& space, char* workspace,
                               cudaStream_t stream, caller here) {
     auto const k = panels_of(in.k, here), v = panels_of(in.v, here);
-    auto walk = launch_delta_prepared(shape, in, k, space, workspace, false, stream, here);
+    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, false, stream, here);
     walk.initial = nullptr;
-    launch_delta_fold(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
+    launch_delta_fold<Erases>(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
 }
 
-template <class T>
+template <bool Erases, class T>
 void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                                   rows<T const> dout, std::span<float const> dlast,
                                   gated_delta_rule_gradients<T> const& to, delta_space const& space, char* workspace,
@@ -219,27 +229,31 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
     namespace delta = kernels::delta;
     auto const q = panels_of(in.q, here), k = panels_of(in.k, here), v = panels_of(in.v, here),
                d = panels_of(dout, here), dv = panels_of(to.dv, here);
-    auto walk = launch_delta_prepared(shape, in, k, space, workspace, !in.saved.empty(), stream, here);
+    auto walk = launch_delta_prepared<Erases>(shape, in, k, space, workspace, !in.saved.empty(), stream, here);
     walk.states = workspace + space.states;
     auto back = walk;
     back.states = workspace + space.dstates;
     back.initial = dlast.data();
     back.last = to.dstate.data();
     auto const launch_walks = [&](auto halves) {
-        launch_hopper(kernels::delta_rule_walks<halves>, space.sequences * shape.value_heads * 4 / halves, 512,
-                      std::max(sizeof(delta::state_memory<halves>), sizeof(delta::dstate_memory<halves>)), stream,
+        constexpr std::size_t along = sizeof(delta::state_memory<halves, Erases>);
+        launch_hopper(kernels::delta_rule_walks<halves, Erases>, space.sequences * shape.value_heads * 4 / halves,
+                      kernels::delta_walks_threads<Erases>,
+                      Erases ? std::max(along, sizeof(delta::dstate_memory<halves>)) : along, stream,
                       "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
     };
-    if (fills_multiprocessors(2 * space.sequences * shape.value_heads)) // then what both halves share counts
+    if constexpr (!Erases) // where halves share little
+        launch_walks(std::integral_constant<int, 1>());
+    else if (fills_multiprocessors(2 * space.sequences * shape.value_heads)) // then what both halves share counts
         launch_walks(std::integral_constant<int, 2>());
     else // then how long a step takes
         launch_walks(std::integral_constant<int, 1>());
     index_t const tasks = space.chunks * shape.key_heads;
-    launch_hopper(kernels::delta_rule_grad, std::min<index_t>(tasks, multiprocessors()), 512,
+    launch_hopper(kernels::delta_rule_grad<Erases>, std::min<index_t>(tasks, multiprocessors()), 512,
                   sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
                   kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
                                            delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
-                                           walk.group, walk.scale});
+                                           walk.group, walk.scale, delta_view(to.dv)});
 }
 
 } // namespace cpx::cuda::detail
@@ -252,15 +266,15 @@ template <class T>
 delta_space delta_saved_space(gated_delta_rule_shape const&, index_t, index_t) {
     return {};
 }
-template <class T>
+template <bool Erases, class T>
 delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
     return delta_plan_space(shape, tokens, sequences, 1 << 24);
 }
-template <class T>
+template <bool Erases, class T>
 delta_space delta_fold_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return delta_plan_space(shape, tokens, sequences, 1 << 24);
 }
-template <class T>
+template <bool Erases, class T>
 delta_space delta_backward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool) {
     return delta_plain_backward_space(shape, tokens, sequences);
 }
@@ -268,11 +282,11 @@ template <class... T>
 bool delta_in_panels(T const&...) {
     return false;
 }
-template <class... A>
+template <bool Erases, class... A>
 void launch_delta_hopper(A const&...) {}
-template <class... A>
+template <bool Erases, class... A>
 void launch_delta_hopper_fold(A const&...) {}
-template <class... A>
+template <bool Erases, class... A>
 void launch_delta_hopper_backward(A const&...) {}
 
 } // namespace cpx::cuda::detail

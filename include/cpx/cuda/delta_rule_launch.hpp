@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches of the gated delta rule's plain path.
+// Launches of the plain path of the gated delta rule and of a decay a head, which erases nothing.
 #pragma once
 
 #include <cpx/cuda/delta_rule_arguments.hpp>
@@ -18,18 +18,9 @@ void launch_delta_plan(gated_delta_rule_shape const& shape, gated_delta_rule_inp
     check(cudaGetLastError(), "delta_rule_plan", here);
 }
 
-/// Calls `f` with how many channels of a key a lane has, as an std::integral_constant.
-template <class F>
-void with_lane_channels(index_t key_dim, F&& f) {
-    if (key_dim <= 128)
-        f(std::integral_constant<int, 4>());
-    else
-        f(std::integral_constant<int, 8>());
-}
-
 template <class T>
 kernels::delta_tokens<T> delta_tokens_of(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                                         delta_space const& space, char* workspace) {
+                                         bool erases, delta_space const& space, char* workspace) {
     return {delta_view(in.q),
             delta_view(in.k),
             delta_view(in.v),
@@ -40,7 +31,8 @@ kernels::delta_tokens<T> delta_tokens_of(gated_delta_rule_shape const& shape, ga
             static_cast<int>(shape.value_heads / shape.key_heads),
             static_cast<int>(shape.key_dim),
             static_cast<int>(shape.value_dim),
-            delta_scale_of(shape)};
+            delta_scale_of(shape),
+            erases};
 }
 
 inline dim3 delta_plain_grid(gated_delta_rule_shape const& shape, delta_space const& space) {
@@ -50,18 +42,18 @@ inline dim3 delta_plain_grid(gated_delta_rule_shape const& shape, delta_space co
 }
 
 template <class T>
-void launch_delta_plain(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, rows<T> o,
-                        std::span<float> last, kernels::delta_trace const& trace, delta_space const& space,
+void launch_delta_plain(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, bool erases,
+                        rows<T> o, std::span<float> last, kernels::delta_trace const& trace, delta_space const& space,
                         char* workspace, cudaStream_t stream, caller here) {
-    with_lane_channels(shape.key_dim, [&](auto channels) {
+    with_lane_columns(shape.key_dim, [&](auto channels) {
         kernels::delta_rule_plain<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(
-            delta_tokens_of(shape, in, space, workspace), in.state.data(), last.data(), delta_view(o), trace);
+            delta_tokens_of(shape, in, erases, space, workspace), in.state.data(), last.data(), delta_view(o), trace);
         check(cudaGetLastError(), "delta_rule_plain", here);
     });
 }
 
 template <class T>
-void launch_delta_plain_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
+void launch_delta_plain_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in, bool erases,
                                  rows<T const> dout, std::span<float const> dlast,
                                  gated_delta_rule_gradients<T> const& to, delta_space const& space, char* workspace,
                                  cudaStream_t stream, caller here) {
@@ -69,9 +61,9 @@ void launch_delta_plain_backward(gated_delta_rule_shape const& shape, gated_delt
     kernels::delta_trace const forward{at(space.states), at(space.written)};
     kernels::delta_trace const back{at(space.dstates), at(space.dwritten)};
     launch_delta_plan(shape, in, space, workspace, stream, here);
-    launch_delta_plain(shape, in, rows<T>(), {}, forward, space, workspace, stream, here);
-    auto const tokens = delta_tokens_of(shape, in, space, workspace);
-    with_lane_channels(shape.key_dim, [&](auto channels) {
+    launch_delta_plain(shape, in, erases, rows<T>(), {}, forward, space, workspace, stream, here);
+    auto const tokens = delta_tokens_of(shape, in, erases, space, workspace);
+    with_lane_columns(shape.key_dim, [&](auto channels) {
         kernels::delta_rule_plain_back<T, channels><<<delta_plain_grid(shape, space), 128, 0, stream>>>(
             tokens, delta_view(dout), dlast.data(), to.dstate.data(), delta_view(to.dv), back);
         check(cudaGetLastError(), "delta_rule_plain_back", here);

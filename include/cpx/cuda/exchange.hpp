@@ -57,7 +57,7 @@ public:
     exchange(std::span<plan const> plans, index_t width, nccl& comm, exchange_options const& of = {},
              caller here = caller::here())
         : comm_(comm), width_(width), of_(of) {
-        require(width >= 0, "cuda::exchange", "width", "not negative", width, here);
+        require(width >= 0, where, "width", "not negative", width, here);
         require_device(here);
         auto made = make(plans, here);
         if (!plans.empty() && !plans[0].local)
@@ -96,7 +96,6 @@ public:
     /// communicator has been aborted. Throws `cpx::error` if this exchange was made without room, or the plans want
     /// more.
     void set(std::span<plan const> plans, cudaStream_t stream, caller here = caller::here()) {
-        char const* const where = "cuda::exchange";
         require(of_.room.has_value(), where, "exchange", "one made with room for other plans", "one without", here);
         auto made = make(plans, here);
         require(
@@ -143,12 +142,12 @@ public:
                     caller here = caller::here()) {
         require_device(here);
         ready const& p = plan_of(number, here);
-        require(!p.sums || (addable && !back), "cuda::exchange", "elements of a plan that sums",
-                "a type with +, and not back", std::string(cpx::detail::type_name<T>()), here);
+        require(!p.sums || (addable && !back), where, "elements of a plan that sums", "a type with +, and not back",
+                std::string(cpx::detail::type_name<T>()), here);
         auto const& [source, target] = back ? std::tie(p.target, p.source) : std::tie(p.source, p.target);
         check_buffer("source", from, source, here);
         check_buffer("target", to, target, here);
-        detail::require_apart("cuda::exchange", {{"target", to}}, {{"source", from}}, here);
+        detail::require_apart(where, {{"target", to}}, {{"source", from}}, here);
         comm_.begin_call(here);
         auto const range = named_range<"cpx exchange, send and receive">();
         auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
@@ -210,6 +209,7 @@ public:
     }
 
 private:
+    static constexpr char const* where = "cuda::exchange";
     static constexpr bool addable = requires(T a, T b) { static_cast<T>(a + b); };
     /// One end of a plan, as the caller's buffer is to be, and whether messages fill it.
     struct end {
@@ -239,7 +239,7 @@ private:
     }
     ready const& plan_of(index_t number, caller here) const {
         require(
-            number >= 0 && number < std::ssize(plans_), "cuda::exchange", "number of the plan",
+            number >= 0 && number < std::ssize(plans_), where, "number of the plan",
             [&] { return "less than " + std::to_string(plans_.size()); }, number, here);
         return plans_[static_cast<std::size_t>(number)];
     }
@@ -247,12 +247,10 @@ private:
     static unsigned grid(launch_size size) { return static_cast<unsigned>(std::clamp(size.slices, 1, 1056)); }
 
     void require_device(caller here) const {
-        require(current_device() == comm_.device(), "cuda::exchange", "current device", comm_.device(),
-                current_device(), here);
+        require(current_device() == comm_.device(), where, "current device", comm_.device(), current_device(), here);
     }
     /// Returns the tables of plans. Throws if they do not fit.
     tables make(std::span<plan const> plans, caller here) const {
-        char const* const where = "cuda::exchange";
         tables made;
         for (plan const& p : plans) {
             cpx::detail::require_own(where, "rank of the plan", p.rank, p.ranks(), comm_.rank(), comm_.ranks(), here);
@@ -320,12 +318,12 @@ private:
     kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
     static void check_buffer(char const* which, auto const& b, end const& like, caller here) {
-        detail::require_rows("cuda::exchange", which, b, like.rows, like.width, here);
+        detail::require_rows(where, which, b, like.rows, like.width, here);
         if (b.stride() != like.stride && like.rows > 1)
-            throw error("cuda::exchange", std::string("stride of ") + which, std::to_string(like.stride),
+            throw error(where, std::string("stride of ") + which, std::to_string(like.stride),
                         std::to_string(b.stride()), here);
-        require(b.count() == 0 || detail::address(b.data()) % 16 == 0, "cuda::exchange", "alignment of the buffer",
-                "16 bytes", detail::address(b.data()) % 16, here);
+        require(b.count() == 0 || detail::address(b.data()) % 16 == 0, where, "alignment of the buffer", "16 bytes",
+                detail::address(b.data()) % 16, here);
     }
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.

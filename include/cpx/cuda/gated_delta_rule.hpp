@@ -2,8 +2,7 @@
 // The gated delta rule of packed sequences in device memory, all heads at once.
 #pragma once
 
-#include <cpx/cuda/delta_rule_hopper.hpp>
-#include <cpx/cuda/delta_rule_launch.hpp>
+#include <cpx/cuda/delta_rule_calls.hpp>
 #include <cpx/cuda/nvtx.hpp>
 
 namespace cpx::cuda {
@@ -13,14 +12,14 @@ namespace cpx::cuda {
 template <delta_rule_element T>
 index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                    bool saved = false) {
-    return detail::delta_forward_space<T>(shape, tokens, sequences, saved).bytes;
+    return detail::delta_forward_space<true, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// The same of a backward.
 template <delta_rule_element T>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                             bool saved = false) {
-    return detail::delta_backward_space<T>(shape, tokens, sequences, saved).bytes;
+    return detail::delta_backward_space<true, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// Returns the bytes that a forward may save for the backward, some 125 a token and value head; 0 on the plain path.
@@ -28,19 +27,6 @@ template <delta_rule_element T>
 index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return detail::delta_saved_space<T>(shape, tokens, sequences).bytes;
 }
-
-namespace detail {
-
-/// Throws `cpx::error` unless there is room for what is saved, if it is wanted.
-template <class T>
-void require_saved(char const* where, gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
-                   caller here) {
-    if (in.saved.empty()) return;
-    index_t const bytes = gated_delta_rule_saved<T>(shape, in.k.count(), std::ssize(in.offsets) - 1);
-    require_bytes(where, "saved", bytes, in.saved, here);
-}
-
-} // namespace detail
 
 /// Computes, for every value head of every sequence,
 ///
@@ -60,28 +46,8 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
                                  std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T> o,
                                  std::span<float> last, std::span<char> workspace, cudaStream_t stream,
                                  caller here = caller::here()) {
-    char const* const where = "cuda::gated_delta_rule";
-    detail::require_delta_input(where, shape, in, here);
-    detail::require_rows(where, "o", o, in.k.count(), shape.value_heads * shape.value_dim, here);
-    detail::require_states(where, "last", shape, in, last, here);
-    auto const space =
-        detail::delta_forward_space<T>(shape, in.k.count(), std::ssize(in.offsets) - 1, !in.saved.empty());
-    detail::require_workspace(where, space.bytes, workspace, here);
-    detail::require_saved(where, shape, in, here);
-    detail::require_delta_apart(where, in, {{"o", o}, {"last", last}, {"workspace", workspace}, {"saved", in.saved}},
-                                {}, here);
-    if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule">();
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper && detail::delta_in_panels(in.q, in.k, in.v, o)) {
-            detail::launch_delta_hopper(shape, in, o, last, space, workspace.data(), stream, here);
-            return delta_rule_path::tensor_cores;
-        }
-    require(in.saved.empty() || !space.hopper, where, "rows", "at multiples of 16 bytes, or nothing saved", "others",
-            here);
-    detail::launch_delta_plan(shape, in, space, workspace.data(), stream, here);
-    detail::launch_delta_plain(shape, in, o, last, {}, space, workspace.data(), stream, here);
-    return delta_rule_path::plain;
+    return detail::run_delta_rule<true>("cuda::gated_delta_rule", shape, in, o, last, workspace, stream, here);
 }
 
 /// Computes the gradients of `gated_delta_rule`, given those of o and of the last states, `dlast`, or none.
@@ -95,41 +61,9 @@ gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                           std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T const> dout,
                           std::span<float const> dlast, std::type_identity_t<gated_delta_rule_gradients<T>> const& to,
                           std::span<char> workspace, cudaStream_t stream, caller here = caller::here()) {
-    char const* const where = "cuda::gated_delta_rule_backward";
-    detail::require_delta_input(where, shape, in, here);
-    index_t const tokens = in.k.count(), keys = shape.key_heads * shape.key_dim;
-    index_t const values = shape.value_heads * shape.value_dim;
-    detail::require_rows(where, "dout", dout, tokens, values, here);
-    detail::require_states(where, "dlast", shape, in, dlast, here);
-    detail::require_rows(where, "dq", to.dq, tokens, keys, here);
-    detail::require_rows(where, "dk", to.dk, tokens, keys, here);
-    detail::require_rows(where, "dv", to.dv, tokens, values, here);
-    detail::require_rows(where, "dg", to.dg, tokens, shape.value_heads, here);
-    detail::require_rows(where, "dbeta", to.dbeta, tokens, shape.value_heads, here);
-    detail::require_states(where, "dstate", shape, in, to.dstate, here);
-    auto const space = detail::delta_backward_space<T>(shape, tokens, std::ssize(in.offsets) - 1, !in.saved.empty());
-    detail::require_workspace(where, space.bytes, workspace, here);
-    detail::require_saved(where, shape, in, here);
-    detail::require_delta_apart(where, in,
-                                {{"dq", to.dq},
-                                 {"dk", to.dk},
-                                 {"dv", to.dv},
-                                 {"dg", to.dg},
-                                 {"dbeta", to.dbeta},
-                                 {"dstate", to.dstate},
-                                 {"workspace", workspace}},
-                                {{"dout", dout}, {"dlast", dlast}, {"saved", in.saved}}, here);
-    if (in.offsets.size() == 1) return delta_rule_path::plain;
     auto const range = named_range<"cpx gated_delta_rule_backward">();
-    if constexpr (std::same_as<T, __nv_bfloat16>)
-        if (space.hopper) {
-            require(detail::delta_in_panels(in.q, in.k, in.v, dout, to.dq, to.dk, to.dv), where, "rows",
-                    "at multiples of 16 bytes, or shape.path = plain", "others", here);
-            detail::launch_delta_hopper_backward(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
-            return delta_rule_path::tensor_cores;
-        }
-    detail::launch_delta_plain_backward(shape, in, dout, dlast, to, space, workspace.data(), stream, here);
-    return delta_rule_path::plain;
+    return detail::run_delta_rule_backward<true>("cuda::gated_delta_rule_backward", shape, in, dout, dlast, to,
+                                                 workspace, stream, here);
 }
 
 } // namespace cpx::cuda

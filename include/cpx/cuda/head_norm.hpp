@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/row_gather.hpp>
 
 #include <cpx/head_norm.cuh>
 
@@ -15,7 +16,8 @@ using kernels::norm_input;
 
 namespace detail {
 
-inline void norm_given(char const* where, norm_input const& n, caller here) {
+template <class T>
+void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require(n.dim() > 0 && n.x.width() % n.dim() == 0, where, "width of x",
             "a multiple of the size of weight, " + std::to_string(n.dim()), n.x.width(), here);
     require_rows(where, "x", n.x, n.x.count(), n.x.width(), here);
@@ -37,23 +39,28 @@ void launch_rows(char const* where, void (*kernel)(P...), index_t count, cudaStr
 } // namespace detail
 
 /// Computes `y = x / sqrt(mean x^2 + eps) * (offset + weight)`, and with z silu(z) times that; the mean is a head's. y
-/// may be x or z. A row's bits are the same wherever it lies. Can be captured.
+/// may be x or z. Elements may be float, bfloat16 or half; sums and what `terms` holds are float. A row's bits are the
+/// same wherever it lies. Can be captured.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory that overlaps or is another device's, before anything is
 /// launched.
-inline void normalise_rows(norm_input const& n, rows<float> y, cudaStream_t stream, caller here = caller::here()) {
+template <gpu_number T>
+void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cudaStream_t stream,
+                    caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows";
     detail::norm_given(where, n, here);
     detail::require_rows(where, "y", y, n.x.count(), n.x.width(), here);
     detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
-    detail::launch_rows(where, kernels::normalise_rows, n.x.count(), stream, here, n, y);
+    detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y);
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
 /// the weight's. dx may be dy. All else as above.
-inline void normalise_rows_backward(norm_input const& n, rows<float const> dy, rows<float> dx, rows<float> dz,
-                                    rows<float> terms, cudaStream_t stream, caller here = caller::here()) {
+template <gpu_number T>
+void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T const>> dy,
+                             std::type_identity_t<rows<T>> dx, std::type_identity_t<rows<T>> dz, rows<float> terms,
+                             cudaStream_t stream, caller here = caller::here()) {
     char const* const where = "cuda::normalise_rows_backward";
     detail::norm_given(where, n, here);
     detail::require_rows(where, "dy", dy, n.x.count(), n.x.width(), here);
@@ -63,7 +70,7 @@ inline void normalise_rows_backward(norm_input const& n, rows<float const> dy, r
     detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
-    detail::launch_rows(where, kernels::normalise_rows_backward, n.x.count(), stream, here, n, dy, dx, dz, terms);
+    detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms);
 }
 
 } // namespace cpx::cuda

@@ -40,7 +40,6 @@ public:
     /// Throws `cpx::error` if there are seconds in `of`, which come with the grids, or if sizes are none.
     rank_positions(mrope_capacity most, int rank, int ranks, media_options const& of = {}, caller here = caller::here())
         : most_(most), rank_(rank), ranks_(ranks) {
-        char const* const where = "cuda::mrope_positions";
         cpx::detail::require_rank(where, rank, ranks, here);
         index_t const limit = std::numeric_limits<int>::max() / 4;
         auto const sizes = {most.rows, most.segments, most.sequences, most.images, most.videos};
@@ -93,7 +92,6 @@ public:
     /// rank has as many rows. Throws `cpx::error` if they do not fit.
     template <any_sharding S>
     void set(S const& of, cudaStream_t stream, caller here = caller::here()) {
-        char const* const where = "cuda::mrope_positions";
         cpx::detail::require_own(where, "ranks of the sharding", rank_, of.ranks(), rank_, ranks_, here);
         thd const& batch = of.batch();
         require_room("sequences", batch.sequences(), most_.sequences, here);
@@ -149,7 +147,6 @@ public:
                                 "rank's chunks and have no memory of their own (zigzag, sequential, striped); set the "
                                 "sharding alone");
         if constexpr (computed) {
-            char const* const where = "cuda::mrope_positions";
             cpx::detail::require_own(where, "ranks of the sharding", rank_, of.ranks(), rank_, ranks_, here);
             index_t const sequences = of.batch().sequences();
             require(std::ssize(offsets) == sequences + 1, where, "offsets", sequences + 1, offsets.size(), here);
@@ -177,7 +174,6 @@ public:
     template <row_number I>
     void count(std::span<I const> ids, media_tokens tokens, device_grids const& grids, cudaStream_t stream,
                caller here = caller::here()) {
-        char const* const where = "cuda::mrope_positions";
         check(here);
         require(std::ssize(ids) == work_.rows, where, "number of ids", work_.rows, ids.size(), here);
         set_grids(grids, here);
@@ -197,7 +193,6 @@ public:
     template <row_number I>
     void place(std::span<I const> ids, media_tokens tokens, rows<std::int32_t const> gathered, cudaStream_t stream,
                caller here = caller::here()) {
-        char const* const where = "cuda::mrope_positions";
         kernels::mrope_work work = work_;
         bool const own = alone_ || gathered.data() == counts_.data();
         if (own) gathered = counts();
@@ -226,7 +221,6 @@ public:
     /// Throws `cpx::error` of what kernels have found wrong, as of now, and forgets it: the stream has been waited for.
     /// Positions of such a batch mean nothing.
     void check(caller here = caller::here()) const {
-        char const* const where = "cuda::mrope_positions";
         kernels::media_faults const f = std::exchange(*found_, {});
         auto const kind_of = [](std::uint64_t fault) {
             return cpx::detail::name_of((fault - 1) % 2 == 0 ? media_kind::image : media_kind::video);
@@ -250,21 +244,19 @@ public:
     }
 
 private:
+    static constexpr char const* where = "cuda::mrope_positions";
     static constexpr index_t slot_size = sizeof(kernels::media_slot) / sizeof(index_t);
     index_t slot_numbers() const { return slot_size * (most_.segments + 1); }
     static index_t tiles_of(index_t rows) { return (rows + kernels::media_threads - 1) / kernels::media_threads; }
-    static void check_call(cudaError_t result, caller here) { cuda::check(result, "cuda::mrope_positions", here); }
+    static void check_call(cudaError_t result, caller here) { cuda::check(result, where, here); }
     static void require_room(char const* what, index_t count, index_t most, caller here) {
-        require(
-            count <= most, "cuda::mrope_positions", what, [&] { return "at most " + std::to_string(most); }, count,
-            here);
+        if (count > most) throw error(where, what, "at most " + std::to_string(most), std::to_string(count), here);
     }
     void set_rows(index_t rows) {
         work_.rows = static_cast<int>(rows);
         work_.tile_count = static_cast<int>(tiles_of(rows));
     }
     void set_grids(device_grids const& grids, caller here) {
-        char const* const where = "cuda::mrope_positions";
         std::span<index_t const> const lists[] = {grids.images, grids.videos};
         index_t const most[] = {most_.images, most_.videos};
         for (int kind = 0; kind < 2; ++kind) {

@@ -175,9 +175,33 @@ struct rotated {
 
 namespace detail {
 
+/// Throws `cpx::error` unless a tensor fits head_dim and positions, and lies apart from them and those `before` it.
 template <gpu_number T>
-void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
-            rotary_positions const& positions, float direction, cudaStream_t stream, caller here) {
+void require_rotated(char const* where, rotated<T> const& tensor, std::span<rotated<T> const> before, index_t head_dim,
+                     rotary_positions const& positions, caller here) {
+    auto const& [x, y] = tensor;
+    require_sizes(where, "x", x, here);
+    require_sizes(where, "y", y, here);
+    require(x.count() == positions.count(), where, "rows of x",
+            "as many as positions, " + std::to_string(positions.count()), x.count(), here);
+    require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
+            x.width(), here);
+    require(y.count() == x.count() && y.width() == x.width(), where, "rows and width of y",
+            std::to_string(x.count()) + ", " + std::to_string(x.width()),
+            std::to_string(y.count()) + ", " + std::to_string(y.width()), here);
+    require_apart(where, {{"y", y}}, {{"x", x}}, here, in_place::yes);
+    require_apart(where, {{"y", y}}, {positions.list()}, here);
+    for (auto const& other : before) {
+        require_apart(where, {{"y", y}, {"another y", other.y}}, {}, here);
+        require_apart(where, {{"y", y}}, {{"another x", other.x}}, here);
+        require_apart(where, {{"another y", other.y}}, {{"x", x}}, here);
+    }
+}
+
+/// Returns the tensors of a call, if they fit, and how many rows and heads they have.
+template <gpu_number T>
+kernels::rotary_call check_rotated(char const* where, std::span<rotated<T> const> tensors, index_t head_dim,
+                                   rotary_pairs const& pairs, rotary_positions const& positions, caller here) {
     index_t const half = pairs.size(), element = static_cast<index_t>(sizeof(T)), most = kernels::most_rotated;
     require(!tensors.empty() && std::ssize(tensors) <= most, where, "tensors", "1 to " + std::to_string(most),
             tensors.size(), here);
@@ -185,52 +209,45 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     require(2 * half <= head_dim, where, "pairs", "at most head_dim / 2", half, here);
     require(positions.axes() == 1 || (positions.axes() == 3 && (pairs.multimodal() || half == 0)), where,
             "positions a row", pairs.multimodal() ? "1 or 3" : "1, for pairs have no axes", positions.axes(), here);
-
     kernels::rotary_call call{};
-    index_t all = head_dim * element | half * element;
     index_t heads = 0;
-    bool moves = false;
     for (std::size_t i = 0; i < static_cast<std::size_t>(most); ++i) {
-        call.tensor[i].first_head = static_cast<int>(heads);
+        auto& to = call.tensor[i];
+        to.first_head = static_cast<int>(heads);
         if (i >= tensors.size()) continue;
         auto const& [x, y] = tensors[i];
-        require_sizes(where, "x", x, here);
-        require_sizes(where, "y", y, here);
-        require(x.count() == positions.count(), where, "rows of x",
-                "as many as positions, " + std::to_string(positions.count()), x.count(), here);
-        require(x.width() % head_dim == 0, where, "width of x", "a multiple of head_dim, " + std::to_string(head_dim),
-                x.width(), here);
-        require(y.count() == x.count() && y.width() == x.width(), where, "rows and width of y",
-                std::to_string(x.count()) + ", " + std::to_string(x.width()),
-                std::to_string(y.count()) + ", " + std::to_string(y.width()), here);
-        require_apart(where, {{"y", y}}, {{"x", x}}, here, in_place::yes);
-        require_apart(where, {{"y", y}}, {positions.list()}, here);
-        for (auto const& other : tensors.first(i)) {
-            require_apart(where, {{"y", y}, {"another y", other.y}}, {}, here);
-            require_apart(where, {{"y", y}}, {{"another x", other.x}}, here);
-            require_apart(where, {{"another y", other.y}}, {{"x", x}}, here);
-        }
+        require_rotated(where, tensors[i], tensors.first(i), head_dim, positions, here);
         heads += x.width() / head_dim;
         require(heads <= (1 << 16), where, "heads", "at most 2^16", heads, here);
-        call.tensor[i] = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()),
-                          x.stride() * element, y.stride() * element, call.tensor[i].first_head};
-        moves |= x.data() != y.data();
-        if (x.width() > 0) all |= address(x.data()) | address(y.data()) | row_bytes(x) | row_bytes(y);
+        to = {reinterpret_cast<char const*>(x.data()), reinterpret_cast<char*>(y.data()), x.stride() * element,
+              y.stride() * element, to.first_head};
     }
     for (auto const& [x, y] : tensors) {
         require_memory(where, "x", x, here);
         require_memory(where, "y", y, here);
     }
-    if (heads == 0 || positions.count() == 0) return;
-    if (half > 0) {
+    if (heads > 0 && positions.count() > 0 && half > 0) {
         require_memory(where, "pairs", pairs.turns(), here);
         require_memory(where, "positions", positions.memory(), here);
     }
+    call.heads = static_cast<int>(heads);
+    call.rows = positions.count();
+    return call;
+}
+
+template <gpu_number T>
+void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head_dim, rotary_pairs const& pairs,
+            rotary_positions const& positions, float direction, cudaStream_t stream, caller here) {
+    auto call = check_rotated(where, tensors, head_dim, pairs, positions, here);
+    if (call.heads == 0 || call.rows == 0) return;
+    index_t const half = pairs.size(), element = static_cast<index_t>(sizeof(T)), heads = call.heads;
+    index_t bytes = head_dim * element | half * element;
+    for (auto const& [x, y] : tensors)
+        if (x.width() > 0) bytes |= address(x.data()) | address(y.data()) | row_bytes(x) | row_bytes(y);
+    bool const moves = std::ranges::any_of(tensors, [](auto const& t) { return t.x.data() != t.y.data(); });
     call.positions = positions.view();
     call.turns = pairs.turns();
     call.axes = pairs.axes();
-    call.rows = positions.count();
-    call.heads = static_cast<int>(heads);
     call.head_bytes = static_cast<int>(head_dim * element);
     call.half = static_cast<int>(half);
     call.rotated = static_cast<int>(2 * half);
@@ -238,36 +255,33 @@ void rotary(char const* where, std::span<rotated<T> const> tensors, index_t head
     call.direction = direction;
     call.round_each = pairs.how() == rounding::round_each_op;
 
-    kernels::with_bytes<sizeof(T)>(vector_bytes({all}), [&](auto size) {
+    kernels::with_bytes<sizeof(T)>(vector_bytes({bytes}), [&](auto size) {
         constexpr int at_once = size / static_cast<int>(sizeof(T)), threads = kernels::rotary_threads;
         auto const shares = [](index_t count, index_t of) { return (count + of - 1) / of; };
+        auto const dims = [](index_t x, index_t y, index_t z) {
+            return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
+        };
+        auto const launch = [&](auto* kernel, dim3 grid, dim3 block) {
+            launch_early(kernel, grid, block, 0, stream, where, here, call);
+        };
         // Without pairs there are only channels to copy.
         index_t const lanes = std::clamp<index_t>(half / at_once, 1, std::min(threads, kernels::most_angles / at_once));
         index_t const all_groups = shares(heads, kernels::rotary_heads), cuts = shares(all_groups, threads / lanes);
         index_t const groups = shares(all_groups, cuts), across = lanes * groups;
         index_t const rows = std::min<index_t>(threads / across, kernels::most_angles / (lanes * at_once));
         call.lanes = static_cast<int>(lanes);
-        dim3 const grid(static_cast<unsigned>(shares(call.rows, rows)), static_cast<unsigned>(cuts),
-                        static_cast<unsigned>(std::max<index_t>(1, shares(half, lanes * at_once))));
-        auto const launch = [&](auto whole_lines) {
-            launch_early(kernels::rotary<T, at_once, whole_lines()>, grid,
-                         dim3(static_cast<unsigned>(across), static_cast<unsigned>(rows)), 0, stream, where, here,
-                         call);
-        };
-        if constexpr (size == 16)
+        dim3 const grid = dims(shares(call.rows, rows), cuts, std::max<index_t>(1, shares(half, lanes * at_once)));
+        if constexpr (size == 16) {
             if (!moves && 2 * half * element == 128 && head_dim * element > 128) {
-                index_t const warps = shares(heads, kernels::line_heads),
-                              y = std::min<index_t>(warps, kernels::line_warps);
-                index_t const z = kernels::line_warps / y;
-                dim3 const lines(static_cast<unsigned>(shares(call.rows, z)), static_cast<unsigned>(shares(warps, y)));
-                return launch_early(kernels::rotary_lines<T>, lines,
-                                    dim3(32, static_cast<unsigned>(y), static_cast<unsigned>(z)), 0, stream, where,
-                                    here, call);
+                index_t const warps = shares(heads, kernels::line_heads);
+                index_t const y = std::min<index_t>(warps, kernels::line_warps), z = kernels::line_warps / y;
+                return launch(kernels::rotary_lines<T>, dims(shares(call.rows, z), shares(warps, y), 1),
+                              dims(32, y, z));
             }
-        bool const whole = moves || (2 * half * element) % 128 == 0;
-        if constexpr (size == 16)
-            if (whole) return launch(std::true_type());
-        launch(std::false_type());
+            if (moves || (2 * half * element) % 128 == 0)
+                return launch(kernels::rotary<T, at_once, true>, grid, dims(across, rows, 1));
+        }
+        launch(kernels::rotary<T, at_once, false>, grid, dims(across, rows, 1));
     });
 }
 

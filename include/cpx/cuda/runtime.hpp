@@ -97,13 +97,6 @@ public:
     void before(cudaStream_t in, caller here = caller::here()) const {
         check(cudaStreamWaitEvent(in, *this, 0), "cudaStreamWaitEvent", here);
     }
-    /// Returns the milliseconds from `start` to this point; waits until it has been reached.
-    float since(event const& start, caller here = caller::here()) const {
-        float milliseconds = 0;
-        check(cudaEventSynchronize(*this), "cudaEventSynchronize", here);
-        check(cudaEventElapsedTime(&milliseconds, start, *this), "cudaEventElapsedTime", here);
-        return milliseconds;
-    }
 
 private:
     detail::owned<cudaEvent_t, cudaEventDestroy> event_;

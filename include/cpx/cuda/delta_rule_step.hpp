@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// A step of decoding with the gated delta rule or a decay a head: a token each of many sequences, states in place.
+#pragma once
+
+#include <cpx/cuda/delta_rule_arguments.hpp>
+#include <cpx/cuda/launch.hpp>
+#include <cpx/cuda/nvtx.hpp>
+
+#include <cpx/delta_rule_decode.cuh>
+
+namespace cpx::cuda {
+
+/// What a step of decoding reads, in device memory, a row a sequence: (rows, heads * dim), q and k normalised, or
+/// (rows, value heads). Any strides.
+template <class T>
+struct gated_delta_rule_step_input {
+    rows<T const> q, k, v;
+    rows<float const> g, beta;
+    std::span<index_t const> slots = {}; ///< (rows): which state a row has, no two the same one; below 0: none, and its
+                                         ///< output is left alone; empty: row i has state i
+};
+
+/// The same for a decay a head; q and k of any norm.
+template <class T>
+struct head_decay_step_input {
+    rows<T const> q, k, v;
+    rows<float const> g;
+    std::span<index_t const> slots = {}; ///< as above
+};
+
+namespace detail {
+
+template <bool Erases, class T>
+void run_delta_rule_step(char const* where, gated_delta_rule_shape const& shape,
+                         gated_delta_rule_step_input<T> const& in, rows<T> o, std::span<float> states,
+                         cudaStream_t stream, caller here) {
+    require_delta_rows<Erases>(where, shape, in, here);
+    index_t const count = in.k.count(), width = shape.value_heads * shape.key_dim * shape.value_dim;
+    require_rows(where, "o", o, count, shape.value_heads * shape.value_dim, here);
+    require(std::ssize(states) % width == 0 && (!in.slots.empty() || std::ssize(states) == count * width), where,
+            "size of states", in.slots.empty() ? count * width : width, states.size(), here);
+    require_memory(where, "states", states, here);
+    require(in.slots.empty() || std::ssize(in.slots) == count, where, "size of slots", count, in.slots.size(), here);
+    require_memory(where, "slots", in.slots, here);
+    require(shape.value_heads <= 65535, where, "value heads", "at most 65535", shape.value_heads, here);
+    require_apart(where, std::array{operand("o", o), operand("states", states)},
+                  std::array{operand("q", in.q), operand("k", in.k), operand("v", in.v), operand("g", in.g),
+                             operand("beta", in.beta), operand("slots", in.slots)},
+                  here);
+    if (count == 0) return;
+    auto const launch = [&](auto keys, auto channels) {
+        constexpr index_t columns = 32 * channels;
+        dim3 const grid(static_cast<unsigned>(count), static_cast<unsigned>(shape.value_heads),
+                        static_cast<unsigned>((shape.value_dim + columns - 1) / columns));
+        kernels::delta_rule_decode<T, keys, channels><<<grid, 256, 0, stream>>>(
+            {delta_view(in.q), delta_view(in.k), delta_view(in.v), delta_view(in.g), delta_view(in.beta),
+             in.slots.empty() ? nullptr : in.slots.data(), static_cast<int>(shape.key_heads),
+             static_cast<int>(shape.value_heads / shape.key_heads), static_cast<int>(shape.key_dim),
+             static_cast<int>(shape.value_dim), delta_scale_of(shape), Erases},
+            states.data(), delta_view(o));
+        check(cudaGetLastError(), "delta_rule_decode", here);
+    };
+    bool const fours = shape.value_dim % 4 == 0 && address(states.data()) % 16 == 0;
+    if (!fours)
+        launch(std::integral_constant<int, 32>(), std::integral_constant<int, 1>());
+    else if (shape.key_dim > 128)
+        launch(std::integral_constant<int, 32>(), std::integral_constant<int, 4>());
+    else
+        launch(std::integral_constant<int, 16>(), std::integral_constant<int, 4>());
+}
+
+} // namespace detail
+
+/// Computes a token of every row's sequence, as `gated_delta_rule` does: reads its state, writes the next one in its
+/// place, and the output.
+///
+/// o: (rows, value heads * Dv). states: (states, value heads, Dk, Dv), as many as rows where there are no slots. Of the
+/// shape stretch, scan and path have no effect. One kernel, token by token with float sums, of every size; it moves the
+/// states once there and back, and that is what it takes. The same inputs have the same bits, whatever the other rows.
+/// Can be captured; slots are read on the device.
+///
+/// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
+template <delta_rule_element T>
+void gated_delta_rule_step(gated_delta_rule_shape const& shape,
+                           std::type_identity_t<gated_delta_rule_step_input<T>> const& in, rows<T> o,
+                           std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
+    auto const range = named_range<"cpx gated_delta_rule_step">();
+    detail::run_delta_rule_step<true>("cuda::gated_delta_rule_step", shape, in, o, states, stream, here);
+}
+
+/// The same of a decay a head, as `head_decay_attention` has it.
+template <delta_rule_element T>
+void head_decay_attention_step(gated_delta_rule_shape const& shape,
+                               std::type_identity_t<head_decay_step_input<T>> const& in, rows<T> o,
+                               std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
+    auto const range = named_range<"cpx head_decay_attention_step">();
+    gated_delta_rule_step_input<T> const all{in.q, in.k, in.v, in.g, {}, in.slots};
+    detail::run_delta_rule_step<false>("cuda::head_decay_attention_step", shape, all, o, states, stream, here);
+}
+
+} // namespace cpx::cuda

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// A token each of many sequences: the gated delta rule or a decay a head from state to state, float sums.
+#pragma once
+
+#include <cpx/delta_rule_plan.cuh>
+#include <cpx/pack.cuh>
+
+#include <cstdint>
+
+namespace cpx::kernels {
+
+/// What a step of decoding reads, a row a sequence.
+template <class T>
+struct delta_decode {
+    delta_rows<T const> q, k, v; ///< (rows, heads * Dk or Dv)
+    delta_rows<float const> g, beta;
+    std::int64_t const* slots; ///< which state a row has, below 0: none, then nothing is written; null: its own
+    int key_heads, group;      ///< value heads a key head
+    int key_dim, value_dim;
+    float scale;
+    bool erases; ///< else a decay a head alone: beta is 1, and is not read
+};
+
+/// A block has 32 V value channels of a state, in registers between its reading and its writing: a warp every eighth
+/// key channel. A grid of (rows, value heads, blocks of value channels) blocks of 256 threads. R: at least Dk / 8; V: 4
+/// if states are at multiples of 16 bytes and Dv at those of 4. `states`: (states, value heads, Dk, Dv).
+template <class T, int R, int V>
+__global__ void __launch_bounds__(256) delta_rule_decode(delta_decode<T> const in, float* states, delta_rows<T> o) {
+    constexpr int warps = 8;
+    __shared__ float keys[warps * R], queries[warps * R], sums[2][warps][32 * V];
+    int const row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y), heads = in.key_heads * in.group;
+    int const thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    int const column = (static_cast<int>(blockIdx.z) * 32 + lane) * V;
+    std::int64_t const slot = in.slots ? in.slots[row] : row;
+    if (slot < 0) return;
+    float* const state = states + (slot * heads + head) * in.key_dim * in.value_dim + column;
+    bool const held = column < in.value_dim;
+    float s[R][V];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        int const key = warp + warps * r;
+        bool const there = held && key < in.key_dim;
+        float const* const from = state + std::int64_t{key} * in.value_dim;
+        if constexpr (V == 4) {
+            float4 const four = there ? __ldcs(reinterpret_cast<float4 const*>(from)) : float4{};
+            s[r][0] = four.x, s[r][1] = four.y, s[r][2] = four.z, s[r][3] = four.w;
+        } else {
+            s[r][0] = there ? __ldcs(from) : 0.0f;
+        }
+    }
+    for (int i = thread; i < warps * R; i += 256) {
+        std::int64_t const channel = std::int64_t{head / in.group} * in.key_dim + i;
+        keys[i] = i < in.key_dim ? widen(in.k.at(row)[channel]) : 0.0f;
+        queries[i] = i < in.key_dim ? widen(in.q.at(row)[channel]) : 0.0f;
+    }
+    float const decay = expf(in.g.at(row)[head]), beta = in.erases ? in.beta.at(row)[head] : 1.0f;
+    float value[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+        value[i] = held ? widen(in.v.at(row)[std::int64_t{head} * in.value_dim + column + i]) : 0.0f;
+    __syncthreads();
+    float stored[V] = {}, read[V] = {}, match = 0; // K S, Q S, and q k
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        float const k = keys[warp + warps * r], q = queries[warp + warps * r];
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            s[r][i] *= decay;
+            stored[i] = fmaf(k, s[r][i], stored[i]);
+            read[i] = fmaf(q, s[r][i], read[i]);
+        }
+    }
+    for (int i = lane; i < warps * R; i += 32) match = fmaf(queries[i], keys[i], match);
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) match += __shfl_xor_sync(~0u, match, apart);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+        sums[0][warp][32 * i + lane] = stored[i];
+        sums[1][warp][32 * i + lane] = read[i];
+    }
+    __syncthreads();
+    float fresh[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+        stored[i] = read[i] = 0;
+#pragma unroll
+        for (int w = 0; w < warps; ++w) {
+            stored[i] += sums[0][w][32 * i + lane];
+            read[i] += sums[1][w][32 * i + lane];
+        }
+        fresh[i] = in.erases ? beta * (value[i] - stored[i]) : value[i];
+    }
+    if (!held) return;
+    if (warp == 0)
+#pragma unroll
+        for (int i = 0; i < V; ++i)
+            o.at(row)[std::int64_t{head} * in.value_dim + column + i] =
+                static_cast<T>(in.scale * fmaf(match, fresh[i], read[i]));
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        int const key = warp + warps * r;
+        if (key >= in.key_dim) break;
+        float* const to = state + std::int64_t{key} * in.value_dim;
+#pragma unroll
+        for (int i = 0; i < V; ++i) s[r][i] = fmaf(keys[key], fresh[i], s[r][i]);
+        if constexpr (V == 4)
+            __stcs(reinterpret_cast<float4*>(to), make_float4(s[r][0], s[r][1], s[r][2], s[r][3]));
+        else
+            __stcs(to, s[r][0]);
+    }
+}
+
+} // namespace cpx::kernels

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of a decay a head, where nothing is erased (sm_90a).
+#pragma once
+
+#include <cpx/delta_rule_grad_tokens.cuh>
+
+namespace cpx::kernels::delta {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+/// dK, of dS' and values, or dQ, of S and dO.
+template <bool Erases>
+template <bool OfKeys>
+__device__ __forceinline__ void grad_block<Erases>::write_sums() {
+    float sum[64];
+    each(
+        [&] {
+            wait(memory->queries_full, task_turn & 1);
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[i] = 0;
+        },
+        [&](char*, delta_gates& gates) {
+            wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+            wait(OfKeys ? memory->dstate_full : memory->state_full, turn & 1);
+            wait(memory->values_full, turn & 1);
+            float factor[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                factor[i] = OfKeys ? power_of_two(gates.sum[delta_chunk - 1] - gates.sum[row + 8 * i])
+                                   : in.scale * gates.decay[row + 8 * i];
+            arrive_warp(memory->prepared_empty[turn & 1]);
+            float along[2] = {};
+            if constexpr (OfKeys)
+                add_states(sum, along, memory->values, memory->dstate, keys(), factor);
+            else
+                add_states(sum, along, memory->dout, memory->state, memory->queries, factor);
+            arrive_warp(OfKeys ? memory->dstate_empty : memory->state_empty);
+            arrive_warp(memory->values_empty);
+            put_sums(along, memory->reading[OfKeys]);
+            arrive_warp(memory->sums_full);
+            wait(memory->dscores_full, turn & 1);
+            keep(sum);
+            cute::warpgroup_arrive();
+            if constexpr (OfKeys)
+                multiply_panels<Major::MN, Major::MN, 4>(sum, memory->dscores, memory->queries, true);
+            else
+                multiply_panels<Major::K, Major::MN, 4>(sum, memory->dscores, keys(), true);
+            cute::warpgroup_commit_batch();
+            cute::warpgroup_wait<0>();
+            keep(sum);
+            if (is_last()) arrive_warp(memory->queries_empty);
+            arrive_warp(memory->z_empty);
+        },
+        [&] {
+            delta_rows<__nv_bfloat16> const& to = OfKeys ? in.dk : in.dq;
+            store_gradient(sum, to.at(task().begin) + 128 * task().head, to.stride, task().n);
+        });
+}
+
+/// B, P and E, and dV.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::write_values() {
+    float b[32];
+    each(
+        [&] {
+            wait(memory->queries_full, task_turn & 1);
+            keep(b);
+            cute::warpgroup_arrive();
+            multiply_panels<Major::K, Major::K, 8>(b, memory->queries, keys(), false);
+            cute::warpgroup_commit_batch();
+            cute::warpgroup_wait<0>();
+            keep(b);
+            arrive_warp(memory->queries_empty);
+        },
+        [&](char*, delta_gates& gates) {
+            wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+            wait(memory->values_full, turn & 1);
+            float const g[2] = {gates.sum[row], gates.sum[row + 8]}, last = gates.sum[delta_chunk - 1];
+            {
+                float e[32];
+                keep(e);
+                cute::warpgroup_arrive();
+                multiply_panels<Major::K, Major::K, 8>(e, memory->dout, memory->values, false);
+                cute::warpgroup_commit_batch();
+                cute::warpgroup_wait<0>();
+                keep(e);
+                std::uint32_t words[16], p[16], h[16]; // E, P and H
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
+                    float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
+                    float const decay[2] = {in.scale * power_of_two(g[i % 2] - sum.x),
+                                            in.scale * power_of_two(g[i % 2] - sum.y)};
+                    float of_scores[2], of_values[2];
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        bool const earlier = column + k <= token;
+                        of_scores[k] = earlier ? decay[k] * e[2 * i + k] : 0.0f;
+                        of_values[k] = earlier ? decay[k] * b[2 * i + k] : 0.0f;
+                    }
+                    words[i] = two_bf16(of_scores[0], of_scores[1]);
+                    p[i] = two_bf16(of_values[0], of_values[1]);
+                    h[i] = two_bf16(of_scores[0] * b[2 * i], of_scores[1] * b[2 * i + 1]);
+                }
+                wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
+                store_operand(words, memory->dscores);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory->dscores_full);
+                join_group(group); // P of the turn before has been read
+                store_operand(p, memory->scores);
+                cutlass::arch::fence_view_async_shared();
+                float across[16];
+                add_across(h, across);
+                float2 const across_sums = add_columns(across);
+                wait(memory->sums_empty, turn & 1 ^ 1);
+                reinterpret_cast<float2*>(memory->across[warp])[lane] = across_sums;
+                arrive_warp(memory->sums_full);
+                join_group(group);
+            }
+            float dv[64];
+            wait(memory->dstate_full, turn & 1);
+            keep(dv);
+            cute::warpgroup_arrive();
+            multiply_keys(dv, keys(), memory->dstate);
+            cute::warpgroup_commit_batch();
+            float const onward[2] = {power_of_two(last - g[0]), power_of_two(last - g[1])};
+            arrive_warp(memory->prepared_empty[turn & 1]);
+            cute::warpgroup_wait<0>();
+            keep(dv);
+            arrive_warp(memory->dstate_empty);
+#pragma unroll
+            for (int i = 0; i < 64; ++i) dv[i] *= onward[i / 2 % 2];
+            keep(dv);
+            cute::warpgroup_arrive();
+            multiply_panels<Major::MN, Major::MN, 4>(dv, memory->scores, memory->dout, true);
+            cute::warpgroup_commit_batch();
+            cute::warpgroup_wait<0>();
+            keep(dv);
+            arrive_warp(memory->values_empty);
+            int const head = task().head * in.group + turn % in.group;
+            store_gradient(dv, in.dv.at(task().begin) + 128 * head, in.dv.stride, task().n);
+        },
+        nothing);
+}
+
+#endif
+
+} // namespace cpx::kernels::delta

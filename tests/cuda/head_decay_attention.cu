@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cpx/cuda/head_decay_attention.hpp>
+
+#include <cpx/ops/local/linear_attention.hpp>
+
+#include "gpus.hpp"
+#include "packed_heads.hpp"
+
+#include <support/rejects.hpp>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using namespace packed_heads;
+namespace gpu = cpx::cuda;
+
+/// As `make`, with queries and keys that are not of norm 1; nothing reads beta.
+template <class T>
+problem unnormalised(std::vector<index_t> const& lengths, index_t key_heads, index_t group, index_t key_dim,
+                     index_t value_dim, kind what, std::uint64_t seed) {
+    auto p = make<T>(lengths, key_heads, group, key_dim, value_dim, what, seed);
+    for (double& x : p.q) x *= 4;
+    for (double& x : p.k) x *= 2;
+    p.beta.clear();
+    return p;
+}
+
+results on_host(problem const& p, bool backward) {
+    auto const& s = p.shape;
+    results r{.o = numbers(p.v.size()), .last = p.state};
+    if (backward) {
+        r.dq.resize(p.q.size()), r.dk.resize(p.k.size()), r.dv.resize(p.v.size()), r.dg.resize(p.g.size());
+        r.dstate = p.dlast;
+    }
+    cpx::head_decay_attention const model{{s.key_heads, s.value_heads, s.key_dim, s.value_dim}, {.scale = s.scale}};
+    using in = rows<double const>;
+    numbers of_q(p.q.size()), of_k(p.k.size()); // of one head
+    for (index_t n = 0; n < p.sequences(); ++n)
+        for (index_t h = 0; h < s.value_heads; ++h) {
+            index_t const begin = p.offsets[static_cast<std::size_t>(n)];
+            index_t const count = p.offsets[static_cast<std::size_t>(n + 1)] - begin;
+            index_t const state = (n * s.value_heads + h) * s.key_dim * s.value_dim;
+            auto const view = [&](auto& x, index_t heads, index_t head, index_t dim) {
+                return rows(x.data() + (begin * heads + head) * dim, count, dim, heads * dim);
+            };
+            auto const key = [&](auto& x) { return view(x, s.key_heads, h * s.key_heads / s.value_heads, s.key_dim); };
+            auto const value = [&](auto& x) { return view(x, s.value_heads, h, s.value_dim); };
+            auto const gate = [&](auto& x) { return view(x, s.value_heads, h, 1); };
+            std::array<in, 4> const x{key(p.q), key(p.k), value(p.v), gate(p.g)};
+            auto const of = [&](auto& states) { return rows(states.data() + state, s.key_dim, s.value_dim); };
+            model.forward(x, 0, of(r.last), value(r.o));
+            if (!backward) continue;
+            model.backward(x, 0, in(of(p.state)), in(value(p.dout)), of(r.dstate),
+                           std::array{key(of_q), key(of_k), value(r.dv), gate(r.dg)});
+            for (auto const& [to, from] : {std::pair(key(r.dq), key(of_q)), {key(r.dk), key(of_k)}})
+                for (index_t i = 0; i < count; ++i)
+                    for (index_t d = 0; d < s.key_dim; ++d) to(i, d) += from(i, d);
+        }
+    return r;
+}
+
+/// A problem's inputs on a device.
+template <class T>
+struct device_problem {
+    problem const& p;
+    buffer<T> q = upload<T>(p.q), k = upload<T>(p.k), v = upload<T>(p.v), dout = upload<T>(p.dout);
+    buffer<float> g = upload<float>(p.g), state = upload<float>(p.state), dlast = upload<float>(p.dlast);
+    buffer<index_t> offsets{std::span<index_t const>(p.offsets)}, first{std::span<index_t const>(p.first)};
+
+    gpu::head_decay_input<T> input() const {
+        return {{q.data(), p.tokens(), p.keys()},
+                {k.data(), p.tokens(), p.keys()},
+                {v.data(), p.tokens(), p.values()},
+                {g.data(), p.tokens(), p.shape.value_heads},
+                all(offsets),
+                all(state),
+                all(first)};
+    }
+    rows<T const> gradients() const { return {dout.data(), p.tokens(), p.values()}; }
+};
+
+/// Memory of which every byte is 0xff.
+buffer<char> room(index_t bytes) {
+    buffer<char> space(bytes);
+    gpu::check(cudaMemset(space.data(), 0xff, static_cast<std::size_t>(bytes)), "cudaMemset");
+    gpu::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    return space;
+}
+
+template <class T>
+results on_gpu(problem const& p, bool backward) {
+    gpu::stream const stream;
+    device_problem<T> const there{p};
+    auto const in = there.input();
+    index_t const tokens = p.tokens();
+    auto const o = poisoned<T>(p.v.size());
+    auto const last = poisoned<float>(p.state.size());
+    auto const space = room(gpu::head_decay_attention_workspace<T>(p.shape, tokens, p.sequences()));
+    results r;
+    r.path =
+        gpu::head_decay_attention<T>(p.shape, in, rows<T>(o.data(), tokens, p.values()), all(last), all(space), stream);
+    r.o = widen(o.read());
+    r.last = widen(last.read());
+    if (!backward) return r;
+    auto const dq = poisoned<T>(p.q.size()), dk = poisoned<T>(p.q.size()), dv = poisoned<T>(p.v.size());
+    auto const dg = poisoned<float>(p.g.size()), dstate = poisoned<float>(p.state.size());
+    auto const more = room(gpu::head_decay_attention_backward_workspace<T>(p.shape, tokens, p.sequences()));
+    auto const path = gpu::head_decay_attention_backward<T>(p.shape, in, there.gradients(), all(there.dlast),
+                                                            {{dq.data(), tokens, p.keys()},
+                                                             {dk.data(), tokens, p.keys()},
+                                                             {dv.data(), tokens, p.values()},
+                                                             {dg.data(), tokens, p.shape.value_heads},
+                                                             all(dstate)},
+                                                            all(more), stream);
+    CHECK(path == r.path);
+    r.dq = widen(dq.read());
+    r.dk = widen(dk.read());
+    r.dv = widen(dv.read());
+    r.dg = widen(dg.read());
+    r.dstate = widen(dstate.read());
+    return r;
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE_TEMPLATE("a decay a head and its gradients are the host's, token by token, of every size", T, float,
+                       __nv_bfloat16) {
+        if (!has_gpus()) return;
+        double const rounding = std::is_same_v<T, float> ? 6e-6 : 2.5e-3;
+        struct size {
+            index_t key_heads, group, key_dim, value_dim;
+        };
+        std::uint64_t seed = 0;
+        for (size const s : {size{2, 2, 40, 24}, size{1, 3, 128, 128}, size{1, 1, 200, 33}, size{3, 1, 1, 1}})
+            for (kind const what : {kind::mild, kind::strong, kind::never, kind::no_decay}) {
+                CAPTURE(s.key_dim);
+                CAPTURE(static_cast<int>(what));
+                auto p =
+                    unnormalised<T>({70, 0, 1, 130, 64}, s.key_heads, s.group, s.key_dim, s.value_dim, what, ++seed);
+                p.shape.path = delta_rule_path::plain;
+                p.shape.scale = seed % 2 ? 0 : 1; // of lightning attention
+                check_close(on_gpu<T>(p, true), on_host(p, true), rounding, 6e-6, 6e-6);
+            }
+    }
+
+    TEST_CASE("a decay a head of bfloat16 heads of 128 and its gradients are the host's, whatever the gates") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        for (kind const what : {kind::mild, kind::slow, kind::no_decay, kind::strong, kind::spikes, kind::never})
+            for (bool const few : {true, false}) {
+                CAPTURE(static_cast<int>(what));
+                auto p = few ? unnormalised<T>({0, 63, 65, 128, 1, 0}, 2, 3, 128, 128, what, 8)
+                             : unnormalised<T>({200, 311, 0, 64, 513}, 1, 2, 128, 128, what, 7);
+                if (few) p.first = {0, 100, 1, 63, 64, 5};
+                check_close(on_gpu<T>(p, true), on_host(p, true), 4.7e-3, 4.7e-3, 6e-3);
+            }
+    }
+
+    TEST_CASE("a decay a head of sequences of every length up to 130") {
+        if (!has_gpus()) return;
+        std::vector<index_t> lengths;
+        for (index_t i = 0; i <= 130; ++i) lengths.push_back(i);
+        auto const p = unnormalised<__nv_bfloat16>(lengths, 1, 1, 128, 128, kind::mild, 3);
+        check_close(on_gpu<__nv_bfloat16>(p, true), on_host(p, true), 4.5e-3, 4.5e-3, 4.5e-3);
+    }
+
+    TEST_CASE("neither the stretches of a sequence nor another one that holds NaN change a bit of a decay a head") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        auto p = unnormalised<T>({1100, 77, 300}, 2, 2, 128, 128, kind::mild, 11);
+        auto const whole = on_gpu<T>(p, true);
+        CHECK(same_gradients(on_gpu<T>(p, true), whole));
+        for (index_t const stretch : {1, 3, 16, 1000}) {
+            CAPTURE(stretch);
+            p.shape.stretch = stretch;
+            auto const cut = on_gpu<T>(p, false);
+            CHECK(on_ranks::same_bits(cut.o, whole.o));
+            CHECK(on_ranks::same_bits(cut.last, whole.last));
+        }
+        for (index_t row = 1100; row < 1177; ++row) {
+            for (auto* const rows : {&p.q, &p.k}) std::fill_n(rows->begin() + row * p.keys(), p.keys(), NAN);
+            for (auto* const rows : {&p.v, &p.dout}) std::fill_n(rows->begin() + row * p.values(), p.values(), NAN);
+            std::fill_n(p.g.begin() + row * p.shape.value_heads, p.shape.value_heads, NAN);
+        }
+        p.shape.stretch = 3;
+        auto const beside = on_gpu<T>(p, true);
+        for (auto const& [first, last] : {std::pair<index_t, index_t>(0, 1100), {1177, 1477}}) {
+            CHECK(on_ranks::same_rows(beside.o, whole.o, p.values(), first, last));
+            CHECK(on_ranks::same_rows(beside.dq, whole.dq, p.keys(), first, last));
+            CHECK(on_ranks::same_rows(beside.dk, whole.dk, p.keys(), first, last));
+            CHECK(on_ranks::same_rows(beside.dv, whole.dv, p.values(), first, last));
+            CHECK(on_ranks::same_rows(beside.dg, whole.dg, p.shape.value_heads, first, last));
+        }
+    }
+
+    TEST_CASE("stretches of a decay a head that are folded beside each other, and joined, make the host's outputs") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        for (kind const what : {kind::mild, kind::no_decay, kind::strong, kind::never}) {
+            CAPTURE(static_cast<int>(what));
+            auto p = unnormalised<T>({1100, 0, 77, 513}, 2, 2, 128, 128, what, 17);
+            p.shape.scan = true;
+            p.shape.stretch = 3;
+            auto const got = on_gpu<T>(p, false);
+            check_close(got, on_host(p, false), 4.7e-3, 4.7e-3, 0);
+            CHECK(on_ranks::same_bits(got.o, on_gpu<T>(p, false).o));
+        }
+    }
+
+    TEST_CASE(
+        "to cut a sequence with a decay a head at a multiple of 64 tokens and to hand the state on changes no bit") {
+        if (!has_gpus()) return;
+        using T = __nv_bfloat16;
+        auto const p = unnormalised<T>({500}, 1, 2, 128, 128, kind::slow, 13);
+        auto const whole = on_gpu<T>(p, true);
+        auto const piece = [&](index_t first, index_t last) {
+            problem part = p;
+            part.offsets = {0, last - first};
+            part.first = {first};
+            for (auto* const x : {&part.q, &part.k}) *x = slice(*x, p.keys(), first, last);
+            for (auto* const x : {&part.v, &part.dout}) *x = slice(*x, p.values(), first, last);
+            part.g = slice(p.g, 2, first, last);
+            return part;
+        };
+        auto const before = on_gpu<T>(piece(0, 192), false);
+        auto rest = piece(192, 500);
+        rest.state = before.last;
+        auto const after = on_gpu<T>(rest, true);
+        auto start = piece(0, 192);
+        start.dlast = after.dstate;
+        auto const back = on_gpu<T>(start, true);
+        CHECK(on_ranks::same_bits(after.last, whole.last));
+        CHECK(on_ranks::same_bits(back.dstate, whole.dstate));
+        for (auto const& [part, first, last] : {std::tuple(&back, 0, 192), {&after, 192, 500}}) {
+            CHECK(on_ranks::same_bits(part->o, slice(whole.o, p.values(), first, last)));
+            CHECK(on_ranks::same_bits(part->dq, slice(whole.dq, p.keys(), first, last)));
+            CHECK(on_ranks::same_bits(part->dk, slice(whole.dk, p.keys(), first, last)));
+            CHECK(on_ranks::same_bits(part->dv, slice(whole.dv, p.values(), first, last)));
+            CHECK(on_ranks::same_bits(part->dg, slice(whole.dg, 2, first, last)));
+        }
+    }
+
+    TEST_CASE_TEMPLATE("what segments with a decay a head make of states and of their gradients is the host's", T,
+                       float, __nv_bfloat16) {
+        if (!has_gpus()) return;
+        auto p = unnormalised<T>({500}, 1, 2, 128, 128, kind::mild, 19);
+        auto const expected = on_host(p, true);
+        p.offsets = {0, 100, 100, 320, 500}; // of which one is empty
+        p.first = {0, 100, 100, 320};
+        constexpr index_t heads = 2, size = 128 * 128;
+        gpu::stream const stream;
+        device_problem<T> const there{p};
+        auto const maps = poisoned<float>(4 * heads), ends = poisoned<float>(4 * heads * size),
+                   back = poisoned<float>(4 * heads * size);
+        auto const space = room(gpu::head_decay_attention_fold_workspace<T>(p.shape, 500, 4));
+        gpu::head_decay_attention_fold<T>(p.shape,
+                                          {there.input().q,
+                                           there.input().k,
+                                           there.input().v,
+                                           there.input().g,
+                                           all(there.offsets),
+                                           {},
+                                           all(there.first)},
+                                          all(maps), all(ends), all(space), stream);
+        gpu::head_decay_attention_backward_fold<T>(p.shape,
+                                                   {there.input().q,
+                                                    there.input().k,
+                                                    there.input().v,
+                                                    there.input().g,
+                                                    all(there.offsets),
+                                                    {},
+                                                    all(there.first)},
+                                                   there.gradients(), all(back), all(space), stream);
+        auto const m = widen(maps.read()), e = widen(ends.read()), d = widen(back.read());
+        numbers state = p.state, dstate = p.dlast;
+        for (index_t step = 0; step < 4 * heads; ++step) {
+            index_t const of_back = 4 * heads - 1 - step;
+            for (index_t i = 0; i < size; ++i) {
+                double& s = state[static_cast<std::size_t>(step % heads * size + i)];
+                s = m[static_cast<std::size_t>(step)] * s + e[static_cast<std::size_t>(step * size + i)];
+                double& ds = dstate[static_cast<std::size_t>(of_back % heads * size + i)];
+                ds = m[static_cast<std::size_t>(of_back)] * ds + d[static_cast<std::size_t>(of_back * size + i)];
+            }
+        }
+        check_close("last", state, expected.last, 4.7e-3);
+        check_close("dstate", dstate, expected.dstate, 4.7e-3);
+    }
+
+    TEST_CASE("a decay a head refuses what does not fit before anything is launched") {
+        if (!has_gpus()) return;
+        auto const p = unnormalised<float>({10}, 1, 1, 8, 8, kind::mild, 1);
+        auto const changed = [&](auto&& change) {
+            problem other = p;
+            change(other);
+            return other;
+        };
+        using support::rejects;
+        rejects({"cuda::head_decay_attention: value heads", "a multiple of the key heads, 2"},
+                [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_heads = 2; }), false); });
+        rejects({"key_dim", "from 1 to 256", "512"},
+                [&] { on_gpu<float>(changed([](problem& o) { o.shape.key_dim = 512; }), false); });
+        rejects({"size of state"}, [&] { on_gpu<float>(changed([](problem& o) { o.state.pop_back(); }), false); });
+        device_problem<float> const there{p};
+        buffer<float> const o(80), dk(80), dv(80), dg(10);
+        rows<float> const to(o.data(), 10, 8);
+        auto const space = room(gpu::head_decay_attention_backward_workspace<float>(p.shape, 10, 1));
+        rejects({"bytes of workspace", "at least"},
+                [&] { gpu::head_decay_attention<float>(p.shape, there.input(), to, {}, {}, nullptr); });
+        rejects({"head_decay_attention.cu", "cuda::head_decay_attention: overlap of o and v"}, [&] {
+            gpu::head_decay_attention<float>(p.shape, there.input(), rows<float>(there.v.data(), 10, 8), {}, all(space),
+                                             nullptr);
+        });
+        rejects({"cuda::head_decay_attention_backward: overlap of dq and dk"}, [&] {
+            gpu::head_decay_attention_backward<float>(p.shape, there.input(), there.gradients(), {},
+                                                      {to, to, {dv.data(), 10, 8}, {dg.data(), 10, 1}}, all(space),
+                                                      nullptr);
+        });
+        rejects({"cuda::head_decay_attention_fold: size of maps: expected 1"}, [&] {
+            gpu::head_decay_attention_fold<float>(p.shape, there.input(), all(dv), all(dk), all(space), nullptr);
+        });
+    }
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tests of the gated delta rule and of a decay a head in device memory have in common: data, and its
+// comparison.
+#pragma once
+
+#include <cpx/cuda/delta_rule_arguments.hpp>
+
+#include <doctest/doctest.h>
+
+#include <ops/on_ranks.hpp>
+#include <support/random.hpp>
+
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace packed_heads {
+
+using cpx::index_t, cpx::rows;
+using cpx::cuda::buffer, cpx::cuda::delta_rule_path, cpx::cuda::gated_delta_rule_shape;
+using numbers = std::vector<double>;
+
+template <class T>
+std::vector<T> convert(numbers const& values) {
+    std::vector<T> result;
+    for (double const value : values) result.push_back(static_cast<T>(static_cast<float>(value)));
+    return result;
+}
+template <class T>
+numbers widen(std::vector<T> const& values) {
+    numbers result;
+    for (T const value : values) result.push_back(static_cast<double>(static_cast<float>(value)));
+    return result;
+}
+
+/// What gates, keys and betas are like.
+enum class kind { mild, no_decay, equal_keys, beta_2, strong, spikes, never, beta_0_or_1, slow };
+
+/// Tensors of a packed batch; T holds those of rows exactly.
+struct problem {
+    std::vector<index_t> offsets{0}, first;
+    gated_delta_rule_shape shape;
+    numbers q, k, v, g, beta, dout, state, dlast;
+
+    index_t tokens() const { return offsets.back(); }
+    index_t sequences() const { return std::ssize(offsets) - 1; }
+    index_t keys() const { return shape.key_heads * shape.key_dim; }
+    index_t values() const { return shape.value_heads * shape.value_dim; }
+};
+
+template <class T>
+problem make(std::vector<index_t> const& lengths, index_t key_heads, index_t group, index_t key_dim, index_t value_dim,
+             kind what, std::uint64_t seed) {
+    problem p;
+    for (index_t const length : lengths) p.offsets.push_back(p.offsets.back() + length);
+    p.shape = {key_heads, key_heads * group, key_dim, value_dim};
+    support::splitmix random(seed);
+    auto const uniform = [&](index_t count, double scale) { return on_ranks::uniform<double>(random, count, scale); };
+    auto const normalised = [&] {
+        numbers x = uniform(p.tokens() * p.keys(), 1);
+        for (index_t i = 0; i < p.tokens() * key_heads; ++i) {
+            double* const row = x.data() + i * key_dim;
+            double squares = 1e-12;
+            for (index_t d = 0; d < key_dim; ++d) {
+                if (what == kind::equal_keys) row[d] = std::cos(static_cast<double>(d)) + 0.02 * row[d];
+                squares += row[d] * row[d];
+            }
+            for (index_t d = 0; d < key_dim; ++d) row[d] /= std::sqrt(squares);
+        }
+        return widen(convert<T>(x));
+    };
+    p.q = normalised();
+    p.k = normalised();
+    p.v = widen(convert<T>(uniform(p.tokens() * p.values(), 2)));
+    p.dout = widen(convert<T>(uniform(p.tokens() * p.values(), 2)));
+    p.g = uniform(p.tokens() * p.shape.value_heads, 1);
+    p.beta = uniform(p.tokens() * p.shape.value_heads, 1);
+    for (double& g : p.g) switch (what) {
+        case kind::no_decay:
+        case kind::equal_keys:
+        case kind::beta_2: g = 0; break;
+        case kind::strong: g = 10 * (g - 1); break;
+        case kind::slow: g = 1e-5 * (g - 1); break;
+        case kind::spikes: g = g > 0.96 ? -100 : 0; break;
+        case kind::never: g = g > 0.9 ? -INFINITY : 0.05 * (g - 1); break;
+        default: g = static_cast<double>(static_cast<float>(0.05 * (g - 1)));
+        }
+    for (double& b : p.beta)
+        b = what == kind::beta_2        ? static_cast<double>(1.999f)
+            : what == kind::beta_0_or_1 ? b > 0
+                                        : static_cast<double>(static_cast<float>(0.5 + 0.5 * b));
+    index_t const states = p.sequences() * p.shape.value_heads * key_dim * value_dim;
+    p.state = widen(convert<float>(uniform(states, 0.3)));
+    p.dlast = widen(convert<float>(uniform(states, 1)));
+    p.g = widen(convert<float>(p.g));
+    return p;
+}
+
+/// Outputs and gradients; of a forward alone the gradients are empty, and dbeta where there is no beta.
+struct results {
+    numbers o, last, dq, dk, dv, dg, dbeta, dstate;
+    delta_rule_path path = delta_rule_path::plain;
+};
+
+template <class T>
+buffer<T> upload(numbers const& values) {
+    auto const converted = convert<T>(values);
+    return buffer<T>(std::span<T const>(converted));
+}
+template <class T>
+buffer<T> poisoned(std::size_t count) {
+    return upload<T>(numbers(count, NAN));
+}
+template <class T>
+std::span<T> all(buffer<T> const& b) {
+    return {b.data(), static_cast<std::size_t>(b.size())};
+}
+
+inline void check_close(char const* name, numbers const& got, numbers const& expected, double most) {
+    double const error = on_ranks::relative_error(got, expected);
+    CHECK_MESSAGE(error <= most, name << ": " << error << ", at most " << most);
+}
+
+/// Checks against the host: `rows_most` for what is rounded to T, `sums_most` for what is float, `gates_most` for the
+/// gradients of the gates.
+inline void check_close(results const& got, results const& expected, double rows_most, double sums_most,
+                        double gates_most) {
+    check_close("o", got.o, expected.o, rows_most);
+    check_close("last", got.last, expected.last, sums_most);
+    if (expected.dq.empty()) return;
+    check_close("dq", got.dq, expected.dq, rows_most);
+    check_close("dk", got.dk, expected.dk, rows_most);
+    check_close("dv", got.dv, expected.dv, rows_most);
+    check_close("dg", got.dg, expected.dg, gates_most);
+    if (!expected.dbeta.empty()) check_close("dbeta", got.dbeta, expected.dbeta, gates_most);
+    check_close("dstate", got.dstate, expected.dstate, sums_most);
+}
+inline bool same_gradients(results const& a, results const& b) {
+    return on_ranks::same_bits(a.dq, b.dq) && on_ranks::same_bits(a.dk, b.dk) && on_ranks::same_bits(a.dv, b.dv) &&
+           on_ranks::same_bits(a.dg, b.dg) && on_ranks::same_bits(a.dbeta, b.dbeta) &&
+           on_ranks::same_bits(a.dstate, b.dstate);
+}
+
+/// The rows of a tensor of `width`.
+inline numbers slice(numbers const& whole, index_t width, index_t first, index_t last) {
+    return on_ranks::slice(whole, width, first, last);
+}
+
+} // namespace packed_heads
