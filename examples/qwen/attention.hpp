@@ -26,9 +26,9 @@ class full_attention {
 
 public:
     full_attention(tape<R>& at, S const& where, attention_by how, positions const& of_rows)
-        : at_(at), how_(how), positions_(of_rows), gated_(at.rank.model.config.attn_output_gate),
-          heads_{at.rank.model.config.num_attention_heads, at.rank.model.config.num_key_value_heads,
-                 at.rank.model.config.head_dim},
+        : at_(at), how_(how), positions_(of_rows), gated_(at.rank.model.config.gated()),
+          heads_{*at.rank.model.config.num_attention_heads, *at.rank.model.config.num_key_value_heads,
+                 *at.rank.model.config.head_dim},
           split_(where.ranks(), where.batch(), {of_queries(), of_keys(), of_keys()}),
           gather_(relayout(where, cpx::replicated<>(where.ranks(), where.batch()), rank())),
           there_(relayout(where, split_, rank())), home_(relayout(split_, where, rank())),
@@ -75,10 +75,11 @@ private:
     /// those of k and v. Both hold what the views are of.
     template <class Q, class K, class Dq, class Back>
     auto attend(cpx::sharded<T, Q, M> const& q, K const& k, K const& v, Dq const& dq, Back const& back_keys) {
-        auto const o = at_.make(q.sharding(), q.data().width()), lse = at_.beside(o, o->width() / heads_.dim);
+        auto const o = at_.make(q.sharding(), q.data().width());
+        auto const lse = at_.wide_beside(o, o->width() / heads_.dim);
         cpx::attention(q, k, v, heads_, scale(), o->view(), lse->data());
         at_.back([=, this] {
-            auto const delta = at_.beside(lse, lse->width());
+            auto const delta = at_.wide_beside(o, lse->width());
             cpx::attention_delta(o->view(), o->grad(), heads_.dim, delta->view());
             queries<Q> const own{q, o->grad(), lse->view(), delta->view()};
             cpx::attention_backward_queries(own, k, v, heads_, scale(), dq());
@@ -101,7 +102,8 @@ private:
         auto const from = [=, this](queries<S> const& own) {
             if (at_.sums(kv->value.sharding()).moves()) {
                 auto const whole = [&](auto const& x) { return exchange(gather_, x, at_.rank.comm); };
-                auto of_q = whole(own.q), dout = whole(own.dout), lse = whole(own.lse), delta = whole(own.delta);
+                auto of_q = whole(own.q), dout = whole(own.dout);
+                auto lse = whole(own.lse), delta = whole(own.delta);
                 queries<cpx::replicated<>> const of_all{of_q, dout, lse, delta};
                 back_keys(of_all, kv->view(), kv->grad());
             } else {

@@ -13,26 +13,26 @@ namespace qwen {
 
 using cpx::index_t;
 
-/// One rank's shares of them, in its memory, until they are summed.
+/// One rank's shares of them, in its memory, until they are summed: wide, whatever the elements of weights are.
 template <class R>
 class gradients {
-    using T = typename R::element;
+    using T = cpx::wide<typename R::element>;
 
 public:
     gradients(R& rank, std::vector<features> const& of_media)
-        : rank_(rank), tied_(rank.model.config.tie_word_embeddings) {
+        : rank_(rank), tied_(*rank.model.config.tie_word_embeddings) {
         index_t first = 0;
         auto const add = [&](std::string const& name, index_t rows, index_t columns) {
             places_[name] = {first, rows, columns};
             first += (rows * columns + 3) / 4 * 4; // each as aligned as the first
         };
-        auto const add_weight = [&](std::string const& name, cpx::rows<T const> weight) {
+        auto const add_weight = [&](std::string const& name, auto const& weight) {
             add(name, weight.count(), weight.width());
         };
         rank.model.each(add_weight);
         // What head and embedding add to a weight that they share lies on different ranks: two sums, added at the end.
         if (tied_) add_weight(head, rank.model.weight(head));
-        index_t const hidden = rank.model.config.hidden_size;
+        index_t const hidden = *rank.model.config.hidden_size;
         for (features const& f : of_media) add(f.name, std::ssize(f.values) / hidden, hidden);
         values_ = {rank.memory(), first, 1};
     }

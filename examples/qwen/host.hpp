@@ -61,11 +61,11 @@ public:
 
     void rotary(auto const& where, auto const& x, bool back) const {
         auto const& c = model.config;
-        cpx::rotary_pairs<T> pairs{cpx::rotary_frequencies<T>({c.rope_theta, c.rotary_dim()}), c.rotary_axes()};
+        cpx::rotary_pairs<T> pairs{cpx::rotary_frequencies<T>({*c.rope_theta, c.rotary_dim()}), c.rotary_axes()};
         if (back)
-            cpx::rotary_backward(where, x, c.head_dim, pairs, x);
+            cpx::rotary_backward(where, x, *c.head_dim, pairs, x);
         else
-            cpx::rotary(where, x, c.head_dim, pairs, x);
+            cpx::rotary(where, x, *c.head_dim, pairs, x);
     }
 
 private:

@@ -11,12 +11,14 @@
 namespace qwen {
 
 /// Returns the sizes of the model's gated delta nets.
-inline cpx::gated_delta_net_config delta_net_config(cpx::qwen_config const& c, index_t chunk) {
-    return {c.hidden_size,
-            {c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim},
-            c.linear_conv_kernel_dim,
+inline cpx::gated_delta_net_config delta_net_config(cpx::hf_config const& c, index_t chunk) {
+    auto const size = [](auto const& of) { return of.value_or(0); }; // none where no layer has linear attention
+    return {*c.hidden_size,
+            {size(c.linear_num_key_heads), size(c.linear_num_value_heads), size(c.linear_key_head_dim),
+             size(c.linear_value_head_dim)},
+            size(c.linear_conv_kernel_dim),
             chunk,
-            c.rms_norm_eps};
+            *c.rms_norm_eps};
 }
 
 /// The rows of a weight of channels or heads that a rank holds, and where it adds their gradients: each but once.
@@ -45,10 +47,13 @@ struct held_rows {
 template <class R, cpx::any_sharding S, cpx::any_sharding Mix>
 class linear_attention {
     using T = typename R::element;
+    using W = cpx::wide<T>;
     using M = typename R::memory_type;
     using buffer = typename tape<R>::buffer;
     using var = typename tape<R>::template var<S>;
+    using wide_buffer = typename tape<R>::wide_buffer;
     using mixed = typename tape<R>::template var<Mix>;
+    using wide_mixed = typename tape<R>::template wide_var<Mix>;
     using recurrence = cpx::delta_rule_tensors<T, Mix, M>;
     using recurrence_gradients = cpx::delta_rule_gradient_tensors<T, Mix, M>;
 
@@ -117,9 +122,9 @@ private:
         gather_rows<T>(at_.rank.memory(), weight, at_.numbers(rows.taken), made.view());
         return made;
     }
-    void add_held(index_t layer, char const* suffix, held_rows<R> const& rows, cpx::rows<T const> from) const {
+    void add_held(index_t layer, char const* suffix, held_rows<R> const& rows, cpx::rows<W const> from) const {
         auto const to = at_.grads.of(name(layer, suffix));
-        at_.each_column(to, rowwise::add_rows<T>{from, rows.owned->view().data(), to});
+        at_.each_column(to, rowwise::add_rows<W>{from, rows.owned->view().data(), to});
     }
 
     /// What needs neighbours: x, the projections of q, k, v, b and a on the recurrence's sharding, has one reader.
@@ -133,7 +138,7 @@ private:
         if (rank() == 0) at_.counted.halo(mix_, before_.reach, qkv_);
         at_.back([=, this] {
             auto const weight = held(layer, "conv1d.weight", channels_);
-            buffer dweight(at_.rank.memory(), qkv_, config_.kernel);
+            wide_buffer dweight(at_.rank.memory(), qkv_, config_.kernel);
             cpx::causal_conv1d_gradients<T, Mix, M> const to{
                 x->grad().columns(0, qkv_), dweight.view(), {}, at_.sums(mix_).order()};
             causal_conv1d_backward(before_, after_, x->view().columns(0, qkv_), weight.view(), {},
@@ -145,24 +150,23 @@ private:
     }
 
     /// Returns g, then beta.
-    mixed gate(index_t layer, mixed const& x) {
-        auto const y = at_.make(mix_, 2 * values_);
+    wide_mixed gate(index_t layer, mixed const& x) {
+        auto const y = at_.wide_beside(x, 2 * values_);
         auto const A_log = std::make_shared<buffer>(held(layer, "A_log", of_heads_)),
                    dt_bias = std::make_shared<buffer>(held(layer, "dt_bias", of_heads_));
-        auto const first = [this](cpx::rows<T> const& of, index_t from = 0) { return of.columns(from, values_); };
-        auto const second = [this](cpx::rows<T> const& of, index_t from = 0) {
-            return of.columns(from + values_, values_);
-        };
+        auto const first = [this](auto const& of, index_t from = 0) { return of.columns(from, values_); };
+        auto const second = [this](auto const& of, index_t from = 0) { return of.columns(from + values_, values_); };
         at_.each(first(y->data()),
                  rowwise::delta_gates<T>{first(x->data(), qkv_), second(x->data(), qkv_), A_log->view(),
                                          dt_bias->view(), first(y->data()), second(y->data())});
         at_.back([=, this] {
-            auto const terms = at_.beside(y, 2 * values_);
-            auto const d = y->grad().data(), dx = x->grad().data();
+            auto const terms = at_.wide_beside(y, 2 * values_);
+            auto const d = y->grad().data();
+            auto const dx = x->grad().data();
             at_.each(first(d), rowwise::delta_gates_backward<T>{first(x->data(), qkv_), second(x->data(), qkv_),
                                                                 A_log->view(), dt_bias->view(), first(d), second(d),
                                                                 first(dx, qkv_), second(dx, qkv_), terms->data()});
-            buffer sums(at_.rank.memory(), 2 * values_, 1);
+            wide_buffer sums(at_.rank.memory(), 2 * values_, 1);
             at_.add_terms(terms->value, sums.view());
             add_held(layer, "A_log", of_heads_, sums.view().sub(0, values_));
             add_held(layer, "dt_bias", of_heads_, sums.view().sub(values_, values_));
@@ -170,14 +174,15 @@ private:
         return y;
     }
 
-    mixed recur(mixed const& x, mixed const& gates) {
+    mixed recur(mixed const& x, wide_mixed const& gates) {
         auto const o = at_.make(output_, v_);
         auto const states = std::make_shared<cpx::delta_rule_saved<T, M>>();
         auto const as_mixed = [this](auto const& of) {
             return cpx::sharded(of.data(), mix_, rank(), at_.rank.memory());
         };
         auto const tensors = [=, this]() -> recurrence {
-            auto const of = x->view(), g = gates->view();
+            auto const of = x->view();
+            auto const g = gates->view();
             return {of.columns(0, q_),
                     of.columns(q_, q_),
                     of.columns(2 * q_, v_),
@@ -190,7 +195,8 @@ private:
         };
         recur_(tensors());
         at_.back([=, this] {
-            auto const d = x->grad(), dg = gates->grad();
+            auto const d = x->grad();
+            auto const dg = gates->grad();
             recur_backward_(tensors(), {as_mixed(o->grad()), d.columns(0, q_), d.columns(q_, q_), d.columns(2 * q_, v_),
                                         dg.columns(0, values_), dg.columns(values_, values_)});
         });

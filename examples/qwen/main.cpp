@@ -7,6 +7,8 @@
 #include "../common/figures.hpp"
 #include "../common/run.hpp"
 
+#include <cpx/model/contract.hpp>
+
 #include <nlohmann/json.hpp>
 
 #include <cmath>
@@ -30,7 +32,7 @@ std::vector<std::string> const attentions{"gather", "head_sharded"}, carries{"sc
 void complete(CLI::App const& app, options& o) {
     using examples::require_one_of;
     require_one_of(o.device, {"cpu", "cuda"}, "--device", "device");
-    require_one_of(o.dtype, {"float64", "float32"}, "--dtype", "type");
+    require_one_of(o.dtype, {"float64", "float32", "bfloat16"}, "--dtype", "type");
     require_one_of(o.features, {"by_item", "replicated"}, "--features", "ranks of features");
     require_one_of(o.products, {"cublas", "fixed"}, "--products", "products");
     require_one_of(o.attention, attentions, "--attention", "value");
@@ -41,9 +43,11 @@ void complete(CLI::App const& app, options& o) {
                                  "--linear head_sharded");
     examples::require_effect(app, "--products", o.on_gpus(), "--device cuda", "cpu");
     examples::require_effect(app, "--ranks", !qwen::is_launched(), "no launcher of MPI, which says how many", "one");
+    bool const has = o.dtype == "float32" || o.dtype == (o.on_gpus() ? "bfloat16" : "float64");
+    cpx::require(has, "--dtype", ("type with --device " + o.device).c_str(),
+                 o.on_gpus() ? "float32 or bfloat16" : "float64 or float32", cpx::quote(o.dtype));
     if (!o.on_gpus()) return;
     examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
-    cpx::require(o.dtype == "float32", "--dtype", "type with --device cuda", "float32", cpx::quote(o.dtype));
 }
 
 struct report {
@@ -51,6 +55,7 @@ struct report {
     qwen::outcome outcome;
     double max_delta = 0, mean_delta = 0, max_delta_to_one_rank = 0, loss_delta = 0;
     std::map<std::string, double> gradient_errors = {}; ///< by weight or features
+    cpx::contract_verdict verdict = {};                 ///< before the run, of its configuration alone
     bool gradients_equal_one_rank = true;
     bool positions = false; ///< the reference has some to compare with
 
@@ -58,6 +63,11 @@ struct report {
         double largest = 0;
         for (auto const& item : gradient_errors) largest = std::max(largest, item.second);
         return largest;
+    }
+    double mean_gradient_error() const {
+        double sum = 0;
+        for (auto const& item : gradient_errors) sum += item.second;
+        return gradient_errors.empty() ? 0 : sum / static_cast<double>(gradient_errors.size());
     }
 };
 
@@ -81,7 +91,7 @@ void compare_gradients(cpx::safetensors const& file, qwen::outcome const& one_ra
 }
 
 /// Reads the grids and features of images and videos, and their positions, and checks them against the model.
-void read_media(cpx::safetensors const& file, cpx::qwen_config const& config, qwen::input& in) {
+void read_media(cpx::safetensors const& file, cpx::hf_config const& config, qwen::input& in) {
     auto const grids = [&](std::string const& kind) {
         std::string const name = kind + "_grid_thw";
         if (!file.contains(name)) return std::vector<cpx::media_grid>{};
@@ -91,20 +101,21 @@ void read_media(cpx::safetensors const& file, cpx::qwen_config const& config, qw
     };
     auto const images = grids("image"), videos = grids("video");
     if (!config.multimodal()) return;
+    auto const types = config.layers();
     examples::blame(file.where(), [&] {
-        in.media = cpx::media(images, videos, {.merge = config.spatial_merge_size});
+        in.media = cpx::media(images, videos, {.merge = *config.spatial_merge_size});
         // what is wrong is told before anything runs
-        return mrope_positions(in.media, in.batch, in.ids, {config.image_token_id, config.video_token_id});
+        return mrope_positions(in.media, in.batch, in.ids, {*config.image_token_id, *config.video_token_id});
     });
     auto const add = [&](std::string const& name, cpx::media_kind kind, cpx::index_t layer) {
-        in.of_media.push_back({name, kind, layer, file.read<double>(name, {in.media.rows(kind), config.hidden_size})});
+        in.of_media.push_back({name, kind, layer, file.read<double>(name, {in.media.rows(kind), *config.hidden_size})});
     };
     for (auto const& [name, kind] : {std::pair{"image", cpx::media_kind::image}, {"video", cpx::media_kind::video}}) {
         if (in.media.rows(kind) == 0) continue;
         add(name + std::string("_features"), kind, qwen::features::embedding);
-        for (cpx::index_t k = 0; k < config.deepstack_layers; ++k) {
-            cpx::require(config.layer_types[static_cast<std::size_t>(k)] == cpx::layer_type::full_attention,
-                         "deepstack", "layer that features are added behind", "one of full attention", k);
+        for (cpx::index_t k = 0; k < config.deepstack_layers(); ++k) {
+            cpx::require(types[static_cast<std::size_t>(k)] == cpx::layer_type::full_attention, "deepstack",
+                         "layer that features are added behind", "one of full attention", k);
             add(std::string("deepstack_") + name + '.' + std::to_string(k), kind, k);
         }
     }
@@ -113,16 +124,16 @@ void read_media(cpx::safetensors const& file, cpx::qwen_config const& config, qw
 }
 
 /// Returns the packed batch of a reference file and checks it against the model.
-qwen::input read_input(cpx::safetensors const& file, cpx::qwen_config const& config, options const& o) {
+qwen::input read_input(cpx::safetensors const& file, cpx::hf_config const& config, options const& o) {
     auto const ids = file.read<cpx::index_t>("input_ids", {-1});
     auto const offsets = file.read<cpx::index_t>("cu_seqlens", {-1});
     auto const batch = examples::blame(file.where(), [&] { return cpx::thd::from_offsets(offsets, std::ssize(ids)); });
     cpx::require(batch.tokens() == std::ssize(ids), file.where().c_str(), "last offset in cu_seqlens",
                  "the number of input_ids, " + std::to_string(ids.size()), batch.tokens());
     for (std::size_t i = 0; i < ids.size(); ++i)
-        if (ids[i] < 0 || ids[i] >= config.vocab_size)
+        if (ids[i] < 0 || ids[i] >= *config.vocab_size)
             throw cpx::error(file.where(), "token id " + std::to_string(i),
-                             "0 to " + std::to_string(config.vocab_size - 1), std::to_string(ids[i]));
+                             "0 to " + std::to_string(*config.vocab_size - 1), std::to_string(ids[i]));
     qwen::input in{batch, ids, {}, {}, o.features == "by_item" ? qwen::tower::by_item : qwen::tower::replicated, {}};
     read_media(file, config, in);
     return in;
@@ -171,6 +182,21 @@ std::vector<qwen::strategy> without_linear(std::vector<qwen::strategy> const& al
     return list;
 }
 
+/// Returns what of a run decides its bits.
+cpx::run_configuration configuration(qwen::strategy const& how, options const& o, int ranks, cpx::index_t chunk) {
+    cpx::run_configuration run;
+    run.mesh = {.world = ranks, .cp = ranks};
+    run.attention =
+        how.attention == qwen::attention_by::gather ? cpx::run_attention::gather : cpx::run_attention::head_sharded;
+    run.linear = how.linear.name;
+    if (!how.by_heads() && !how.without()) run.carry = how.serial ? cpx::run_carry::serial : cpx::run_carry::scan;
+    run.cut = how.cut.unit;
+    run.chunk = chunk;
+    run.fixed_products = !o.on_gpus() || o.products == "fixed";
+    if (o.backward) run.sums = cpx::run_sums::by_row; // wherever the rest lets them be those of one rank
+    return run;
+}
+
 /// Throws `cpx::error` unless there are as many GPUs as ranks of this process.
 void require_gpus(int ranks) {
     int const found = qwen::gpus();
@@ -180,14 +206,14 @@ void require_gpus(int ranks) {
 }
 
 /// Returns how many neighbouring ranks share the experts.
-int divide_experts(cpx::qwen_config const& config, int ranks, options const& o) {
+int divide_experts(cpx::hf_config const& config, int ranks, options const& o) {
     char const* const where = "--experts-over";
     int const over = examples::parse_ranks(o.experts_over, examples::most_threads, where);
     if (over == 1) return over;
     cpx::require(config.moe(), where, "model", "one with experts", "one without");
     cpx::require(ranks % over == 0, where, "number of ranks", "a divisor of the ranks, " + std::to_string(ranks), over);
-    cpx::require(config.num_experts % over == 0, where, "number of ranks",
-                 "a divisor of the experts, " + std::to_string(config.num_experts), over);
+    cpx::require(*config.num_experts % over == 0, where, "number of ranks",
+                 "a divisor of the experts, " + std::to_string(*config.num_experts), over);
     return over;
 }
 
@@ -204,9 +230,10 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
     auto const reference = file.read<double>("logprobs", {in.batch.tokens()});
 
     auto const products = o.products == "fixed" ? qwen::products::fixed : qwen::products::cublas;
+    auto const element = o.dtype == "bfloat16" ? qwen::gpu_element::bfloat16 : qwen::gpu_element::float32;
     auto const pass = [&](qwen::strategy const& how, qwen::group const& on) {
         if constexpr (std::same_as<T, float>)
-            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, on, o.backward, products);
+            if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, on, o.backward, products, element);
         return qwen::run(model, in, how, on, chunk, o.backward);
     };
     std::vector<report> reports;
@@ -222,6 +249,7 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
                                                  : "balanced",
                  pass(how, all)};
         if (launched && launched->rank() > 0) continue; // rank 0 compares
+        r.verdict = check_contract(cpx::derived_contract, configuration(how, o, ranks, chunk));
         if (!on_one_rank.contains(how.attention)) on_one_rank.emplace(how.attention, pass(how, {}));
         auto const& one_rank = on_one_rank.at(how.attention);
         double sum = 0;
@@ -244,6 +272,13 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
     return reports;
 }
 
+nlohmann::json json_of(cpx::contract_verdict const& verdict) {
+    auto reasons = nlohmann::json::array();
+    for (auto const& r : verdict.reasons)
+        reasons.push_back({{"field", r.field}, {"found", r.found}, {"wanted", r.wanted}, {"profile", r.profile}});
+    return {{"name", verdict.contract}, {"holds", verdict.holds()}, {"reasons", std::move(reasons)}};
+}
+
 void print_json(std::vector<report> const& reports, int ranks, options const& o, cpx::index_t element) {
     auto list = nlohmann::json::array();
     for (auto const& r : reports) {
@@ -255,6 +290,7 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
                             {"cut", r.cut},
                             {"ranks", ranks},
                             {"exact", r.outcome.exact},
+                            {"contract", json_of(r.verdict)},
                             {"max_abs_delta", r.max_delta},
                             {"mean_abs_delta", r.mean_delta},
                             {"max_abs_delta_to_one_rank", r.max_delta_to_one_rank},
@@ -271,6 +307,7 @@ void print_json(std::vector<report> const& reports, int ranks, options const& o,
                             {"messages", r.outcome.rows.messages + r.outcome.states.messages}};
         if (o.backward) {
             item["max_grad_error"] = r.max_gradient_error();
+            item["mean_grad_error"] = r.mean_gradient_error();
             item["grads"] = r.gradient_errors;
             item["grads_equal_one_rank"] = r.gradients_equal_one_rank;
         }
@@ -323,6 +360,13 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
                     std::ranges::all_of(reports, [](report const& r) { return r.outcome.positions_equal; })
                         ? "those of the reference"
                         : "others than those of the reference");
+    std::map<std::string, int> verdicts; // how many strategies have each
+    for (auto const& r : reports) ++verdicts[r.verdict.text()];
+    char const* label = "contract";
+    for (auto const& [text, count] : verdicts) {
+        std::printf("%-12s %d of %zu: %s\n", label, count, reports.size(), text.c_str());
+        label = "";
+    }
 }
 
 } // namespace
@@ -342,8 +386,9 @@ int main(int argc, char** argv) {
            "--ranks", o.ranks,
            "ranks, as threads of this process, at most 256; on GPUs one each; under mpirun as many as that starts")
         ->capture_default_str();
-    app.add_option("--device", o.device, "cpu, or cuda: float32")->capture_default_str();
-    app.add_option("--dtype", o.dtype, "float64 or float32; left out: float64, on GPUs float32");
+    app.add_option("--device", o.device, "cpu, or cuda: float32 or bfloat16")->capture_default_str();
+    app.add_option("--dtype", o.dtype,
+                   "float64 or float32, on GPUs float32 or bfloat16; left out: float64, on GPUs float32");
     app.add_option("--products", o.products,
                    "on GPUs: cublas, or fixed, by a plain kernel that makes exact strategies bitwise those of one GPU")
         ->capture_default_str();
@@ -368,7 +413,7 @@ int main(int argc, char** argv) {
         bool const wide = o.dtype == "float64";
         int const ranks = launched ? launched->ranks() : examples::parse_ranks(o.ranks, examples::most_threads);
         auto const reports = wide ? run<double>(o, ranks, launched) : run<float>(o, ranks, launched);
-        cpx::index_t const element = wide ? 8 : 4;
+        cpx::index_t const element = wide ? 8 : o.dtype == "float32" ? 4 : 2;
         if (launched && launched->rank() > 0) return;
         if (o.json)
             print_json(reports, ranks, o, element);

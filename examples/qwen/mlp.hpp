@@ -18,6 +18,7 @@ auto dense_mlp(tape<R>& at, std::string const& name, std::shared_ptr<S> const& x
 template <class R, class S>
 class expert_mlp {
     using T = typename R::element;
+    using W = cpx::wide<T>;
     using M = typename R::memory_type;
     using var = typename tape<R>::template var<S>;
     using rows = cpx::rows<T>;
@@ -27,7 +28,7 @@ class expert_mlp {
 public:
     expert_mlp(tape<R>& at, std::string const& name, var const& x)
         : at_(at), name_(name + "experts."), config_(at.rank.model.config), shared_(shared(name, x)),
-          logits_(at.linear({name + "gate.weight"}, x)), weights_(at.beside(x, config_.num_experts_per_tok)),
+          logits_(at.linear({name + "gate.weight"}, x)), weights_(at.wide_beside(x, *config_.num_experts_per_tok)),
           chosen_(x->value.sharding(), at.rank.rank(), weights_->width(), at.rank.memory()),
           output_(at.beside(x, weights_->width() * x->width())) {}
 
@@ -52,10 +53,10 @@ private:
     }
     void choose() {
         auto const row = weights_->data().columns(0, 1);
-        buffer probabilities(at_.rank.memory(), logits_->data().count(), logits_->width());
+        typename tape<R>::wide_buffer probabilities(at_.rank.memory(), logits_->data().count(), logits_->width());
         at_.each(row,
                  rowwise::choose_experts<T>{logits_->data(), probabilities.view(), chosen_.data(), weights_->data()});
-        experts_.emplace(chosen_.data(), config_.num_experts, global_rows(chosen_.sharding(), at_.rank.rank()),
+        experts_.emplace(chosen_.data(), *config_.num_experts, global_rows(chosen_.sharding(), at_.rank.rank()),
                          at_.rank.neighbours());
     }
     void choose_backward() const {
@@ -65,7 +66,7 @@ private:
     }
     /// Experts see rows of their own, on the ranks that own them.
     void run_experts(in& x) {
-        index_t const inner = config_.moe_intermediate_size;
+        index_t const inner = *config_.moe_intermediate_size;
         input_ = experts_->template to_experts<T>(x.data(), x.width());
         gate_up_ = of_experts(2 * inner), activation_ = of_experts(inner);
         auto output = of_experts(x.width());
@@ -76,7 +77,7 @@ private:
         experts_->template to_tokens<T>(output.view(), output_->data());
     }
     void run_experts_backward(in& x) {
-        index_t const inner = config_.moe_intermediate_size;
+        index_t const inner = *config_.moe_intermediate_size;
         auto const sums = at_.sums(x.value.sharding());
         auto const terms = output_->grad().data();
         auto dy = experts_->template to_experts<T>(terms, x.width());
@@ -101,7 +102,7 @@ private:
             at_.rank.linear_backward_input(dy.sub(row, count), w, dx.sub(row, count));
         });
         auto const add = [&](auto const& at, const_rows all_x, const_rows all_dy) {
-            auto const dweights = own(at, at_.grads.of(name_ + of));
+            cpx::rows<W> const dweights = own(at, at_.grads.of(name_ + of));
             each_expert(at, dweights, dy.width(), [&](auto const& dw, index_t row, index_t count) {
                 at_.rank.linear_backward_weight(all_dy.sub(row, count), all_x.sub(row, count), dw);
             });
@@ -127,7 +128,8 @@ private:
         at_.each(y.data(), rowwise::combine_experts<T>{weights_->data(), output_->data(), shared_->data(), y.data()});
     }
     void combine_backward(in& y) const {
-        rows const dy = y.grad().data(), doutput = output_->grad().data(), dweights = weights_->grad().data();
+        rows const dy = y.grad().data(), doutput = output_->grad().data();
+        cpx::rows<W> const dweights = weights_->grad().data();
         at_.each(doutput, rowwise::weigh_choices<T>{weights_->data(), dy, doutput});
         at_.each(dweights, rowwise::weigh_backward<T>{output_->data(), dy, dweights});
         at_.copy(dy, shared_->grad().data());
@@ -137,8 +139,9 @@ private:
 
     tape<R>& at_;
     std::string name_;
-    cpx::qwen_config const& config_;
-    var shared_, logits_, weights_;
+    cpx::hf_config const& config_;
+    var shared_, logits_;
+    typename tape<R>::template wide_var<S> weights_;
     cpx::tensor<index_t, S, M> chosen_;
     var output_; ///< of the experts chosen, side by side
     std::optional<cpx::expert_exchange<typename R::neighbours_type>> experts_;

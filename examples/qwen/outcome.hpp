@@ -9,7 +9,7 @@
 
 #include <cpx/model/qwen_checkpoint.hpp>
 #include <cpx/ops/token_loss.hpp>
-#include <cpx/transport/counted.hpp>
+#include <cpx/testing/counted.hpp>
 
 #include <map>
 
@@ -48,8 +48,11 @@ int gpus();
 /// How GPUs multiply matrices: by cuBLAS, or so that a row's result has the same bits beside any other rows.
 enum class products { cublas, fixed };
 
+/// What GPUs hold and round to; gates, sums and states are float32.
+enum class gpu_element { float32, bfloat16 };
+
 /// The same on GPUs, one a rank. Throws what they report.
 outcome run_on_gpus(checkpoint<float> const& model, input const& in, strategy const& how, group const& on,
-                    bool backward, products by);
+                    bool backward, products by, gpu_element element);
 
 } // namespace qwen

@@ -14,7 +14,9 @@ namespace qwen {
 template <class R>
 class pass {
     using T = typename R::element;
+    using W = cpx::wide<T>;
     using var = typename tape<R>::template var<entry_sharding>;
+    using wide_var = typename tape<R>::template wide_var<entry_sharding>;
 
 public:
     using numbers = cpx::tensor<index_t, entry_sharding, typename R::memory_type>;
@@ -27,10 +29,10 @@ public:
     }
 
     /// Returns log p(label) for the rows of this rank; 0 where the label is `cpx::ignored`.
-    var forward(numbers const& ids, numbers const& labels) {
+    wide_var forward(numbers const& ids, numbers const& labels) {
         auto h = embed(ids);
         vision_(features::embedding, h);
-        auto const& types = at_.rank.model.config.layer_types;
+        auto const types = at_.rank.model.config.layers();
         auto const linear = [&](index_t i) {
             return i < std::ssize(types) && types[static_cast<std::size_t>(i)] == cpx::layer_type::linear_attention;
         };
@@ -48,7 +50,7 @@ public:
     }
 
     /// Returns the gradients of what `forward` returned, given that of its log-probabilities, summed over ranks.
-    std::map<std::string, gradient<T>> backward() {
+    std::map<std::string, gradient<W>> backward() {
         at_.run_back();
         return at_.grads.sum();
     }
@@ -59,20 +61,20 @@ public:
 private:
     var embed(numbers const& ids) {
         char const* const name = "model.embed_tokens.weight";
-        auto const h = at_.make(ids.sharding(), at_.rank.model.config.hidden_size);
+        auto const h = at_.make(ids.sharding(), *at_.rank.model.config.hidden_size);
         gather_rows<T>(at_.rank.memory(), at_.rank.weight(name), ids.elements(), h->data());
         at_.back([=, this, &ids] {
             auto const whole = at_.sums(ids.sharding()).whole(ids, at_.rank.comm);
             auto const own = at_.share(h->grad(), h->width());
             auto const to = at_.grads.of(name).columns(own.share.first, own.share.size());
-            at_.each_column(to, rowwise::add_rows<T>{own.data, whole.data.data(), to});
+            at_.each_column(to, rowwise::add_rows<T, W>{own.data, whole.data.data(), to});
         });
         return h;
     }
 
-    var predict(var const& h, numbers const& labels) {
+    wide_var predict(var const& h, numbers const& labels) {
         auto const logits = at_.linear({"lm_head.weight"}, at_.norm("model.norm.weight", h));
-        auto const logp = at_.beside(h, 1);
+        auto const logp = at_.wide_beside(h, 1);
         index_t const* const label = labels.data().data();
         at_.each(logp->data(), rowwise::log_probability<T>{logits->data(), label, logp->data()});
         at_.back([=, this] {

@@ -13,7 +13,7 @@
 namespace qwen::rowwise {
 
 using namespace cpx::rowwise;
-using cpx::index_t, cpx::rows;
+using cpx::index_t, cpx::rows, cpx::widen;
 
 /// Copies heads of `dim` columns that begin every so many columns; rows are one head.
 template <class T>
@@ -33,7 +33,7 @@ struct open {
     rows<T const> x, gate;
     rows<T> y;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        y(row, j) = x(row, j) * cpx::sigmoid(gate(row, gate.width() == 1 ? 0 : j));
+        y(row, j) = static_cast<T>(widen(x(row, j)) * cpx::sigmoid(widen(gate(row, gate.width() == 1 ? 0 : j))));
     }
 };
 /// For every gate the columns that it counts for.
@@ -43,47 +43,50 @@ struct open_backward {
     rows<T> dx, dgate;
     CPX_HOST_DEVICE void operator()(index_t row, index_t h) const {
         index_t const each = x.width() / gate.width();
-        T const opened = cpx::sigmoid(gate(row, h));
-        T sum = 0;
+        cpx::wide<T> const closed = widen(gate(row, h)), opened = cpx::sigmoid(closed);
+        cpx::wide<T> sum = 0;
         for (index_t j = h * each; j < (h + 1) * each; ++j) {
-            sum += x(row, j) * dy(row, j);
-            dx(row, j) = dy(row, j) * opened;
+            cpx::wide<T> const d = widen(dy(row, j));
+            sum += widen(x(row, j)) * d;
+            dx(row, j) = static_cast<T>(d * opened);
         }
-        dgate(row, h) = cpx::sigmoid_backward(gate(row, h), sum);
+        dgate(row, h) = static_cast<T>(cpx::sigmoid_backward(closed, sum));
     }
 };
 
 /// Adds rows to those of a list, without one to the first; a negative number: to none. A column's rows in order.
-template <class T>
+template <class T, class To = T>
 struct add_rows {
     rows<T const> from;
     index_t const* list;
-    rows<T> to;
+    rows<To> to;
     CPX_HOST_DEVICE void operator()(index_t, index_t j) const {
         for (index_t row = 0; row < from.count(); ++row)
-            if (index_t const place = list ? list[row] : 0; place >= 0) to(place, j) += from(row, j);
+            if (index_t const place = list ? list[row] : 0; place >= 0)
+                to(place, j) = static_cast<To>(widen(to(place, j)) + widen(from(row, j)));
     }
 };
 
 /// y = sum_s weights_s output_s + shared.
 template <class T>
 struct combine_experts {
-    rows<T const> weights, output, shared;
+    rows<cpx::wide<T> const> weights;
+    rows<T const> output, shared;
     rows<T> y;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        T sum = 0;
-        for (index_t s = 0; s < weights.width(); ++s) sum += weights(row, s) * output(row, s * y.width() + j);
-        y(row, j) = sum + shared(row, j);
+        cpx::wide<T> sum = 0;
+        for (index_t s = 0; s < weights.width(); ++s) sum += weights(row, s) * widen(output(row, s * y.width() + j));
+        y(row, j) = static_cast<T>(sum + widen(shared(row, j)));
     }
 };
 /// The gradients of the weights.
 template <class T>
 struct weigh_backward {
     rows<T const> output, dy;
-    rows<T> dweights;
+    rows<cpx::wide<T>> dweights;
     CPX_HOST_DEVICE void operator()(index_t row, index_t s) const {
-        T sum = 0;
-        for (index_t j = 0; j < dy.width(); ++j) sum += dy(row, j) * output(row, s * dy.width() + j);
+        cpx::wide<T> sum = 0;
+        for (index_t j = 0; j < dy.width(); ++j) sum += widen(dy(row, j)) * widen(output(row, s * dy.width() + j));
         dweights(row, s) = sum;
     }
 };

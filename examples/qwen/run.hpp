@@ -38,11 +38,11 @@ struct account {
 
 /// `make_rank(comm)` returns a rank R; `fixed`: whether its products have the same bits of any number of rows.
 template <class R, class Make, class F>
-outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy const& how, group const& on, index_t chunk,
+outcome run_ranks(cpx::hf_config const& config, input const& in, strategy const& how, group const& on, index_t chunk,
                   bool backward, bool fixed, Make const& by_tokens, F const& make_rank) {
     auto const entry = enter(in.batch, on.ranks);
     auto const linear = choose_linear<R>(how, entry, delta_net_config(config, chunk), by_tokens);
-    using T = typename R::element;
+    using T = cpx::wide<typename R::element>;
     outcome result;
     result.exact = linear.exact && fixed;
     on.run([&](cpx::transport_ref& comm) {
@@ -53,7 +53,8 @@ outcome run_ranks(cpx::qwen_config const& config, input const& in, strategy cons
             ids.data().data()[row] = in.ids[static_cast<std::size_t>(rows[row])];
         next_token_labels(halo(entry, rank.rank(), 1, cpx::side::after), std::as_const(ids).view(), labels.view(),
                           comm);
-        cpx::media_tokens const tokens{config.image_token_id, config.video_token_id};
+        cpx::media_tokens tokens{-1, -1}; // no placeholders in text alone
+        if (config.multimodal()) tokens = {*config.image_token_id, *config.video_token_id};
         auto const where = mrope_positions(in.media, ids, tokens, comm);
         auto const there = [&](auto const& numbers) { // in the rank's memory
             auto made = cpx::make_tensor<index_t>(entry, rank.rank(), 1, rank.memory());

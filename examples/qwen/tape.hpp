@@ -39,15 +39,19 @@ template <class R>
 class tape {
 public:
     using T = typename R::element;
+    using W = cpx::wide<T>; ///< gates, probabilities and sums, such as gradients of weights
     using M = typename R::memory_type;
     using rows = cpx::rows<T>;
     using const_rows = cpx::rows<T const>;
     using buffer = cpx::row_buffer<T, M>;
+    using wide_buffer = cpx::row_buffer<W, M>;
     using list = std::shared_ptr<cpx::row_buffer<index_t, M>>;
     template <class S>
     using tensor = cpx::tensor<T, S, M>;
     template <class S>
     using var = std::shared_ptr<variable<T, S, M>>;
+    template <class S>
+    using wide_var = std::shared_ptr<variable<W, S, M>>;
 
     tape(R& of, std::vector<features> const& of_media, cpx::sum_order order)
         : rank(of), grads(of, of_media), order_(order) {}
@@ -70,6 +74,12 @@ public:
     var<S> beside(var<S> const& x, index_t width) const {
         return make(x->value.sharding(), width);
     }
+    /// The same of sums.
+    template <class A, class S>
+    wide_var<S> wide_beside(std::shared_ptr<variable<A, S, M>> const& x, index_t width) const {
+        return std::make_shared<variable<W, S, M>>(
+            variable<W, S, M>{{x->value.sharding(), rank.rank(), width, rank.memory()}});
+    }
     /// Returns numbers of rows, in the rank's memory.
     list list_of(std::vector<index_t> const& numbers) const {
         auto const made = std::make_shared<cpx::row_buffer<index_t, M>>(rank.memory(), std::ssize(numbers), 1);
@@ -85,8 +95,8 @@ public:
         for_each_element(rank.memory(), result.count(), result.width(), f);
     }
     /// Calls `f(0, column)` for all columns of a result.
-    template <class F>
-    void each_column(rows result, F const& f) const {
+    template <class A, class F>
+    void each_column(cpx::rows<A> const& result, F const& f) const {
         for_each_element(rank.memory(), 1, result.width(), f);
     }
     void add(const_rows x, rows to) const { each(to, rowwise::add<T>{x, to}); }
@@ -162,12 +172,12 @@ public:
         auto const y = beside(x, x->width());
         auto const& config = rank.model.config;
         auto const norm = [=, this, gain = rank.weight(weight)]() -> cpx::head_norm<T> {
-            return {x->data(), z ? z->data() : rows(), gain, static_cast<T>(config.rms_norm_eps),
-                    static_cast<T>(config.zero_centred_norms)};
+            return {x->data(), z ? z->data() : rows(), gain, static_cast<W>(*config.rms_norm_eps),
+                    static_cast<W>(config.zero_centred_norms())};
         };
         normalise(rank.memory(), norm(), y->data());
         back([=, this] {
-            auto const terms = beside(x, norm().weight.width());
+            auto const terms = wide_beside(x, norm().weight.width());
             auto const d = y->grad().data();
             normalise_backward(rank.memory(), norm(), d, d, z ? z->grad().data() : rows(), terms->data());
             add(d, x->grad().data());
@@ -234,10 +244,10 @@ public:
     }
     /// Adds the terms of all rows to a gradient of as many elements.
     template <class X>
-    void add_terms(X const& terms, rows to) const {
+    void add_terms(X const& terms, cpx::rows<W> to) const {
         auto const own = share(terms, terms.width());
-        auto const sum = rows(to.data(), 1, terms.width()).columns(own.share.first, own.share.size());
-        each(sum, rowwise::add_rows<T>{own.data, nullptr, sum});
+        auto const sum = cpx::rows<W>(to.data(), 1, terms.width()).columns(own.share.first, own.share.size());
+        each(sum, rowwise::add_rows<W>{own.data, nullptr, sum});
     }
 
     R& rank;

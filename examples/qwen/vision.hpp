@@ -50,8 +50,9 @@ private:
         x->value.write(own);
         auto const list_of_own = at_.list_of(own_rows);
         at_.back([=, this, &f] {
-            auto const to = at_.grads.of(f.name), from = x->grad().data();
-            scatter_rows<T>(at_.rank.memory(), from, at_.numbers(list_of_own), to);
+            auto const to = at_.grads.of(f.name);
+            at_.each_column(to,
+                            rowwise::add_rows<T, cpx::wide<T>>{x->grad().data(), at_.numbers(list_of_own).data(), to});
         });
         auto const here = at_.move(plan, plan.transposed(), x);
         auto const rows = at_.numbers(list);

@@ -9,7 +9,8 @@ int gpus() {
                      "one built without");
 }
 
-outcome run_on_gpus(checkpoint<float> const&, input const&, strategy const&, group const&, bool, products) {
+outcome run_on_gpus(checkpoint<float> const&, input const&, strategy const&, group const&, bool, products,
+                    gpu_element) {
     static_cast<void>(gpus());
     return {};
 }

@@ -2,31 +2,39 @@
 // Products of matrices by a plain kernel.
 #pragma once
 
+#include <cpx/core/elements.hpp>
 #include <cpx/core/rows.hpp>
+
+#include <type_traits>
 
 namespace qwen::gpu {
 
 using cpx::index_t, cpx::rows;
 
 /// A matrix or its transpose.
+template <class T>
 struct factor {
-    rows<float const> data;
+    rows<T const> data;
     bool turned;
-    __device__ float operator()(index_t i, index_t k) const { return turned ? data(k, i) : data(i, k); }
+    __device__ float operator()(index_t i, index_t k) const { return cpx::widen(turned ? data(k, i) : data(i, k)); }
 };
-inline factor plain(rows<float const> x) { return {x, false}; }
-inline factor transposed(rows<float const> x) { return {x, true}; }
+template <class T>
+factor(rows<T>, bool) -> factor<std::remove_const_t<T>>;
+inline constexpr auto plain = [](auto const& x) { return factor{x, false}; };
+inline constexpr auto transposed = [](auto const& x) { return factor{x, true}; };
 
-/// An element is one sum in the order of k: it has the same bits whatever other rows and columns there are.
+/// An element is one sum in the order of k, in float, rounded once: it has the same bits whatever other rows and
+/// columns there are.
+template <class T, class Out>
 struct fixed_product {
-    factor a, b;
+    factor<T> a, b;
     index_t inner;
     float before;
-    rows<float> c;
+    rows<Out> c;
     __device__ void operator()(index_t i, index_t j) const {
-        float sum = before == 0 ? 0 : c(i, j);
+        float sum = before == 0 ? 0 : cpx::widen(c(i, j));
         for (index_t k = 0; k < inner; ++k) sum += a(i, k) * b(j, k);
-        c(i, j) = sum;
+        c(i, j) = static_cast<Out>(sum);
     }
 };
 

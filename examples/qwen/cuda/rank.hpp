@@ -15,7 +15,9 @@
 #include <cpx/ops/local/rotary.hpp>
 
 #include <barrier>
+#include <chrono>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 namespace qwen {
@@ -31,14 +33,15 @@ public:
                   cpx::caller here = cpx::caller::here()) {
         communicator::exchange(p, from, to, here);
         end();
-        sent += tally(p, from.width());
+        sent += tally<T>(p, from.width());
     }
     void end() {
         wait();
         everyone_.arrive_and_wait();
     }
+    template <class T>
     static cpx::tally tally(cpx::plan const& p, cpx::index_t width) {
-        return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<cpx::index_t>(sizeof(float))};
+        return {p.messages(), p.sent_rows(), p.sent_elements(width) * static_cast<cpx::index_t>(sizeof(T))};
     }
 
     cpx::tally sent; ///< by exchanges; operators that have their own add theirs
@@ -47,14 +50,15 @@ private:
     std::barrier<>& everyone_; ///< of this process
 };
 
-/// A `host_rank` on a GPU, of the same operations. The device of `comm` must be current.
+/// A `host_rank` on a GPU, of the same operations, in float or bfloat16. The device of `comm` must be current.
+template <class T>
 class gpu_rank {
 public:
-    using element = float;
+    using element = T;
     using memory_type = cpx::cuda::memory;
     using neighbours_type = ending_communicator;
-    using rows = cpx::rows<float>;
-    using const_rows = cpx::rows<float const>;
+    using rows = cpx::rows<T>;
+    using const_rows = cpx::rows<T const>;
     using index_t = cpx::index_t;
 
     /// `everyone`: where all ranks of this process meet; those that fail leave.
@@ -62,9 +66,9 @@ public:
         : model(of), everyone_(everyone), product_(stream_, fixed), comm(ranks, stream_, everyone), states_(comm) {
         if (experts_over < ranks.ranks()) some_ = ranks.split(ranks.rank() / experts_over);
         neighbours_.emplace(some_ ? *some_ : ranks, stream_, everyone);
-        model.each([&](std::string const& name, const_rows w) {
-            weights_.emplace(name, cpx::cuda::buffer<float>(std::span<float const>(
-                                       w.data(), static_cast<std::size_t>(w.count() * w.width()))));
+        model.each([&](std::string const& name, cpx::rows<float const> w) {
+            std::vector<T> const rounded(w.data(), w.data() + w.count() * w.width());
+            weights_.emplace(name, cpx::cuda::buffer<T>(std::span<T const>(rounded)));
         });
     }
     ~gpu_rank() { everyone_.arrive_and_drop(); }
@@ -76,7 +80,7 @@ public:
 private:
     cpx::cuda::stream stream_; // outlives what is in its order
     std::barrier<>& everyone_;
-    gpu::product product_;
+    gpu::product<T> product_;
 
 public:
     static constexpr index_t chunk = 64;
@@ -94,7 +98,7 @@ public:
     cpx::cuda::state_exchange& carrier() { return states_; }
     void ended(cpx::plan const& of = {}, index_t width = 0) {
         comm.end();
-        comm.sent += comm.tally(of, width);
+        comm.sent += comm.template tally<T>(of, width);
     }
     template <class Plan>
     void ended_states(Plan const& plan, cpx::state_shape const& shape) {
@@ -102,9 +106,9 @@ public:
         index_t const state = shape.state_width(), map = shape.map_width();
         for (index_t k = 0; k < plan.steps; ++k)
             if constexpr (requires { plan.step(k, cpx::side::before, state, map); })
-                states_sent_ += comm.tally(plan.step(k, cpx::side::before, state, map), plan.row_width(state, map));
+                add_states(plan.step(k, cpx::side::before, state, map), plan.row_width(state, map));
             else
-                states_sent_ += comm.tally(plan.step(k, cpx::side::before), state);
+                add_states(plan.step(k, cpx::side::before), state);
     }
     cpx::tally rows_sent() const { return comm.sent; }
     cpx::tally states_sent() const { return states_sent_; }
@@ -115,42 +119,63 @@ public:
     void linear_backward_input(const_rows dy, const_rows weight, rows dx) const {
         product_(gpu::plain(dy), gpu::transposed(weight), dy.width(), 1, dx);
     }
-    void linear_backward_weight(const_rows dy, const_rows x, rows dweight) const {
+    void linear_backward_weight(const_rows dy, const_rows x, cpx::rows<float> dweight) const {
         product_(gpu::transposed(dy), gpu::transposed(x), x.count(), 1, dweight);
     }
 
     void rotary(auto const& where, auto const& x, bool back) {
         if (!positions_) { // of a batch, for all layers
             auto const& c = model.config;
-            auto const list = cpx::rotary_frequencies<float>({c.rope_theta, c.rotary_dim()}); // as in transformers
+            auto const list = cpx::rotary_frequencies<float>({*c.rope_theta, c.rotary_dim()}); // as in transformers
             pairs_.emplace(std::vector<double>(list.begin(), list.end()), c.rotary_axes());
             auto const axes = where.axes();
-            positions_ = upload(std::span(axes.data(), static_cast<std::size_t>(3 * axes.width())));
+            positions_ = memory().template room<index_t>(3 * axes.width());
+            memory().write(positions_->data(),
+                           std::span<index_t const>(axes.data(), static_cast<std::size_t>(3 * axes.width())));
         }
         index_t const axes = pairs_->multimodal() ? 3 : 1; // of text all three are the same
         cpx::cuda::rotary_positions const at(
             cpx::rows<index_t const>(positions_->data(), axes, positions_->size() / 3));
         if (back)
-            cpx::cuda::rotary_backward(x, model.config.head_dim, *pairs_, at, x);
+            cpx::cuda::rotary_backward(x, *model.config.head_dim, *pairs_, at, x);
         else
-            cpx::cuda::rotary(x, model.config.head_dim, *pairs_, at, x);
+            cpx::cuda::rotary(x, *model.config.head_dim, *pairs_, at, x);
     }
 
 private:
-    template <class T>
-    cpx::cuda::block<T> upload(std::span<T const> values) const {
-        auto made = memory().room<T>(std::ssize(values));
-        memory().write(made.data(), values);
-        return made;
-    }
-
+    void add_states(cpx::plan const& step, index_t width) { states_sent_ += comm.template tally<float>(step, width); }
     std::unique_ptr<cpx::nccl> some_;               ///< the neighbours, if they are not all ranks
     std::optional<ending_communicator> neighbours_; ///< that share the experts
     cpx::cuda::state_exchange states_;
     cpx::tally states_sent_;
-    std::map<std::string, cpx::cuda::buffer<float>> weights_;
+    std::map<std::string, cpx::cuda::buffer<T>> weights_;
     std::optional<cpx::cuda::rotary_pairs> pairs_;
     std::optional<cpx::cuda::block<index_t>> positions_; ///< (3, rows)
 };
+
+/// `run_on_gpus` in T.
+template <class T>
+outcome run_on(checkpoint<float> const& model, input const& in, strategy const& how, group const& on, bool backward,
+               bool fixed) {
+    std::chrono::minutes const deadline(1); // for which others wait if one fails alone
+    std::vector<std::unique_ptr<cpx::nccl>> of_threads;
+    std::unique_ptr<cpx::nccl> of_process;
+    if (on.launched) {
+        cpx::cuda::use_device(on.launched->rank() % gpus());
+        of_process = cpx::nccl::over(*on.launched, deadline);
+    } else {
+        std::vector<int> devices(static_cast<std::size_t>(on.ranks));
+        std::iota(devices.begin(), devices.end(), 0);
+        of_threads = cpx::nccl::all(devices, deadline);
+    }
+    std::barrier everyone(on.launched ? 1 : on.ranks);
+    using rank = gpu_rank<T>;
+    return run_ranks<rank>(
+        model.config, in, how, on, rank::chunk, backward, fixed, by_table, [&](cpx::transport_ref& ranks) {
+            auto& comm = on.launched ? *of_process : *of_threads[static_cast<std::size_t>(ranks.rank())];
+            cpx::cuda::use_device(comm.device());
+            return rank(model, comm, on.experts_over, everyone, fixed);
+        });
+}
 
 } // namespace qwen
