@@ -52,7 +52,6 @@
 #include <cpx/plan/traffic.hpp>
 
 #include <cpx/transport/agree.hpp>
-#include <cpx/transport/counted.hpp>
 #include <cpx/transport/exchange.hpp>
 #include <cpx/transport/gather.hpp>
 #include <cpx/transport/movement.hpp>

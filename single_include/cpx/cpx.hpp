@@ -19,7 +19,6 @@
 #include <initializer_list>
 #include <iterator>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -447,6 +446,15 @@ concept any_memory = std::copyable<M> && std::equality_comparable<M> &&
 
 namespace cpx {
 
+/// In what functions of elements of T compute: in T, or in float where T has 16 bits and is no type of the language.
+template <class T>
+using wide = std::conditional_t<std::floating_point<T>, T, float>;
+
+template <class T>
+CPX_HOST_DEVICE wide<T> widen(T x) {
+    return static_cast<wide<T>>(x);
+}
+
 /// Calls `f(row, column)` for all of `count` rows of `width` columns; one column, where a call computes a whole row.
 ///
 /// On the host one after the other. With `cuda/elements.hpp` a `cuda::memory` in place of the host's calls it on the
@@ -573,7 +581,7 @@ public:
     }
 
     template <class X>
-        requires std::same_as<T, detail::refused>
+        requires(std::same_as<T, detail::refused> || std::ranges::range<X>)
     explicit rows(X const&, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
                                         "rows(pointer, count, width); of other lists write rows<T>(list, width)");
@@ -614,8 +622,8 @@ private:
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
-/// What an operator takes that knows the width of the rows: rows, or a
-/// tensor of them, or their elements in a vector, array or span.
+/// What an operator takes that knows the width of the rows: rows, a tensor of them, or their elements in a vector,
+/// array or span.
 template <class T>
 class rows_or_list {
 public:
@@ -1430,9 +1438,15 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
     require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
             here);
     std::vector<index_t> lengths, valid;
+    index_t rows = 0;
     for (index_t s = 0; s < batch.sequences(); ++s) {
         valid.push_back(batch.valid(s));
         lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
+        if (lengths.back() > most - rows)
+            throw error("pad_to_multiple", "length of sequence " + std::to_string(s),
+                        "less than 2^62 with those before it, " + std::to_string(rows), std::to_string(lengths.back()),
+                        here);
+        rows += lengths.back();
     }
     return detail::padded_thd(lengths, std::move(valid), here);
 }
@@ -2235,9 +2249,10 @@ public:
     static constexpr bool every_row = true;
     static constexpr int static_ranks = W;
 
-    every_row_sharding(extent<W> ranks, thd batch, caller here) : ranks_(ranks), batch_(std::move(batch)) {
-        require_ranks("sharding", "ranks", ranks_.get(), here);
-        product("sharding", "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
+    every_row_sharding(char const* where, extent<W> ranks, thd batch, caller here)
+        : ranks_(ranks), batch_(std::move(batch)) {
+        require_ranks(where, "ranks", ranks_.get(), here);
+        product(where, "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
     template <class X>
         requires(!std::derived_from<X, every_row_sharding>)
@@ -2314,7 +2329,7 @@ public:
 
 private:
     head_sharded(extent<W> ranks, thd batch, std::vector<section> sections, caller here)
-        : detail::every_row_sharding<W>(ranks, std::move(batch), here) {
+        : detail::every_row_sharding<W>("head_sharded", ranks, std::move(batch), here) {
         char const* const where = "head_sharded";
         require(!sections.empty(), where, "number of sections", "at least 1", 0, here);
         index_t const columns = detail::columns_of(where, sections, here);
@@ -2337,10 +2352,10 @@ class replicated : public detail::every_row_sharding<W> {
 public:
     explicit replicated(thd batch, caller here = caller::here())
         requires(W != dynamic)
-        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch), here) {}
+        : detail::every_row_sharding<W>("replicated", extent<W>{}, std::move(batch), here) {}
     replicated(int ranks, thd batch, caller here = caller::here())
         requires(W == dynamic)
-        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch), here) {}
+        : detail::every_row_sharding<W>("replicated", extent<W>(ranks), std::move(batch), here) {}
 
     template <class X>
         requires(!std::derived_from<X, replicated>)
@@ -3370,6 +3385,11 @@ inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }
+template <class X>
+std::vector<index_t> offsets(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: offsets(segments) wants segments(sharding, rank)");
+    return {};
+}
 
 /// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
 inline std::vector<index_t> positions(std::vector<segment> const& segments, caller here = caller::here()) {
@@ -3507,7 +3527,9 @@ struct identity {
         ranks,
         sequences,
         tokens,
-        cu_seqlens,
+        first_offset, ///< the second of cu_seqlens, and those after it, 0 behind the last
+        last_offset = first_offset + 7,
+        cu_seqlens, ///< all of them, and valid lengths
         source_hash,
         target_hash,
         source_width,
@@ -3517,9 +3539,25 @@ struct identity {
         agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
-    static constexpr std::array<char const*, numbers_count> number_names{
-        "ranks",        "sequences",    "tokens", "cu_seqlens (hash)",   "source sharding", "target sharding",
-        "source width", "target width", "reach",  "bytes of an element", "agreement"};
+    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
+                                                                         "sequences",
+                                                                         "tokens",
+                                                                         "offset 1 of cu_seqlens",
+                                                                         "offset 2 of cu_seqlens",
+                                                                         "offset 3 of cu_seqlens",
+                                                                         "offset 4 of cu_seqlens",
+                                                                         "offset 5 of cu_seqlens",
+                                                                         "offset 6 of cu_seqlens",
+                                                                         "offset 7 of cu_seqlens",
+                                                                         "offset 8 of cu_seqlens",
+                                                                         "cu_seqlens (hash)",
+                                                                         "source sharding",
+                                                                         "target sharding",
+                                                                         "source width",
+                                                                         "target width",
+                                                                         "reach",
+                                                                         "bytes of an element",
+                                                                         "agreement"};
 
     std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
@@ -3534,7 +3572,15 @@ struct identity {
     void set_batch(thd const& batch) {
         numbers[sequences] = static_cast<std::uint64_t>(batch.sequences());
         numbers[tokens] = static_cast<std::uint64_t>(batch.tokens());
+        for (index_t s = 0; s <= static_cast<index_t>(last_offset - first_offset); ++s)
+            numbers[first_offset + static_cast<std::size_t>(s)] =
+                static_cast<std::uint64_t>(s < batch.sequences() ? batch.offset(s + 1) : 0);
         numbers[cu_seqlens] = batch.hash();
+    }
+    /// Leaves out of which batch and shardings the plan is: its rows are not tokens.
+    void forget_batch() {
+        std::fill(numbers.begin() + tokens, numbers.begin() + cu_seqlens + 1, 0);
+        numbers[source_hash] = numbers[target_hash] = 0;
     }
 
     /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation
@@ -4277,6 +4323,81 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index_t
     return ranges[last_at_or_before(row, ranges.size(), first)];
 }
 
+/// Returns the rows of the sequence within reach of `rows`, on one side of them.
+template <any_sharding S>
+range beside(halo_plan<S> const& p, range rows, index_t sequence, side which) {
+    thd const& batch = p.batch;
+    index_t const reach = p.reach;
+    if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
+    return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
+}
+
+/// Returns what the rank needs, whose segments are `own`, and writes down where it will find it.
+template <any_sharding S>
+std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> const& own) {
+    std::vector<placed_range> foreign; // windows ascend, so the last row of these tells what is on its way already
+    index_t hint = 0;
+    message_list receives(p.sharding.ranks());
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        range const window = beside(p, own[i].rows, p.segments[i].sequence, p.where);
+        if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
+            p.sharding.for_each_holder(window, hint, [&](int holder, range held) {
+                auto const& places = holder == p.rank ? own : foreign;
+                if (holder != p.rank) {
+                    index_t const covered =
+                        foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
+                    range const fresh{covered, std::max(covered, held.last)};
+                    if (!fresh.empty()) {
+                        receives.add(holder, p.target_rows, fresh);
+                        foreign.push_back({fresh, p.target_rows});
+                        p.target_rows += fresh.size();
+                    }
+                }
+                while (!held.empty()) {
+                    auto const& place = find(places, held.first);
+                    range const known = intersect(held, place.rows);
+                    p.runs.push_back({holder != p.rank, place.local + known.first - place.rows.first, known.size()});
+                    held.first = known.last;
+                }
+            });
+        p.begin.push_back(p.runs.size());
+    }
+    return receives.finish();
+}
+
+/// Returns what others need of the rank: its rows beside a segment of theirs that lies within reach, on the other side.
+template <any_sharding S>
+std::vector<message> give_beside(halo_plan<S> const& p, std::vector<placed_range> const& own) {
+    side const other = p.where == side::before ? side::after : side::before;
+    index_t hint = 0;
+    message_list sends(p.sharding.ranks());
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        range const mine = own[i].rows;
+        index_t const sequence = p.segments[i].sequence;
+        range const near = beside(p, mine, sequence, other);
+        if (near.empty() || S::every_row) continue;
+        int peer = p.rank;
+        range theirs{near.first, near.first}; // the rows of one segment of theirs, as far as they lie in `near`
+        auto const give = [&] {
+            if (peer == p.rank || theirs.empty()) return;
+            range const needed = intersect(mine, beside(p, theirs, sequence, p.where));
+            index_t const from = std::max(needed.first, sends.end(peer));
+            if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
+        };
+        p.sharding.for_each_holder(near, hint, [&](int holder, range held) {
+            if (holder == peer) {
+                theirs.last = held.last;
+                return;
+            }
+            give();
+            peer = holder;
+            theirs = held;
+        });
+        give();
+    }
+    return sends.finish();
+}
+
 } // namespace detail
 
 /// Returns the plan by which `rank` gets the `reach` rows beside each of its segments, and gives its own to others.
@@ -4300,74 +4421,14 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.kind = flow::copies;
     p.local = S::every_row;
 
-    std::vector<detail::placed_range> own, foreign;
+    std::vector<detail::placed_range> own;
     for (segment const& s : p.segments) {
         index_t const first = batch.offset(s.sequence) + s.token;
         own.push_back({{first, first + s.count}, s.row});
         p.source_rows += s.count;
     }
-    // The rows of the sequence within reach of `rows`, on one side of them.
-    auto const beside = [&](range rows, index_t sequence, side which) -> range {
-        if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
-        return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
-    };
-    index_t hint = 0;
-
-    // What this rank needs. Windows ascend, so the last foreign row tells what is on its way already.
-    detail::message_list receives(sharding.ranks());
-    for (std::size_t i = 0; i < p.segments.size(); ++i) {
-        range const window = beside(own[i].rows, p.segments[i].sequence, where);
-        if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
-            sharding.for_each_holder(window, hint, [&](int holder, range held) {
-                auto const& places = holder == rank ? own : foreign;
-                if (holder != rank) {
-                    index_t const covered =
-                        foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
-                    range const fresh{covered, std::max(covered, held.last)};
-                    if (!fresh.empty()) {
-                        receives.add(holder, p.target_rows, fresh);
-                        foreign.push_back({fresh, p.target_rows});
-                        p.target_rows += fresh.size();
-                    }
-                }
-                while (!held.empty()) {
-                    auto const& place = detail::find(places, held.first);
-                    range const known = intersect(held, place.rows);
-                    p.runs.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
-                    held.first = known.last;
-                }
-            });
-        p.begin.push_back(p.runs.size());
-    }
-    p.receives = receives.finish();
-
-    // What others need of this rank: its rows beside a segment of theirs that lies within reach, on the other side.
-    detail::message_list sends(sharding.ranks());
-    for (std::size_t i = 0; i < p.segments.size(); ++i) {
-        range const mine = own[i].rows;
-        index_t const sequence = p.segments[i].sequence;
-        range const near = beside(mine, sequence, where == side::before ? side::after : side::before);
-        if (near.empty() || S::every_row) continue;
-        int peer = rank;
-        range theirs{near.first, near.first}; // the rows of one segment of theirs, as far as they lie in `near`
-        auto const give = [&] {
-            if (peer == rank || theirs.empty()) return;
-            range const needed = intersect(mine, beside(theirs, sequence, where));
-            index_t const from = std::max(needed.first, sends.end(peer));
-            if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
-        };
-        sharding.for_each_holder(near, hint, [&](int holder, range held) {
-            if (holder == peer) {
-                theirs.last = held.last;
-                return;
-            }
-            give();
-            peer = holder;
-            theirs = held;
-        });
-        give();
-    }
-    p.sends = sends.finish();
+    p.receives = detail::take_beside(p, own);
+    p.sends = detail::give_beside(p, own);
     return p;
 }
 template <class X>
@@ -4880,6 +4941,13 @@ bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<sectio
     return false;
 }
 
+/// Throws unless both shardings are of one batch over as many ranks.
+template <any_sharding From, any_sharding To>
+void require_same_group(char const* where, From const& from, To const& to, caller here) {
+    require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
+    require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
+}
+
 } // namespace detail
 
 /// Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
@@ -4897,9 +4965,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     constexpr int a = static_ranks<From>, b = static_ranks<To>;
     static_assert(a == dynamic || b == dynamic || a == b,
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
-    require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
+    detail::require_same_group("relayout", from, to, here);
     detail::require_rank("relayout", rank, from.ranks(), here);
-    detail::require_batch("relayout", "batch of the target", "the source's", from.batch(), to.batch(), here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
             "those of the source", "others", here);
@@ -5593,6 +5660,13 @@ inline piecewise<by_item> features_by_item(media const& m, media_kind kind, int 
     for (int rank = 0; rank < ranks; ++rank) frames.push_back(count / ranks + (rank < count % ranks));
     return features_by_item(m, kind, frames, here);
 }
+template <class X>
+detail::refused features_by_item(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: features_by_item(media, kind, ranks) wants a cpx::media, a media_kind and the "
+                  "number of ranks, or how many frames each of them has");
+    return {};
+}
 
 } // namespace cpx
 
@@ -5829,6 +5903,7 @@ namespace cpx {
 template <any_sharding From, any_sharding To>
 std::vector<index_t> traffic(From const& from, To const& to, caller here = caller::here()) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
+    detail::require_same_group("traffic", from, to, here);
     auto rows = detail::zeros<index_t>("traffic", {from.ranks(), from.ranks()}, here);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i, here);
@@ -5860,8 +5935,7 @@ struct volume {
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
     char const* const where = "lower_bound";
-    require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
-    detail::require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
+    detail::require_same_group(where, from, to, here);
     detail::product(where, "elements", {from.ranks(), from.batch().tokens(), width}, here);
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
@@ -5898,6 +5972,12 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
+template <class X>
+volume lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
+                                    "a row");
+    return {};
+}
 
 /// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
 /// each once. Cost: O(W tokens); for reports and tests.
@@ -5920,6 +6000,12 @@ index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::be
         bound += std::ranges::count(needed, true);
     }
     return bound;
+}
+template <class X>
+index_t halo_lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: halo_lower_bound(sharding, reach, side) wants a sharding and a number of rows");
+    return 0;
 }
 
 } // namespace cpx
@@ -6397,61 +6483,6 @@ void agree(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detai
 
 } // namespace cpx
 
-// cpx/transport/counted.hpp
-// A transport that counts what its rank really sends.
-
-namespace cpx {
-
-/// What one rank has sent to other ranks.
-struct tally {
-    index_t messages = 0;
-    index_t rows = 0;
-    index_t bytes = 0;
-
-    tally& operator+=(tally const& other) {
-        messages += other.messages;
-        rows += other.rows;
-        bytes += other.bytes;
-        return *this;
-    }
-};
-
-/// Passes every exchange on to another transport and counts it under its plan's operation: "relayout", "halo", "carry",
-/// "carry, scan" and "agreement", for the comparison that precedes a new plan.
-template <transport Comm>
-class counted {
-public:
-    explicit counted(Comm& comm) : comm_(comm) {}
-
-    int rank() const { return comm_.rank(); }
-    int ranks() const { return comm_.ranks(); }
-    std::unordered_set<std::uint64_t>& agreed() { return comm_.agreed(); }
-
-    void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        std::string name = id.numbers[identity::agreement] ? "agreement" : id.operation.data();
-        if (auto const by = name.find(": "); by != name.npos) name.erase(0, by + 2); // whose halo
-        tally& sent = sent_[name];
-        for (outgoing const& parcel : sends) {
-            index_t rows = 0;
-            for (run const r : parcel.rows) rows += r.count;
-            sent += {1, rows, parcel.bytes()};
-        }
-        comm_.transfer(id, sends, receives);
-    }
-
-    /// Returns what has been sent for `operation`.
-    tally sent(std::string const& operation) const {
-        auto const found = sent_.find(operation);
-        return found == sent_.end() ? tally{} : found->second;
-    }
-
-private:
-    Comm& comm_;
-    std::map<std::string, tally> sent_;
-};
-
-} // namespace cpx
-
 // cpx/transport/exchange.hpp
 // Runs a plan over a transport.
 
@@ -6476,6 +6507,15 @@ std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> con
 /// Whether all of `X` are in the memory of the ranks of a transport.
 template <class Comm, class... X>
 inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
+
+/// Returns whether what is done in two memories is in one order: on devices in one stream, whoever allocates.
+template <any_memory M>
+bool in_one_order(M const& a, M const& b) {
+    if constexpr (requires { a.stream(); })
+        return a.stream() == b.stream();
+    else
+        return a == b;
+}
 
 /// Moves out of `list` the message to `rank` itself, if there is one.
 template <class Byte>
@@ -6623,7 +6663,8 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
         auto const y = to.view();
         detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
         detail::require_place("exchange", "the target", y, p.to, p.rank, "the plan's", here);
-        bool const there_too = x.memory() == rank_memory(comm) && y.memory() == rank_memory(comm);
+        auto const& memory = rank_memory(comm);
+        bool const there_too = detail::in_one_order(x.memory(), memory) && detail::in_one_order(y.memory(), memory);
         require(there_too, "exchange", "memory of the tensors", "the transport's, in its stream", "another", here);
         exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
     }
@@ -6737,10 +6778,11 @@ public:
     /// `exchange` does.
     movement(Plan first, typename kind::width width, capacity most, Comm& comm, caller here = caller::here())
         : plan_(std::move(first)), now_(kind::batch_of(plan_)), width_(width), most_(checked(most, here)),
-          prepared_(plan_, width, most, comm, here) {}
+          memory_(rank_memory(comm)), prepared_(plan_, width, most, comm, here) {}
 
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
-    /// it is not what this movement was prepared for; then all is as before. If ranks have different batches, the wait
+    /// it has other ranks or sections than this movement was prepared for, or more rows or sequences; then all is as
+    /// before. If ranks have different batches, the wait
     /// after the next call says so.
     template <class... S>
     void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
@@ -6750,6 +6792,7 @@ public:
                       "the source first, and of another plan its one");
         if constexpr (fits) {
             if (shardings == now_) return;
+            require_alike(shardings, now_, std::make_index_sequence<std::tuple_size_v<typename kind::batch>>(), here);
             require_room(shardings, here);
             std::optional<Plan> made;
             auto const plan_of = [&]() -> Plan const& {
@@ -6808,8 +6851,12 @@ public:
         constexpr bool source = detail::sharded_as<decltype(plan_.sharding), X>;
         static_assert(source, "cpx: movement of a tensor that is not sharded as its plan; make it from the tensor's "
                               "kind of sharding");
-        if constexpr (source) {
+        constexpr bool there = detail::in_memory_of<Comm, X>;
+        static_assert(!source || there,
+                      "cpx: movement of a tensor in another memory than that of the transport's ranks");
+        if constexpr (source && there) {
             require_place("the source", from.view(), here);
+            require_memory(here, from.view());
             run(false, 0, from.view().data(), halo, here);
         }
     }
@@ -6820,8 +6867,12 @@ public:
         constexpr bool target = detail::sharded_as<decltype(plan_.sharding), Y> && detail::writes<Y>;
         static_assert(target, "cpx: movement into a tensor that is not sharded as its plan, is const or ends with the "
                               "call; make it from the tensor's kind of sharding");
-        if constexpr (target) {
+        constexpr bool there = detail::in_memory_of<Comm, Y>;
+        static_assert(!target || there,
+                      "cpx: movement of a tensor in another memory than that of the transport's ranks");
+        if constexpr (target && there) {
             require_place("the target", to.view(), here);
+            require_memory(here, to.view());
             run(true, 0, halo, to.view().data(), here);
         }
     }
@@ -6902,6 +6953,22 @@ private:
             [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
             [&] { return std::to_string(rows) + ", " + std::to_string(sequences); }, here);
     }
+    /// Throws unless shardings have the ranks and sections of others.
+    template <std::size_t... I>
+    static void require_alike(typename kind::batch const& shardings, typename kind::batch const& like,
+                              std::index_sequence<I...>, caller here) {
+        auto const alike = [&](auto const& a, auto const& b) {
+            require(a.ranks() == b.ranks(), "movement", "ranks of the sharding", b.ranks(), a.ranks(), here);
+            require(std::ranges::equal(a.sections(), b.sections()), "movement", "sections of the sharding",
+                    "those it was made for", "others", here);
+        };
+        (alike(std::get<I>(shardings), std::get<I>(like)), ...);
+    }
+    template <class... X>
+    void require_memory(caller here, X const&... x) const {
+        require((detail::in_one_order(x.memory(), memory_) && ...), "movement", "memory of the tensors",
+                "the transport's, in its stream", "another", here);
+    }
     template <class X>
     void require_place(char const* what, X const& x, caller here) const {
         detail::require_place("movement", what, x, std::get<0>(now_), plan_.rank, "the plan's", here);
@@ -6938,6 +7005,7 @@ private:
                 set(x.sharding(), y.sharding(), here);
             detail::require_place("movement", "the source", x, x.sharding(), plan_.rank, "the plan's", here);
             detail::require_place("movement", "the target", y, y.sharding(), plan_.rank, "the plan's", here);
+            require_memory(here, x, y);
             run(Back, 0, x.data(), y.data(), here);
         }
     }
@@ -6947,6 +7015,7 @@ private:
     bool listed_ = true;
     typename kind::width width_;
     capacity most_;
+    rank_memory_of<Comm> memory_;
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;
 };
 
@@ -6993,9 +7062,9 @@ namespace cpx {
 /// Some ranks of a group as a group: the i-th of `members` is rank i. Its messages are those of the whole group, so
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
-/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group, those
-/// of plans that differ count within this one and list its members. Ranks that are
-/// in several subgroups call them in one order, as all exchanges of two ranks are.
+/// Lives no longer than the transport that it uses. Errors of waits name ranks of the whole group; errors of plans that
+/// differ name ranks of this one, and list its members. Ranks that are in several subgroups call them in one order, as
+/// all exchanges of two ranks are.
 template <transport Comm>
 class subgroup {
 public:
@@ -7086,8 +7155,7 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     replicated<> const whole(comm.ranks(), batch);
     auto plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
     identity::set(plan.id.operation, "sum_over_ranks");
-    for (auto const of_tokens : {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
-        plan.id[of_tokens] = 0;
+    plan.id.forget_batch();
     plan.id[identity::parameter] = static_cast<std::uint64_t>(count);
     using T = std::ranges::range_value_t<V>;
     auto const memory = rank_memory(comm);

@@ -117,6 +117,8 @@ cpx::sharded const of_list(values, sharding, 0);
 cpx::sharded const of_no_rank(tensor.data(), sharding);
 // expect: rows.list, width. wants a vector and the width of a row
 cpx::rows const of_no_width(values);
+// expect: rows.list, width. wants a vector and the width of a row
+cpx::rows<float const> const of_type_without_width(values);
 // expect: thd wants a vector, array or span of integers
 cpx::thd const of_a_number(20);
 // expect: thd::uniform.count, length. wants two numbers
@@ -159,4 +161,12 @@ auto const columns = cpx::make_tensor<short>(sharding, 0, 1).columns(0, 1);
 void run() {
     cpx::threads::run(4, [](int) {});
 }
+// expect: lower_bound.from, to, width. wants two shardings
+auto const no_bound = cpx::lower_bound(sharding, 4, sharding);
+// expect: halo_lower_bound.sharding, reach, side. wants a sharding
+auto const no_halo_bound = cpx::halo_lower_bound(3, sharding);
+// expect: offsets.segments. wants segments
+auto const no_offsets = cpx::offsets(sharding, 0);
+// expect: features_by_item.media, kind, ranks. wants a cpx::media
+auto const no_features = cpx::features_by_item(4, sharding);
 #endif

@@ -463,8 +463,9 @@ TEST_SUITE("core") {
         CHECK(cpx::pad_to_multiple(b, index_t{1} << 40).tokens() == index_t{2} << 40);
         thd const most(list{0, (index_t{1} << 62) - 1});
         CHECK(cpx::unpadded(most).batch() == most);
-        rejects({"packing.cpp", "length of sequence 0"}, [&] { cpx::pad_to_multiple(most, 2); });
-        rejects({"packing.cpp", "length of sequence 1"}, [&] { cpx::pad_to_multiple(b, index_t{1} << 61); });
+        rejects({"packing.cpp", "pad_to_multiple: length of sequence 0"}, [&] { cpx::pad_to_multiple(most, 2); });
+        rejects({"packing.cpp", "pad_to_multiple: length of sequence 1"},
+                [&] { cpx::pad_to_multiple(b, index_t{1} << 61); });
         CHECK(cpx::pad_to_multiple(thd(list{0, 0, 1}), 6) == thd(list{0, 0, 6}, list{0, 1}));
     }
 

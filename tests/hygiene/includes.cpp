@@ -28,15 +28,15 @@ algorithm all_of any_of binary_search clamp copy copy_n count count_if equal fil
 algorithm includes is_sorted is_sorted_until lower_bound max max_element min min_element minmax mismatch none_of
 algorithm next_permutation nth_element partial_sort remove_if replace reverse rotate search shuffle sort stable_sort
 algorithm transform unique upper_bound
-array array begin data end get size ssize
+array array begin data end get size ssize to_array
 atomic atomic atomic_ref memory_order_acq_rel memory_order_acquire memory_order_relaxed memory_order_release
 barrier barrier
 bit bit_cast bit_ceil bit_floor bit_width countl_zero countr_zero endian has_single_bit popcount
 charconv chars_format errc from_chars to_chars
 chrono chrono chrono_literals
 cctype isalnum isalpha isdigit isprint isspace tolower toupper
-cmath abs ceil copysign cos exp exp2 expm1 floor fma fmod hypot isfinite isinf isnan ldexp log log1p log2 nan nanf
-cmath nextafter pow round signbit sin sqrt tan tanh
+cmath abs ceil copysign cos exp exp2 expm1 floor fma fmod hypot ilogb isfinite isinf isnan ldexp log log1p log2 lrint
+cmath nan nanf nextafter pow round signbit sin sqrt tan tanh
 compare partial_ordering strong_ordering
 concepts constructible_from convertible_to copy_constructible copyable default_initializable derived_from
 concepts equality_comparable floating_point integral invocable move_constructible predicate regular same_as
@@ -46,7 +46,7 @@ csignal raise signal
 cstddef byte max_align_t nullptr_t ptrdiff_t size_t
 cstdint int16_t int32_t int64_t int8_t intmax_t intptr_t uint16_t uint32_t uint64_t uint8_t uintmax_t uintptr_t
 cstdio FILE fclose ferror fflush fgets fopen fprintf fputs fread fwrite printf puts remove rename size_t snprintf
-cstdlib _Exit abort abs exit free getenv malloc size_t strtod strtol
+cstdlib _Exit abort abs exit free getenv malloc size_t strtod strtol system
 cstring memcmp memcpy memmove memset size_t strcmp strerror strlen
 deque begin data deque end erase erase_if initializer_list size ssize
 exception current_exception exception exception_ptr make_exception_ptr rethrow_exception rethrow_if_nested terminate

@@ -130,10 +130,10 @@ TEST_SUITE("layout") {
         rejects({"head_sharded: tokens x columns: expected less than 2^62, got 8 x "}, with({{1, index_t{1} << 59}}));
         head_sharded<> const most(1 << 20, batch, {{2147483647, 1}});
         CHECK(most.heads((1 << 20) - 1, 2147483647).last == 2147483647);
-        rejects({"head_sharded.cpp", "sharding: tokens times ranks: expected less than 2^62"},
+        rejects({"head_sharded.cpp", "replicated: tokens times ranks: expected less than 2^62"},
                 [] { cpx::replicated<>(1 << 20, lengths({index_t{1} << 42})); });
-        rejects({"sharding: ranks: expected at least 1, got 0"}, [&] { head_sharded<>(0, batch, {{2, 1}}); });
-        rejects({"sharding: ranks: expected at least 1, got -1"}, [&] { cpx::replicated<>(-1, batch); });
+        rejects({"head_sharded: ranks: expected at least 1, got 0"}, [&] { head_sharded<>(0, batch, {{2, 1}}); });
+        rejects({"replicated: ranks: expected at least 1, got -1"}, [&] { cpx::replicated<>(-1, batch); });
     }
 }
 

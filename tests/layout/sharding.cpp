@@ -229,7 +229,7 @@ TEST_SUITE("layout") {
         rejects({"striped: ranks: expected at most 536870911, got 1073741824"}, [] { cpx::striped<>{many}; });
         rejects({"sharding: ranks of the layout: expected at most 2^20, got 1073741824"},
                 [&] { cpx::shard(sharding.batch(), cpx::sequential<>{many}); });
-        rejects({"sharding: ranks: expected at most 2^20"}, [&] { cpx::replicated<>(many, sharding.batch()); });
+        rejects({"replicated: ranks: expected at most 2^20"}, [&] { cpx::replicated<>(many, sharding.batch()); });
     }
 }
 

@@ -198,8 +198,9 @@ TEST_SUITE("mpi") {
     TEST_CASE("whoever keeps the others waiting is named at the deadline, and not who waits for it, too") {
         if (alone()) return;
         int const last = job::ranks() - 1;
-        auto const text = error(400ms, [&](cpx::mpi& comm) { // 0 waits for 1, 1 for 2, and so on
-            if (comm.rank() == last) return std::this_thread::sleep_for(800ms);
+        // Long enough for ranks that share few cores to hear from each other.
+        auto const text = error(1200ms, [&](cpx::mpi& comm) { // 0 waits for 1, 1 for 2, and so on
+            if (comm.rank() == last) return std::this_thread::sleep_for(1800ms);
             std::this_thread::sleep_for(10ms * comm.rank()); // 0's deadline passes first
             int got = 0;
             auto const receive = cpx::consecutive(comm.rank() + 1, reinterpret_cast<std::byte*>(&got), sizeof got);
@@ -375,9 +376,11 @@ TEST_SUITE("mpi") {
     TEST_CASE("a deadline that is not positive is refused, and one without end waits") {
         job::ranks();
         for (auto const deadline : {0ms, -1ms, std::chrono::milliseconds::min()}) {
-            auto const text = "mpi: deadline, ms: expected more than 0, got " + std::to_string(deadline.count());
-            rejects({text, "errors.cpp"}, [&] { cpx::mpi comm(MPI_COMM_WORLD, deadline); });
-            rejects({text, "errors.cpp"}, [&] { static_cast<void>(cpx::mpi::split(0, MPI_COMM_WORLD, deadline)); });
+            auto const text = ": deadline, ms: expected more than 0, got " + std::to_string(deadline.count());
+            rejects({" mpi" + text, "errors.cpp"}, [&] { cpx::mpi comm(MPI_COMM_WORLD, deadline); });
+            rejects({" mpi::split" + text, "errors.cpp"},
+                    [&] { static_cast<void>(cpx::mpi::split(0, MPI_COMM_WORLD, deadline)); });
+            rejects({" mpi::run" + text, "errors.cpp"}, [&] { cpx::mpi::run([](cpx::mpi&) {}, deadline); });
         }
         constexpr auto never = std::chrono::milliseconds::max();
         auto const late = [] { // the others must wait

@@ -3,7 +3,7 @@
 #include <cpx/transport/mpi.hpp>
 
 #include <cpx/mesh/mesh.hpp>
-#include <cpx/transport/counted.hpp>
+#include <cpx/testing/counted.hpp>
 
 #include <law.hpp>
 #include <mpi/job.hpp>

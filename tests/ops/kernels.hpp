@@ -6,7 +6,7 @@
 #include <cpx/ops/local/causal_conv.hpp>
 #include <cpx/ops/local/delta_rule_backward.hpp>
 #include <cpx/ops/local/linear.hpp>
-#include <cpx/transport/counted.hpp>
+#include <cpx/testing/counted.hpp>
 #include <cpx/transport/exchange.hpp>
 #include <cpx/transport/threads.hpp>
 #include <cpx/transport/transport_ref.hpp>

@@ -371,11 +371,13 @@ TEST_SUITE("ops") {
         using support::rejects;
         auto wrong = other;
         wrong.view()(4, 2) = wrong.view()(4, 0);
-        rejects({"weigh_experts: chosen expert: expected one of 0 to 4, each once in row 4, got"},
+        rejects({"replay_experts: chosen expert: expected one of 0 to 4, each once in row 4, got"},
                 [&] { cpx::replay_experts<T>(gate, x, wrong.view()); });
         wrong.view()(4, 2) = experts;
-        rejects({"weigh_experts: chosen expert: expected one of 0 to 4, each once in row 4, got 5"},
+        rejects({"replay_experts: chosen expert: expected one of 0 to 4, each once in row 4, got 5"},
                 [&] { cpx::replay_experts<T>(gate, x, wrong.view()); });
+        rejects({"choose_experts: width of gate: expected that of x, 6, got 5", "local_moe.cpp"},
+                [&] { cpx::choose_experts<T>(gate.view().columns(0, 5), x, 2); });
         rejects({"replay_experts: shape of chosen: expected (30, 3), got (29, 3)"},
                 [&] { cpx::replay_experts<T>(gate, x, other.view().sub(0, 29)); });
     }

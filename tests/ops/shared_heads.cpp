@@ -140,7 +140,7 @@ TEST_SUITE("ops") {
             CHECK(std::ranges::all_of(sums, [](float x) { return x == 0; }));
         };
         rejects("readers: expected a multiple of the shared heads 3, got 4", call(3, from, to));
-        rejects("readers: expected a multiple of the shared heads 0, got 4", call(0, from, to));
+        rejects("shared heads: expected at least 1, got 0", call(0, from, to));
         rejects("shape of terms: expected (5, 24), got (4, 24)", call(2, from.sub(0, 4), to));
         rejects("shape of terms: expected (5, 24), got (5, 12)", call(2, from.columns(0, 12), to));
         rejects("shape of sums: expected (5, 6), got (5, 5)", call(2, from, to.columns(0, 5)));

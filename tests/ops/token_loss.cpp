@@ -497,7 +497,7 @@ TEST_SUITE("ops") {
         support::rejects({"sharding of labels: expected the plan's"}, label(plan, tokens, foreign));
         support::rejects({"rows after a segment in the plan: expected at least 1, got 0"},
                          label(cpx::halo(sharding, 0, 0, cpx::side::after), tokens, tokens));
-        support::rejects({"rows after a segment in the plan: expected at least 1, got 0"},
+        support::rejects({"next_token_labels: side of the plan: expected side::after, of the tokens to come"},
                          label(cpx::halo(sharding, 0, 1), tokens, tokens));
         support::rejects({"shape of tokens: expected (11, 1), got (10, 1)"}, label(plan, low, tokens));
         support::rejects({"shape of labels: expected (11, 1), got (11, 2)"}, label(plan, tokens, wide));

@@ -58,7 +58,11 @@ TEST_SUITE("plan") {
         CHECK(difference(reference, to_zigzag(cpx::shard(lengths({8, 12, 7}), cpx::sequential<>{4}))) == "sequences");
         CHECK(difference(reference, to_zigzag(cpx::shard(lengths({8, 12, 0, 8}), cpx::sequential<>{4}))) == "tokens");
         CHECK(difference(reference, to_zigzag(cpx::shard(lengths({8, 12, 7, 0}), cpx::sequential<>{4}))) ==
-              "cu_seqlens (hash)");
+              "offset 3 of cu_seqlens");
+        std::vector<cpx::index_t> many(12, 3), others(12, 3);
+        others[9] = 2, others[10] = 4;
+        CHECK(difference(to_zigzag(cpx::shard(lengths(many), cpx::sequential<>{4})),
+                         to_zigzag(cpx::shard(lengths(others), cpx::sequential<>{4}))) == "cu_seqlens (hash)");
         cpx::thd const padded({0, 8, 20, 20, 27}, {7, 12, 0, 7});
         CHECK(difference(reference, to_zigzag(cpx::shard(padded, cpx::sequential<>{4}))) == "cu_seqlens (hash)");
         CHECK(difference(reference, reference.transposed()) == "source layout");

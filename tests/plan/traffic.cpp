@@ -58,6 +58,16 @@ TEST_SUITE("plan") {
         CHECK(bound == cpx::volume{w * (w - 1), index_t{w} * (w - 1) * 2});
     }
 
+    TEST_CASE("shardings of two groups or batches have no traffic") {
+        auto const from = cpx::shard(lengths({10, 3}), cpx::zigzag<>(3));
+        rejects({"traffic.cpp", "traffic: ranks of the target: expected 3, got 2"}, [&] {
+            cpx::traffic(from, cpx::shard(lengths({10, 3}), cpx::sequential<>(2)));
+        });
+        rejects({"traffic.cpp", "traffic: batch of the target"}, [&] {
+            cpx::traffic(from, cpx::shard(lengths({10, 4}), cpx::sequential<>(3)));
+        });
+    }
+
     TEST_CASE("a replication brings every rank the rows of all others") {
         auto const batch = lengths({10, 3, 8});
         auto const bound = cpx::lower_bound(cpx::shard(batch, cpx::zigzag<3>{}), cpx::replicated<3>(batch), 5);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cpx/transport/counted.hpp>
+#include <cpx/testing/counted.hpp>
 
 #include <cpx/cpx.hpp>
 

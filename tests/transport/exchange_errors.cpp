@@ -328,6 +328,22 @@ TEST_SUITE("transport") {
         for (int turn = 0; turn < 20; ++turn) new_plan_on_rank_1(lengths({2})); // 0 waits for 2, 2 for 1, 1 for 0
     }
 
+    TEST_CASE("a rank that takes a batch again, on which all have agreed, is told the first offset that differs") {
+        auto const text = message([&] {
+            cpx::threads::run(3, [&](cpx::threads& comm) {
+                auto const step = [&](cpx::thd const& batch) {
+                    auto const x = cpx::make_tensor<float>(cpx::shard(batch, cpx::zigzag<>(3)), comm.rank(), 2);
+                    static_cast<void>(cpx::exchange(x, cpx::shard(batch, cpx::sequential<>(3)), comm));
+                };
+                cpx::thd const first({0, 17, 30, 40});
+                step(first);
+                step(comm.rank() == 1 ? first : cpx::thd({0, 17, 31, 40}));
+            });
+        });
+        CHECK(holds(text, "ranks are in different exchanges: offset 2 of cu_seqlens: expected 3"));
+        CHECK(holds(text, "rank 1"));
+    }
+
     TEST_CASE("a buffer that does not fit is rejected on its rank, and the others learn who that is") {
         auto const a = cpx::shard(batch, cpx::zigzag<>{2});
         auto const b = cpx::shard(batch, cpx::sequential<>{2});

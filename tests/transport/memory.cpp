@@ -252,6 +252,21 @@ TEST_SUITE("transport") {
                     [&] { cpx::exchange(other, from, far); });
             rejects({"memory.cpp", "exchange: memory of the tensors"},
                     [&] { cpx::exchange(cpx::relayout(from, from, 0), own, other, far); });
+            auto relay = cpx::make_movement<float>(from, from, 3, {4, 1}, far);
+            rejects({"memory.cpp", "movement: memory of the tensors: expected the transport's, in its stream"},
+                    [&] { relay(other, own); });
+            rejects({"memory.cpp", "movement: memory of the tensors"}, [&] { relay.transposed(own, other); });
+            auto halo = cpx::make_movement<float>(cpx::halo(from, 0, 1), 3, {4, 1}, far);
+            std::vector<float> none;
+            cpx::rows<float> const beside(none.data(), 0, 3);
+            rejects({"memory.cpp", "movement: memory of the tensors"}, [&] { halo(other, beside); });
+            rejects({"memory.cpp", "movement: memory of the tensors"}, [&] { halo.transposed(beside, other); });
+            rejects({"memory.cpp", "movement: ranks of the sharding: expected 1, got 2"},
+                    [&] { relay.set(two, cpx::shard(two.batch(), cpx::zigzag<>(2))); });
+            cpx::head_sharded<> const heads(1, from.batch(), {{2, 2}, {2, 2}}), fewer(1, from.batch(), {{2, 4}});
+            auto by_heads = cpx::make_movement<float>(heads, from, 8, {4, 1}, far);
+            rejects({"memory.cpp", "movement: sections of the sharding: expected those it was made for"},
+                    [&] { by_heads.set(fewer, from); });
             rejects({"memory.cpp", "tensor: elements to write: expected 12, got 2"},
                     [&] { own.write(std::vector<float>(2)); });
             rejects({"memory.cpp", "make_tensor: ranks of the sharding: expected 1, got 2"},

@@ -2,9 +2,22 @@
 // What is computed element by element or row by row, in any memory.
 #pragma once
 
+#include <cpx/core/config.hpp>
 #include <cpx/core/memory.hpp>
 
+#include <concepts>
+#include <type_traits>
+
 namespace cpx {
+
+/// In what functions of elements of T compute: in T, or in float where T has 16 bits and is no type of the language.
+template <class T>
+using wide = std::conditional_t<std::floating_point<T>, T, float>;
+
+template <class T>
+CPX_HOST_DEVICE wide<T> widen(T x) {
+    return static_cast<wide<T>>(x);
+}
 
 /// Calls `f(row, column)` for all of `count` rows of `width` columns; one column, where a call computes a whole row.
 ///

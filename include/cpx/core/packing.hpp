@@ -297,9 +297,15 @@ inline thd pad_to_multiple(thd const& batch, index_t multiple, caller here = cal
     require(multiple >= 1 && multiple <= most, "pad_to_multiple", "multiple", "1 to " + std::to_string(most), multiple,
             here);
     std::vector<index_t> lengths, valid;
+    index_t rows = 0;
     for (index_t s = 0; s < batch.sequences(); ++s) {
         valid.push_back(batch.valid(s));
         lengths.push_back((valid.back() + multiple - 1) / multiple * multiple);
+        if (lengths.back() > most - rows)
+            throw error("pad_to_multiple", "length of sequence " + std::to_string(s),
+                        "less than 2^62 with those before it, " + std::to_string(rows), std::to_string(lengths.back()),
+                        here);
+        rows += lengths.back();
     }
     return detail::padded_thd(lengths, std::move(valid), here);
 }

@@ -45,7 +45,7 @@ public:
     }
 
     template <class X>
-        requires std::same_as<T, detail::refused>
+        requires(std::same_as<T, detail::refused> || std::ranges::range<X>)
     explicit rows(X const&, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: rows(list, width) wants a vector and the width of a row, or "
                                         "rows(pointer, count, width); of other lists write rows<T>(list, width)");
@@ -86,8 +86,8 @@ private:
     index_t count_ = 0, width_ = 0, stride_ = 0;
 };
 
-/// What an operator takes that knows the width of the rows: rows, or a
-/// tensor of them, or their elements in a vector, array or span.
+/// What an operator takes that knows the width of the rows: rows, a tensor of them, or their elements in a vector,
+/// array or span.
 template <class T>
 class rows_or_list {
 public:

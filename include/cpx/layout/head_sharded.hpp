@@ -18,9 +18,10 @@ public:
     static constexpr bool every_row = true;
     static constexpr int static_ranks = W;
 
-    every_row_sharding(extent<W> ranks, thd batch, caller here) : ranks_(ranks), batch_(std::move(batch)) {
-        require_ranks("sharding", "ranks", ranks_.get(), here);
-        product("sharding", "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
+    every_row_sharding(char const* where, extent<W> ranks, thd batch, caller here)
+        : ranks_(ranks), batch_(std::move(batch)) {
+        require_ranks(where, "ranks", ranks_.get(), here);
+        product(where, "tokens times ranks", {batch_.tokens(), ranks_.get()}, here);
     }
     template <class X>
         requires(!std::derived_from<X, every_row_sharding>)
@@ -97,7 +98,7 @@ public:
 
 private:
     head_sharded(extent<W> ranks, thd batch, std::vector<section> sections, caller here)
-        : detail::every_row_sharding<W>(ranks, std::move(batch), here) {
+        : detail::every_row_sharding<W>("head_sharded", ranks, std::move(batch), here) {
         char const* const where = "head_sharded";
         require(!sections.empty(), where, "number of sections", "at least 1", 0, here);
         index_t const columns = detail::columns_of(where, sections, here);
@@ -120,10 +121,10 @@ class replicated : public detail::every_row_sharding<W> {
 public:
     explicit replicated(thd batch, caller here = caller::here())
         requires(W != dynamic)
-        : detail::every_row_sharding<W>(extent<W>{}, std::move(batch), here) {}
+        : detail::every_row_sharding<W>("replicated", extent<W>{}, std::move(batch), here) {}
     replicated(int ranks, thd batch, caller here = caller::here())
         requires(W == dynamic)
-        : detail::every_row_sharding<W>(extent<W>(ranks), std::move(batch), here) {}
+        : detail::every_row_sharding<W>("replicated", extent<W>(ranks), std::move(batch), here) {}
 
     template <class X>
         requires(!std::derived_from<X, replicated>)

@@ -170,11 +170,10 @@ causal_conv1d_gradients(X&& = {}, detail::any = {}, detail::any = {}, detail::an
 
 namespace detail {
 
-template <class T, any_sharding S, class Comm>
-void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<T const, S> const& x,
-                       rows<T const> weight, std::span<T const> bias, activation act, sharded<T const, S> const& dy,
-                       causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here,
-                       char const* where = "causal_conv1d_backward") {
+template <class T, any_sharding S>
+void require_backward(char const* where, halo_plan<S> const& before, halo_plan<S> const& after,
+                      sharded<T const, S> const& x, rows<T const> weight, std::span<T const> bias, activation act,
+                      sharded<T const, S> const& dy, causal_conv1d_gradients<T, S> const& to, caller here) {
     for (auto const* plan : {&before, &after})
         require_place(where, "x", x, plan->sharding, plan->rank, "that of the plans", here);
     require_place(where, "dy", dy, x, "that of x", here);
@@ -193,7 +192,16 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
             here);
     require_apart(where, {{"dx", to.dx.data()}, {"dweight", given}, {"dbias", to.dbias}},
                   {{"x", x.data()}, {"dy", dy.data()}, {"weight", weight}, {"bias", bias}}, here);
+}
 
+template <class T, any_sharding S, class Comm>
+void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sharded<T const, S> const& x,
+                       rows<T const> weight, std::span<T const> bias, activation act, sharded<T const, S> const& dy,
+                       causal_conv1d_gradients<T, S> const& to, Comm& comm, caller here,
+                       char const* where = "causal_conv1d_backward") {
+    require_backward(where, before, after, x, weight, bias, act, dy, to, here);
+    index_t const channels = x.data().width(), taps = before.reach + 1;
+    rows<T> const given = to.dweight.of_width(taps);
     auto const buffer = [&](index_t count) { return zeros<T>(where, {count, channels}, here); };
     auto unwanted = buffer(given.data() || to.dbias.empty() ? 0 : taps);
     rows<T> const dweight = given.data() ? given : rows<T>(unwanted, taps);

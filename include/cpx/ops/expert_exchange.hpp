@@ -113,13 +113,14 @@ private:
         require(std::ssize(places) == chosen.count(), where, "places", chosen.count(), places.size(), here);
         M const memory = rank_memory(comm);
         if constexpr (std::same_as<M, host_memory>)
-            return {memory, chosen, experts, places, here};
+            return {memory, chosen, experts, places, here, where};
         else {
             require(chosen.stride() == chosen.width(), where, "stride of chosen", chosen.width(), chosen.stride(),
                     here);
             auto const size = static_cast<std::size_t>(chosen.count() * chosen.width());
             auto const on_host = memory.read(std::span<index_t const>(chosen.data(), size), here);
-            return {memory, rows<index_t const>(on_host.data(), chosen.count(), chosen.width()), experts, places, here};
+            return {memory, rows<index_t const>(on_host.data(), chosen.count(), chosen.width()), experts, places, here,
+                    where};
         }
     }
 
@@ -194,9 +195,7 @@ private:
         identity::set(plan.id.operation, "expert_exchange");
         identity::set(plan.id.source,
                       std::to_string(experts()) + " experts and " + std::to_string(choices()) + " choices a token");
-        for (auto const of_tokens :
-             {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
-            plan.id[of_tokens] = 0; // which are no tokens of anybody's
+        plan.id.forget_batch();
         auto all = make_tensor<index_t>(plan.to, *comm_, 1, here);
         detail::exchange_rows(plan, rows<index_t const>(counts.data()), all.data(), *comm_, here, "expert_exchange");
         return all.read(here);

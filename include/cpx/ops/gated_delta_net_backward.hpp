@@ -78,30 +78,40 @@ void gated_delta_mixer_backward(gated_delta_mixer<How, S> const& mixer, gated_de
 
 /// Reads what a layer keeps to itself.
 struct gated_delta_net_backward_pass {
-    template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Comm>
-    static void run(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
-                    sharded<T const, S> const& x, gated_delta_net_saved<T, S, Mix>& saved,
-                    sharded<T const, S> const& dy, gated_delta_net_gradients<T, S> const& to, Comm& comm, caller here) {
-        char const* const where = "gated_delta_net_backward";
-        auto const& config = net.config();
+    static constexpr char const* where = "gated_delta_net_backward";
+
+    template <class T, class Net, any_sharding S, class Saved>
+    static void check(Net const& net, gated_delta_net_weights<T> const& w, sharded<T const, S> const& x,
+                      Saved const& saved, sharded<T const, S> const& dy, gated_delta_net_gradients<T, S> const& to,
+                      caller here) {
         S const& sharding = net.sharding();
-        int const rank = net.mixer_.states.rank;
         sharded<T const, S> const given[] = {x, dy, to.dx};
         for (auto const& tensor : given)
-            require_place(where, "x, dy and dx", tensor, sharding, rank, "the layer's", here);
+            require_place(where, "x, dy and dx", tensor, sharding, net.mixer_.states.rank, "the layer's", here);
         net.check(where, w, here);
         net.check(where, to.weights, here);
         bool const ran = saved.z && saved.o && saved.projected && saved.mixed && saved.gates;
         require(ran && saved.o->sharding() == sharding, where, "saved tensors", "those of the forward",
                 ran ? "those of another sharding" : "none", here);
-        index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
-        index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
         rows<T const> const hidden[] = {x.data(), dy.data(), to.dx.data()};
-        for (rows<T const> const& in : hidden) require_shape(where, "x, dy and dx", in, count, config.hidden, here);
+        for (rows<T const> const& in : hidden)
+            require_shape(where, "x, dy and dx", in, saved.o->data().count(), net.config().hidden, here);
         auto written = net.operands(to.weights), read = net.operands(w);
         written.push_back({"dx", to.dx.data()});
         for (operand const& more : {operand("x", x.data()), operand("dy", dy.data())}) read.push_back(more);
         require_apart(where, written, read, here);
+    }
+
+    template <class T, carry_kind How, any_sharding S, any_sharding Mix, class Comm>
+    static void run(gated_delta_net<How, S, Mix> const& net, gated_delta_net_weights<T> const& w,
+                    sharded<T const, S> const& x, gated_delta_net_saved<T, S, Mix>& saved,
+                    sharded<T const, S> const& dy, gated_delta_net_gradients<T, S> const& to, Comm& comm, caller here) {
+        check<T>(net, w, x, saved, dy, to, here);
+        auto const& config = net.config();
+        S const& sharding = net.sharding();
+        int const rank = net.mixer_.states.rank;
+        index_t const heads = config.heads.value_heads, v = heads * config.heads.value_dim;
+        index_t const qkv = 2 * config.heads.key_heads * config.heads.key_dim + v, count = saved.o->data().count();
         weight_sums<S> const sums(sharding, rank, to.order, here, where);
 
         std::span<T const> const gain(w.norm.data(), static_cast<std::size_t>(w.norm.width()));

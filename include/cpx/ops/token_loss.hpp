@@ -20,8 +20,9 @@ void shift_labels(halo_plan<S> const& plan, sharded<index_t const, S> const& tok
     char const* const where = "next_token_labels";
     require_place(where, "tokens", tokens, plan.sharding, plan.rank, "the plan's", here);
     require_place(where, "labels", labels, plan.sharding, plan.rank, "the plan's", here);
-    require(plan.reach >= 1 && plan.where == side::after, where, "rows after a segment in the plan", "at least 1",
-            plan.where == side::after ? plan.reach : 0, here);
+    require(plan.where == side::after, where, "side of the plan", "side::after, of the tokens to come", "side::before",
+            here);
+    require(plan.reach >= 1, where, "rows after a segment in the plan", "at least 1", plan.reach, here);
     index_t const count = plan.sharding.rows(plan.rank);
     require_shape(where, "tokens", tokens.data(), count, 1, here);
     require_shape(where, "labels", labels.data(), count, 1, here);

@@ -44,6 +44,81 @@ inline placed_range const& find(std::vector<placed_range> const& ranges, index_t
     return ranges[last_at_or_before(row, ranges.size(), first)];
 }
 
+/// Returns the rows of the sequence within reach of `rows`, on one side of them.
+template <any_sharding S>
+range beside(halo_plan<S> const& p, range rows, index_t sequence, side which) {
+    thd const& batch = p.batch;
+    index_t const reach = p.reach;
+    if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
+    return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
+}
+
+/// Returns what the rank needs, whose segments are `own`, and writes down where it will find it.
+template <any_sharding S>
+std::vector<message> take_beside(halo_plan<S>& p, std::vector<placed_range> const& own) {
+    std::vector<placed_range> foreign; // windows ascend, so the last row of these tells what is on its way already
+    index_t hint = 0;
+    message_list receives(p.sharding.ranks());
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        range const window = beside(p, own[i].rows, p.segments[i].sequence, p.where);
+        if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
+            p.sharding.for_each_holder(window, hint, [&](int holder, range held) {
+                auto const& places = holder == p.rank ? own : foreign;
+                if (holder != p.rank) {
+                    index_t const covered =
+                        foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
+                    range const fresh{covered, std::max(covered, held.last)};
+                    if (!fresh.empty()) {
+                        receives.add(holder, p.target_rows, fresh);
+                        foreign.push_back({fresh, p.target_rows});
+                        p.target_rows += fresh.size();
+                    }
+                }
+                while (!held.empty()) {
+                    auto const& place = find(places, held.first);
+                    range const known = intersect(held, place.rows);
+                    p.runs.push_back({holder != p.rank, place.local + known.first - place.rows.first, known.size()});
+                    held.first = known.last;
+                }
+            });
+        p.begin.push_back(p.runs.size());
+    }
+    return receives.finish();
+}
+
+/// Returns what others need of the rank: its rows beside a segment of theirs that lies within reach, on the other side.
+template <any_sharding S>
+std::vector<message> give_beside(halo_plan<S> const& p, std::vector<placed_range> const& own) {
+    side const other = p.where == side::before ? side::after : side::before;
+    index_t hint = 0;
+    message_list sends(p.sharding.ranks());
+    for (std::size_t i = 0; i < p.segments.size(); ++i) {
+        range const mine = own[i].rows;
+        index_t const sequence = p.segments[i].sequence;
+        range const near = beside(p, mine, sequence, other);
+        if (near.empty() || S::every_row) continue;
+        int peer = p.rank;
+        range theirs{near.first, near.first}; // the rows of one segment of theirs, as far as they lie in `near`
+        auto const give = [&] {
+            if (peer == p.rank || theirs.empty()) return;
+            range const needed = intersect(mine, beside(p, theirs, sequence, p.where));
+            index_t const from = std::max(needed.first, sends.end(peer));
+            if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
+        };
+        p.sharding.for_each_holder(near, hint, [&](int holder, range held) {
+            if (holder == peer) {
+                theirs.last = held.last;
+                return;
+            }
+            give();
+            peer = holder;
+            theirs = held;
+        });
+        give();
+    }
+    return sends.finish();
+}
+
 } // namespace detail
 
 /// Returns the plan by which `rank` gets the `reach` rows beside each of its segments, and gives its own to others.
@@ -67,74 +142,14 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     p.kind = flow::copies;
     p.local = S::every_row;
 
-    std::vector<detail::placed_range> own, foreign;
+    std::vector<detail::placed_range> own;
     for (segment const& s : p.segments) {
         index_t const first = batch.offset(s.sequence) + s.token;
         own.push_back({{first, first + s.count}, s.row});
         p.source_rows += s.count;
     }
-    // The rows of the sequence within reach of `rows`, on one side of them.
-    auto const beside = [&](range rows, index_t sequence, side which) -> range {
-        if (which == side::before) return {std::max(batch.offset(sequence), rows.first - reach), rows.first};
-        return {rows.last, std::min(batch.offset(sequence + 1), rows.last + reach)};
-    };
-    index_t hint = 0;
-
-    // What this rank needs. Windows ascend, so the last foreign row tells what is on its way already.
-    detail::message_list receives(sharding.ranks());
-    for (std::size_t i = 0; i < p.segments.size(); ++i) {
-        range const window = beside(own[i].rows, p.segments[i].sequence, where);
-        if (!window.empty() && !S::every_row) // where every rank holds every row, segments are whole sequences
-            sharding.for_each_holder(window, hint, [&](int holder, range held) {
-                auto const& places = holder == rank ? own : foreign;
-                if (holder != rank) {
-                    index_t const covered =
-                        foreign.empty() ? held.first : std::max(held.first, foreign.back().rows.last);
-                    range const fresh{covered, std::max(covered, held.last)};
-                    if (!fresh.empty()) {
-                        receives.add(holder, p.target_rows, fresh);
-                        foreign.push_back({fresh, p.target_rows});
-                        p.target_rows += fresh.size();
-                    }
-                }
-                while (!held.empty()) {
-                    auto const& place = detail::find(places, held.first);
-                    range const known = intersect(held, place.rows);
-                    p.runs.push_back({holder != rank, place.local + known.first - place.rows.first, known.size()});
-                    held.first = known.last;
-                }
-            });
-        p.begin.push_back(p.runs.size());
-    }
-    p.receives = receives.finish();
-
-    // What others need of this rank: its rows beside a segment of theirs that lies within reach, on the other side.
-    detail::message_list sends(sharding.ranks());
-    for (std::size_t i = 0; i < p.segments.size(); ++i) {
-        range const mine = own[i].rows;
-        index_t const sequence = p.segments[i].sequence;
-        range const near = beside(mine, sequence, where == side::before ? side::after : side::before);
-        if (near.empty() || S::every_row) continue;
-        int peer = rank;
-        range theirs{near.first, near.first}; // the rows of one segment of theirs, as far as they lie in `near`
-        auto const give = [&] {
-            if (peer == rank || theirs.empty()) return;
-            range const needed = intersect(mine, beside(theirs, sequence, where));
-            index_t const from = std::max(needed.first, sends.end(peer));
-            if (from < needed.last) sends.add(peer, p.segments[i].row + from - mine.first, {from, needed.last});
-        };
-        sharding.for_each_holder(near, hint, [&](int holder, range held) {
-            if (holder == peer) {
-                theirs.last = held.last;
-                return;
-            }
-            give();
-            peer = holder;
-            theirs = held;
-        });
-        give();
-    }
-    p.sends = sends.finish();
+    p.receives = detail::take_beside(p, own);
+    p.sends = detail::give_beside(p, own);
     return p;
 }
 template <class X>

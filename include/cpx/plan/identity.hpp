@@ -47,7 +47,9 @@ struct identity {
         ranks,
         sequences,
         tokens,
-        cu_seqlens,
+        first_offset, ///< the second of cu_seqlens, and those after it, 0 behind the last
+        last_offset = first_offset + 7,
+        cu_seqlens, ///< all of them, and valid lengths
         source_hash,
         target_hash,
         source_width,
@@ -57,9 +59,25 @@ struct identity {
         agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
-    static constexpr std::array<char const*, numbers_count> number_names{
-        "ranks",        "sequences",    "tokens", "cu_seqlens (hash)",   "source sharding", "target sharding",
-        "source width", "target width", "reach",  "bytes of an element", "agreement"};
+    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
+                                                                         "sequences",
+                                                                         "tokens",
+                                                                         "offset 1 of cu_seqlens",
+                                                                         "offset 2 of cu_seqlens",
+                                                                         "offset 3 of cu_seqlens",
+                                                                         "offset 4 of cu_seqlens",
+                                                                         "offset 5 of cu_seqlens",
+                                                                         "offset 6 of cu_seqlens",
+                                                                         "offset 7 of cu_seqlens",
+                                                                         "offset 8 of cu_seqlens",
+                                                                         "cu_seqlens (hash)",
+                                                                         "source sharding",
+                                                                         "target sharding",
+                                                                         "source width",
+                                                                         "target width",
+                                                                         "reach",
+                                                                         "bytes of an element",
+                                                                         "agreement"};
 
     std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
@@ -74,7 +92,15 @@ struct identity {
     void set_batch(thd const& batch) {
         numbers[sequences] = static_cast<std::uint64_t>(batch.sequences());
         numbers[tokens] = static_cast<std::uint64_t>(batch.tokens());
+        for (index_t s = 0; s <= static_cast<index_t>(last_offset - first_offset); ++s)
+            numbers[first_offset + static_cast<std::size_t>(s)] =
+                static_cast<std::uint64_t>(s < batch.sequences() ? batch.offset(s + 1) : 0);
         numbers[cu_seqlens] = batch.hash();
+    }
+    /// Leaves out of which batch and shardings the plan is: its rows are not tokens.
+    void forget_batch() {
+        std::fill(numbers.begin() + tokens, numbers.begin() + cu_seqlens + 1, 0);
+        numbers[source_hash] = numbers[target_hash] = 0;
     }
 
     /// Returns the identity of the plan that moves everything back. Unless this plan is `one_to_one`, its operation

@@ -188,5 +188,12 @@ inline piecewise<by_item> features_by_item(media const& m, media_kind kind, int 
     for (int rank = 0; rank < ranks; ++rank) frames.push_back(count / ranks + (rank < count % ranks));
     return features_by_item(m, kind, frames, here);
 }
+template <class X>
+detail::refused features_by_item(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: features_by_item(media, kind, ranks) wants a cpx::media, a media_kind and the "
+                  "number of ranks, or how many frames each of them has");
+    return {};
+}
 
 } // namespace cpx

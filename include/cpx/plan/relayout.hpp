@@ -222,6 +222,13 @@ bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<sectio
     return false;
 }
 
+/// Throws unless both shardings are of one batch over as many ranks.
+template <any_sharding From, any_sharding To>
+void require_same_group(char const* where, From const& from, To const& to, caller here) {
+    require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
+    require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
+}
+
 } // namespace detail
 
 /// Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
@@ -239,9 +246,8 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
     constexpr int a = static_ranks<From>, b = static_ranks<To>;
     static_assert(a == dynamic || b == dynamic || a == b,
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
-    require(from.ranks() == to.ranks(), "relayout", "ranks of the target", from.ranks(), to.ranks(), here);
+    detail::require_same_group("relayout", from, to, here);
     detail::require_rank("relayout", rank, from.ranks(), here);
-    detail::require_batch("relayout", "batch of the target", "the source's", from.batch(), to.batch(), here);
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
     require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
             "those of the source", "others", here);

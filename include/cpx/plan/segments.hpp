@@ -59,6 +59,11 @@ inline std::vector<index_t> offsets(std::vector<segment> const& segments) {
     for (segment const& s : segments) list.push_back(s.row + s.count);
     return list;
 }
+template <class X>
+std::vector<index_t> offsets(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: offsets(segments) wants segments(sharding, rank)");
+    return {};
+}
 
 /// Returns the token of every row: its position in its sequence, as rotary embeddings want it.
 inline std::vector<index_t> positions(std::vector<segment> const& segments, caller here = caller::here()) {

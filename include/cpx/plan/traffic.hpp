@@ -14,6 +14,7 @@ namespace cpx {
 template <any_sharding From, any_sharding To>
 std::vector<index_t> traffic(From const& from, To const& to, caller here = caller::here()) {
     std::size_t const ranks = static_cast<std::size_t>(from.ranks());
+    detail::require_same_group("traffic", from, to, here);
     auto rows = detail::zeros<index_t>("traffic", {from.ranks(), from.ranks()}, here);
     for (int i = 0; i < from.ranks(); ++i) {
         plan const p = relayout(from, to, i, here);
@@ -45,8 +46,7 @@ struct volume {
 template <any_sharding From, any_sharding To>
 volume lower_bound(From const& from, To const& to, index_t width = 1, caller here = caller::here()) {
     char const* const where = "lower_bound";
-    require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
-    detail::require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
+    detail::require_same_group(where, from, to, here);
     detail::product(where, "elements", {from.ranks(), from.batch().tokens(), width}, here);
     section const whole{1, width};
     std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
@@ -83,6 +83,12 @@ volume lower_bound(From const& from, To const& to, index_t width = 1, caller her
     }
     return bound;
 }
+template <class X>
+volume lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>, "cpx: lower_bound(from, to, width) wants two shardings and perhaps the elements of "
+                                    "a row");
+    return {};
+}
 
 /// Counts the rows that no halo of `reach` rows can do without: those beside a segment of a rank that are not its own,
 /// each once. Cost: O(W tokens); for reports and tests.
@@ -105,6 +111,12 @@ index_t halo_lower_bound(S const& sharding, index_t reach, side where = side::be
         bound += std::ranges::count(needed, true);
     }
     return bound;
+}
+template <class X>
+index_t halo_lower_bound(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: halo_lower_bound(sharding, reach, side) wants a sharding and a number of rows");
+    return 0;
 }
 
 } // namespace cpx

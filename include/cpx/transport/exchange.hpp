@@ -29,6 +29,15 @@ std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> con
 template <class Comm, class... X>
 inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
 
+/// Returns whether what is done in two memories is in one order: on devices in one stream, whoever allocates.
+template <any_memory M>
+bool in_one_order(M const& a, M const& b) {
+    if constexpr (requires { a.stream(); })
+        return a.stream() == b.stream();
+    else
+        return a == b;
+}
+
 /// Moves out of `list` the message to `rank` itself, if there is one.
 template <class Byte>
 parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
@@ -175,7 +184,8 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
         auto const y = to.view();
         detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
         detail::require_place("exchange", "the target", y, p.to, p.rank, "the plan's", here);
-        bool const there_too = x.memory() == rank_memory(comm) && y.memory() == rank_memory(comm);
+        auto const& memory = rank_memory(comm);
+        bool const there_too = detail::in_one_order(x.memory(), memory) && detail::in_one_order(y.memory(), memory);
         require(there_too, "exchange", "memory of the tensors", "the transport's, in its stream", "another", here);
         exchange(static_cast<plan const&>(p), x.data(), y.data(), comm, here);
     }

@@ -81,10 +81,11 @@ public:
     /// `exchange` does.
     movement(Plan first, typename kind::width width, capacity most, Comm& comm, caller here = caller::here())
         : plan_(std::move(first)), now_(kind::batch_of(plan_)), width_(width), most_(checked(most, here)),
-          prepared_(plan_, width, most, comm, here) {}
+          memory_(rank_memory(comm)), prepared_(plan_, width, most, comm, here) {}
 
     /// Makes ready for another batch, unless it is the last one. Every rank does so, none waits. Throws `cpx::error` if
-    /// it is not what this movement was prepared for; then all is as before. If ranks have different batches, the wait
+    /// it has other ranks or sections than this movement was prepared for, or more rows or sequences; then all is as
+    /// before. If ranks have different batches, the wait
     /// after the next call says so.
     template <class... S>
     void set(std::tuple<S...> const& shardings, caller here = caller::here()) {
@@ -94,6 +95,7 @@ public:
                       "the source first, and of another plan its one");
         if constexpr (fits) {
             if (shardings == now_) return;
+            require_alike(shardings, now_, std::make_index_sequence<std::tuple_size_v<typename kind::batch>>(), here);
             require_room(shardings, here);
             std::optional<Plan> made;
             auto const plan_of = [&]() -> Plan const& {
@@ -152,8 +154,12 @@ public:
         constexpr bool source = detail::sharded_as<decltype(plan_.sharding), X>;
         static_assert(source, "cpx: movement of a tensor that is not sharded as its plan; make it from the tensor's "
                               "kind of sharding");
-        if constexpr (source) {
+        constexpr bool there = detail::in_memory_of<Comm, X>;
+        static_assert(!source || there,
+                      "cpx: movement of a tensor in another memory than that of the transport's ranks");
+        if constexpr (source && there) {
             require_place("the source", from.view(), here);
+            require_memory(here, from.view());
             run(false, 0, from.view().data(), halo, here);
         }
     }
@@ -164,8 +170,12 @@ public:
         constexpr bool target = detail::sharded_as<decltype(plan_.sharding), Y> && detail::writes<Y>;
         static_assert(target, "cpx: movement into a tensor that is not sharded as its plan, is const or ends with the "
                               "call; make it from the tensor's kind of sharding");
-        if constexpr (target) {
+        constexpr bool there = detail::in_memory_of<Comm, Y>;
+        static_assert(!target || there,
+                      "cpx: movement of a tensor in another memory than that of the transport's ranks");
+        if constexpr (target && there) {
             require_place("the target", to.view(), here);
+            require_memory(here, to.view());
             run(true, 0, halo, to.view().data(), here);
         }
     }
@@ -246,6 +256,22 @@ private:
             [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
             [&] { return std::to_string(rows) + ", " + std::to_string(sequences); }, here);
     }
+    /// Throws unless shardings have the ranks and sections of others.
+    template <std::size_t... I>
+    static void require_alike(typename kind::batch const& shardings, typename kind::batch const& like,
+                              std::index_sequence<I...>, caller here) {
+        auto const alike = [&](auto const& a, auto const& b) {
+            require(a.ranks() == b.ranks(), "movement", "ranks of the sharding", b.ranks(), a.ranks(), here);
+            require(std::ranges::equal(a.sections(), b.sections()), "movement", "sections of the sharding",
+                    "those it was made for", "others", here);
+        };
+        (alike(std::get<I>(shardings), std::get<I>(like)), ...);
+    }
+    template <class... X>
+    void require_memory(caller here, X const&... x) const {
+        require((detail::in_one_order(x.memory(), memory_) && ...), "movement", "memory of the tensors",
+                "the transport's, in its stream", "another", here);
+    }
     template <class X>
     void require_place(char const* what, X const& x, caller here) const {
         detail::require_place("movement", what, x, std::get<0>(now_), plan_.rank, "the plan's", here);
@@ -282,6 +308,7 @@ private:
                 set(x.sharding(), y.sharding(), here);
             detail::require_place("movement", "the source", x, x.sharding(), plan_.rank, "the plan's", here);
             detail::require_place("movement", "the target", y, y.sharding(), plan_.rank, "the plan's", here);
+            require_memory(here, x, y);
             run(Back, 0, x.data(), y.data(), here);
         }
     }
@@ -291,6 +318,7 @@ private:
     bool listed_ = true;
     typename kind::width width_;
     capacity most_;
+    rank_memory_of<Comm> memory_;
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;
 };
 

@@ -37,12 +37,12 @@ public:
     /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the other ranks are told why.
     /// Collective.
     template <class F>
-    static void run(F&& program, std::chrono::milliseconds deadline = default_deadline,
-                    MPI_Comm group = MPI_COMM_WORLD) {
-        mpi comm(group, deadline);
+    static void run(F&& program, std::chrono::milliseconds deadline = default_deadline, MPI_Comm group = MPI_COMM_WORLD,
+                    caller here = caller::here()) {
+        mpi comm("mpi::run", std::nullopt, group, deadline, here);
         try {
             program(comm);
-            comm.leave();
+            comm.leave(here);
         } catch (std::exception const& e) {
             comm.fail(e.what());
             throw;
@@ -57,19 +57,13 @@ public:
     /// ranks come in time (MPI does not say who).
     explicit mpi(MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                  caller here = caller::here())
-        : deadline_(detail::checked_deadline("mpi", deadline, here)) {
-        require_group(group, here);
-        MPI_Request request = MPI_REQUEST_NULL;
-        detail::mpi_check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
-        wait_for_all(request, here);
-        prepare(here);
-    }
+        : mpi("mpi", std::nullopt, group, deadline, here) {}
 
     /// Returns a transport between the ranks of `group` that give the same `color`, such as a context-parallel group.
     /// They are numbered from 0, in the order that they have in `group`. Collective on `group`.
     static mpi split(int color, MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                      caller here = caller::here()) {
-        return {color, group, deadline, here};
+        return {"mpi::split", color, group, deadline, here};
     }
 
     mpi(mpi const&) = delete;
@@ -126,7 +120,7 @@ public:
     ///
     /// Collective, as MPI_Comm_free is. A rank that waits for a message of one that has left is told so. Throws if
     /// another rank fails, or sends this one a message.
-    void leave() {
+    void leave(caller here = caller::here()) {
         if (!broken_.empty()) return;
         notes_->tell_end(); // what nobody receives might reach a later communicator
         auto farewells = std::make_unique<std::vector<shipment>>();
@@ -145,6 +139,8 @@ public:
         } catch (std::exception const& e) {
             static_cast<void>(farewells.release()); // MPI may still fill the buffers
             fail(detail::reason(e));
+            auto const* const own = dynamic_cast<error const*>(&e);
+            if (own) throw error(own->where(), own->problem(), own->expected(), own->got(), here);
             throw;
         }
         if (!left_) static_cast<void>(farewells.release());
@@ -173,33 +169,32 @@ private:
         MPI_Request request = MPI_REQUEST_NULL;
     };
 
-    mpi(int color, MPI_Comm group, std::chrono::milliseconds deadline, caller here)
-        : deadline_(detail::checked_deadline("mpi", deadline, here)) {
-        require_group(group, here);
-        require(color >= 0, "mpi::split", "color", "not negative", color, here);
+    mpi(char const* where, std::optional<int> color, MPI_Comm group, std::chrono::milliseconds deadline, caller here)
+        : deadline_(detail::checked_deadline(where, deadline, here)) {
+        int running = 0;
+        MPI_Initialized(&running);
+        require(running != 0, where, "MPI", "initialised, by an mpi_environment", "not initialised", here);
+        require(group != MPI_COMM_NULL, where, "communicator", "one of which this process is a rank", "MPI_COMM_NULL",
+                here);
+        if (color) require(*color >= 0, where, "color", "not negative", *color, here);
         MPI_Request request = MPI_REQUEST_NULL;
-        detail::mpi_check(MPI_Ibarrier(group, &request), "MPI_Ibarrier",
-                          here); // MPI_Comm_split itself knows no deadline
-        wait_for_all(request, here);
-        detail::mpi_check(MPI_Comm_split(group, color, 0, &comm_), "MPI_Comm_split", here);
+        if (color) // MPI_Comm_split itself knows no deadline
+            detail::mpi_check(MPI_Ibarrier(group, &request), "MPI_Ibarrier", here);
+        else
+            detail::mpi_check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
+        wait_for_all(where, request, here);
+        if (color) detail::mpi_check(MPI_Comm_split(group, *color, 0, &comm_), "MPI_Comm_split", here);
         prepare(here);
     }
 
-    static void require_group(MPI_Comm group, caller here) {
-        int running = 0;
-        MPI_Initialized(&running);
-        require(running != 0, "mpi", "MPI", "initialised, by an mpi_environment", "not initialised", here);
-        require(group != MPI_COMM_NULL, "mpi", "communicator", "one of which this process is a rank", "MPI_COMM_NULL",
-                here);
-    }
-    void wait_for_all(MPI_Request request, caller here) const {
+    void wait_for_all(char const* where, MPI_Request request, caller here) const {
         auto const end = clock::now() + deadline_;
         for (int round = 0, come = 0;; ++round) {
             detail::mpi_check(MPI_Test(&request, &come, MPI_STATUS_IGNORE), "MPI_Test", here);
             if (come) return;
             if (clock::now() > end) {
                 detail::mpi_failed = true;
-                throw error("mpi", "ranks of the communicator",
+                throw error(where, "ranks of the communicator",
                             "all of them within " + std::to_string(deadline_.count()) + " ms", "fewer", here);
             }
             pause(round);

@@ -13,9 +13,9 @@ namespace cpx {
 /// Some ranks of a group as a group: the i-th of `members` is rank i. Its messages are those of the whole group, so
 /// that making one moves nothing and waits for nobody: a mesh's groups, or ranks that share experts, on any transport.
 ///
-/// Lives no longer than the transport that it uses. Errors of waits name the ranks of the whole group, those
-/// of plans that differ count within this one and list its members. Ranks that are
-/// in several subgroups call them in one order, as all exchanges of two ranks are.
+/// Lives no longer than the transport that it uses. Errors of waits name ranks of the whole group; errors of plans that
+/// differ name ranks of this one, and list its members. Ranks that are in several subgroups call them in one order, as
+/// all exchanges of two ranks are.
 template <transport Comm>
 class subgroup {
 public:

@@ -24,8 +24,7 @@ void sum_over_ranks(V&& values, Comm& comm, caller here = caller::here()) {
     replicated<> const whole(comm.ranks(), batch);
     auto plan = relayout(shard(batch, sequential<>(comm.ranks())), whole, comm.rank(), here);
     identity::set(plan.id.operation, "sum_over_ranks");
-    for (auto const of_tokens : {identity::tokens, identity::cu_seqlens, identity::source_hash, identity::target_hash})
-        plan.id[of_tokens] = 0;
+    plan.id.forget_batch();
     plan.id[identity::parameter] = static_cast<std::uint64_t>(count);
     using T = std::ranges::range_value_t<V>;
     auto const memory = rank_memory(comm);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cpx/cpx.hpp>
-#include <cpx/model/qwen_config.hpp>
+#include <cpx/model/hf_config.hpp>
 #include <cpx/model/safetensors.hpp>
 #include <cpx/ops.hpp>
 

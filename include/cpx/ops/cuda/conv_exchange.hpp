@@ -152,13 +152,9 @@ void require_of(char const* where, char const* what, conv_exchange<T, S> const& 
 template <class T, any_sharding S, class W, class Y>
 void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
               activation act, Y const& y, cudaStream_t in, caller here) {
-    char const* const where = "cuda::causal_conv1d";
-    conv_given<T>(where, by.plan(), x, by.halo(), weight, bias, here);
-    static_cast<void>(result_given(where, "y", y, by.plan().rows(), by.channels(), here));
-    conv_in_vectors<T>(where, x, by.halo(), weight, y, here);
-    require_apart_from_inputs<T>(where, operands("y", y), x, by.halo(), weight, bias, here);
+    auto const call = check_convolution<T>(by.plan(), x, by.halo(), weight, bias, act, y, here);
     by.exchange_halo(x, in, here);
-    causal_conv1d(by.plan(), x, by.halo(), weight, bias, act, y, in, here);
+    launch_forward(by.plan(), call, act, in, here);
 }
 
 /// Computes gradients from this rank's `dy`, which is rows or parts.
@@ -169,17 +165,13 @@ void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "dx", by, to.dx, here);
     causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
-    conv_given<T>(where, by.plan(), x, by.halo(), weight, bias, here);
-    conv_gradients_given(where, by.plan(), by.channels(), local, here);
-    static_cast<void>(result_given(where, "dy", dy, by.plan().rows(), by.channels(), here));
-    conv_in_vectors<T>(where, x, by.halo(), weight, dy, here);
-    require(in_vectors(to.dx.data()) || !normalises(dy), where, "alignment of dx",
-            "16 bytes, for heads that were normalised", "another", here);
-    require_apart_gradients<T>(where, local, x, by.halo(), weight, bias, dy, here);
+    cpx::detail::require_activation(where, act, here);
+    auto const call =
+        check_backward<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
     by.exchange_halo(x, in, here);
-    causal_conv1d_backward_edge(by.plan(), x, by.halo(), weight, bias, act, dy, by.edge(), in, here);
+    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), in, here);
     by.exchange_edge(in, here);
-    causal_conv1d_backward(by.plan(), x, by.halo(), weight, bias, act, dy, by.edge(), by.dz_halo(), local, in, here);
+    launch_backward(by.plan(), call, act, local, in, here);
 }
 
 } // namespace detail

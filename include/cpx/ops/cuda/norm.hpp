@@ -6,23 +6,29 @@
 #include <cpx/cuda/memory.hpp>
 #include <cpx/ops/local/norm.hpp>
 
+#include <type_traits>
+
 namespace cpx::cuda {
 
 namespace detail {
 
-inline norm_input norm_of(head_norm<float> const& n) {
+template <class T>
+norm_input<T> norm_of(head_norm<T> const& n) {
     return {n.x, n.z, n.weight, n.eps, n.z.data() ? 0 : n.gain_offset};
 }
 
 } // namespace detail
 
 /// As `normalise` of the host, in the stream of a memory; see `normalise_rows`.
-inline void normalise(memory const& in, head_norm<float> const& n, rows<float> y, caller here = caller::here()) {
-    normalise_rows(detail::norm_of(n), y, in.stream(), here);
+template <gpu_number T>
+void normalise(memory const& in, head_norm<T> const& n, std::type_identity_t<rows<T>> y, caller here = caller::here()) {
+    normalise_rows<T>(detail::norm_of(n), y, in.stream(), here);
 }
-inline void normalise_backward(memory const& in, head_norm<float> const& n, rows<float const> dy, rows<float> dx,
-                               rows<float> dz, rows<float> terms, caller here = caller::here()) {
-    normalise_rows_backward(detail::norm_of(n), dy, dx, dz, terms, in.stream(), here);
+template <gpu_number T>
+void normalise_backward(memory const& in, head_norm<T> const& n, std::type_identity_t<rows<T const>> dy,
+                        std::type_identity_t<rows<T>> dx, std::type_identity_t<rows<T>> dz, rows<float> terms,
+                        caller here = caller::here()) {
+    normalise_rows_backward<T>(detail::norm_of(n), dy, dx, dz, terms, in.stream(), here);
 }
 
 } // namespace cpx::cuda

@@ -45,6 +45,7 @@ CPX_HOST_DEVICE T softplus_backward(T x, T dy) {
 }
 
 /// What operators compute of an element or a row, for `for_each_element` of any memory. Arguments are not checked.
+/// Elements may have 16 bits on devices: what is computed is `wide`, and rounded once.
 namespace rowwise {
 
 /// y = silu(gate) up.
@@ -52,16 +53,19 @@ template <class T>
 struct silu_mul {
     rows<T const> gate, up;
     rows<T> y;
-    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const { y(row, j) = silu(gate(row, j)) * up(row, j); }
+    CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
+        y(row, j) = static_cast<T>(silu(widen(gate(row, j))) * widen(up(row, j)));
+    }
 };
 template <class T>
 struct silu_mul_backward {
     rows<T const> gate, up, dy;
     rows<T> dgate, dup;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        T const g = gate(row, j), u = up(row, j), d = dy(row, j); // a result may be one of these
-        dgate(row, j) = silu_backward(g, d * u);
-        dup(row, j) = d * silu(g);
+        // a result may be one of these
+        wide<T> const g = widen(gate(row, j)), u = widen(up(row, j)), d = widen(dy(row, j));
+        dgate(row, j) = static_cast<T>(silu_backward(g, d * u));
+        dup(row, j) = static_cast<T>(d * silu(g));
     }
 };
 

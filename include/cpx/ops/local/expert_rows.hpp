@@ -48,9 +48,8 @@ public:
         : expert_rows_in(M(), chosen, experts, places, here) {}
     /// The same of rows in a memory; `chosen` is on the host.
     expert_rows_in(M const& memory, rows<index_t const> chosen, index_t experts, std::span<index_t const> places,
-                   caller here = caller::here())
+                   caller here = caller::here(), char const* where = "expert_rows")
         : memory_(memory), tokens_(chosen.count()), width_(chosen.width()) {
-        char const* const where = "expert_rows";
         require(experts > 0, where, "experts", "at least 1", experts, here);
         require(places.empty() || std::ssize(places) == tokens_, where, "places", tokens_, places.size(), here);
         begins_ = detail::zeros<index_t>(where, {experts + 1}, here);

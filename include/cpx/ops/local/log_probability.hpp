@@ -26,10 +26,10 @@ struct softmax_scale {
 /// Reads one row of `width` > 0 logits, in the order of its columns; the total is a double for the sake of vocabularies
 /// of 10^5 floats. A NaN in any column makes the total NaN.
 template <class T>
-CPX_HOST_DEVICE softmax_scale<T> scale_of(T const* logits, index_t width) {
-    softmax_scale<T> s{logits[0]};
-    for (index_t j = 1; j < width; ++j) s.highest = s.highest < logits[j] ? logits[j] : s.highest;
-    for (index_t j = 0; j < width; ++j) s.total += static_cast<double>(std::exp(logits[j] - s.highest));
+CPX_HOST_DEVICE softmax_scale<wide<T>> scale_of(T const* logits, index_t width) {
+    softmax_scale<wide<T>> s{widen(logits[0])};
+    for (index_t j = 1; j < width; ++j) s.highest = s.highest < widen(logits[j]) ? widen(logits[j]) : s.highest;
+    for (index_t j = 0; j < width; ++j) s.total += static_cast<double>(std::exp(widen(logits[j]) - s.highest));
     return s;
 }
 
@@ -52,13 +52,14 @@ template <class T>
 struct log_probability {
     rows<T const> logits;
     index_t const* labels;
-    rows<T> logp; ///< (rows, 1)
+    rows<wide<T>> logp; ///< (rows, 1)
     CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
         index_t const label = labels[row];
         logp(row, 0) = 0;
         if (label == ignored) return;
         auto const scale = detail::scale_of(logits.row(row), logits.width());
-        logp(row, 0) = static_cast<T>(static_cast<double>(logits(row, label) - scale.highest) - std::log(scale.total));
+        auto const above = static_cast<double>(widen(logits(row, label)) - scale.highest);
+        logp(row, 0) = static_cast<wide<T>>(above - std::log(scale.total));
     }
 };
 /// dlogp (onehot(label) - softmax(logits)) of a row, and zeros where there is no label.
@@ -66,19 +67,19 @@ template <class T>
 struct log_probability_backward {
     rows<T const> logits;
     index_t const* labels;
-    rows<T const> dlogp; ///< (rows, 1)
+    rows<wide<T> const> dlogp; ///< (rows, 1)
     rows<T> dlogits;
     CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
         index_t const label = labels[row];
         if (label == ignored) {
-            for (index_t j = 0; j < dlogits.width(); ++j) dlogits(row, j) = 0;
+            for (index_t j = 0; j < dlogits.width(); ++j) dlogits(row, j) = T(0);
             return;
         }
         auto const scale = detail::scale_of(logits.row(row), logits.width());
-        T const gradient = dlogp(row, 0), divisor = static_cast<T>(scale.total);
+        wide<T> const gradient = dlogp(row, 0), divisor = static_cast<wide<T>>(scale.total);
         for (index_t j = 0; j < logits.width(); ++j) {
-            T const p = std::exp(logits(row, j) - scale.highest) / divisor;
-            dlogits(row, j) = gradient * (j == label ? 1 - p : -p);
+            wide<T> const p = std::exp(widen(logits(row, j)) - scale.highest) / divisor;
+            dlogits(row, j) = static_cast<T>(gradient * (j == label ? 1 - p : -p));
         }
     }
 };

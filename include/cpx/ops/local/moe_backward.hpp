@@ -14,10 +14,11 @@ namespace rowwise {
 /// The gradients of the outputs chosen: `doutput_s = w_s dy`, side by side.
 template <class T>
 struct weigh_choices {
-    rows<T const> weights, dy;
+    rows<wide<T> const> weights;
+    rows<T const> dy;
     rows<T> doutput;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        doutput(row, j) = weights(row, j / dy.width()) * dy(row, j % dy.width());
+        doutput(row, j) = static_cast<T>(weights(row, j / dy.width()) * widen(dy(row, j % dy.width())));
     }
 };
 /// Adds the terms of a row: one, or several side by side, such as of its choices, one after the other.
@@ -26,7 +27,9 @@ struct add {
     rows<T const> terms;
     rows<T> to;
     CPX_HOST_DEVICE void operator()(index_t row, index_t j) const {
-        for (index_t first = 0; first < terms.width(); first += to.width()) to(row, j) += terms(row, first + j);
+        wide<T> sum = widen(to(row, j));
+        for (index_t first = 0; first < terms.width(); first += to.width()) sum += widen(terms(row, first + j));
+        to(row, j) = static_cast<T>(sum);
     }
 };
 
@@ -54,6 +57,29 @@ struct moe_gradients {
     row_buffer<T> dshared_gate;    ///< (tokens, 1)
 };
 
+namespace detail {
+
+template <class T, class Experts>
+moe_sizes require_moe_backward(char const* where, moe_weights<T> const& w, moe_saved<T, Experts> const& saved,
+                               rows<T const> dy, rows<T> dx, rows<T const> dlogits, caller here) {
+    auto const n = require_moe<T>(where, w, saved.at, dy.width(), {"dx", dx}, here);
+    index_t const count = saved.at.tokens();
+    require_shape(where, "dy", dy, count, n.hidden, here);
+    require_shape(where, "dx", dx, count, n.hidden, here);
+    require_apart(where, {{"dx", dx}}, {{"dy", dy}, {"dlogits", dlogits}}, here, in_place::yes);
+    require_shape(where, "saved choices", saved.of_router.chosen.view(), count, n.choices, here);
+    require_shape(where, "saved weights", saved.of_router.weights.view(), count, n.choices, here);
+    require_shape(where, "saved gate_up", saved.gate_up.view(), saved.input.count(), 2 * n.inner, here);
+    require_shape(where, "saved output", saved.output.view(), count, n.choices * n.hidden, here);
+    require_shape(where, "saved shared_gate_up", saved.shared_gate_up.view(), count, 2 * n.shared, here);
+    require_shape(where, "saved shared_output", saved.shared_output.view(), count, n.hidden, here);
+    require_shape(where, "saved shared_gate", saved.shared_gate.view(), count, 1, here);
+    if (dlogits.count() > 0) require_shape(where, "dlogits", dlogits, count, n.experts, here);
+    return n;
+}
+
+} // namespace detail
+
 /// Computes `dx`, the gradient of the input of `moe`, and returns those from which the caller adds up the weights'.
 ///
 /// dy, dx: (tokens, hidden), dx may be dy. Every row of the results is a function of its rows of dy and of what was
@@ -66,22 +92,10 @@ template <class T, class Experts>
 moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> const& saved,
                               std::type_identity_t<rows<T const>> dy, std::type_identity_t<rows<T>> dx,
                               std::type_identity_t<rows<T const>> dlogits = {}, caller here = caller::here()) {
-    char const* const where = "moe_backward";
-    auto const n = detail::require_moe<T>(where, w, saved.at, dy.width(), {"dx", dx}, here);
+    auto const n = detail::require_moe_backward<T>("moe_backward", w, saved, dy, dx, dlogits, here);
     index_t const count = saved.at.tokens(), choices = n.choices, rows_of_experts = saved.input.count();
     auto const begins = saved.at.begins();
     rows<index_t const> const chosen = saved.of_router.chosen.view();
-    detail::require_shape(where, "dy", dy, count, n.hidden, here);
-    detail::require_shape(where, "dx", dx, count, n.hidden, here);
-    detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}, {"dlogits", dlogits}}, here, detail::in_place::yes);
-    detail::require_shape(where, "saved choices", chosen, count, choices, here);
-    detail::require_shape(where, "saved weights", saved.of_router.weights.view(), count, choices, here);
-    detail::require_shape(where, "saved gate_up", saved.gate_up.view(), rows_of_experts, 2 * n.inner, here);
-    detail::require_shape(where, "saved output", saved.output.view(), count, choices * n.hidden, here);
-    detail::require_shape(where, "saved shared_gate_up", saved.shared_gate_up.view(), count, 2 * n.shared, here);
-    detail::require_shape(where, "saved shared_output", saved.shared_output.view(), count, n.hidden, here);
-    detail::require_shape(where, "saved shared_gate", saved.shared_gate.view(), count, 1, here);
-    if (dlogits.count() > 0) detail::require_shape(where, "dlogits", dlogits, count, n.experts, here);
     moe_gradients<T> g{.dlogits = {count, n.experts, here},
                        .dgate_up = {rows_of_experts, 2 * n.inner, here},
                        .doutput = {},
@@ -93,7 +107,7 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> con
 
     for (index_t row = 0; row < count; ++row) {
         for (index_t s = 0; s < choices; ++s) {
-            detail::require_expert(where, chosen(row, s), n.experts, here);
+            detail::require_expert("moe_backward", chosen(row, s), n.experts, here);
             T const* const output = saved.output.view().row(row) + s * n.hidden;
             dweights.view()(row, s) = detail::dot(dy.row(row), output, n.hidden);
         }

@@ -2,7 +2,7 @@
 // Root-mean-square norms of rows, whole or head by head.
 #pragma once
 
-#include <cpx/core/memory.hpp>
+#include <cpx/core/elements.hpp>
 #include <cpx/ops/local/activation.hpp>
 #include <cpx/ops/local/lanes.hpp>
 #include <cpx/ops/local/shape.hpp>
@@ -197,7 +197,7 @@ template <class T>
 struct head_norm {
     rows<T const> x, z;   ///< (rows, heads * weight.width()); z may be empty
     rows<T const> weight; ///< (1, channels of a head)
-    T eps, gain_offset;
+    wide<T> eps, gain_offset;
 
     std::span<T const> gain() const { return {weight.data(), static_cast<std::size_t>(weight.width())}; }
 };

@@ -20,10 +20,10 @@ namespace detail {
 
 /// Writes the softmax of a row of `count` logits.
 template <class T>
-CPX_HOST_DEVICE void softmax(T const* logits, index_t count, T* probabilities) {
-    T highest = logits[0], total = 0;
-    for (index_t e = 1; e < count; ++e) highest = highest < logits[e] ? logits[e] : highest;
-    for (index_t e = 0; e < count; ++e) total += probabilities[e] = std::exp(logits[e] - highest);
+CPX_HOST_DEVICE void softmax(T const* logits, index_t count, wide<T>* probabilities) {
+    wide<T> highest = widen(logits[0]), total = 0;
+    for (index_t e = 1; e < count; ++e) highest = highest < widen(logits[e]) ? widen(logits[e]) : highest;
+    for (index_t e = 0; e < count; ++e) total += probabilities[e] = std::exp(widen(logits[e]) - highest);
     for (index_t e = 0; e < count; ++e) probabilities[e] /= total;
 }
 
@@ -59,11 +59,11 @@ namespace rowwise {
 template <class T>
 struct choose_experts {
     rows<T const> logits;
-    rows<T> probabilities; ///< as logits, written
+    rows<wide<T>> probabilities; ///< as logits, written
     rows<index_t> chosen;
-    rows<T> weights;
+    rows<wide<T>> weights;
     CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
-        T* const all = probabilities.row(row);
+        wide<T>* const all = probabilities.row(row);
         index_t* const own = chosen.row(row);
         detail::softmax(logits.row(row), logits.width(), all);
         for (index_t number = 0; number < chosen.width(); ++number) {
@@ -82,14 +82,14 @@ struct choose_experts {
 template <class T>
 struct choose_experts_backward {
     rows<index_t const> chosen;
-    rows<T const> weights, dweights;
+    rows<wide<T> const> weights, dweights;
     rows<T> dlogits;
     CPX_HOST_DEVICE void operator()(index_t row, index_t) const {
         // Divided by their sum, the largest probabilities are the softmax of their own logits: the others cancel.
-        T mean = 0;
+        wide<T> mean = 0;
         for (index_t s = 0; s < weights.width(); ++s) mean += weights(row, s) * dweights(row, s);
         for (index_t s = 0; s < weights.width(); ++s)
-            dlogits(row, chosen(row, s)) = weights(row, s) * (dweights(row, s) - mean);
+            dlogits(row, chosen(row, s)) = static_cast<T>(weights(row, s) * (dweights(row, s) - mean));
     }
 };
 
@@ -115,8 +115,8 @@ void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights,
 ///
 /// Throws `cpx::error` as that does, and if a choice is no expert or a row chooses one twice.
 template <class T>
-void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here = caller::here()) {
-    char const* const where = "weigh_experts";
+void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here = caller::here(),
+                   char const* where = "weigh_experts") {
     detail::require_router<T>(where, logits, chosen, weights, here);
     std::vector<T> all(static_cast<std::size_t>(logits.width()));
     T const least = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon(); // with all its digits
@@ -155,11 +155,22 @@ struct expert_choices {
     row_buffer<T> weights;      ///< (rows, choices), of sum 1
 };
 
+namespace detail {
+
+template <class T>
+void require_gate(char const* where, rows<T const> gate, rows<T const> x, caller here) {
+    require(gate.width() == x.width(), where, "width of gate", "that of x, " + std::to_string(x.width()), gate.width(),
+            here);
+}
+
+} // namespace detail
+
 /// Lets every row of x choose experts. gate: (experts, hidden); x: (rows, hidden). Throws as `choose_experts` does.
 template <class T>
 expert_choices<T> choose_experts(rows<T const> gate, rows<T const> x, index_t choices, caller here = caller::here()) {
     require(choices >= 1 && choices <= gate.count(), "choose_experts", "choices",
             "1 to the experts, " + std::to_string(gate.count()), choices, here);
+    detail::require_gate("choose_experts", gate, x, here);
     expert_choices<T> r{{x.count(), gate.count(), here}, {x.count(), choices, here}, {x.count(), choices, here}};
     linear<T>(x, gate, r.logits.view(), here);
     choose_experts<T>(r.logits.view(), r.chosen.view(), r.weights.view(), here);
@@ -181,11 +192,12 @@ template <class T, class I>
 expert_choices<T> replay_experts(rows<T const> gate, rows<T const> x, rows<I> chosen, caller here = caller::here()) {
     expert_choices<T> r{
         {x.count(), gate.count(), here}, {x.count(), chosen.width(), here}, {x.count(), chosen.width(), here}};
+    detail::require_gate("replay_experts", gate, x, here);
     detail::require_shape("replay_experts", "chosen", chosen, x.count(), chosen.width(), here);
     for (index_t row = 0; row < chosen.count(); ++row)
         std::copy_n(chosen.row(row), chosen.width(), r.chosen.view().row(row));
     linear<T>(x, gate, r.logits.view(), here);
-    weigh_experts<T>(r.logits.view(), chosen, r.weights.view(), here);
+    weigh_experts<T>(r.logits.view(), chosen, r.weights.view(), here, "replay_experts");
     return r;
 }
 template <class X = void>

@@ -25,7 +25,8 @@ void require_shape(char const* where, char const* name, rows<T> view, index_t co
 /// Throws `cpx::error` unless groups of `heads` heads of one size each share one of `shared` heads.
 inline void require_groups(char const* where, char const* name, index_t heads, char const* shared_name, index_t shared,
                            caller here) {
-    require(shared > 0 && heads % shared == 0, where, name,
+    require(shared > 0, where, shared_name, "at least 1", shared, here);
+    require(heads % shared == 0, where, name,
             std::string("a multiple of the ") + shared_name + ' ' + std::to_string(shared), heads, here);
     require(heads >= 0 && heads <= std::numeric_limits<int>::max(), where, name, "0 to 2147483647", heads, here);
 }
