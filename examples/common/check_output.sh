@@ -27,13 +27,17 @@ expect() {
     failures=$((failures + 1))
 }
 
+moe=data/tiny_qwen3_5_moe
 tiny="--model data/tiny_qwen3_5 --reference data/tiny_qwen3_5/reference.safetensors --ranks 1 --linear zigzag"
-for command in quickstart new_layout new_operator "inspect --cu 0,8 --ranks 2" "inspect --help" \
-    "verify $golden/conv_silu.safetensors" "verify $golden/conv_silu.safetensors --json" "qwen $tiny" "qwen $tiny --json"; do
+for command in quickstart new_layout new_operator "inspect --cu 0,8 --ranks 2" "inspect --help" "audit --help" \
+    "check_config $moe/config.json $moe/train.json" "check_config $moe/config.json $moe/train.json --json" \
+    "names --mesh tp=1 --rank 0 --layers 1" "verify $golden/conv_silu.safetensors" "verify $golden/conv_silu.safetensors --json" "qwen $tiny" "qwen $tiny --json"; do
     program=${command%% *}
-    refused "^$program: stdout: cannot be written: No space left" "$bin/"$command >/dev/full
-    refused "^$program: stdout: closed" "$bin/"$command >&-
+    refused "^$program: stdout: cannot be written: No space left" "$bin/"$command <"$0" >/dev/full
+    refused "^$program: stdout: closed" "$bin/"$command <"$0" >&-
 done
+
+refused "^names: stdin: cannot be read: Is a directory" "$bin/names" --mesh tp=1 --rank 0 --layers 1 </
 
 inspect() { "$bin/inspect" --cu 0,8,20 --ranks 2 "$@"; }
 whole() { tail -n 1 "$1" | grep -q '</svg>'; }

@@ -25,7 +25,7 @@ inline bool output_failed = false;
 
 /// Throws `cpx::error` unless all that was printed so far is written.
 inline void flush_output() {
-    errno = 0;
+    if (std::cout && !std::ferror(stdout)) errno = 0; // else it is the reason why a part was not written
     output_failed = !(std::cout.flush() && !std::ferror(stdout) && std::fflush(stdout) == 0);
     if (output_failed) throw cpx::error("stdout", "cannot be written" + reason());
 }

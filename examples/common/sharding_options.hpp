@@ -2,10 +2,11 @@
 // Shardings from the command line: text such as "zigzag:batch", "aligned:64" and "0,8,20" becomes cpx types.
 #pragma once
 
+#include "numbers.hpp"
+
 #include <cpx/cpx.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,40 +16,6 @@ namespace examples {
 inline constexpr int most_ranks = 4096;  ///< of a sharding that is only looked at
 inline constexpr int most_threads = 256; ///< ranks that run, a thread each
 inline constexpr cpx::index_t most_tokens = 1'000'000'000'000;
-
-/// Returns the number that `text` spells, from `least` to `most`. `where` and `what` name it in the error.
-inline cpx::index_t parse_number(std::string_view text, cpx::index_t least, cpx::index_t most, char const* where,
-                                 std::string const& what) {
-    cpx::index_t number = 0;
-    auto const [end, failure] = std::from_chars(text.data(), text.data() + text.size(), number);
-    bool const whole = failure == std::errc{} && end == text.data() + text.size();
-    cpx::require(whole && least <= number && number <= most, where, what.c_str(),
-                 "a whole number from " + std::to_string(least) + " to " + std::to_string(most), cpx::quote(text));
-    return number;
-}
-
-/// Returns the numbers of "0,8,20".
-inline std::vector<cpx::index_t> parse_numbers(std::string_view text, cpx::index_t least, cpx::index_t most,
-                                               char const* where, char const* what) {
-    std::vector<cpx::index_t> numbers;
-    for (std::size_t first = 0; first <= text.size();) {
-        std::size_t const comma = std::min(text.find(',', first), text.size());
-        std::string const name = what + (' ' + std::to_string(numbers.size()));
-        numbers.push_back(parse_number(text.substr(first, comma - first), least, most, where, name));
-        first = comma + 1;
-    }
-    return numbers;
-}
-
-/// Returns `f()`. What cpx finds wrong there is an error of `where`, an option or a file.
-template <class F>
-auto blame(std::string const& where, F&& f) {
-    try {
-        return f();
-    } catch (cpx::error const& e) {
-        throw cpx::error(where, e.problem(), e.expected(), e.got());
-    }
-}
 
 /// Returns the batch of the offsets (cu_seqlens) in "0,8,20".
 inline cpx::thd parse_batch(std::string_view text, char const* where = "--cu") {
