@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <iostream>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -48,10 +49,11 @@ shards::input read(std::vector<std::string> const& files, std::vector<cpx::audit
     return in;
 }
 
-/// Returns the config.json beside the shards, or an empty path.
-std::filesystem::path config_beside(std::vector<std::string> const& files) {
-    auto const place = examples::shard_files(files).front().parent_path() / "config.json";
-    return std::filesystem::exists(place) ? place : std::filesystem::path();
+/// Returns the config.json beside the first of the shards, or nothing where there is none.
+std::string config_beside(shards::input const& in) {
+    auto const place = std::filesystem::path(in.shards.front().where).parent_path() / "config.json";
+    std::error_code failure;
+    return std::filesystem::exists(place, failure) ? place.string() : std::string();
 }
 
 } // namespace
@@ -74,7 +76,7 @@ int main(int argc, char** argv) {
     int const code = examples::run_example(argc, argv, app, [&] {
         std::vector<cpx::audit_problem> problems;
         auto in = read(files, problems);
-        in.config = config.empty() ? config_beside(files).string() : config;
+        in.config = config.empty() ? config_beside(in) : config;
         if (!in.config.empty()) {
             auto const found = cpx::audit_weights(cpx::hf_config::read(in.config), in.weights);
             problems.insert(problems.end(), found.begin(), found.end());
