@@ -6943,15 +6943,18 @@ private:
     }
     void require_room(typename kind::batch const& shardings, capacity const& most, caller here) const {
         index_t const sequences = std::get<0>(shardings).batch().sequences();
-        index_t const rows = std::apply(
-            [&](auto const&... s) {
-                return std::max({index_t{0}, detail::about_rows(s, plan_.rank, most.rows)...});
-            },
-            shardings);
+        auto const largest = [&](auto const& rows) {
+            return std::apply([&](auto const&... s) { return std::max({index_t{0}, rows(s)...}); }, shardings);
+        };
+        index_t const rows = largest([&](auto const& s) { return detail::about_rows(s, plan_.rank, most.rows); });
         require(
             rows <= most.rows && sequences <= most.sequences, "movement", "rows and sequences of the batch",
             [&] { return "at most " + std::to_string(most.rows) + ", " + std::to_string(most.sequences); },
-            [&] { return std::to_string(rows) + ", " + std::to_string(sequences); }, here);
+            [&] {
+                return std::to_string(largest([&](auto const& s) { return s.rows(plan_.rank); })) + ", " +
+                       std::to_string(sequences);
+            },
+            here);
     }
     /// Throws unless shardings have the ranks and sections of others.
     template <std::size_t... I>
