@@ -204,9 +204,10 @@ TEST_SUITE("transport") {
             });
             rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 40, 4, got "},
                     [&] { move.set(from(lengths({200})), to(lengths({200}))); });
-            rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 40, 4, got "}, [&] {
-                halos.set(from(lengths({1, 1, 1, 1, 1})));
-            });
+            auto const many = from(lengths({1, 1, 1, 1, 1}));
+            rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 40, 4, got " +
+                                       std::to_string(many.rows(comm.rank())) + ", 5"},
+                    [&] { halos.set(many); });
             rejects({"memory.cpp", "movement: rows and sequences of the batch: expected at most 0, 4, got "}, [&] {
                 cpx::make_movement<float>(from(lengths({5, 5})), to(lengths({5, 5})), 2, {0, 4}, comm);
             });
