@@ -291,6 +291,34 @@ TEST_SUITE("transport") {
             holds(found.text(), "duty      NO   a rank that throws ends the others: no rank has run: out of sockets"));
     }
 
+    TEST_CASE("a group whose threads the caller starts does what run does") {
+        auto const run = [](auto const& program, std::chrono::milliseconds deadline) {
+            cpx::threads::group ranks(3, deadline);
+            std::vector<std::thread> members;
+            for (int rank = 0; rank < 3; ++rank)
+                members.emplace_back([&, rank] {
+                    try {
+                        program(ranks.at(rank));
+                    } catch (std::exception const& e) {
+                        ranks.fail(rank, e.what());
+                    }
+                    ranks.leave(rank);
+                });
+            for (auto& member : members) member.join();
+        };
+        auto const found = cpx::testing::check_transport(run, 200ms);
+        CHECK_MESSAGE(found.all_duties(), found.text());
+    }
+
+    TEST_CASE("a group whose threads the caller starts names ranks that are none") {
+        cpx::threads::group ranks(2);
+        rejects({"threads::group::at: rank", "0 to 1", "got 2"}, [&] { ranks.at(2); });
+        rejects({"threads::group::leave: rank", "got -1"}, [&] { ranks.leave(-1); });
+        rejects({"threads::group::fail: rank", "got 7"}, [&] { ranks.fail(7, "why"); });
+        rejects({"threads::group: ranks", "at least 1"}, [] { cpx::threads::group none(0); });
+        rejects({"threads::group: deadline, ms", "got 0"}, [] { cpx::threads::group hasty(2, 0ms); });
+    }
+
     TEST_CASE("a group can be used after another has failed") {
         CHECK(message([] { cpx::threads::run(2, [](cpx::threads&) { throw std::runtime_error("no"); }); }) != "");
         CHECK_NOTHROW(cpx::threads::run(2, [](cpx::threads& comm) { all_to_all(comm, 1); }));

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for results: in the framework of the caller's arrays."""
+
+import numpy as np
+
+
+def empty_like(x, shape, dtype=None, zeros=False):
+    """Returns an array of `shape` in the framework and on the device of `x`, and of its dtype if none is told.
+
+    NumPy's and torch's are made by these; of any other framework it is an array of NumPy, which `finish` hands over.
+    """
+    kind = type(x).__module__.partition(".")[0]
+    if kind == "torch":
+        import torch
+
+        make = torch.zeros if zeros else torch.empty
+        return make(tuple(shape), dtype=dtype or x.dtype, device=x.device)
+    if kind == "cupy":
+        import cupy
+
+        return (cupy.zeros if zeros else cupy.empty)(tuple(shape), dtype=dtype or x.dtype)
+    return (np.zeros if zeros else np.empty)(tuple(shape), dtype=dtype or x.dtype)
+
+
+def finish(x, result):
+    """Returns a result, made for `x` by `empty_like`, in the framework of `x`: without a copy."""
+    if isinstance(result, np.ndarray) and not isinstance(x, np.ndarray) and hasattr(x, "__array_namespace__"):
+        namespace = x.__array_namespace__()
+        if namespace is not np and hasattr(namespace, "from_dlpack"):
+            return namespace.from_dlpack(result)
+    return result

@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "recurrence.hpp"
+
+template void binding::run_recurrence<cpx::kimi_delta_attention, float>(binding::recurrence_call const&);

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "numbers.hpp"
+
+namespace binding {
+
+namespace {
+
+index_t integer(char const* where, char const* name, std::size_t place, nb::handle object) {
+    auto const refuse = [&](char const* got) -> index_t {
+        throw cpx::error(where, std::string(name) + ", number " + std::to_string(place), "an integer below 2^63", got);
+    };
+    nb::object const number = nb::steal(PyNumber_Index(object.ptr()));
+    if (!number.is_valid()) {
+        PyErr_Clear();
+        return refuse(nb::cast<std::string>(object.type().attr("__name__")).c_str());
+    }
+    long long const value = PyLong_AsLongLong(number.ptr());
+    if (value == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return refuse("one beyond");
+    }
+    return static_cast<index_t>(value);
+}
+
+} // namespace
+
+std::vector<index_t> integers(char const* where, char const* name, nb::handle object) {
+    std::vector<index_t> list;
+    if (nb::isinstance<nb::list>(object) || nb::isinstance<nb::tuple>(object) || !nb::hasattr(object, "__dlpack__")) {
+        nb::object const items = nb::steal(PySequence_Fast(object.ptr(), ""));
+        if (!items.is_valid()) {
+            PyErr_Clear();
+            throw cpx::error(where, name, "a list or an array of integers",
+                             nb::cast<std::string>(object.type().attr("__name__")));
+        }
+        for (nb::handle const item : items) list.push_back(integer(where, name, list.size(), item));
+        return list;
+    }
+    with_type<std::int64_t, std::int32_t>(read(where, name, object), [&]<class T>(of_type<T>) {
+        for (T const number : list_of<T>(read(where, name, object))) list.push_back(number);
+    });
+    return list;
+}
+
+std::vector<index_t> integers_if(char const* where, char const* name, nb::handle object) {
+    return object.is_none() ? std::vector<index_t>() : integers(where, name, object);
+}
+
+} // namespace binding

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who sends what to whom: plans and their matrices.
+#include "plan.hpp"
+
+#include "module.hpp"
+#include "numbers.hpp"
+
+#include <cpx/layout/zigzag.hpp>
+#include <cpx/plan/traffic.hpp>
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <tuple>
+
+using namespace nanobind::literals;
+
+namespace binding {
+
+namespace {
+
+template <class L>
+using of_sequences = cpx::sharding<L, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;
+
+/// Returns the plan between layouts that scale with every length, if these are some.
+std::optional<cpx::plan> scaled(any_tokens const& from, any_tokens const& to, int rank) {
+    std::optional<cpx::plan> made;
+    auto const between = [&]<class A, class B>(of_type<A>, of_type<B>) {
+        auto const* const a = from.get<of_sequences<A>>();
+        auto const* const b = to.get<of_sequences<B>>();
+        if (!made && a && b) made = cpx::relayout(*a, *b, rank);
+    };
+    between(of_type<cpx::zigzag<>>(), of_type<cpx::sequential<>>());
+    between(of_type<cpx::sequential<>>(), of_type<cpx::zigzag<>>());
+    return made;
+}
+
+/// Gives a plan the names that users know, in place of the types that hide them.
+void name_ends(cpx::plan& p, any_layout const& from, any_layout const& to) {
+    cpx::identity a, b;
+    from.visit([&](auto const& s) { s.name(a); });
+    to.visit([&](auto const& s) { s.name(b); });
+    p.id.source = a.source, p.id.source_settings = a.source_settings;
+    p.id.target = b.target, p.id.target_settings = b.target_settings;
+    p.id[cpx::identity::source_hash] = a.numbers[cpx::identity::source_hash];
+    p.id[cpx::identity::target_hash] = b.numbers[cpx::identity::target_hash];
+}
+
+index_t columns_in(cpx::message const& m, index_t width) { return m.columns.empty() ? width : cpx::total(m.columns); }
+
+/// Returns (W, W): what each rank holds and each rank needs, `of(message)` of every message.
+template <class F>
+nb::ndarray<nb::numpy, std::int64_t> matrix(relayout_value const& r, F&& of) {
+    auto const ranks = static_cast<std::size_t>(r.from.ranks());
+    auto sums = cpx::detail::zeros<index_t>("relayout", {r.from.ranks(), r.from.ranks()}, cpx::caller::here());
+    for (int rank = 0; rank < r.from.ranks(); ++rank)
+        for (cpx::message const& m : r.back ? relayout_between(r.to, r.from, rank).plan.receives
+                                            : relayout_between(r.from, r.to, rank).plan.sends)
+            sums[static_cast<std::size_t>(rank) * ranks + static_cast<std::size_t>(m.peer)] += of(m);
+    return to_numpy(std::move(sums), {ranks, ranks});
+}
+
+/// What Python asks of any plan.
+template <class V, class F>
+void bind_messages(nb::class_<V>& c, F plan_of) {
+    c.def_prop_ro("rank", [=](V const& v) { return plan_of(v).rank; })
+        .def_prop_ro("ranks", [=](V const& v) { return plan_of(v).ranks(); })
+        .def_prop_ro(
+            "source_rows", [=](V const& v) { return plan_of(v).source_rows; }, "Rows that this rank gives.")
+        .def_prop_ro(
+            "target_rows", [=](V const& v) { return plan_of(v).target_rows; }, "Rows that it gets.")
+        .def_prop_ro(
+            "source_width", [=](V const& v) { return plan_of(v).source_width; },
+            "Elements of a row; 0: rows of any width move whole.")
+        .def_prop_ro(
+            "target_width", [=](V const& v) { return plan_of(v).target_width; },
+            "Elements of a row; 0: as the source's.")
+        .def_prop_ro(
+            "messages", [=](V const& v) { return plan_of(v).messages(); }, "Messages to other ranks.")
+        .def_prop_ro(
+            "sent_rows", [=](V const& v) { return plan_of(v).sent_rows(); },
+            "Rows of which all or some columns leave this rank.")
+        .def(
+            "sent_elements", [=](V const& v, index_t width) { return plan_of(v).sent_elements(width); }, "width"_a = 1,
+            "Returns the elements that leave this rank, of rows of `width` where they move whole.")
+        .def_prop_ro(
+            "fingerprint", [=](V const& v) { return plan_of(v).fingerprint(); },
+            "64 bits that are equal on all ranks whose plans fit each other.");
+}
+
+} // namespace
+
+relayout_value relayout_between(any_layout const& from, any_layout const& to, int rank) {
+    relayout_value r{{}, from, to, false};
+    std::visit(
+        [&]<class A, class B>(A const& a, B const& b) {
+            if constexpr (std::same_as<A, any_tokens> && std::same_as<B, any_tokens>)
+                if (auto made = scaled(a, b, rank)) {
+                    r.plan = std::move(*made);
+                    return;
+                }
+            r.plan = cpx::relayout(a, b, rank);
+        },
+        from.real, to.real);
+    name_ends(r.plan, from, to);
+    return r;
+}
+
+halo_value halo_of(any_layout const& sharding, int rank, index_t reach, cpx::side where) {
+    return sharding.visit([&]<class S>(S const& s) {
+        auto plan = cpx::halo(s, rank, reach, where);
+        name_ends(plan, sharding, sharding);
+        return halo_value{std::move(plan), sharding};
+    });
+}
+
+carry_value carry_of(any_layout const& sharding, int rank, bool serial) {
+    auto const named = [&](auto plan) {
+        sharding.visit([&](auto const& s) { s.name(plan.id); });
+        return carry_value{std::move(plan), sharding, serial};
+    };
+    if (sharding.every_row()) return named(cpx::carry<cpx::serial>(std::get<any_rows>(sharding.real), rank));
+    auto const& tokens = std::get<any_tokens>(sharding.real);
+    if (serial) return named(cpx::carry<cpx::serial>(tokens, rank));
+    return named(cpx::carry<cpx::scan>(tokens, rank));
+}
+
+void bind_plan(nb::module_& m) {
+    nb::class_<relayout_value> relayout(m, "Relayout", R"(All that one rank sends and receives between two shardings.
+
+At most one message a peer; rows that stay are copied once.)");
+    bind_messages(relayout, [](relayout_value const& r) -> cpx::plan const& { return r.plan; });
+    relayout
+        .def_prop_ro(
+            "source", [](relayout_value const& r) { return r.from; }, "The sharding from which it leads.")
+        .def_prop_ro(
+            "target", [](relayout_value const& r) { return r.to; }, "The sharding to which it leads.")
+        .def(
+            "transposed",
+            [](relayout_value const& r) {
+                return relayout_value{r.plan.transposed(), r.to, r.from, !r.back};
+            },
+            "Returns the plan that moves everything back: the backward of this one.")
+        .def(
+            "rows_matrix",
+            [](relayout_value const& r) { return matrix(r, [](auto const& m) { return cpx::total(m.rows); }); },
+            "Returns (W, W) int64: [i, j] rows, all or some columns of them, go from rank i to j; i = j: they stay.")
+        .def(
+            "bytes_matrix",
+            [](relayout_value const& r, index_t width, index_t itemsize) {
+                cpx::detail::product("bytes_matrix", "bytes of a row", {width, itemsize}, cpx::caller::here());
+                return matrix(r, [&](auto const& m) { return cpx::total(m.rows) * columns_in(m, width) * itemsize; });
+            },
+            "width"_a = 1, "itemsize"_a = 1,
+            "Returns (W, W) int64 of bytes. width: elements of a row, where rows move whole; itemsize: bytes of one.")
+        .def(
+            "lower_bound",
+            [](relayout_value const& r, index_t width) {
+                return std::visit(
+                    [&](auto const& a, auto const& b) {
+                        auto const bound = cpx::lower_bound(a, b, width);
+                        return std::pair(bound.rows, bound.elements);
+                    },
+                    r.from.real, r.to.real);
+            },
+            "width"_a = 1, "Returns the rows and elements, of all ranks, that no exchange can do without.")
+        .def("__repr__", [](relayout_value const& r) {
+            return "cpx.Relayout(" + r.from.text() + " -> " + r.to.text() + ", rank " + std::to_string(r.plan.rank) +
+                   " of " + std::to_string(r.plan.ranks()) + ')';
+        });
+    m.def(
+        "relayout", relayout_between, "source"_a, "target"_a, "rank"_a,
+        R"(Returns the plan by which `rank` and all others move a tensor from one sharding to another, in one exchange.
+
+Any pair of shardings of one batch. Pure: no communication; every rank makes its own.)");
+
+    nb::class_<halo_value> halo(m, "Halo", "The rows beside a rank's segments: what a convolution needs of others.");
+    bind_messages(halo, [](halo_value const& h) -> cpx::plan const& { return h.plan(); });
+    halo.def_prop_ro("sharding", [](halo_value const& h) { return h.sharding; })
+        .def_prop_ro("reach",
+                     [](halo_value const& h) { return visit_plan(h, [](auto const& p, auto&) { return p.reach; }); })
+        .def_prop_ro("side", [](halo_value const& h) {
+            return visit_plan(h,
+                              [](auto const& p, auto&) { return p.where == cpx::side::before ? "before" : "after"; });
+        });
+    m.def(
+        "halo",
+        [](any_layout const& s, int rank, index_t reach, std::string_view side) {
+            return halo_of(
+                s, rank, reach,
+                word<cpx::side>("halo", "side", side, {{"before", cpx::side::before}, {"after", cpx::side::after}}));
+        },
+        "sharding"_a, "rank"_a, "reach"_a, "side"_a = "before",
+        "Returns the plan by which a rank gets the `reach` rows beside each of its segments, and gives its own.");
+
+    nb::class_<carry_value>(m, "Carry", "How recurrent states are handed along the segments of a sequence.")
+        .def_prop_ro("sharding", [](carry_value const& c) { return c.sharding; })
+        .def_prop_ro("rank",
+                     [](carry_value const& c) { return visit_plan(c, [](auto const& p, auto&) { return p.rank; }); })
+        .def_prop_ro("how", [](carry_value const& c) { return c.serial ? "serial" : "scan"; })
+        .def_prop_ro(
+            "steps", [](carry_value const& c) { return visit_plan(c, [](auto const& p, auto&) { return p.steps; }); },
+            "How many exchanges there are, the same on all ranks.")
+        .def_prop_ro(
+            "segments",
+            [](carry_value const& c) {
+                return visit_plan(c, [](auto const& p, auto&) { return std::ssize(p.segments); });
+            },
+            "How many segments the rank has: rows of saved states.")
+        .def_prop_ro(
+            "maps",
+            [](carry_value const& c) {
+                return visit_plan(c, [](auto const& p, auto&) {
+                    return std::ranges::count_if(p.links, [](auto const& l) { return l.map_row >= 0; });
+                });
+            },
+            "How many of them have others before and behind: rows of saved maps, of a scan.");
+    m.def(
+        "carry",
+        [](any_layout const& s, int rank, std::string_view how) {
+            return carry_of(s, rank, word<bool>("carry", "how", how, {{"scan", false}, {"serial", true}}));
+        },
+        "sharding"_a, "rank"_a, "how"_a = "scan",
+        R"(Returns the plan by which a rank hands recurrent states on.
+
+how: "scan", all segments at once, within rounding of one rank; "serial", one after the other, bitwise equal to one rank
+where cuts are aligned to the operator's chunk.)");
+}
+
+} // namespace binding

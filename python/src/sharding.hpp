@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// Any sharding behind two types: what operators are compiled for.
+#pragma once
+
+#include <cpx/layout/head_sharded.hpp>
+#include <cpx/plan/carry.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace binding {
+
+using cpx::index_t;
+using cpx::range;
+
+/// A sharding that asks a real one behind it. `EveryRow`: whether every rank holds every row.
+template <bool EveryRow>
+class any_of {
+public:
+    static constexpr bool every_row = EveryRow;
+
+    template <class S>
+        requires(!std::same_as<S, any_of>) && cpx::any_sharding<S> && (S::every_row == EveryRow)
+    explicit any_of(S sharding, std::string text)
+        : real_(std::make_shared<model<S>>(std::move(sharding), std::move(text))) {}
+
+    friend bool operator==(any_of const& a, any_of const& b) { return a.real_ == b.real_ || a.real_->equals(*b.real_); }
+
+    int ranks() const { return real_->ranks(); }
+    cpx::thd const& batch() const { return real_->batch(); }
+    index_t rows(int rank) const { return real_->rows(rank); }
+    std::span<cpx::section const> sections() const { return real_->sections(); }
+    range heads(int rank, index_t count) const { return real_->heads(rank, count); }
+    template <class F>
+    void for_each_piece(int rank, F&& f) const {
+        real_->pieces(rank, std::ref(f));
+    }
+    template <class F>
+    void for_each_holder(range rows, index_t& run, F&& f) const {
+        real_->holders(rows, run, std::ref(f));
+    }
+
+    /// Returns how a user would write it: "zigzag(4) over sequence".
+    std::string const& text() const { return real_->text; }
+    /// See `cpx::is_exact`.
+    bool is_exact(bool serial, index_t chunk) const { return real_->exact(serial, chunk); }
+    /// Returns the sharding behind it if it is an `S`, else null.
+    template <class S>
+    S const* get() const {
+        auto const* const as = dynamic_cast<model<S> const*>(real_.get());
+        return as ? &as->sharding : nullptr;
+    }
+    /// Writes what it is to both ends of the identity of a plan: all ranks read its name in errors.
+    void name(cpx::identity& id) const { real_->name(id); }
+
+private:
+    struct base {
+        explicit base(std::string what) : text(std::move(what)) {}
+        virtual ~base() = default;
+        virtual bool equals(base const& other) const = 0;
+        virtual int ranks() const = 0;
+        virtual cpx::thd const& batch() const = 0;
+        virtual index_t rows(int rank) const = 0;
+        virtual std::span<cpx::section const> sections() const = 0;
+        virtual range heads(int rank, index_t count) const = 0;
+        virtual void pieces(int rank, std::function<void(range)> const& f) const = 0;
+        virtual void holders(range rows, index_t& run, std::function<void(int, range)> const& f) const = 0;
+        virtual bool exact(bool serial, index_t chunk) const = 0;
+        virtual void name(cpx::identity& id) const = 0;
+        std::string text;
+    };
+    template <class S>
+    struct model final : base {
+        model(S s, std::string what) : base(std::move(what)), sharding(std::move(s)) {}
+        bool equals(base const& other) const override {
+            auto const* const same = dynamic_cast<model const*>(&other);
+            return same && same->sharding == sharding;
+        }
+        int ranks() const override { return sharding.ranks(); }
+        cpx::thd const& batch() const override { return sharding.batch(); }
+        index_t rows(int rank) const override { return sharding.rows(rank); }
+        std::span<cpx::section const> sections() const override { return sharding.sections(); }
+        range heads(int rank, index_t count) const override { return sharding.heads(rank, count); }
+        void pieces(int rank, std::function<void(range)> const& f) const override { sharding.for_each_piece(rank, f); }
+        void holders(range rows, index_t& run, std::function<void(int, range)> const& f) const override {
+            sharding.for_each_holder(rows, run, f);
+        }
+        bool exact(bool serial, index_t chunk) const override {
+            return serial ? cpx::is_exact<cpx::serial>(sharding, chunk) : cpx::is_exact<cpx::scan>(sharding, chunk);
+        }
+        void name(cpx::identity& id) const override {
+            auto const real = cpx::detail::identify("", sharding, sharding);
+            cpx::identity::set(id.source, this->text);
+            cpx::identity::set(id.target, this->text);
+            id.source_settings = id.target_settings = real.source_settings;
+            id[cpx::identity::source_hash] = id[cpx::identity::target_hash] = real.numbers[cpx::identity::source_hash];
+        }
+        S sharding;
+    };
+    std::shared_ptr<base const> real_;
+};
+
+using any_tokens = any_of<false>; ///< every row on one rank
+using any_rows = any_of<true>;    ///< every row on every rank
+
+/// A sharding of Python.
+struct any_layout {
+    std::variant<any_tokens, any_rows> real;
+
+    template <class F>
+    decltype(auto) visit(F&& f) const {
+        return std::visit(std::forward<F>(f), real);
+    }
+    int ranks() const {
+        return visit([](auto const& s) { return s.ranks(); });
+    }
+    cpx::thd const& batch() const {
+        return visit([](auto const& s) -> cpx::thd const& { return s.batch(); });
+    }
+    bool every_row() const { return real.index() == 1; }
+    std::string const& text() const {
+        return visit([](auto const& s) -> std::string const& { return s.text(); });
+    }
+    friend bool operator==(any_layout const&, any_layout const&) = default;
+};
+
+} // namespace binding
