@@ -20,7 +20,7 @@ def shard(sharding, rank, x):
 
 def whole(sharding, parts):
     """Returns the whole array of the shards of all ranks, of tokens that each live on one."""
-    result = np.full((sharding.batch.tokens, *parts[0].shape[1:]), -7, parts[0].dtype)
+    result = np.empty((sharding.batch.tokens, *parts[0].shape[1:]), parts[0].dtype)
     for rank, part in enumerate(parts):
         result[sharding.global_rows(rank)] = part
     return result
