@@ -7205,6 +7205,8 @@ public:
                                         "[&](cpx::threads& comm) { ... }");
     }
 
+    class group;
+
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
     std::unordered_set<std::uint64_t>& agreed() { return agreed_; }
@@ -7422,6 +7424,49 @@ private:
 };
 
 static_assert(transport<threads>);
+
+/// The same ranks on threads that the caller starts: those of another language, or of a pool.
+///
+///     cpx::threads::group ranks(4);
+///     ... on the thread of rank r: program(ranks.at(r)); ranks.leave(r);
+///
+/// Outlives the calls of its ranks. Whose program throws calls `fail`, so that the others end at once, and not when the
+/// deadline has passed. A group of which one rank has failed stays broken.
+class threads::group {
+public:
+    /// `deadline` as of `run`. Throws `cpx::error` if there are no ranks, or too many.
+    explicit group(int ranks, std::chrono::milliseconds deadline = std::chrono::minutes(10),
+                   caller here = caller::here())
+        : world_((detail::require_ranks("threads::group", "ranks", ranks, here), ranks),
+                 detail::checked_deadline("threads::group", deadline, here), here) {
+        for (int rank = 0; rank < ranks; ++rank) members_.push_back(threads(world_, rank));
+    }
+    group(group const&) = delete;
+    group& operator=(group const&) = delete;
+
+    int ranks() const { return static_cast<int>(members_.size()); }
+    /// Returns the communicator of a rank, which one thread at a time calls. Throws `cpx::error` if there is none.
+    threads& at(int rank, caller here = caller::here()) {
+        detail::require_rank("threads::group::at", rank, ranks(), here);
+        return members_[static_cast<std::size_t>(rank)];
+    }
+    /// Says that a rank calls no more: who waits for it throws. Throws `cpx::error` if there is no such rank.
+    void leave(int rank, caller here = caller::here()) {
+        detail::require_rank("threads::group::leave", rank, ranks(), here);
+        world_.leave(rank);
+    }
+    /// Says that the program of a rank has thrown, and why: the next or present exchange of the others throws an error
+    /// that names it. Throws `cpx::error` if there is no such rank.
+    void fail(int rank, std::string why, caller here = caller::here()) {
+        detail::require_rank("threads::group::fail", rank, ranks(), here);
+        std::lock_guard lock(world_.mutex);
+        world_.fail(rank, std::move(why));
+    }
+
+private:
+    world world_;
+    std::vector<threads> members_;
+};
 
 } // namespace cpx
 
