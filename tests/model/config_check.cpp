@@ -488,6 +488,69 @@ TEST_SUITE("model") {
         CHECK(fields(with(dense, {}, {{"moe_layer_freq", 2}})) == "moe_layer_freq/experts");
     }
 
+    TEST_CASE("what one file says of parts that the model or the other file does not have is told") {
+        struct row {
+            std::string name;
+            json hf, train;
+            std::string source, reason;
+        };
+        for (auto const& r : std::vector<row>{
+                 {"Qwen3-30B-A3B", {}, {{"mrope_section", {24, 20, 20}}}, "mrope_section", ""},
+                 {"Qwen3-Next-80B-A3B", {}, {{"mrope_section", {11, 11, 10}}}, "mrope_section", ""},
+                 {"Qwen3-30B-A3B", {}, {{"linear_num_key_heads", 16}}, "linear_num_key_heads", "no linear attention"},
+                 {"Qwen3-30B-A3B", {{"linear_conv_kernel_dim", 4}}, {}, "linear_conv_kernel_dim", "no linear attention"},
+                 {"Qwen3-30B-A3B", {{"full_attention_interval", 4}}, {}, "full_attention_interval",
+                  "no linear attention"},
+                 {"Qwen3-VL-2B", {}, {{"moe_router_topk", 8}}, "moe_router_topk", "no experts"},
+                 {"Qwen3-VL-2B", {}, {{"moe_ffn_hidden_size", 512}}, "moe_ffn_hidden_size", "no experts"},
+                 {"Qwen3-VL-2B", {}, {{"moe_router_pre_softmax", true}}, "moe_router_pre_softmax", "no experts"},
+                 {"Qwen3-VL-2B", {}, {{"moe_layer_freq", 2}}, "moe_layer_freq", "no experts"},
+                 {"Qwen3-VL-2B", {{"text_config", {{"num_experts", 8}}}}, {}, "text_config.num_experts", "no experts"},
+                 {"Qwen3-VL-2B",
+                  {{"text_config", {{"mtp_num_hidden_layers", 1}}}},
+                  {},
+                  "text_config.mtp_num_hidden_layers",
+                  "no multi-token prediction"},
+                 {"Qwen3-30B-A3B",
+                  {{"shared_expert_intermediate_size", 512}},
+                  {},
+                  "shared_expert_intermediate_size",
+                  "no shared expert"},
+                 {"Qwen3-Next-80B-A3B", {{"full_attention_interval", nullptr}}, {}, "linear_attention_freq", ""},
+             }) {
+            CAPTURE(r.name);
+            CAPTURE(r.source);
+            auto const report = check(with(preset(r.name), r.hf, r.train));
+            CHECK(report.agrees());
+            REQUIRE(report.gaps.size() == 1);
+            CHECK(report.gaps[0].source == r.source);
+            CHECK(contains(report.gaps[0].reason, r.reason));
+            CHECK(report.gaps[0].reason.empty() == r.reason.empty());
+            CHECK(!report.gaps[0].field.empty());
+        }
+        // A file that says of linear attention only how many layers there are leaves nothing to tell of it.
+        auto next = preset("Qwen3-Next-80B-A3B");
+        next.hf.erase("full_attention_interval");
+        next.train.erase("linear_attention_freq");
+        CHECK(check(next).gaps.empty());
+    }
+
+    TEST_CASE("arguments of a virtual pipeline that say different numbers of chunks are a mismatch") {
+        std::string const pp = "pipeline_model_parallel_size", vpp = "virtual_" + pp;
+        std::string const each = "num_layers_per_virtual_pipeline_stage", stages = "num_virtual_stages_per_pipeline_rank";
+        auto const p = preset("Qwen3-30B-A3B");
+        CHECK(fields(with(p, {}, {{pp, 2}, {vpp, 4}, {each, 6}})).empty());
+        CHECK(fields(with(p, {}, {{pp, 2}, {vpp, 4}, {each, 12}})) == vpp + '/' + each);
+        CHECK(fields(with(p, {}, {{pp, 2}, {vpp, 4}, {stages, 2}})) == vpp + '/' + stages);
+        CHECK(fields(with(p, {}, {{pp, 2}, {stages, 4}, {each, 12}})) == stages + '/' + each);
+        CHECK(fields(with(p, {}, {{vpp, 2}, {stages, 3}})) == vpp + '/' + stages);
+        auto const accounted = with(p, {}, {{"account_for_loss_in_pipeline_split", true},
+                                            {"account_for_embedding_in_pipeline_split", true},
+                                            {pp, 2},
+                                            {each, 5}});
+        CHECK(fields(accounted).empty());
+    }
+
     // vision_and_names 4.2; what the parallelism of a row must divide
     TEST_CASE("parallelism divides heads, experts, vocabulary, layers and sequences") {
         struct row {
@@ -511,6 +574,8 @@ TEST_SUITE("model") {
                   "num_attention_heads/" + tp + " num_key_value_heads/" + tp + " padded_vocab_size/" + tp},
                  {"Qwen3-30B-A3B", {{"expert_model_parallel_size", 8}}, ""},
                  {"Qwen3-30B-A3B", {{"expert_model_parallel_size", 3}}, "num_experts/expert_model_parallel_size"},
+                 {"Qwen3-VL-2B", {{"expert_model_parallel_size", 1}}, ""},
+                 {"Qwen3-VL-2B", {{"expert_model_parallel_size", 2}}, "expert_model_parallel_size/num_experts"},
                  {"Qwen3-30B-A3B", {{cp, 16}}, ""}, // no heads are divided
                  {"Qwen3-30B-A3B", a2a(2, 2), ""},
                  {"Qwen3-30B-A3B", a2a(2, 4), "num_key_value_heads/" + both},
@@ -554,6 +619,12 @@ TEST_SUITE("model") {
                  {"Qwen3-VL-2B",
                   {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*4|t*24L"}},
                   ""},
+                 {"Qwen3-VL-2B",
+                  {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*4|t*24mL"}},
+                  "pipeline_model_parallel_layout/num_layers"},
+                 {"Qwen3-Next-80B-A3B",
+                  {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*24|t*24L"}},
+                  "pipeline_model_parallel_layout/num_layers"},
              }) {
             CAPTURE(r.name);
             CAPTURE(r.train.dump());

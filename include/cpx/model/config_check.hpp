@@ -63,19 +63,30 @@ void compare(config_report& report, stated<T> const& hf, stated<T> const& train,
         report.gaps.push_back({hf.side.file, hf.side.field, train.side.file, source(train.side)});
 }
 
+/// Tells a setting that the other file has no use for, because the model has no `what`.
+template <class T>
+void tell_unused(config_report& report, setting<T> const& of, std::string file, std::string field,
+                 std::string const& what) {
+    if (of.has_value())
+        report.gaps.push_back({std::move(file), std::move(field), of.file(), of.source(), "the model has no " + what});
+}
+template <class T, class U>
+void tell_unused(config_report& report, setting<T> const& a, setting<U> const& b, std::string const& what) {
+    tell_unused(report, a, b.file(), b.key(), what);
+    tell_unused(report, b, a.file(), a.key(), what);
+}
+
 /// A setting that must be the same on both sides, for the models to which the rule applies.
 template <class T>
 struct equal_rule {
     std::type_identity_t<setting<T> hf_config::*> hf; // spelled so, nvcc puts no parentheses around the names
     std::type_identity_t<setting<T> train_config::*> train;
-    bool (*applies)(hf_config const&);
+    char const* (*missing)(hf_config const&) = nullptr; ///< what a model lacks that makes it unused, if it does
     bool opposite = false;
 };
 
-inline bool any_model(hf_config const&) { return true; }
-inline bool with_experts(hf_config const& c) { return c.moe(); }
-inline bool with_linear(hf_config const& c) { return c.family.linear; }
-inline bool with_mrope(hf_config const& c) { return c.mrope_section.has_value(); }
+inline char const* without_experts(hf_config const& c) { return c.moe() ? nullptr : "experts"; }
+inline char const* without_linear(hf_config const& c) { return c.family.linear ? nullptr : "linear attention"; }
 
 /// Returns whether some layer has a dense MLP.
 inline bool with_dense_mlps(hf_config const& c) {
@@ -85,30 +96,33 @@ inline bool with_dense_mlps(hf_config const& c) {
 }
 
 inline constexpr std::array<equal_rule<index_t>, 10> equal_sizes{{
-    {&hf_config::hidden_size, &train_config::hidden_size, any_model},
-    {&hf_config::num_attention_heads, &train_config::num_attention_heads, any_model},
-    {&hf_config::num_hidden_layers, &train_config::num_layers, any_model},
-    {&hf_config::vocab_size, &train_config::vocab_size, any_model},
-    {&hf_config::num_experts_per_tok, &train_config::moe_router_topk, with_experts},
-    {&hf_config::linear_num_key_heads, &train_config::linear_num_key_heads, with_linear},
-    {&hf_config::linear_num_value_heads, &train_config::linear_num_value_heads, with_linear},
-    {&hf_config::linear_key_head_dim, &train_config::linear_key_head_dim, with_linear},
-    {&hf_config::linear_value_head_dim, &train_config::linear_value_head_dim, with_linear},
-    {&hf_config::linear_conv_kernel_dim, &train_config::linear_conv_kernel_dim, with_linear},
+    {&hf_config::hidden_size, &train_config::hidden_size},
+    {&hf_config::num_attention_heads, &train_config::num_attention_heads},
+    {&hf_config::num_hidden_layers, &train_config::num_layers},
+    {&hf_config::vocab_size, &train_config::vocab_size},
+    {&hf_config::num_experts_per_tok, &train_config::moe_router_topk, without_experts},
+    {&hf_config::linear_num_key_heads, &train_config::linear_num_key_heads, without_linear},
+    {&hf_config::linear_num_value_heads, &train_config::linear_num_value_heads, without_linear},
+    {&hf_config::linear_key_head_dim, &train_config::linear_key_head_dim, without_linear},
+    {&hf_config::linear_value_head_dim, &train_config::linear_value_head_dim, without_linear},
+    {&hf_config::linear_conv_kernel_dim, &train_config::linear_conv_kernel_dim, without_linear},
 }};
 inline constexpr std::array<equal_rule<bool>, 2> equal_flags{{
-    {&hf_config::tie_word_embeddings, &train_config::untie_embeddings_and_output_weights, any_model, true},
-    {&hf_config::attention_bias, &train_config::add_qkv_bias, any_model},
+    {&hf_config::tie_word_embeddings, &train_config::untie_embeddings_and_output_weights, nullptr, true},
+    {&hf_config::attention_bias, &train_config::add_qkv_bias},
 }};
 inline constexpr std::array<equal_rule<double>, 1> equal_numbers{
-    {{&hf_config::rope_theta, &train_config::rotary_base, any_model}}};
+    {{&hf_config::rope_theta, &train_config::rotary_base}}};
 inline constexpr std::array<equal_rule<std::vector<index_t>>, 1> equal_lists{
-    {{&hf_config::mrope_section, &train_config::mrope_section, with_mrope}}};
+    {{&hf_config::mrope_section, &train_config::mrope_section}}};
 
 template <class Rules>
 void check_equal(config_report& report, hf_config const& c, train_config const& t, Rules const& rules) {
     for (auto const& rule : rules)
-        if (rule.applies(c)) compare(report, said(c.*rule.hf), said(t.*rule.train), rule.opposite);
+        if (char const* const lacks = rule.missing ? rule.missing(c) : nullptr)
+            tell_unused(report, c.*rule.hf, t.*rule.train, lacks);
+        else
+            compare(report, said(c.*rule.hf), said(t.*rule.train), rule.opposite);
 }
 
 /// Compares intermediate_size with ffn_hidden_size, of mixtures of experts too, but of Qwen3.5's: its files leave
@@ -165,11 +179,16 @@ inline void check_experts(config_report& report, hf_config const& c, train_confi
     auto const experts = said(t.num_experts, index_t{0});
     if (c.family.experts)
         compare(report, said(c.num_experts, index_t{0}), experts);
-    else if (experts.value)
-        compare(report, said_by_type(c, c.num_experts, index_t{0}), experts);
-    auto const shared = c.moe() && c.family.shared_expert
-                            ? said(c.shared_expert_intermediate_size, index_t{0})
-                            : said_by_type(c, c.shared_expert_intermediate_size, index_t{0});
+    else {
+        if (experts.value) compare(report, said_by_type(c, c.num_experts, index_t{0}), experts);
+        tell_unused(report, c.num_experts, t.where, t.num_experts.key(), "experts");
+    }
+    bool const has_shared = c.moe() && c.family.shared_expert;
+    if (!has_shared)
+        tell_unused(report, c.shared_expert_intermediate_size, t.where, t.moe_shared_expert_intermediate_size.key(),
+                    "shared expert");
+    auto const shared = has_shared ? said(c.shared_expert_intermediate_size, index_t{0})
+                                   : said_by_type(c, c.shared_expert_intermediate_size, index_t{0});
     auto const trained = said(t.moe_shared_expert_intermediate_size, index_t{0});
     if (trained.value || shared.value != index_t{0}) compare(report, shared, trained);
     if (shared.value) {
@@ -178,7 +197,10 @@ inline void check_experts(config_report& report, hf_config const& c, train_confi
         auto const flag = said(t.moe_shared_expert_gate, false);
         if (flag.value || there) compare(report, gate, flag);
     }
-    if (!c.moe()) return;
+    if (!c.moe()) {
+        tell_unused(report, c.moe_intermediate_size, t.moe_ffn_hidden_size, "experts");
+        return tell_unused(report, c.norm_topk_prob, t.moe_router_pre_softmax, "experts");
+    }
     compare(report, said(c.moe_intermediate_size),
             said(t.moe_ffn_hidden_size.null() ? t.ffn_hidden_size : t.moe_ffn_hidden_size));
     auto const sums = c.family.sums_to_one ? said_by_type(c, c.norm_topk_prob, true) : said(c.norm_topk_prob);
@@ -189,8 +211,10 @@ inline void check_prediction(config_report& report, hf_config const& c, train_co
     auto const trained = said(t.mtp_num_layers, index_t{0});
     if (c.family.predicts)
         compare(report, said(c.mtp_num_hidden_layers, index_t{0}), trained);
-    else if (trained.value)
-        compare(report, said_by_type(c, c.mtp_num_hidden_layers, index_t{0}), trained);
+    else {
+        if (trained.value) compare(report, said_by_type(c, c.mtp_num_hidden_layers, index_t{0}), trained);
+        tell_unused(report, c.mtp_num_hidden_layers, t.where, t.mtp_num_layers.key(), "multi-token prediction");
+    }
 }
 
 /// Returns whether a choice has a layer; `offset` is 1 where layers are counted from 1, `inverted` where every n-th is
@@ -230,12 +254,17 @@ inline void check_layers(config_report& report, hf_config const& c, train_config
         return !full && (i + 1) % *c.full_attention_interval != 0;
     };
     auto const source = by_list || full ? side_of(c.layer_types, {}) : side_of(c.full_attention_interval);
-    if (t.linear_attention_freq.has_value() && (by_list || full || c.full_attention_interval.has_value()))
+    bool const told = by_list || full || c.full_attention_interval.has_value();
+    if (t.linear_attention_freq.has_value() && told)
         check_choice(report, c, t.linear_attention_freq, 1, true,
                      {source.file, "linear_attention", {}, full && !by_list ? c.model_type.source() : source.source},
                      is_linear);
-    else if (!t.linear_attention_freq.has_value() && !full)
+    else if (t.linear_attention_freq.has_value())
+        report.gaps.push_back(
+            {c.where, c.full_attention_interval.key(), t.where, t.linear_attention_freq.source()});
+    else if (!full && told)
         report.gaps.push_back({t.where, "linear_attention_freq", c.where, source.source});
+    if (full) tell_unused(report, c.full_attention_interval, t.where, "linear_attention_freq", "linear attention");
     if (by_list && !full && c.full_attention_interval.has_value()) {
         index_t i = 0, count = std::ssize(*c.layer_types);
         while (i < count && is_linear(i) == ((i + 1) % *c.full_attention_interval != 0)) ++i;
@@ -244,7 +273,12 @@ inline void check_layers(config_report& report, hf_config const& c, train_config
         report.expect(i == count, std::move(type), side_of(c.full_attention_interval),
                       "every layer of which full_attention_interval divides i + 1 to be full_attention, others not");
     }
-    if (!c.moe()) return;
+    if (!c.moe()) {
+        tell_unused(report, t.moe_layer_freq, c.where, c.decoder_sparse_step.key(), "experts");
+        tell_unused(report, c.decoder_sparse_step, t.where, t.moe_layer_freq.key(), "experts");
+        if (c.mlp_only_layers.has_value() && c.mlp_only_layers->empty()) return; // says nothing
+        return tell_unused(report, c.mlp_only_layers, t.where, t.moe_layer_freq.key(), "experts");
+    }
     bool const uneven = with_dense_mlps(c);
     auto const& reason =
         c.decoder_sparse_step.value_or(1) != 1 ? c.decoder_sparse_step.source() : c.mlp_only_layers.source();

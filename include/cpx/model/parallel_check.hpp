@@ -87,8 +87,12 @@ inline void check_division(config_report& report, hf_config const& c, train_conf
         expect_multiple(report, stated(c.linear_num_value_heads, t.linear_num_value_heads), over);
     }
     expect_multiple(report, t.padded_vocab_size, tp);
-    if (c.moe() && t.expert_model_parallel_size.has_value())
-        expect_multiple(report, stated(c.num_experts, t.num_experts), side_of(t.expert_model_parallel_size));
+    if (auto const& ep = t.expert_model_parallel_size; c.moe() && ep.has_value())
+        expect_multiple(report, stated(c.num_experts, t.num_experts), side_of(ep));
+    else if (ep.has_value())
+        report.expect(*ep == 1, side_of(ep),
+                      {c.where, "num_experts", 0, c.family.experts ? c.num_experts.source() : c.model_type.source()},
+                      "1, for a model without experts");
     index_t const cp = t.context_parallel_size.value_or(1);
     if (cp == 1) return;                 // which needs no even number of chunks
     if (!t.allgather_cp.value_or(false)) // zigzag: two chunks a rank
@@ -100,39 +104,65 @@ inline void check_division(config_report& report, hf_config const& c, train_conf
     }
 }
 
+/// Returns the layers that a pipeline divides, with what counts as one of them.
+inline index_t counted_layers(train_config const& t, index_t layers) {
+    return layers + t.account_for_embedding_in_pipeline_split.value_or(false) +
+           t.account_for_loss_in_pipeline_split.value_or(false);
+}
+
+/// Returns how many chunks of layers a rank has by each of the arguments that say it, with the side that does: the
+/// first counts, and others must not say otherwise.
+inline std::vector<std::pair<index_t, config_side>> stated_chunks(train_config const& t, index_t layers) {
+    std::vector<std::pair<index_t, config_side>> all;
+    for (auto const* count : {&t.virtual_pipeline_model_parallel_size, &t.num_virtual_stages_per_pipeline_rank})
+        if (count->has_value()) all.emplace_back(**count, side_of(*count));
+    if (auto const& each = t.num_layers_per_virtual_pipeline_stage; each.has_value())
+        all.emplace_back(std::max<index_t>(1, counted_layers(t, layers) /
+                                                  t.pipeline_model_parallel_size.value_or(1) / *each),
+                         side_of(each));
+    return all;
+}
+
 /// Returns how the configuration splits its layers over a pipeline.
 inline pipeline_sizes pipeline_sizes_of(hf_config const& c, train_config const& t) {
     pipeline_sizes sizes;
     sizes.layers = t.num_layers.value_or(c.num_hidden_layers.value_or(0));
     index_t const ranks = t.pipeline_model_parallel_size.value_or(1);
     sizes.ranks = static_cast<int>(ranks);
-    index_t chunks = 1;
-    if (t.virtual_pipeline_model_parallel_size.has_value())
-        chunks = *t.virtual_pipeline_model_parallel_size;
-    else if (t.num_virtual_stages_per_pipeline_rank.has_value())
-        chunks = *t.num_virtual_stages_per_pipeline_rank;
-    else if (t.num_layers_per_virtual_pipeline_stage.has_value())
-        chunks = std::max<index_t>(1, sizes.layers / ranks / *t.num_layers_per_virtual_pipeline_stage);
-    sizes.chunks = static_cast<int>(chunks);
+    auto const chunks = stated_chunks(t, sizes.layers);
+    sizes.chunks = chunks.empty() ? 1 : static_cast<int>(chunks.front().first);
     sizes.first = t.decoder_first_pipeline_num_layers.optional();
     sizes.last = t.decoder_last_pipeline_num_layers.optional();
     sizes.account_for_embedding = t.account_for_embedding_in_pipeline_split.value_or(false);
     sizes.account_for_loss = t.account_for_loss_in_pipeline_split.value_or(false);
-    sizes.mtp = t.mtp_num_layers.optional();
+    if (t.mtp_num_layers.has_value() || !c.family.predicts)
+        sizes.mtp = t.mtp_num_layers.value_or(0);
+    else
+        sizes.mtp = t.mtp_num_layers.null() ? 0 : c.mtp_num_hidden_layers.optional();
     sizes.layout = t.pipeline_model_parallel_layout.optional();
     return sizes;
 }
 
 inline void check_stages(config_report& report, hf_config const& c, train_config const& t) {
     bool const by_layout = t.pipeline_model_parallel_layout.has_value();
-    if (t.pipeline_model_parallel_size.value_or(1) == 1 && !by_layout) return;
     auto const& layers = t.num_layers.has_value() ? t.num_layers : c.num_hidden_layers;
+    auto const& each = t.num_layers_per_virtual_pipeline_stage;
+    if (auto const chunks = stated_chunks(t, layers.value_or(0)); !chunks.empty())
+        for (auto other = chunks.begin() + 1; other != chunks.end(); ++other)
+            if (layers.has_value() || other->second.field != each.key())
+                report.expect(other->first == chunks.front().first, chunks.front().second, other->second,
+                              std::to_string(other->first) + (other->second.field == each.key()
+                                                                  ? " chunks of so many layers of a rank"
+                                                                  : ""));
+    if (t.pipeline_model_parallel_size.value_or(1) == 1 && !by_layout) return;
     if (!layers.has_value()) return;
     auto const split = by_layout ? side_of(t.pipeline_model_parallel_layout) : side_of(t.pipeline_model_parallel_size);
-    auto const& each = t.num_layers_per_virtual_pipeline_stage;
-    if (each.has_value() && !t.virtual_pipeline_model_parallel_size.has_value()) {
+    if (each.has_value()) {
         auto const ranks = side_of(t.pipeline_model_parallel_size, t.pipeline_model_parallel_size.value_or(1));
-        expect_multiple(report, layers, product_of(each, ranks));
+        auto const all = product_of(each, ranks);
+        index_t const count = counted_layers(t, *layers);
+        report.expect(count % all.value.get<index_t>() == 0, side_of(layers, count), all,
+                      "a multiple of " + all.value.dump());
     }
     try {
         pipeline const stages(pipeline_sizes_of(c, t));
