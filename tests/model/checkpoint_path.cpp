@@ -25,7 +25,9 @@ TEST_SUITE("model") {
         CHECK(path({.world = 8, .tp = 1, .pp = 2, .ep = 4, .etp = 1}) == plain + "_tp1_pp2_ep4_etp1");
         CHECK(path({.world = 8, .tp = 2, .pp = 2, .ep = 2, .etp = 1}) == plain + "_tp2_pp2_ep2_etp1");
         CHECK(path({.world = 8, .tp = 2, .pp = 1, .ep = 4, .etp = 1}) == plain + "_tp2_pp1_ep4_etp1");
-        CHECK(path({.world = 8, .tp = 2, .ep = 4}) == plain + "_tp2_pp1_ep4_etp2"); // etp is tp unless it is given
+        CHECK(path({.world = 8, .tp = 2, .pp = 2, .ep = 2}) == plain + "_tp2_pp2_ep2_etp1"); // 1 unless it is given
+        CHECK(path({.world = 8, .tp = 2, .pp = 1, .ep = 4}) == plain + "_tp2_pp1_ep4_etp1");
+        CHECK(path({.world = 8, .tp = 2, .ep = 4, .etp = 2}) == plain + "_tp2_pp1_ep4_etp2");
         CHECK(path({.world = 8, .tp = 2, .pp = 2}) == plain);
         CHECK(path({.world = 8, .tp = 2, .pp = 2, .ep = 2, .etp = 1}, false) == plain);
     }
@@ -50,8 +52,9 @@ TEST_SUITE("model") {
         texts const plain{{"tensor-model-parallel-size", "2"},
                           {"pipeline-model-parallel-size", "1"},
                           {"expert-model-parallel-size", "1"},
-                          {"expert-tensor-parallel-size", "2"}};
+                          {"expert-tensor-parallel-size", "1"}};
         CHECK(checkpoint_arguments({.world = 8, .tp = 2}, true) == plain);
+        CHECK(checkpoint_arguments({.world = 8, .tp = 2, .etp = 2}, true).at("expert-tensor-parallel-size") == "2");
         auto both = plain;
         both["expert-model-parallel-size"] = "4";
         both["make-vocab-size-divisible-by"] = "1";

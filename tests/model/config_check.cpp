@@ -292,6 +292,19 @@ TEST_SUITE("model") {
         CHECK(split["train_other"]["field"] == "context_parallel_size * 2");
     }
 
+    TEST_CASE("a line of a report stays one, whatever is in the names of files and keys") {
+        auto p = with(preset("Qwen3.5-35B-A3B"), {}, {{"num_layers", 24}, {"moe_shared_expert_gate", nullptr}});
+        p.hf["text_config"]["rope_parameters"].erase("rope_theta");
+        p.hf["text_config"]["rope_parameters"]["a\nb"] = {{"rope_theta", 5}};
+        auto const report = cpx::check_config(cpx::hf_config::parse(cpx::json_value::parse(p.hf.dump(), "c\nd")),
+                                              cpx::train_config::parse(cpx::json_value::parse(p.train.dump(), "e\nf")));
+        auto const text = cpx::to_text(report);
+        CHECK(std::ranges::count(text, '\n') ==
+              2 + std::ssize(report.mismatches) + std::ssize(report.gaps)); // with the verdict, and a title
+        CHECK(contains(text, "e\\x0af does not agree with c\\x0ad: "));
+        CHECK(contains(text, "rope_parameters.a\\x0ab.rope_theta"));
+    }
+
     // vision_and_names 4.1, the steps before
     TEST_CASE("rope_theta is that of the first object in rope_parameters that has one, where there is none beside it") {
         auto p = preset("Qwen3.5-35B-A3B");
@@ -498,8 +511,15 @@ TEST_SUITE("model") {
                  {"Qwen3-30B-A3B", {}, {{"mrope_section", {24, 20, 20}}}, "mrope_section", ""},
                  {"Qwen3-Next-80B-A3B", {}, {{"mrope_section", {11, 11, 10}}}, "mrope_section", ""},
                  {"Qwen3-30B-A3B", {}, {{"linear_num_key_heads", 16}}, "linear_num_key_heads", "no linear attention"},
-                 {"Qwen3-30B-A3B", {{"linear_conv_kernel_dim", 4}}, {}, "linear_conv_kernel_dim", "no linear attention"},
-                 {"Qwen3-30B-A3B", {{"full_attention_interval", 4}}, {}, "full_attention_interval",
+                 {"Qwen3-30B-A3B",
+                  {{"linear_conv_kernel_dim", 4}},
+                  {},
+                  "linear_conv_kernel_dim",
+                  "no linear attention"},
+                 {"Qwen3-30B-A3B",
+                  {{"full_attention_interval", 4}},
+                  {},
+                  "full_attention_interval",
                   "no linear attention"},
                  {"Qwen3-VL-2B", {}, {{"moe_router_topk", 8}}, "moe_router_topk", "no experts"},
                  {"Qwen3-VL-2B", {}, {{"moe_ffn_hidden_size", 512}}, "moe_ffn_hidden_size", "no experts"},
@@ -537,17 +557,19 @@ TEST_SUITE("model") {
 
     TEST_CASE("arguments of a virtual pipeline that say different numbers of chunks are a mismatch") {
         std::string const pp = "pipeline_model_parallel_size", vpp = "virtual_" + pp;
-        std::string const each = "num_layers_per_virtual_pipeline_stage", stages = "num_virtual_stages_per_pipeline_rank";
+        std::string const each = "num_layers_per_virtual_pipeline_stage",
+                          stages = "num_virtual_stages_per_pipeline_rank";
         auto const p = preset("Qwen3-30B-A3B");
         CHECK(fields(with(p, {}, {{pp, 2}, {vpp, 4}, {each, 6}})).empty());
         CHECK(fields(with(p, {}, {{pp, 2}, {vpp, 4}, {each, 12}})) == vpp + '/' + each);
         CHECK(fields(with(p, {}, {{pp, 2}, {vpp, 4}, {stages, 2}})) == vpp + '/' + stages);
         CHECK(fields(with(p, {}, {{pp, 2}, {stages, 4}, {each, 12}})) == stages + '/' + each);
         CHECK(fields(with(p, {}, {{vpp, 2}, {stages, 3}})) == vpp + '/' + stages);
-        auto const accounted = with(p, {}, {{"account_for_loss_in_pipeline_split", true},
-                                            {"account_for_embedding_in_pipeline_split", true},
-                                            {pp, 2},
-                                            {each, 5}});
+        auto const accounted = with(p, {},
+                                    {{"account_for_loss_in_pipeline_split", true},
+                                     {"account_for_embedding_in_pipeline_split", true},
+                                     {pp, 2},
+                                     {each, 5}});
         CHECK(fields(accounted).empty());
     }
 

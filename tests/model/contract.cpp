@@ -3,12 +3,14 @@
 
 #include <cpx/layout/sequential.hpp>
 #include <cpx/layout/sharding.hpp>
+#include <cpx/model/checkpoint_path.hpp>
 #include <cpx/plan/carry.hpp>
 
 #include <doctest/doctest.h>
 
 #include <support/rejects.hpp>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <string>
@@ -190,6 +192,33 @@ TEST_SUITE("model") {
         }
     }
 
+    // vision_and_names 3.6: a path of tp 2, pp 2, ep 2 without etp ends with etp1.
+    TEST_CASE("an etp that is not given is one number for contract, plan, path, arguments and mesh of a run") {
+        for (auto const& [tp, pp, ep] : {std::array{2, 2, 2}, std::array{2, 1, 4}, std::array{4, 1, 2}})
+            for (int const given : {0, 1, 2}) {
+                auto run = run_of("Qwen3-30B-A3B", tp, ep, 1, ep * std::max(given, 1), ep, pp);
+                run.mesh.etp = given;
+                run.sequence_parallel = true;
+                CAPTURE(tp);
+                CAPTURE(given);
+                auto const set = planned(moe, run);
+                CHECK(check_contract(moe, set).text() == moe + ": holds");
+                int const etp = mesh(set.mesh).size(axis::etp);
+                CHECK(etp == std::max(given, 1));
+                auto const wanted = std::to_string(etp);
+                CHECK(plan_on_policy(moe, run).etp == etp);
+                for (auto const& sizes : {run.mesh, set.mesh}) {
+                    CHECK(checkpoint_arguments(sizes, true).at("expert-tensor-parallel-size") == wanted);
+                    CHECK(checkpoint_path("", "m", sizes, true).string().ends_with("_etp" + wanted));
+                }
+                auto const told = set.arguments.find("expert-tensor-parallel-size");
+                CHECK((told == set.arguments.end()) == (etp != 1));
+                if (told != set.arguments.end()) CHECK(told->second == wanted);
+            }
+        CHECK(mesh({.world = 8, .tp = 2, .ep = 4}).size(axis::etp) == 2); // of no such run: Megatron's default
+        CHECK(planned(dense, dense_run(2)).mesh.etp == 0);
+    }
+
     TEST_CASE("arguments that contradict the run or each other are refused, those that agree are not") {
         auto const good = planned(dense, dense_run(2, 4, 8));
         auto const with = [&](char const* name, char const* value) {
@@ -202,7 +231,9 @@ TEST_SUITE("model") {
              {std::array{"context-parallel-size", "4", "1"}, std::array{"tensor-model-parallel-size", "2", "4"},
               std::array{"pipeline-model-parallel-size", "1", "2"}, std::array{"expert-model-parallel-size", "1", "8"},
               std::array{"sequence-parallel", "false", "true"}, std::array{"fp16", "false", "true"},
-              std::array{"fp8", "false", "e4m3"}, std::array{"sequence-parallel", "false", ""}}) {
+              std::array{"fp8", "false", "e4m3"}, std::array{"sequence-parallel", "false", ""},
+              std::array{"apply-rope-fusion", "false", "true"}, std::array{"rope-fusion", "false", ""},
+              std::array{"bias-swiglu-fusion", "false", "true"}, std::array{"deterministic-mode", "true", "false"}}) {
             CAPTURE(name);
             CHECK(with(name, same).empty());
             CHECK(with(name, other) == list{std::string("arguments.") + name});
@@ -286,6 +317,7 @@ TEST_SUITE("model") {
             {"arguments.cross-entropy-loss-fusion", argument("cross-entropy-loss-fusion", "")},
             {"arguments.tp-comm-overlap", argument("--tp_comm_overlap", "true")},
             {"arguments.fp8-format", argument("fp8-format", "hybrid")},
+            {"arguments.deterministic-mode", argument("deterministic-mode", "false")},
             {"arguments.cp-comm-type", argument("cp-comm-type", "p2p")},
             {"arguments.moe-token-dispatcher-type", argument("moe-token-dispatcher-type", "allgather")},
             {"arguments.moe-permute-fusion", argument("moe-permute-fusion", "true")},

@@ -27,12 +27,21 @@ constexpr axis operator|(axis a, axis b) { return axis{static_cast<unsigned>(a) 
 struct mesh_sizes {
     int world = 1;
     int tp = 1, cp = 1, pp = 1;
-    int ep = 1, etp = 0; ///< of experts; etp 0: as tp
+    int ep = 1, etp = 0; ///< of experts; etp 0: not given, see `etp_of`
     int ulysses = 1;     ///< inner part of cp: neighbours
     int chunks = 1;      ///< of layers that a pipeline rank has: more than 1 is a virtual pipeline
     /// Neighbours first, Megatron's by default. Experts have etp where tp stands, edp where dp does, and no cp.
     std::array<axis, 5> order{axis::tp, axis::cp, axis::ep, axis::dp, axis::pp};
 };
+
+/// Returns over how many ranks the weights of one expert are divided. This is the rule for all that has a mesh: etp
+/// where it is given; where it is not, tp, as in Megatron, but 1 in a true-on-policy run of a mixture of experts.
+///
+/// Such runs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`), so that their plan
+/// tells Megatron and their mesh has it given: `plan_on_policy`, `with_plan`.
+constexpr int etp_of(mesh_sizes const& sizes, bool true_on_policy = false) {
+    return sizes.etp != 0 ? sizes.etp : true_on_policy ? 1 : sizes.tp;
+}
 
 /// The ranks of a training job, arranged once for dense layers and once for experts.
 ///
@@ -45,7 +54,7 @@ public:
     /// groups, which an order that ends with pp does not let happen.
     explicit constexpr mesh(mesh_sizes const& sizes, caller here = caller::here())
         : world_(sizes.world), chunks_(sizes.chunks) {
-        int const etp = sizes.etp == 0 ? sizes.tp : sizes.etp;
+        int const etp = etp_of(sizes);
         for (auto const& [name, size] : std::array<std::pair<char const*, int>, 8>{{{"world", sizes.world},
                                                                                     {"tp", sizes.tp},
                                                                                     {"cp", sizes.cp},

@@ -22,7 +22,7 @@ constexpr bool checkpoint_is_of_mesh(mesh_sizes const& sizes, bool true_on_polic
 }
 
 /// Returns `{directory}/{model}_torch_dist`, of a mesh's own with `_tp{T}_pp{P}_ep{E}_etp{X}` behind it: what converts
-/// it must have the same four sizes. cp does not divide weights, and is in no name.
+/// it must have the same four sizes, of which etp is that of `etp_of`: 1 where it is not given. cp does not divide weights, and is in no name.
 ///
 /// Throws `cpx::error` for sizes below 1, and a model whose name is empty or has a slash. Source: miles, pull request
 /// 1088.
@@ -32,7 +32,7 @@ inline std::filesystem::path checkpoint_path(std::filesystem::path const& direct
     require(
         !model.empty() && model.find('/') == model.npos, "checkpoint_path", "model", "a name without slashes",
         [&] { return quote(model); }, here);
-    int const etp = sizes.etp == 0 ? sizes.tp : sizes.etp;
+    int const etp = etp_of(sizes, true_on_policy);
     std::string name = model + "_torch_dist";
     for (auto const& [key, size] : std::array<std::pair<char const*, int>, 4>{
              {{"tp", sizes.tp}, {"pp", sizes.pp}, {"ep", sizes.ep}, {"etp", etp}}}) {
@@ -42,15 +42,15 @@ inline std::filesystem::path checkpoint_path(std::filesystem::path const& direct
     return directory / name;
 }
 
-/// Returns Megatron's arguments that make a mesh's own checkpoint: all four sizes, also a pipeline of 1, or a converter
-/// chooses one by itself.
+/// Returns Megatron's arguments that make a checkpoint of a true-on-policy mesh's own: all four sizes, also a pipeline of
+/// 1, or a converter chooses one by itself, and an etp that is not given, 1, or Megatron takes tp.
 inline std::map<std::string, std::string, std::less<>> checkpoint_arguments(mesh_sizes const& sizes,
                                                                             bool sequence_parallel) {
     std::map<std::string, std::string, std::less<>> all{
         {"tensor-model-parallel-size", std::to_string(sizes.tp)},
         {"pipeline-model-parallel-size", std::to_string(sizes.pp)},
         {"expert-model-parallel-size", std::to_string(sizes.ep)},
-        {"expert-tensor-parallel-size", std::to_string(sizes.etp == 0 ? sizes.tp : sizes.etp)}};
+        {"expert-tensor-parallel-size", std::to_string(etp_of(sizes, true))}};
     bool const both = sizes.tp > 1 && sizes.ep > 1;
     if (both) all["make-vocab-size-divisible-by"] = "1";
     if (both && sequence_parallel) all["no-gradient-accumulation-fusion"] = "true";

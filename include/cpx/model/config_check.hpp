@@ -260,8 +260,7 @@ inline void check_layers(config_report& report, hf_config const& c, train_config
                      {source.file, "linear_attention", {}, full && !by_list ? c.model_type.source() : source.source},
                      is_linear);
     else if (t.linear_attention_freq.has_value())
-        report.gaps.push_back(
-            {c.where, c.full_attention_interval.key(), t.where, t.linear_attention_freq.source()});
+        report.gaps.push_back({c.where, c.full_attention_interval.key(), t.where, t.linear_attention_freq.source()});
     else if (!full && told)
         report.gaps.push_back({t.where, "linear_attention_freq", c.where, source.source});
     if (full) tell_unused(report, c.full_attention_interval, t.where, "linear_attention_freq", "linear attention");

@@ -46,24 +46,27 @@ inline std::string show_value(nlohmann::json const& value) {
     return list + ",... " + std::to_string(value.size()) + " in all]";
 }
 
-/// Returns a report as lines of text: a verdict, a line a mismatch, and what was not compared.
+/// Returns a report as lines of text: a verdict, a line a mismatch, and what was not compared. Line feeds in names of
+/// files and keys are \x0a there.
 inline std::string to_text(config_report const& report) {
     auto const side = [](config_side const& s) {
-        return s.field + " = " + show_value(s.value) + " (" + s.file + ": " + (s.source.empty() ? s.field : s.source) +
-               ')';
+        return printable(s.field + " = " + show_value(s.value) + " (" + s.file + ": " +
+                         (s.source.empty() ? s.field : s.source) + ')');
     };
     auto const count = std::ssize(report.mismatches);
-    std::string text = report.train + (count == 0 ? " agrees with " : " does not agree with ") + report.hf + ": ";
+    auto text = printable(report.train + (count == 0 ? " agrees with " : " does not agree with ") + report.hf + ": ");
     text += count == 0 ? std::to_string(report.compared) + " settings and rules hold\n"
                        : std::to_string(count) + (count == 1 ? " mismatch\n" : " mismatches\n");
     for (auto const& m : report.mismatches)
-        text += "  " + side(m.one) + " against " + side(m.other) + ": expected " + m.expected + '\n';
-    if (report.gaps.empty()) return printable(text, true);
+        text += "  " + side(m.one) + " against " + side(m.other) + ": expected " + printable(m.expected) + '\n';
+    if (report.gaps.empty()) return text;
     text += "not compared:\n";
     for (auto const& gap : report.gaps)
-        text += "  " + gap.source + " (" + gap.stated +
-                "): " + (gap.reason.empty() ? gap.file + " does not state " + gap.field : gap.reason) + '\n';
-    return printable(text, true);
+        text += "  " +
+                printable(gap.source + " (" + gap.stated +
+                          "): " + (gap.reason.empty() ? gap.file + " does not state " + gap.field : gap.reason)) +
+                '\n';
+    return text;
 }
 
 /// Returns a report as JSON: {"agrees", "hf", "train", "compared", "mismatches": [{"expected", "hf": {"field", "value",

@@ -87,7 +87,7 @@ public:
     contract_verdict on_policy(on_policy_profile const& profile, contract_options const& options) && {
         mesh_rows(profile);
         if (profile.experts)
-            expert_rows(options, etp_of(profile, run_));
+            expert_rows(options, etp_of(run_.mesh, true));
         else
             dense_rows();
         if (run_.trainer == run_trainer::megatron) {
@@ -120,7 +120,7 @@ private:
     }
     void mesh_rows(on_policy_profile const& profile) {
         auto m = run_.mesh;
-        m.etp = etp_of(profile, run_);
+        m.etp = etp_of(run_.mesh, profile.experts);
         possible(m);
         want(m.ulysses == m.cp, "mesh.ulysses", std::to_string(m.ulysses),
              std::to_string(m.cp) + ", all of cp: a ring joins softmaxes in another order than the rollout");
@@ -179,8 +179,16 @@ private:
         is("context-parallel-size", std::to_string(m.cp));
         is("pipeline-model-parallel-size", std::to_string(m.pp));
         is("expert-model-parallel-size", std::to_string(m.ep));
-        if (m.etp != 0 || (profile.experts && m.tp == 1))
-            is("expert-tensor-parallel-size", std::to_string(etp_of(profile, run_)));
+        bool const by_row = profile.experts && applies(row_when::tp_with_whole_experts, run_);
+        if ((m.etp != 0 || profile.experts) && !by_row)
+            is("expert-tensor-parallel-size", std::to_string(etp_of(m, profile.experts)));
+        // Megatron's --no-rope-fusion is another name of apply_rope_fusion, turned off.
+        for (auto const& [name, value] : values)
+            for (std::string const before : {"", "apply-"})
+                if (name.starts_with("no-"))
+                    if (auto const at = values.find(before + name.substr(3)); at != values.end())
+                        want((at->second == "false") != (value == "false"), "arguments." + at->first, quote(at->second),
+                             std::string(value == "false" ? "true" : "false or nothing") + ", beside " + name);
     }
 
     /// Returns the value of an argument, however it is spelled; null if it is not there.
@@ -204,6 +212,10 @@ private:
             break;
         case row_wants::no_other:
             holds = !is_there || among;
+            wanted = "nothing or " + wanted;
+            break;
+        case row_wants::not_false:
+            holds = !found || among;
             wanted = "nothing or " + wanted;
             break;
         }
@@ -240,7 +252,7 @@ private:
 } // namespace detail
 
 /// Holds a run against a contract: `derived`, or the name of one of `on_policy_profiles`. Where the mesh says no etp, a
-/// profile of mixtures takes 1, not tp, and wants Megatron told so.
+/// profile of mixtures takes 1, not tp (`etp_of`), and wants Megatron told so.
 ///
 /// Throws `cpx::error` for another contract or a model that it does not know, as `plan_on_policy` does, and for a chunk
 /// of no tokens.

@@ -19,14 +19,15 @@ namespace cpx {
 
 /// What a row of a profile wants of an argument or a variable.
 enum class row_wants {
-    value,   ///< one of its values; the first is what a plan sets
-    zero,    ///< a number that is 0
-    absent,  ///< not to be there
-    no_other ///< not to be there, or one of its values
+    value,    ///< one of its values; the first is what a plan sets
+    zero,     ///< a number that is 0
+    absent,   ///< not to be there
+    no_other, ///< not to be there, or one of its values
+    not_false ///< not to be turned off
 };
 
 /// When a row applies.
-enum class row_when { always, ulysses, tp_and_ep, tp_and_ep_and_sp, tp_without_etp };
+enum class row_when { always, ulysses, tp_and_ep, tp_and_ep_and_sp, tp_with_whole_experts };
 
 /// One argument of Megatron, or one variable of the environment.
 struct on_policy_row {
@@ -78,6 +79,7 @@ inline constexpr auto dense_arguments =
                                   {"fp8-format", absent},
                                   {"fp8", absent},
                                   {"fp16", absent},
+                                  {"deterministic-mode", not_false},
                                   {"cp-comm-type", no_other, "a2a", false, row_when::ulysses}});
 inline constexpr auto moe_arguments = [] {
     std::array<on_policy_row, dense_arguments.size() + 7> rows{};
@@ -90,7 +92,7 @@ inline constexpr auto moe_arguments = [] {
     *next++ = {"moe-pad-expert-input-to-capacity", absent};
     *next++ = {"make-vocab-size-divisible-by", value, "1", true, row_when::tp_and_ep};
     *next++ = {"no-gradient-accumulation-fusion", value, "true", true, row_when::tp_and_ep_and_sp};
-    *next++ = {"expert-tensor-parallel-size", value, "1", true, row_when::tp_without_etp};
+    *next++ = {"expert-tensor-parallel-size", value, "1", true, row_when::tp_with_whole_experts};
     return rows;
 }();
 
@@ -109,6 +111,7 @@ struct on_policy_plan {
     bool ep_invariant = false; ///< tokens go to experts and back in an order that ep does not change
     std::string tie_break{};   ///< between experts of one score
     std::optional<bool> sequence_parallel{};             ///< unless the run's own remains
+    std::optional<int> etp{};                            ///< of a mixture's mesh, as `etp_of` has it
     run_configuration::texts arguments{}, environment{}; ///< to be set
 };
 
@@ -135,15 +138,9 @@ inline bool applies(row_when when, run_configuration const& run) {
     case row_when::ulysses: return run.mesh.cp > 1;
     case row_when::tp_and_ep: return both;
     case row_when::tp_and_ep_and_sp: return both && run.sequence_parallel;
-    case row_when::tp_without_etp: return run.mesh.tp > 1 && run.mesh.etp == 0;
+    case row_when::tp_with_whole_experts: return run.mesh.tp > 1 && etp_of(run.mesh, true) == 1;
     }
     return false;
-}
-
-/// Returns over how many ranks a profile divides an expert's weights: where the run says nothing, 1. Megatron's own
-/// default is tp, so that the profile's plan has the argument; miles' row of tp 4 with engines of one GPU wants it so.
-inline int etp_of(on_policy_profile const& profile, run_configuration const& run) {
-    return run.mesh.etp != 0 ? run.mesh.etp : profile.experts ? 1 : run.mesh.tp;
 }
 
 /// Returns an argument's name as rows have it: `--rope_theta` is `rope-theta`.
@@ -167,8 +164,8 @@ inline on_policy_plan plan_on_policy(std::string_view contract, run_configuratio
     on_policy_plan plan;
     if (contract.empty()) return plan;
     auto const& profile = detail::profile_of(contract, run.model, here);
-    int const etp = detail::etp_of(profile, run);
-    plan.tp_invariant = run.mesh.tp > 1 || run.rollout.gpus > 1 || (profile.experts && etp > 1);
+    if (profile.experts) plan.etp = etp_of(run.mesh, true);
+    plan.tp_invariant = run.mesh.tp > 1 || run.rollout.gpus > 1 || plan.etp.value_or(1) > 1;
     plan.ep_invariant = profile.experts && (run.mesh.ep > 1 || run.rollout.ep > 1);
     plan.target = plan.tp_invariant ? "fsdp_tp" : "fsdp";
     if (profile.experts) plan.tie_break = "stable_sort";
@@ -193,6 +190,7 @@ inline run_configuration with_plan(run_configuration run, on_policy_plan const& 
     for (auto const& [name, value] : plan.arguments) run.arguments.insert_or_assign(name, value);
     for (auto const& [name, value] : plan.environment) run.environment.insert_or_assign(name, value);
     run.sequence_parallel = plan.sequence_parallel.value_or(run.sequence_parallel);
+    run.mesh.etp = plan.etp.value_or(run.mesh.etp);
     return run;
 }
 

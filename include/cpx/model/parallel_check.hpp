@@ -117,9 +117,9 @@ inline std::vector<std::pair<index_t, config_side>> stated_chunks(train_config c
     for (auto const* count : {&t.virtual_pipeline_model_parallel_size, &t.num_virtual_stages_per_pipeline_rank})
         if (count->has_value()) all.emplace_back(**count, side_of(*count));
     if (auto const& each = t.num_layers_per_virtual_pipeline_stage; each.has_value())
-        all.emplace_back(std::max<index_t>(1, counted_layers(t, layers) /
-                                                  t.pipeline_model_parallel_size.value_or(1) / *each),
-                         side_of(each));
+        all.emplace_back(
+            std::max<index_t>(1, counted_layers(t, layers) / t.pipeline_model_parallel_size.value_or(1) / *each),
+            side_of(each));
     return all;
 }
 
@@ -151,9 +151,8 @@ inline void check_stages(config_report& report, hf_config const& c, train_config
         for (auto other = chunks.begin() + 1; other != chunks.end(); ++other)
             if (layers.has_value() || other->second.field != each.key())
                 report.expect(other->first == chunks.front().first, chunks.front().second, other->second,
-                              std::to_string(other->first) + (other->second.field == each.key()
-                                                                  ? " chunks of so many layers of a rank"
-                                                                  : ""));
+                              std::to_string(other->first) +
+                                  (other->second.field == each.key() ? " chunks of so many layers of a rank" : ""));
     if (t.pipeline_model_parallel_size.value_or(1) == 1 && !by_layout) return;
     if (!layers.has_value()) return;
     auto const split = by_layout ? side_of(t.pipeline_model_parallel_layout) : side_of(t.pipeline_model_parallel_size);
