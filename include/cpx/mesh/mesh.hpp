@@ -37,8 +37,8 @@ struct mesh_sizes {
 /// Returns over how many ranks the weights of one expert are divided. This is the rule for all that has a mesh: etp
 /// where it is given; where it is not, tp, as in Megatron, but 1 in a true-on-policy run of a mixture of experts.
 ///
-/// Such runs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`), so that their plan
-/// tells Megatron and their mesh has it given: `plan_on_policy`, `with_plan`.
+/// Such runs leave experts whole (miles, pull request 1088: tp 2, pp 2, ep 2 is `_tp2_pp2_ep2_etp1`): their plan tells
+/// Megatron so, and gives it to their mesh: `plan_on_policy`, `with_plan`.
 constexpr int etp_of(mesh_sizes const& sizes, bool true_on_policy = false) {
     return sizes.etp != 0 ? sizes.etp : true_on_policy ? 1 : sizes.tp;
 }

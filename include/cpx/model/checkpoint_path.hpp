@@ -22,7 +22,8 @@ constexpr bool checkpoint_is_of_mesh(mesh_sizes const& sizes, bool true_on_polic
 }
 
 /// Returns `{directory}/{model}_torch_dist`, of a mesh's own with `_tp{T}_pp{P}_ep{E}_etp{X}` behind it: what converts
-/// it must have the same four sizes, of which etp is that of `etp_of`: 1 where it is not given. cp does not divide weights, and is in no name.
+/// it must have the same four sizes. An etp that is not given is 1, as `etp_of` has it. cp does not divide weights, and
+/// is in no name.
 ///
 /// Throws `cpx::error` for sizes below 1, and a model whose name is empty or has a slash. Source: miles, pull request
 /// 1088.
@@ -42,8 +43,8 @@ inline std::filesystem::path checkpoint_path(std::filesystem::path const& direct
     return directory / name;
 }
 
-/// Returns Megatron's arguments that make a checkpoint of a true-on-policy mesh's own: all four sizes, also a pipeline of
-/// 1, or a converter chooses one by itself, and an etp that is not given, 1, or Megatron takes tp.
+/// Returns Megatron's arguments that make a mesh's own checkpoint, true on policy: all four sizes. A converter that is
+/// not told a pipeline of 1 chooses one by itself, and Megatron takes tp where the etp of `etp_of`, 1, is not told.
 inline std::map<std::string, std::string, std::less<>> checkpoint_arguments(mesh_sizes const& sizes,
                                                                             bool sequence_parallel) {
     std::map<std::string, std::string, std::less<>> all{
