@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism: a packed batch of long sequences over ranks, any layout to any other, and what runs on them.
 
-    import cpx, numpy as np
+import cpx, numpy as np
 
-    batch = cpx.thd([0, 7, 20])                      # two sequences, of 7 and 13 tokens
-    zigzag = cpx.shard(batch, cpx.zigzag(4))         # what attention wants, on 4 ranks
-    sequential = cpx.shard(batch, cpx.sequential(4)) # what a recurrence wants
+batch = cpx.thd([0, 7, 20])                      # two sequences, of 7 and 13 tokens
+zigzag = cpx.shard(batch, cpx.zigzag(4))         # what attention wants, on 4 ranks
+sequential = cpx.shard(batch, cpx.sequential(4)) # what a recurrence wants
 
-    def program(comm):                               # the ranks are threads of this process
-        x = np.full((zigzag.rows(comm.rank), 2), comm.rank, np.float32)
-        plan = cpx.relayout(zigzag, sequential, comm.rank)
-        y = cpx.exchange(plan, x, comm)              # moves the rows whose owner changes, and only those
-        return cpx.exchange(plan.transposed(), y, comm)
+def program(comm):                               # the ranks are threads of this process
+    x = np.full((zigzag.rows(comm.rank), 2), comm.rank, np.float32)
+    plan = cpx.relayout(zigzag, sequential, comm.rank)
+    y = cpx.exchange(plan, x, comm)              # moves the rows whose owner changes, and only those
+    return cpx.exchange(plan.transposed(), y, comm)
 
-    cpx.run(4, program)
+cpx.run(4, program)
 """
 
 from ._error import Error
@@ -23,20 +23,31 @@ from ._ext import (
     Cut,
     Halo,
     Layout,
+    Positions,
     Relayout,
     Sharding,
+    add_features,
+    add_features_backward,
     aligned,
     balanced,
+    batch_mrope_positions,
     by_length,
     carry,
+    features_by_item,
     halo,
     head_sharded,
+    ignored,
+    media,
+    mrope_positions,
     packing,
     packing_from_mask,
     pad_to_multiple,
     piecewise,
+    put_features,
+    put_features_backward,
     relayout,
     replicated,
+    rotary_axes,
     sequential,
     shard,
     striped,
@@ -48,21 +59,50 @@ from ._ext import (
     unpadded,
     zigzag,
 )
+from ._local import (
+    choose_experts,
+    choose_experts_backward,
+    expert_linear,
+    expert_linear_backward,
+    gated_rms_norm,
+    gated_rms_norm_backward,
+    linear,
+    linear_backward,
+    log_probabilities,
+    log_probabilities_backward,
+    pack,
+    rms_norm,
+    rms_norm_backward,
+    rotary,
+    rotary_backward,
+    rotary_frequencies,
+    unpack,
+    weigh_experts,
+)
 from ._ops import (
+    AttentionHeads,
+    ExpertExchange,
     Heads,
     Movement,
     Saved,
+    TokenLoss,
+    attention,
+    attention_backward,
     causal_conv1d,
     causal_conv1d_backward,
     channel_decay_attention,
     channel_decay_attention_backward,
     exchange,
+    gated_delta_net,
     gated_delta_rule,
     gated_delta_rule_backward,
     head_decay_attention,
     head_decay_attention_backward,
     kimi_delta_attention,
     kimi_delta_attention_backward,
+    mean_token_loss,
+    mean_token_loss_backward,
+    next_token_labels,
     saved_states,
     shift_rows,
     sum_over_ranks,
@@ -70,40 +110,76 @@ from ._ops import (
 from ._run import run
 
 __all__ = [
+    "AttentionHeads",
     "Carry",
     "Communicator",
     "Cut",
     "Error",
+    "ExpertExchange",
     "Halo",
     "Heads",
     "Layout",
     "Movement",
+    "Positions",
     "Relayout",
     "Saved",
     "Sharding",
+    "TokenLoss",
+    "add_features",
+    "add_features_backward",
     "aligned",
+    "attention",
+    "attention_backward",
     "balanced",
+    "batch_mrope_positions",
     "by_length",
     "carry",
     "causal_conv1d",
     "causal_conv1d_backward",
     "channel_decay_attention",
     "channel_decay_attention_backward",
+    "choose_experts",
+    "choose_experts_backward",
     "exchange",
+    "expert_linear",
+    "expert_linear_backward",
+    "features_by_item",
+    "gated_delta_net",
     "gated_delta_rule",
     "gated_delta_rule_backward",
+    "gated_rms_norm",
+    "gated_rms_norm_backward",
     "halo",
     "head_decay_attention",
     "head_decay_attention_backward",
     "head_sharded",
+    "ignored",
     "kimi_delta_attention",
     "kimi_delta_attention_backward",
+    "linear",
+    "linear_backward",
+    "log_probabilities",
+    "log_probabilities_backward",
+    "mean_token_loss",
+    "mean_token_loss_backward",
+    "media",
+    "mrope_positions",
+    "next_token_labels",
+    "pack",
     "packing",
     "packing_from_mask",
     "pad_to_multiple",
     "piecewise",
+    "put_features",
+    "put_features_backward",
     "relayout",
     "replicated",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotary",
+    "rotary_axes",
+    "rotary_backward",
+    "rotary_frequencies",
     "run",
     "saved_states",
     "sequential",
@@ -116,6 +192,8 @@ __all__ = [
     "thd_from_cu_seqlens",
     "thd_from_positions",
     "threads",
+    "unpack",
     "unpadded",
+    "weigh_experts",
     "zigzag",
 ]

@@ -3,11 +3,14 @@
 
 import numpy as np
 
+from ._error import require
+
 
 def empty_like(x, shape, dtype=None, zeros=False):
     """Returns an array of `shape` in the framework and on the device of `x`, and of its dtype if none is told.
 
-    NumPy's and torch's are made by these; of any other framework it is an array of NumPy, which `finish` hands over.
+    NumPy's, torch's and CuPy's are made by these; of any other framework it is an array of NumPy, which `finish` hands
+    over.
     """
     kind = type(x).__module__.partition(".")[0]
     if kind == "torch":
@@ -22,10 +25,22 @@ def empty_like(x, shape, dtype=None, zeros=False):
     return (np.zeros if zeros else np.empty)(tuple(shape), dtype=dtype or x.dtype)
 
 
-def finish(x, result):
+def finish(x, made):
     """Returns a result, made for `x` by `empty_like`, in the framework of `x`: without a copy."""
-    if isinstance(result, np.ndarray) and not isinstance(x, np.ndarray) and hasattr(x, "__array_namespace__"):
+    if isinstance(made, np.ndarray) and not isinstance(x, np.ndarray) and hasattr(x, "__array_namespace__"):
         namespace = x.__array_namespace__()
         if namespace is not np and hasattr(namespace, "from_dlpack"):
-            return namespace.from_dlpack(result)
-    return result
+            return namespace.from_dlpack(made)
+    return made
+
+
+def shape_of(where, name, x):
+    """Returns the shape of an array of rows. Raises cpx.Error if x is none."""
+    shape = getattr(x, "shape", None)
+    require(shape is not None and len(shape) > 0, where, name, "an array of rows", type(x).__name__)
+    return tuple(shape)
+
+
+def result(x, out, shape, dtype=None, zeros=False):
+    """Returns `out`, or memory like x if it is None."""
+    return empty_like(x, shape, dtype, zeros) if out is None else out

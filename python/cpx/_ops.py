@@ -6,21 +6,11 @@ them. An array is rows in its first dimension; all others make up a row, whose e
 """
 
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from . import _ext
-from ._array import empty_like, finish
+from ._array import empty_like, finish, result as _result, shape_of as _shape
 from ._error import Error, require
-
-
-def _shape(where, name, x):
-    shape = getattr(x, "shape", None)
-    require(shape is not None and len(shape) > 0, where, name, "an array of rows", type(x).__name__)
-    return tuple(shape)
-
-
-def _result(x, out, shape, dtype=None, zeros=False):
-    return empty_like(x, shape, dtype, zeros) if out is None else out
 
 
 def exchange(plan, x, comm, out=None):
@@ -72,7 +62,19 @@ def causal_conv1d(plan, x, weight, comm, bias=None, activation=None, *, initial=
 
 
 def causal_conv1d_backward(
-    before, after, x, weight, dy, comm, bias=None, activation=None, *, order="by_rank", dx=None, dweight=None, dbias=None
+    before,
+    after,
+    x,
+    weight,
+    dy,
+    comm,
+    bias=None,
+    activation=None,
+    *,
+    order="by_rank",
+    dx=None,
+    dweight=None,
+    dbias=None,
 ):
     """The gradients of `causal_conv1d` of sequences that began with it: (dx, dweight, dbias). Collective.
 
@@ -84,9 +86,7 @@ def causal_conv1d_backward(
     to_x = _result(x, dx, _shape(where, "x", x))
     to_weight = _result(weight, dweight, _shape(where, "weight", weight), zeros=True)
     to_bias = None if bias is None else _result(bias, dbias, _shape(where, "bias", bias), zeros=True)
-    _ext.causal_conv1d_backward(
-        before, after, x, weight, bias, activation, dy, to_x, to_weight, to_bias, comm, order
-    )
+    _ext.causal_conv1d_backward(before, after, x, weight, bias, activation, dy, to_x, to_weight, to_bias, comm, order)
     return finish(x, to_x), finish(weight, to_weight), to_bias if to_bias is None else finish(bias, to_bias)
 
 
@@ -132,7 +132,9 @@ def saved_states(plan, like, heads, recurrence="gated_delta_rule") -> Saved:
     width = _map_width[recurrence](heads.key_dim)
     return Saved(
         empty_like(like, (plan.segments, (last - first) * heads.key_dim * heads.value_dim)),
-        empty_like(like, (plan.maps if plan.how == "scan" and not plan.sharding.every_row else 0, (last - first) * width)),
+        empty_like(
+            like, (plan.maps if plan.how == "scan" and not plan.sharding.every_row else 0, (last - first) * width)
+        ),
     )
 
 
@@ -150,22 +152,40 @@ def _recur_backward(name, plan, inputs, do, saved, comm, heads, chunk, norm, sca
     given = gradients or (None,) * len(inputs)
     made = [_result(x, d, _shape(name + "_backward", "x", x)) for x, d in zip(inputs, given)]
     parameters = (chunk, norm, scale or 0.0)
-    _ext.recur_backward(name, plan, inputs, do, made, tuple(heads), parameters, comm, saved[0], saved[1], dfinal, dinitial)
+    _ext.recur_backward(
+        name, plan, inputs, do, made, tuple(heads), parameters, comm, saved[0], saved[1], dfinal, dinitial
+    )
     return tuple(finish(x, d) for x, d in zip(inputs, made))
 
 
 def gated_delta_rule(
-    plan, q, k, v, g, beta, comm, *, heads=None, chunk=64, qk_l2norm=True, scale=None, initial=None, final=None,
-    saved=None, out=None
+    plan,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    comm,
+    *,
+    heads=None,
+    chunk=64,
+    qk_l2norm=True,
+    scale=None,
+    initial=None,
+    final=None,
+    saved=None,
+    out=None,
 ):
-    """The gated delta rule in place on any sharding: S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o = scale S^T q.
+    """The gated delta rule in place on any sharding.
 
-    plan: carry(sharding, rank, "scan" or "serial"). q, k: (rows, key heads, key_dim), v: (rows, value heads, value_dim),
-    g: log decay, and beta: (rows, value heads), of the heads that the rank holds. float32 or float64. Collective.
-    heads: Heads(...) of all ranks, by default those of q and v. scale: by default 1 / sqrt(key_dim). qk_l2norm: q and k
-    are divided by sqrt(sum of squares + 1e-6) first.
-    initial, final: (sequences, value heads * key_dim * value_dim) before and behind the batch; `final` is written on the
-    rank where a sequence ends. saved: of `saved_states`, takes what the backward needs. Returns o, as v.
+        S_t = a_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t,    a_t = exp(g_t)
+
+    plan: carry(sharding, rank, "scan" or "serial"). q, k: (rows, key heads, key_dim), v: (rows, value heads,
+    value_dim), g: log decay, and beta: (rows, value heads), of the heads that the rank holds. float32 or float64.
+    Collective. heads: Heads(...) of all ranks, by default those of q and v. scale: by default 1 / sqrt(key_dim).
+    qk_l2norm: q and k are divided by sqrt(sum of squares + 1e-6) first.
+    initial, final: (sequences, value heads * key_dim * value_dim) before and behind the batch; `final` is
+    written on the rank where a sequence ends. saved: of `saved_states`, takes what the backward needs. Returns o, as v.
     """
     return _recur(
         "gated_delta_rule", plan, [q, k, v, g, beta], comm, heads, chunk, qk_l2norm, scale, initial, final, saved, out
@@ -173,41 +193,121 @@ def gated_delta_rule(
 
 
 def gated_delta_rule_backward(
-    plan, q, k, v, g, beta, do, saved, comm, *, heads=None, chunk=64, qk_l2norm=True, scale=None, dfinal=None,
-    dinitial=None, out=None
+    plan,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    do,
+    saved,
+    comm,
+    *,
+    heads=None,
+    chunk=64,
+    qk_l2norm=True,
+    scale=None,
+    dfinal=None,
+    dinitial=None,
+    out=None,
 ):
     """The gradients of `gated_delta_rule`: (dq, dk, dv, dg, dbeta). Arguments as there; do: the gradient of o.
 
     dfinal: of the final states; dinitial is written on the rank where a sequence begins. out: five arrays, or none.
     """
     return _recur_backward(
-        "gated_delta_rule", plan, [q, k, v, g, beta], do, saved, comm, heads, chunk, qk_l2norm, scale, dfinal, dinitial, out
+        "gated_delta_rule",
+        plan,
+        [q, k, v, g, beta],
+        do,
+        saved,
+        comm,
+        heads,
+        chunk,
+        qk_l2norm,
+        scale,
+        dfinal,
+        dinitial,
+        out,
     )
 
 
 def kimi_delta_attention(
-    plan, q, k, v, g, beta, comm, *, heads=None, chunk=64, qk_l2norm=True, scale=None, initial=None, final=None,
-    saved=None, out=None
+    plan,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    comm,
+    *,
+    heads=None,
+    chunk=64,
+    qk_l2norm=True,
+    scale=None,
+    initial=None,
+    final=None,
+    saved=None,
+    out=None,
 ):
     """Kimi delta attention: the delta rule with a decay a channel, g: (rows, value heads, key_dim). Else as there."""
     return _recur(
-        "kimi_delta_attention", plan, [q, k, v, g, beta], comm, heads, chunk, qk_l2norm, scale, initial, final, saved, out
+        "kimi_delta_attention",
+        plan,
+        [q, k, v, g, beta],
+        comm,
+        heads,
+        chunk,
+        qk_l2norm,
+        scale,
+        initial,
+        final,
+        saved,
+        out,
     )
 
 
 def kimi_delta_attention_backward(
-    plan, q, k, v, g, beta, do, saved, comm, *, heads=None, chunk=64, qk_l2norm=True, scale=None, dfinal=None,
-    dinitial=None, out=None
+    plan,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    do,
+    saved,
+    comm,
+    *,
+    heads=None,
+    chunk=64,
+    qk_l2norm=True,
+    scale=None,
+    dfinal=None,
+    dinitial=None,
+    out=None,
 ):
     """The gradients of `kimi_delta_attention`: (dq, dk, dv, dg, dbeta)."""
     return _recur_backward(
-        "kimi_delta_attention", plan, [q, k, v, g, beta], do, saved, comm, heads, chunk, qk_l2norm, scale, dfinal,
-        dinitial, out
+        "kimi_delta_attention",
+        plan,
+        [q, k, v, g, beta],
+        do,
+        saved,
+        comm,
+        heads,
+        chunk,
+        qk_l2norm,
+        scale,
+        dfinal,
+        dinitial,
+        out,
     )
 
 
 def _linear(name):
-    def forward(plan, q, k, v, g, comm, *, heads=None, chunk=64, scale=None, initial=None, final=None, saved=None, out=None):
+    def forward(
+        plan, q, k, v, g, comm, *, heads=None, chunk=64, scale=None, initial=None, final=None, saved=None, out=None
+    ):
         return _recur(name, plan, [q, k, v, g], comm, heads, chunk, True, scale, initial, final, saved, out)
 
     def backward(
@@ -217,8 +317,10 @@ def _linear(name):
             name, plan, [q, k, v, g], do, saved, comm, heads, chunk, True, scale, dfinal, dinitial, out
         )
 
-    of = "a decay a head, g: (rows, value heads)" if name.startswith("head") else (
-        "a decay a channel, g: (rows, value heads, key_dim)"
+    of = (
+        "a decay a head, g: (rows, value heads)"
+        if name.startswith("head")
+        else ("a decay a channel, g: (rows, value heads, key_dim)")
     )
     forward.__name__ = forward.__qualname__ = name
     backward.__name__ = backward.__qualname__ = name + "_backward"
@@ -232,6 +334,162 @@ def _linear(name):
 
 head_decay_attention, head_decay_attention_backward = _linear("head_decay_attention")
 channel_decay_attention, channel_decay_attention_backward = _linear("channel_decay_attention")
+
+
+class gated_delta_net:
+    """The gated delta net layer of Qwen3-Next and Qwen3.5 on a sharding. Made once a batch, used by all layers.
+
+        y = out_proj(norm(delta_rule(silu(conv(q k v)), ...)) silu(z)),    g = -exp(A_log) softplus(a + dt_bias)
+
+    carry: "scan" or "serial", in place: a halo and carried states; or "heads": one exchange to heads and one back.
+    heads: Heads(...); kernel: taps of the convolution; chunk: tokens of the delta rule at once.
+    """
+
+    parameters = _ext.net_parameters  #: names of the weights, in a checkpoint of transformers
+
+    def __init__(self, sharding, rank, hidden, heads, carry="scan", kernel=4, chunk=64, eps=1e-6):
+        self._net = _ext.Net(sharding, rank, hidden, tuple(heads), carry, kernel, chunk, eps)
+        self.sharding, self.rank = sharding, rank
+
+    def __call__(self, weights, x, comm, *, conv=None, recurrent=None, saved=None, out=None):
+        """Returns y of x: (rows, hidden) of float32 or float64. Collective.
+
+        weights: a dict by `parameters`, whole on every rank, shaped as in the checkpoint: projections (out, in), conv
+        (q + k + v channels, kernel), A_log, dt_bias (value heads,), norm (value_dim,).
+        conv, recurrent: states to go on from, read and written in place: (sequences, kernel * channels) and
+        (sequences, value heads * key_dim * value_dim) of the heads that the rank holds. saved: of `new_saved`.
+        """
+        y = _result(x, out, _shape("gated_delta_net", "x", x))
+        self._net.forward(self._list("gated_delta_net", weights), x, y, comm, conv, recurrent, saved)
+        return finish(x, y)
+
+    def new_saved(self):
+        """Returns what takes what the backward needs; of one layer and rank."""
+        return _ext.NetSaved()
+
+    def backward(self, weights, x, saved, dy, comm, *, order="by_rank", dx=None, dweights=None):
+        """Returns (dx, dweights), a dict: the weights' gradients of this rank's rows.
+
+        `sum_over_ranks` completes these. A dweights that is given is added to. order: "by_row" adds in the
+        order of the batch.
+        """
+        where = "gated_delta_net_backward"
+        to_x = _result(x, dx, _shape(where, "x", x))
+        given = self._list(where, weights)
+        made = dweights or {
+            name: empty_like(w, _shape(where, name, w), zeros=True) for name, w in zip(self.parameters, given)
+        }
+        self._net.backward(given, x, saved, dy, to_x, self._list(where, made), comm, order)
+        return finish(x, to_x), made
+
+    def _list(self, where, weights):
+        missing = [name for name in self.parameters if name not in weights]
+        require(not missing, where, "weights", ", ".join(self.parameters), f"none of {', '.join(missing)}")
+        return [_flat(weights[name]) if name == "conv1d.weight" else weights[name] for name in self.parameters]
+
+
+def _flat(conv):
+    """Returns (channels, kernel) of (channels, 1, kernel), as torch has it."""
+    shape = _shape("gated_delta_net", "conv1d.weight", conv)
+    return conv.reshape(shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else conv
+
+
+class AttentionHeads(NamedTuple):
+    """Heads of an attention, over all ranks: query head h reads key head h / (query_heads / key_heads)."""
+
+    query_heads: int
+    key_heads: int
+    dim: int
+
+
+def _scale(scale, heads):
+    return 1 / math.sqrt(heads[2]) if scale is None else scale
+
+
+def attention(queries, keys, rank, q, k, v, heads, *, scale=None, lse=None, out=None):
+    """Causal softmax attention: o = softmax(scale q K^T) V over the keys of a query's sequence up to its own token.
+
+    queries: the sharding of q and o, any; keys: that of k and v, where every rank holds every row: replicated, or the
+    same head_sharded as q. q: (rows, query heads, dim), k, v: (tokens, key heads, dim), of the heads that the rank
+    holds; heads: AttentionHeads(...). float32, float64. scale: by default 1 / sqrt(dim). lse: (rows, query heads),
+    takes what the backward needs. No communication: relayout q, k and v first.
+    """
+    o = _result(q, out, _shape("attention", "q", q))
+    _ext.attention(queries, keys, rank, q, k, v, tuple(heads), _scale(scale, heads), o, lse)
+    return finish(q, o)
+
+
+def attention_backward(queries, keys, q, k, v, o, do, lse, heads, comm, *, scale=None, dq=None, dk=None, dv=None):
+    """The gradients of `attention`: (dq, dk, dv). Arguments as there; do: the gradient of o.
+
+    dk and dv are this rank's share of all keys' gradients where queries are sharded by tokens: the transposed plan of
+    the keys' relayout adds them in rank order. Collective where query heads of one group are on several ranks.
+    """
+    where, scale = "attention_backward", _scale(scale, heads)
+    delta = empty_like(o, _shape(where, "lse", lse))
+    _ext.attention_delta(queries, comm.rank, o, do, heads[2], delta)
+    to_q, to_k, to_v = (_result(x, d, _shape(where, "q, k and v", x)) for x, d in ((q, dq), (k, dk), (v, dv)))
+    _ext.attention_backward_queries(queries, keys, comm.rank, q, k, v, do, lse, delta, tuple(heads), scale, to_q)
+    _ext.attention_backward_keys(queries, keys, q, k, v, do, lse, delta, tuple(heads), scale, to_k, to_v, comm)
+    return finish(q, to_q), finish(k, to_k), finish(v, to_v)
+
+
+def next_token_labels(plan, tokens, comm, out=None):
+    """Returns the token that follows every row's, and cpx.ignored behind the last valid one. Collective.
+
+    plan: halo(sharding, rank, 1, "after"), or of k rows for the token k ahead; tokens: (rows,) int64.
+    """
+    labels = _result(tokens, out, _shape("next_token_labels", "tokens", tokens))
+    _ext.next_token_labels(plan, tokens, labels, comm)
+    return finish(tokens, labels)
+
+
+class TokenLoss(NamedTuple):
+    """The weighted mean of -log p over the batch, and the sum of weights: the same bits on every rank."""
+
+    mean: float
+    weight: float
+
+
+def mean_token_loss(sharding, logp, labels, comm, weights=None):
+    """Returns TokenLoss of all rows of the batch that have a label. logp, labels, weights: (rows,). Collective.
+
+    Bitwise the same on every sharding and any number of ranks.
+    """
+    return TokenLoss(*_ext.mean_token_loss(sharding, logp, labels, comm, weights))
+
+
+def mean_token_loss_backward(sharding, rank, loss, labels, like, upstream=1.0, weights=None, out=None):
+    """Returns dlogp of `mean_token_loss`, like `like`: -upstream w_i / sum w_i, and 0 in rows that do not count."""
+    dlogp = _result(like, out, _shape("mean_token_loss_backward", "labels", labels))
+    _ext.mean_token_loss_backward(sharding, rank, tuple(loss), labels, upstream, dlogp, weights)
+    return finish(like, dlogp)
+
+
+class ExpertExchange(_ext.ExpertExchange):
+    """The rows of tokens, one for each expert that a token chose, between the tokens' ranks and the experts' owners.
+
+    chosen: (tokens, choices) int64 of this rank, each expert once a token; places: where the tokens stand in the batch,
+    sharding.global_rows(rank); comm: the ranks that share the experts. Rank r of W owns the experts from
+    r * experts / W on. Its making and its calls are collective. `begins` says where the rows of each own expert begin.
+    """
+
+    def to_experts(self, x, width=None, out=None):
+        """Brings rows to the owners: (count, width), experts ascending, of one expert in the order of the batch.
+
+        x: (tokens, width), the same for all choices of a token; or, with `width`, (tokens, choices * width).
+        """
+        width = width or math.prod(_shape("ExpertExchange.to_experts", "x", x)[1:])
+        y = _result(x, out, (self.count, width))
+        self._to_experts(x, y)
+        return finish(x, y)
+
+    def to_tokens(self, x, out=None):
+        """Brings them back: x (count, width), to (tokens, choices, width)."""
+        shape = _shape("ExpertExchange.to_tokens", "x", x)
+        y = _result(x, out, (self.tokens, self.choices, *shape[1:]))
+        self._to_tokens(x, y)
+        return finish(x, y)
 
 
 class Movement:
@@ -258,8 +516,11 @@ class Movement:
         most = max(source.rows(self.comm.rank), target.rows(self.comm.rank))
         sequences = source.batch.sequences
         require(
-            most <= self.rows and sequences <= self.sequences, "movement", "rows and sequences of the batch",
-            f"at most {self.rows}, {self.sequences}", f"{most}, {sequences}"
+            most <= self.rows and sequences <= self.sequences,
+            "movement",
+            "rows and sequences of the batch",
+            f"at most {self.rows}, {self.sequences}",
+            f"{most}, {sequences}",
         )
         self._plan = _ext.relayout(source, target, self.comm.rank)
         self._back = self._plan.transposed()

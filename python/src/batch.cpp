@@ -91,7 +91,8 @@ tokens that count, at the front of each.)")
         .def_prop_ro(
             "tokens", [](cpx::thd const& b) { return b.tokens(); }, "All tokens, padding included.")
         .def_prop_ro(
-            "offsets", [](cpx::thd const& b) { return to_numpy(list(b.offsets())); }, "(N + 1,) int64.")
+            "offsets", [](cpx::thd const& b) { return to_numpy(list(b.offsets())); }, "(N + 1,) int64.",
+            nb::rv_policy::move)
         .def_prop_ro(
             "valid_lengths",
             [](cpx::thd const& b) {
@@ -99,7 +100,7 @@ tokens that count, at the front of each.)")
                 for (index_t s = 0; s < b.sequences(); ++s) valid.push_back(b.valid(s));
                 return to_numpy(std::move(valid));
             },
-            "(N,) int64: of each sequence the tokens that are not padding.")
+            "(N,) int64: of each sequence the tokens that are not padding.", nb::rv_policy::move)
         .def(
             "length",
             [](cpx::thd const& b, index_t s) { return b.length(index_in("thd", "sequence", s, b.sequences())); },
@@ -150,9 +151,8 @@ Sequence s lies in rows start(s) and after. The buffer may be a (rows, columns) 
             return nb::isinstance<cpx::packing>(b) && a == nb::cast<cpx::packing const&>(b);
         });
 
-    m.def(
-        "thd_from_positions", from_positions, "positions"_a, "pad"_a, "columns"_a = -1,
-        R"(Returns the batch of position ids: a sequence begins at every 0 and goes on 1, 2, ...; -1 is padding behind it.
+    m.def("thd_from_positions", from_positions, "positions"_a, "pad"_a, "columns"_a = -1,
+          R"(Returns the batch of position ids: a sequence begins at every 0 and goes on; -1 is padding behind it.
 
 positions: (B, columns) or (tokens,) of int32 or int64. pad: "joins_last_sequence", one more row, not valid, of the
 sequence before it, or "own_sequence", a sequence of length 1 and valid length 0.

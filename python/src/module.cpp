@@ -39,4 +39,9 @@ NB_MODULE(_ext, m) {
     binding::bind_exchange(m);
     binding::bind_convolution(m);
     binding::bind_recurrence(m);
+    binding::bind_net(m);
+    binding::bind_attention(m);
+    binding::bind_experts(m);
+    binding::bind_positions(m);
+    binding::bind_local(m);
 }

@@ -12,5 +12,10 @@ void bind_plan(nanobind::module_& m);
 void bind_exchange(nanobind::module_& m);
 void bind_convolution(nanobind::module_& m);
 void bind_recurrence(nanobind::module_& m);
+void bind_net(nanobind::module_& m);
+void bind_attention(nanobind::module_& m);
+void bind_experts(nanobind::module_& m);
+void bind_positions(nanobind::module_& m);
+void bind_local(nanobind::module_& m);
 
 } // namespace binding

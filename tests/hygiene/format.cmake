@@ -4,7 +4,7 @@ if(NOT CLANG_FORMAT)
     return()
 endif()
 file(GLOB_RECURSE sources include/*.hpp kernels/*.cuh tests/*.[ch]pp examples/*.[ch]pp bench/*.[ch]pp harness/*.hpp
-    tests/*.cu examples/*.cu bench/*.cu)
+    python/src/*.[ch]pp tests/*.cu examples/*.cu bench/*.cu)
 execute_process(COMMAND ${CLANG_FORMAT} --dry-run -Werror ${sources} RESULT_VARIABLE differs)
 if(differs)
     message(FATAL_ERROR "some files are not formatted; format them with\n  clang-format-16 -i FILE...")

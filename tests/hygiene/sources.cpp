@@ -52,7 +52,7 @@ std::vector<std::string> lines(fs::path const& file) {
 std::vector<fs::path> sources(char const* folder) {
     std::vector<fs::path> result;
     if (!fs::exists(root / folder)) return result;
-    std::regex const source(".*\\.(hpp|cpp|cuh|cu)");
+    std::regex const source(".*\\.(hpp|cpp|cuh|cu|py)");
     for (auto const& entry : fs::recursive_directory_iterator(root / folder))
         if (std::regex_match(entry.path().string(), source)) result.push_back(entry.path());
     return result;
@@ -146,7 +146,8 @@ TEST_SUITE("hygiene") {
     }
 
     TEST_CASE("no line has more than 120 columns") {
-        for (char const* folder : {"include", "kernels", "examples", "tests", "bench", "harness"})
+        for (char const* folder : {"include", "kernels", "examples", "tests", "bench", "harness", "python/src",
+                                   "python/cpx", "python/tests", "python/examples"})
             for (fs::path const& source : sources(folder)) {
                 std::size_t number = 0;
                 for (std::string const& line : lines(source)) {

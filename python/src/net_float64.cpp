@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "net.hpp"
+
+template void binding::run_net<double>(binding::net_call const&);

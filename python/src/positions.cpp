@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// Images and videos: positions, and rows of features at their placeholders.
+#include "comm.hpp"
+#include "module.hpp"
+#include "numbers.hpp"
+#include "sharding.hpp"
+
+#include <cpx/ops/vision.hpp>
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+using namespace nanobind::literals;
+
+namespace binding {
+
+namespace {
+
+struct positions_value {
+    std::variant<cpx::sharded_positions<any_tokens>, cpx::sharded_positions<any_rows>> real;
+
+    template <class F>
+    decltype(auto) visit(F&& f) const {
+        return std::visit(std::forward<F>(f), real);
+    }
+};
+
+cpx::media_kind kind_of(char const* where, std::string_view name) {
+    return word<cpx::media_kind>(where, "kind", name,
+                                 {{"image", cpx::media_kind::image}, {"video", cpx::media_kind::video}});
+}
+
+std::vector<cpx::media_grid> grids(char const* name, nb::object object) {
+    if (object.is_none()) return {};
+    if (nb::hasattr(object, "__dlpack__")) return cpx::media_grids(integers("media", name, object));
+    std::vector<index_t> all;
+    for (nb::handle const grid : nb::iter(object))
+        for (index_t const n : integers("media", name, grid)) all.push_back(n);
+    return cpx::media_grids(all);
+}
+
+cpx::media make_media(nb::object images, nb::object videos, std::string_view rule, index_t merge,
+                      index_t tokens_per_second, std::vector<double> seconds) {
+    using r = cpx::mrope_rule;
+    auto const meaning = word<r>("media", "rule", rule,
+                                 {{"qwen3_vl", r::qwen3_vl},
+                                  {"qwen2_vl", r::qwen2_vl},
+                                  {"qwen2_5_vl", r::qwen2_5_vl},
+                                  {"qwen2_5_vl_whole_seconds", r::qwen2_5_vl_whole_seconds},
+                                  {"qwen2_5_vl_spatial_advance", r::qwen2_5_vl_spatial_advance}});
+    return cpx::media(grids("images", images), grids("videos", videos),
+                      {meaning, merge, tokens_per_second, std::move(seconds)});
+}
+
+cpx::media_tokens tokens_of(std::optional<index_t> image, std::optional<index_t> video) {
+    return {image.value_or(cpx::media_tokens::none), video.value_or(cpx::media_tokens::none)};
+}
+
+positions_value positions_on(cpx::media const& m, any_layout const& sharding, nb::object ids_, communicator& comm,
+                             std::optional<index_t> image, std::optional<index_t> video) {
+    char const* const where = "mrope_positions";
+    array const ids = read(where, "ids", ids_);
+    std::optional<positions_value> made;
+    with_type<std::int64_t, std::int32_t>(ids, [&]<class T>(of_type<T>) {
+        auto const list = rows_of<T>(ids);
+        call const now(where, comm);
+        auto transport = comm.host(where);
+        sharding.visit([&](auto const& s) {
+            cpx::require(s.ranks() == comm.ranks(), where, "ranks of the sharding", comm.ranks(), s.ranks());
+            made = positions_value{
+                cpx::mrope_positions(m, cpx::sharded(list, s, comm.rank()), tokens_of(image, video), transport)};
+        });
+    });
+    return std::move(*made);
+}
+
+auto positions_of_batch(cpx::media const& m, cpx::thd const& batch, nb::object ids, std::optional<index_t> image,
+                        std::optional<index_t> video) {
+    auto p = cpx::mrope_positions(m, batch, integers("mrope_positions", "ids", ids), tokens_of(image, video));
+    auto const count = static_cast<std::size_t>(batch.tokens());
+    return std::pair(to_numpy(std::move(p.axes), {3, count}), to_numpy(std::move(p.deltas)));
+}
+
+any_layout features(positions_value const& p, std::string_view name) {
+    auto const kind = kind_of("features", name);
+    return p.visit([&]<class S>(cpx::sharded_positions<S> const& at) -> any_layout {
+        std::string const text = "features of " + std::string(name) + "s by placeholder";
+        if constexpr (S::every_row)
+            return {any_rows(at.features(kind), text)};
+        else
+            return {any_tokens(at.features(kind), text)};
+    });
+}
+
+any_layout by_item(cpx::media const& m, std::string_view name, nb::object ranks) {
+    char const* const where = "features_by_item";
+    auto const kind = kind_of(where, name);
+    std::string const text = "features of " + std::string(name) + "s by item";
+    if (nb::isinstance<nb::int_>(ranks))
+        return {any_tokens(cpx::features_by_item(m, kind, nb::cast<int>(ranks)), text)};
+    return {any_tokens(cpx::features_by_item(m, kind, integers(where, "frames", ranks)), text)};
+}
+
+enum class feature { put, put_backward, add, add_backward };
+
+/// Runs one of the four on rows of x, or its gradient, and of features, or theirs.
+void at_placeholders(feature what, char const* where, positions_value const& p, std::string_view name, nb::object x_,
+                     nb::object features_) {
+    auto const kind = kind_of(where, name);
+    bool const back = what == feature::put_backward || what == feature::add_backward;
+    array const x = what == feature::add_backward ? read(where, "dx", x_) : written(where, back ? "dx" : "x", x_);
+    array const f = back ? written(where, "dfeatures", features_) : read(where, "features", features_);
+    with_number(x, [&]<class T>(of_type<T>) {
+        auto const rows = rows_to<T>(x), of_features = rows_to<T>(f);
+        nb::gil_scoped_release const free;
+        p.visit([&](auto const& at) {
+            cpx::sharded const text(rows, at.sharding(), at.rank());
+            cpx::sharded const home(of_features, at.features(kind), at.rank());
+            switch (what) {
+            case feature::put: return cpx::put_features(at, kind, home, text);
+            case feature::put_backward: return cpx::put_features_backward(at, kind, text, home);
+            case feature::add: return cpx::add_features(at, kind, home, text);
+            case feature::add_backward: return cpx::add_features_backward(at, kind, text, home);
+            }
+        });
+    });
+}
+
+} // namespace
+
+void bind_positions(nb::module_& m) {
+    nb::class_<cpx::media>(m, "media", R"(All images and videos of a batch, in its order; every rank has the same.
+
+images, videos: their grids (time, height, width) in patches, as image_grid_thw and video_grid_thw: (n, 3).)")
+        .def(
+            "__init__",
+            [](cpx::media* self, nb::object images, nb::object videos, std::string_view rule, index_t merge,
+               index_t tokens_per_second, std::vector<double> seconds) {
+                new (self) cpx::media(make_media(images, videos, rule, merge, tokens_per_second, std::move(seconds)));
+            },
+            "images"_a.none() = nb::none(), "videos"_a.none() = nb::none(), "rule"_a = "qwen3_vl", "merge"_a = 2,
+            "tokens_per_second"_a = 2, "seconds"_a = std::vector<double>(),
+            "rule: how positions go on behind media, of \"qwen3_vl\" (and Qwen3.5), \"qwen2_vl\", \"qwen2_5_vl\", "
+            "\"qwen2_5_vl_whole_seconds\" and \"qwen2_5_vl_spatial_advance\". merge: patches a side of one row of "
+            "features. seconds: a video, of Qwen2.5-VL.")
+        .def(
+            "rows", [](cpx::media const& of, std::string_view kind) { return of.rows(kind_of("media", kind)); },
+            "kind"_a, "Returns how many rows of features a kind has: how many placeholders.")
+        .def(
+            "batch", [](cpx::media const& of, std::string_view kind) { return of.batch(kind_of("media", kind)); },
+            "kind"_a, "Returns the rows of a kind's features as a batch: every frame is a sequence.")
+        .def_prop_ro("empty", &cpx::media::empty);
+
+    nb::class_<positions_value>(m, "Positions", "Positions of one rank's rows, and which of them hold placeholders.")
+        .def_prop_ro(
+            "axes",
+            [](positions_value const& p) {
+                return p.visit([](auto const& at) {
+                    auto const axes = at.axes();
+                    auto const count = static_cast<std::size_t>(axes.width());
+                    return to_numpy({axes.data(), axes.data() + 3 * axes.width()}, {3, count});
+                });
+            },
+            "(3, rows) int64: the axes time, height and width.", nb::rv_policy::move)
+        .def(
+            "placeholders",
+            [](positions_value const& p, std::string_view kind) {
+                return to_numpy(
+                    p.visit([&](auto const& at) { return at.placeholders(kind_of("placeholders", kind)); }));
+            },
+            "kind"_a, "Returns the rank's rows that hold placeholders of a kind, ascending.")
+        .def("features", features, "kind"_a,
+             "Returns the sharding of a kind's features by placeholder: where `relayout` brings them.")
+        .def(
+            "deltas",
+            [](positions_value const& p, communicator& comm) {
+                std::vector<index_t> list;
+                {
+                    call const now("mrope_positions", comm);
+                    auto transport = comm.host("mrope_positions");
+                    list = p.visit([&](auto const& at) { return at.deltas(transport); });
+                }
+                return to_numpy(std::move(list));
+            },
+            "comm"_a,
+            "Returns for every sequence by how much the position of a token decoded behind it differs from its number "
+            "in the sequence. Collective.");
+
+    m.def("mrope_positions", positions_on, "media"_a, "sharding"_a, "ids"_a, "comm"_a, "image"_a.none() = nb::none(),
+          "video"_a.none() = nb::none(),
+          R"(Returns the positions of this rank's rows: bitwise those of the whole batch, on any sharding. Collective.
+
+ids: (rows,) int64 or int32, token ids of the rank's rows; image, video: the ids of placeholders. Ranks exchange counts
+of placeholders, no ids.)");
+    m.def("batch_mrope_positions", positions_of_batch, "media"_a, "batch"_a, "ids"_a, "image"_a.none() = nb::none(),
+          "video"_a.none() = nb::none(),
+          "Returns (axes, deltas) of a whole batch, token by token: (3, tokens) and (sequences,) int64.");
+    m.def("features_by_item", by_item, "media"_a, "kind"_a, "ranks"_a,
+          "Returns the sharding in which rank r has made the features of the next frames: of as many on all ranks, or, "
+          "of a list in place of their number, of ranks[r].");
+    auto const bind = [&](char const* name, feature what, char const* first, char const* second, char const* text) {
+        bool const back = what == feature::put_backward || what == feature::add_backward;
+        m.def(
+            name,
+            [=](positions_value const& p, std::string_view kind, nb::object a, nb::object b) {
+                at_placeholders(what, name, p, kind, back ? a : b, back ? b : a);
+            },
+            "positions"_a, "kind"_a, nb::arg(first), nb::arg(second), text);
+    };
+    bind("put_features", feature::put, "features", "x",
+         "Replaces the rows of x at the placeholders of a kind by features, which are sharded as "
+         "positions.features(kind).");
+    bind("put_features_backward", feature::put_backward, "dx", "dfeatures",
+         "Moves the gradients of features out of dx, whose rows become 0, to dfeatures.");
+    bind("add_features", feature::add, "features", "x", "Adds features to the rows of x at their placeholders.");
+    bind("add_features_backward", feature::add_backward, "dx", "dfeatures",
+         "Copies the gradients of features that were added from dx, which stays, to dfeatures.");
+}
+
+} // namespace binding
