@@ -2,6 +2,8 @@
 // What an audit found, as text and as JSON.
 #pragma once
 
+#include "input.hpp"
+
 #include <cpx/core/index.hpp>
 #include <cpx/core/printable.hpp>
 #include <cpx/model/audit.hpp>
@@ -21,14 +23,6 @@
 #include <vector>
 
 namespace shards {
-
-/// Shards and what they say of their model.
-struct input {
-    cpx::shard_sizes sizes;
-    cpx::shard_weights weights;
-    std::vector<cpx::audit_shard> shards;
-    std::string config{}; ///< the file that tells which weights the model has; empty: shards alone do
-};
 
 /// Returns the chunk of a pipeline rank that has a weight, if its name tells.
 inline std::optional<int> chunk_of(cpx::naming const& names, std::string_view name) {
@@ -134,9 +128,14 @@ inline void print(input const& in, cpx::audit_report const& report) {
     }
     if (alike.empty()) std::printf("  none\n");
     std::printf("\n");
+    constexpr int listed = 64; // of a fault; JSON has all
+    std::map<cpx::audit_fault, int> times;
     for (auto const& p : report.problems)
-        std::printf("%s: %s%s%s\n", std::string(name_of(p.fault)).c_str(), cpx::printable(p.name).c_str(),
-                    p.name.empty() ? "" : ": ", cpx::printable(p.detail).c_str());
+        if (++times[p.fault] <= listed)
+            std::printf("%s: %s%s%s\n", std::string(name_of(p.fault)).c_str(), cpx::printable(p.name).c_str(),
+                        p.name.empty() ? "" : ": ", cpx::printable(p.detail).c_str());
+    for (auto const& [fault, count] : times)
+        if (count > listed) std::printf("%s: and %d more\n", std::string(name_of(fault)).c_str(), count - listed);
     if (report.good())
         std::printf("complete: every weight is at its owners and nowhere else, and copies are equal\n");
     else

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <numeric>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -73,18 +72,6 @@ public:
     /// Returns the mesh. Throws `cpx::error` that names its option, as the others do.
     cpx::mesh_sizes sizes() const {
         cpx::mesh_sizes const found = parse_mesh(mesh_);
-        blame("--mesh", [&] { return cpx::mesh(found); });
-        return found;
-    }
-    /// Returns the mesh with as many times dp as experts need: how weights are divided does not depend on it.
-    cpx::mesh_sizes wide_enough() const {
-        cpx::mesh_sizes found = parse_mesh(mesh_);
-        cpx::index_t const etp = found.etp == 0 ? found.tp : found.etp;
-        cpx::index_t const stage = std::lcm(cpx::index_t{found.world / found.pp}, etp * found.ep);
-        cpx::require(
-            stage <= most_world_ranks / found.pp, "--mesh", "ranks of the world that experts need",
-            [] { return "at most " + std::to_string(most_world_ranks); }, stage * found.pp);
-        found.world = static_cast<int>(stage) * found.pp;
         blame("--mesh", [&] { return cpx::mesh(found); });
         return found;
     }

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Converts a checkpoint of Hugging Face's into the shards of a Megatron job, and back.
 //
-//     convert HF_DIR OUT --mesh tp=2,ep=4,pp=2
+//     convert HF_DIR OUT --mesh tp=2,dp=2,ep=4,pp=2
 //     convert --to hf SHARDS OUT, a folder or all files in it
 #include "hf_folder.hpp"
 #include "to_hf.hpp"
 #include "to_shards.hpp"
 
+#include "../audit/input.hpp"
+#include "../audit/report.hpp"
 #include "../common/mesh_options.hpp"
 #include "../common/run.hpp"
 
@@ -25,9 +27,9 @@
 
 int main(int argc, char** argv) {
     CLI::App app("Converts a checkpoint of Hugging Face's into shards, a file for each cell of (pp, ep, tp) ranks of a "
-                 "Megatron job, in which tensors have Megatron's names of the whole model; or shards back. Of a mesh "
-                 "that has too few ranks for its experts dp is multiplied, which changes no shard. The folder "
-                 "OUT appears whole or not at all.",
+                 "Megatron job, in which tensors have Megatron's names of the whole model; or shards back. The folder "
+                 "OUT appears whole or not at all. Exits with 2 if shards are not those of their config.json, or not "
+                 "complete: what audit says of them is shown, and nothing is made.",
                  "convert");
     std::vector<std::string> from;
     std::string out, to = "shards", linear = "native", unit = "1";
@@ -43,7 +45,8 @@ int main(int argc, char** argv) {
     app.add_option("--make-vocab-size-divisible-by", unit, "Rows of the embedding on a rank of tp: a multiple of it")
         ->capture_default_str();
 
-    return examples::run_example(argc, argv, app, [&] {
+    bool good = true;
+    int const code = examples::run_example(argc, argv, app, [&] {
         if (from.size() < 2) throw CLI::RequiredError("OUT");
         out = from.back(); // CLI11 knows no operand behind several
         from.pop_back();
@@ -53,7 +56,14 @@ int main(int argc, char** argv) {
             for (char const* const option : {"--mesh", "--first", "--last", "--pipeline-layout", "--linear-attention",
                                              "--make-vocab-size-divisible-by"})
                 examples::require_effect(app, option, false, "--to shards", to);
-            return convert::to_hf(convert::shard_folder(from), out);
+            auto in = shards::read(from);
+            if (in.config.empty()) // whoever opens it says what is wrong
+                in.config = (convert::fs::path(in.shards.front().where).parent_path() / convert::config_name).string();
+            auto const report = shards::examine(in);
+            good = report.good();
+            if (good) return convert::to_hf(convert::shard_folder(in), out);
+            shards::print(in, report);
+            return examples::flush_output();
         }
         cpx::require(from.size() == 1, "FROM", "folders", "1, for --to shards", from.size());
         auto const& checkpoint = from.front();
@@ -64,15 +74,18 @@ int main(int argc, char** argv) {
         auto style = cpx::style_of(folder.names(), sizes);
         style.hf_linear = linear == "hf";
         cpx::hf_names const names(sizes, style);
-        cpx::shard_sizes division{.mesh = mesh.wide_enough(),
+        cpx::shard_sizes division{.mesh = mesh.sizes(),
                                   .pipeline = mesh.split(std::ssize(sizes.layers)),
                                   .experts = sizes.num_experts,
                                   .tied = sizes.tie_word_embeddings};
-        if (!sizes.mtp.empty() && !division.pipeline.layout) division.pipeline.mtp = std::ssize(sizes.mtp);
+        division.pipeline.mtp = std::ssize(sizes.mtp);
+        examples::blame(division.pipeline.layout ? "--pipeline-layout" : "layers over --mesh",
+                        [&] { return cpx::pipeline(division.pipeline); });
         auto const owners = examples::blame("experts over --mesh", [&] {
             return cpx::naming(cpx::mesh(division.mesh), cpx::pipeline(division.pipeline), division.experts);
         });
         convert::to_shards(folder, names, division, owners,
                            examples::parse_number(unit, 1, 1 << 20, "--make-vocab-size-divisible-by", "rows"), out);
     });
+    return code == 0 && !good ? 2 : code;
 }

@@ -41,11 +41,10 @@ class hf_source {
 public:
     /// Throws `cpx::error` that names the first tensor in which shards and config.json disagree.
     hf_source(shard_folder const& from, cpx::hf_names const& names) : from_(from), names_(names) {
-        for (auto const& [name, w] : from.weights()) add(name, w);
+        for (auto const& [name, w] : from.weights()) add(name);
         for (auto const& w : names.weights())
             for (std::size_t i = 0; i < w.rule->sources(); ++i) {
                 auto const found = parts_.find(names.hf(w, i));
-                auto const shape = cpx::shape_of(w.rule->from[i], names.sizes());
                 std::size_t const wanted = stacked(*w.rule) ? static_cast<std::size_t>(names.sizes().num_experts) : 1;
                 std::size_t const got = found == parts_.end() ? 0 : found->second.size();
                 cpx::require(
@@ -96,7 +95,7 @@ private:
         return rule.form == cpx::weight_form::stacked_rows || rule.form == cpx::weight_form::stacked_columns;
     }
 
-    void add(std::string const& name, cpx::shard_weight const& found) {
+    void add(std::string const& name) {
         auto const w = names_.from_megatron(name);
         auto const where = from_.path().string();
         if (!w) {
@@ -106,19 +105,6 @@ private:
             others_.emplace(mapped.empty() ? name : mapped.front(), name);
             return;
         }
-        auto const share = share_of(name, *w, 0);
-        auto const shape = cpx::shape_of(*w->rule, share, names_.sizes());
-        cpx::require(
-            found.shape == shape && found.divided == !share.replicated, where.c_str(),
-            ("shape of tensor " + cpx::quote(name)).c_str(),
-            [&] {
-                return show(shape) +
-                       (share.replicated ? ", on all ranks, as config.json has it" : ", as config.json has it");
-            },
-            [&] {
-                return show(found.shape) +
-                       (found.divided == share.replicated ? found.divided ? ", divided" : ", on all ranks" : "");
-            });
         if (has(w->rule->needs, cpx::weight_trait::tied)) return; // a copy of the embedding
         for (std::size_t i = 0; i < w->rule->sources(); ++i) parts_[names_.hf(*w, i)].push_back({name, *w, i});
     }
@@ -160,7 +146,7 @@ private:
     std::map<std::string, std::string> others_; ///< what is copied whole: its name in the shards
 };
 
-/// Writes a checkpoint into a new folder: if the shards are of one, with the same files, dtypes and texts.
+/// Writes a checkpoint into a new folder, of shards that are those of the config.json beside them: if they are of one, with the same files, dtypes and texts.
 inline void to_hf(shard_folder const& from, std::string const& out) {
     auto const config = from.path() / config_name, record = from.path() / record_name;
     auto const settings = cpx::hf_config::read(config);
@@ -173,9 +159,6 @@ inline void to_hf(shard_folder const& from, std::string const& out) {
     auto style = cpx::style_of(names, sizes);
     if (files.empty()) style = cpx::style_of(from.weights(), settings, sizes);
     cpx::hf_names const model(sizes, style);
-    cpx::require(sizes.tie_word_embeddings == from.sizes().tied, config.string().c_str(), "tie_word_embeddings",
-                 from.sizes().tied ? "true, as of the shards" : "false, as of the shards",
-                 from.sizes().tied ? "false" : "true");
     hf_source source(from, model);
     if (sizes.tie_word_embeddings && std::ranges::find(names, "lm_head.weight") != names.end()) source.add_head();
 

@@ -98,6 +98,9 @@ private:
             tensor.shape == wanted, from_.file(name).where().c_str(), ("shape of tensor " + cpx::quote(name)).c_str(),
             [&] { return show(wanted) + ", as config.json has it"; }, [&] { return show(tensor.shape); });
         auto const first = from_.tensor(names_.hf(w, 0)).dtype;
+        cpx::require(cpx::detail::is_floating(tensor.dtype) || tensor.dtype != first, from_.file(name).where().c_str(),
+                     ("dtype of tensor " + cpx::quote(name)).c_str(), "F64, F32, F16 or BF16",
+                     [&] { return std::string(cpx::safetensors::name_of(tensor.dtype)); });
         cpx::require(
             tensor.dtype == first, from_.file(name).where().c_str(), ("dtype of tensor " + cpx::quote(name)).c_str(),
             [&] { return std::string(cpx::safetensors::name_of(first)) + ", as of " + names_.hf(w, 0); },

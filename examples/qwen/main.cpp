@@ -236,8 +236,12 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
             if (o.on_gpus()) return qwen::run_on_gpus(model, in, how, on, o.backward, products, element);
         return qwen::run(model, in, how, on, chunk, o.backward);
     };
+    std::vector<cpx::contract_verdict> verdicts; // of configurations alone, before any of them runs
+    for (auto const& how : strategies)
+        verdicts.push_back(check_contract(cpx::derived_contract, configuration(how, o, ranks, chunk)));
     std::vector<report> reports;
     std::map<qwen::attention_by, qwen::outcome> on_one_rank; // the same however linear attention is sharded
+    auto verdict = verdicts.begin();
     for (auto const& how : strategies) {
         report r{how.attention == qwen::attention_by::gather ? "gather" : "head_sharded",
                  how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
@@ -248,8 +252,8 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
                  : how.cut.unit                  ? "aligned:" + std::to_string(how.cut.unit)
                                                  : "balanced",
                  pass(how, all)};
+        r.verdict = std::move(*verdict++);
         if (launched && launched->rank() > 0) continue; // rank 0 compares
-        r.verdict = check_contract(cpx::derived_contract, configuration(how, o, ranks, chunk));
         if (!on_one_rank.contains(how.attention)) on_one_rank.emplace(how.attention, pass(how, {}));
         auto const& one_rank = on_one_rank.at(how.attention);
         double sum = 0;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <set>
 #include <string>
 #include <utility>
@@ -158,7 +159,7 @@ TEST_SUITE("examples") {
         folder const home;
         auto const from = (fs::path(support::source_dir) / "examples/data/tiny_qwen3_5_moe").string();
         auto const out = (home / "out").string();
-        REQUIRE(run({from, out, "--mesh", "tp=2,ep=4,pp=2"}, "", "convert").code == 0);
+        REQUIRE(run({from, out, "--mesh", "tp=2,dp=4,ep=4,pp=2"}, "", "convert").code == 0);
         auto const report = run_json({out});
         CHECK(report.at("good") == true);
         CHECK(report.at("shards") == 16);
@@ -212,6 +213,101 @@ TEST_SUITE("examples") {
         CHECK(alone.code == 0); // by the shards' own list
         CHECK(alone.out.find("the shards' own list, for there is no config.json") != std::string::npos);
         CHECK(run({out.string(), "--config", (home / "config.json").string()}).code == 2);
+    }
+
+    // Of shards that agree with each other, and not with their model.
+    TEST_CASE("what all shards tell alike and config.json does not is told, and does not become a checkpoint") {
+        folder const home;
+        auto const data = fs::path(support::source_dir) / "examples/data";
+        fs::path const shards = home / "shards", good = home / "good";
+        auto const made = [&](char const* name, char const* sizes) {
+            fs::remove_all(good);
+            REQUIRE(run({(data / name).string(), good.string(), "--mesh", sizes}, "", "convert").code == 0);
+            CHECK(run_json({good.string()}).at("good") == true);
+        };
+        using change = std::function<void(archive&, json&, json&)>; // of tensors, cpx.weights, cpx.shard
+        auto const damaged = [&](change const& f, std::string const& problem) {
+            fs::remove_all(shards);
+            fs::copy(good, shards);
+            for (auto const& entry : fs::directory_iterator(shards)) {
+                if (entry.path().extension() != ".safetensors") continue;
+                archive a(entry.path());
+                auto weights = json::parse(a.metadata["cpx.weights"].get<std::string>());
+                auto sizes = json::parse(a.metadata["cpx.shard"].get<std::string>());
+                f(a, weights, sizes);
+                a.metadata["cpx.weights"] = weights.dump();
+                a.metadata["cpx.shard"] = sizes.dump();
+                a.save(entry.path());
+            }
+            CHECK_MESSAGE(told(wrong({shards.string()})).find(problem) != std::string::npos,
+                          problem << " in " << told(wrong({shards.string()})));
+            auto const back = run({"--to", "hf", shards.string(), (home / "back").string()}, "", "convert");
+            CHECK(back.code == 2);
+            CHECK(back.out == run({shards.string()}).out);
+            CHECK(!fs::exists(home / "back"));
+        };
+        auto const half_rows = [](std::string const& name) {
+            return [=](archive& a, json& weights, json&) {
+                int const rows = weights[name][1][0].get<int>() / 2;
+                weights[name][1][0] = rows;
+                if (!a.tensors.contains(name)) return;
+                auto& t = a.tensors[name];
+                t.shape[0] = rows;
+                t.bytes.resize(t.bytes.size() / 2);
+            };
+        };
+        auto const retyped = [](std::string const& name, std::string const& dtype, std::size_t bytes) {
+            return [=](archive& a, json& weights, json&) {
+                weights[name][0] = dtype;
+                if (!a.tensors.contains(name)) return;
+                auto& t = a.tensors[name];
+                t.dtype = dtype;
+                t.bytes.resize(t.bytes.size() / 4 * bytes);
+            };
+        };
+        made("tiny_qwen3_5_moe", "tp=2,dp=2,ep=2,pp=2");
+        std::string const layer = "decoder.layers.0.", words = "embedding.word_embeddings.weight";
+        damaged(half_rows(words), "other_shape " + words + " expected [");
+        damaged(half_rows(layer + "mlp.experts.linear_fc1.weight0"),
+                "other_shape " + layer + "mlp.experts.linear_fc1.weight0 expected [");
+        std::string const in_proj = layer + "self_attention.in_proj.weight";
+        damaged([&](archive&, json& weights, json&) { weights[in_proj][2] = false; },
+                "other_shape " + in_proj + " expected [");
+        std::string const a_log = layer + "self_attention.A_log";
+        damaged(retyped(a_log, "I32", 4), "other_shape " + a_log + " expected F32, which it must keep, got I32\n");
+        damaged(retyped(a_log, "BF16", 2), "other_shape " + a_log + " expected F32, which it must keep, got BF16\n");
+        damaged(retyped(words, "I32", 4), "other_shape " + words + " expected F64, F32, F16 or BF16, got I32\n");
+        damaged([](archive&, json&, json& sizes) { sizes["experts"] = 1'000'000; },
+                "disagree num_experts 8 in config.json, 1000000 as shards tell\n");
+        auto const text = run({shards.string()}).out;
+        CHECK(text.find("#: no expert 8 to 999999\n") != std::string::npos);
+        CHECK(std::ranges::count(text, '\n') < 200);
+
+        made("tiny_qwen3_vl", "tp=2,pp=2"); // tied
+        damaged([](archive&, json&, json& sizes) { sizes["tied"] = false; },
+                "disagree tie_word_embeddings true in config.json, false as shards tell\n");
+        damaged(
+            [](archive& a, json& weights, json&) {
+                a.tensors.erase("output_layer.weight");
+                weights.erase("output_layer.weight");
+            },
+            "no_weight output_layer.weight the last stage's copy of the tied embedding, which no shard tells of\n");
+        damaged(
+            [](archive& a, json&, json& sizes) {
+                sizes["tied"] = false;
+                if (a.tensors.contains("output_layer.weight")) a.tensors["output_layer.weight"].bytes[0] ^= 1;
+            },
+            "different output_layer.weight ");
+    }
+
+    TEST_CASE("of very many problems the first of a kind are listed, and how many more there are") {
+        folder const home;
+        auto const m = shards_of::make(shards_of::sizes(128, 1, 1, 128, 1));
+        auto const files = save(home, m);
+        auto const text = run({files[0]});
+        CHECK(text.code == 2);
+        CHECK(text.out.find("\nno_shard: and 63 more\nproblems: 127\n") != std::string::npos);
+        CHECK(wrong({files[0]}).at("problems").size() == 127);
     }
 
     TEST_CASE("files that cannot be read are refused in one line") {

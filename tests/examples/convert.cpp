@@ -149,8 +149,9 @@ TEST_CASE("every checkpoint comes back from shards of any mesh as it was, byte f
          {"--mesh tp=1", "--mesh tp=2", "--mesh pp=2 --first 3", "--mesh tp=2,pp=4 --linear-attention hf",
           "--mesh tp=2,pp=2,vpp=2 --make-vocab-size-divisible-by 100", "--mesh pp=2 --pipeline-layout Et*3|tL"})
         check_round_trip(models / "tiny_qwen3_5", home, options, files);
-    for (char const* const options : {"--mesh ep=8", "--mesh tp=2,ep=4,pp=2 --last 1", "--mesh tp=2,ep=4,etp=1",
-                                      "--mesh ep=2,etp=4,pp=2", "--mesh tp=2,cp=3,dp=2,ep=2,etp=4"})
+    for (char const* const options :
+         {"--mesh dp=8,ep=8", "--mesh tp=2,dp=4,ep=4,pp=2 --last 1", "--mesh tp=2,dp=2,ep=4,etp=1",
+          "--mesh dp=8,ep=2,etp=4,pp=2", "--mesh tp=2,cp=3,dp=4,ep=2,etp=4"})
         check_round_trip(models / "tiny_qwen3_5_moe", home, options, files);
     check_round_trip(models / "tiny_qwen3_vl", home, "--mesh tp=2,pp=2", files); // tied, with a tower
     check_round_trip(models / "tiny_qwen3_5_vl", home, "--mesh pp=4", files);
@@ -170,14 +171,14 @@ TEST_CASE("so do several files, multi-token prediction, stacked experts, narrow 
     nested["model_type"] = "qwen3_5_moe_text";
     nested = {{"model_type", "qwen3_5_moe"}, {"tie_word_embeddings", false}, {"text_config", nested}};
     made_checkpoint const next(home / "next", next_config, {.expert_bias = true}, 3, true);
-    check_round_trip(home / "next", home, "--mesh tp=2,ep=2,pp=3", next.written);
-    check_round_trip(home / "next", home, "--mesh tp=2,ep=2,pp=3 --linear-attention hf", next.written);
-    check_round_trip(home / "next", home, "--mesh ep=4,pp=2 --pipeline-layout Ett|tmL", next.written);
+    check_round_trip(home / "next", home, "--mesh tp=2,dp=2,ep=2,pp=3", next.written);
+    check_round_trip(home / "next", home, "--mesh tp=2,dp=2,ep=2,pp=3 --linear-attention hf", next.written);
+    check_round_trip(home / "next", home, "--mesh dp=4,ep=4,pp=2 --pipeline-layout Ett|tmL", next.written);
     made_checkpoint const deep(home / "deep", nested, {.inside = true, .stacked_experts = true}, 1, true);
-    check_round_trip(home / "deep", home, "--mesh tp=2,ep=4,pp=1", deep.written);
-    check_round_trip(home / "deep", home, "--mesh ep=2,etp=2,pp=3", deep.written);
+    check_round_trip(home / "deep", home, "--mesh tp=2,dp=4,ep=4,pp=1", deep.written);
+    check_round_trip(home / "deep", home, "--mesh dp=4,ep=2,etp=2,pp=3", deep.written);
     made_checkpoint const biased(home / "moe", moe, {}, 2, false);
-    check_round_trip(home / "moe", home, "--mesh tp=2,ep=4", biased.written);
+    check_round_trip(home / "moe", home, "--mesh tp=2,dp=4,ep=4", biased.written);
     made_checkpoint const dense(home / "dense", tied, {}, 1, false);
     {
         archive all(home / "dense/model.safetensors"); // a copy of a tied embedding, and what no model has
@@ -243,7 +244,7 @@ TEST_CASE("a shard has what its cell owns, of the shapes and dtypes that Megatro
 TEST_CASE("shards from elsewhere, without a record of Hugging Face's files, become one file") {
     folder const home;
     made_checkpoint const next(home / "next", next_config, {.expert_bias = true}, 2, true);
-    succeeds({(home / "next").string(), (home / "shards").string(), "--mesh", "tp=2,ep=2"});
+    succeeds({(home / "next").string(), (home / "shards").string(), "--mesh", "tp=2,dp=2,ep=2"});
     fs::remove(home / "shards/hf_files.json");
     fs::remove(home / "shards/model.safetensors.index.json");
     succeeds({"--to", "hf", (home / "shards").string(), (home / "back").string()});
@@ -293,7 +294,14 @@ TEST_CASE("what does not fit is refused in a line, and leaves nothing") {
     copy(models / "tiny_qwen3_5_moe", from);
     refuses("", {"convert: --mesh: sizes: expected some, for --to shards, got none"});
     refuses("--mesh tp=4", {"weight_share: num_key_value_heads: expected a multiple of the 4 ranks"});
-    refuses("--mesh ep=3", {"experts over --mesh: experts: expected a multiple of ep = 3, got 8"});
+    refuses("--mesh dp=3,ep=3", {"experts over --mesh: experts: expected a multiple of ep = 3, got 8"});
+    std::string const narrow = "--mesh: ranks of the world: expected a multiple of etp, ep, pp = 2 x 4 x 1, got 2";
+    refuses("--mesh tp=2,ep=4", {narrow});
+    auto const same = run({"--mesh", "tp=2,ep=4", "--rank", "0", "--layers", "4", "--experts", "8"}, "", "names");
+    CHECK(same.code == 1); // a mesh is the same for all programs
+    CHECK(same.err == "names: " + narrow + '\n');
+    std::string const layers_m = "--pipeline-layout: layers of mtp (m) of the layout: expected ";
+    refuses("--mesh pp=2 --pipeline-layout Ett|ttmL", {layers_m + "0, got 1"}); // as check_config says it
     refuses("--mesh pp=3", {"layers over --mesh: layers: expected a multiple of ranks = 3, got 4"});
     refuses("--mesh tp=1 --to sideways", {"--to: direction: expected shards or hf"});
     refuses("--mesh tp=1 --linear-attention none", {"--linear-attention: linear attention: expected native or hf"});
@@ -319,12 +327,20 @@ TEST_CASE("what does not fit is refused in a line, and leaves nothing") {
             {"dtype of tensor \"model.layers.3.self_attn.k_proj.weight\": expected F32, as of "
              "model.layers.3.self_attn.q_proj.weight, got I32"});
 
+    damaged([&](archive& a) { a.tensors[router].dtype = "I32"; },
+            {"dtype of tensor \"" + router + "\": expected F64, F32, F16 or BF16, got I32"});
+
     copy(models / "tiny_qwen3_vl", from);
     archive tied(from / "model.safetensors");
     tied.tensors["lm_head.weight"] = tied.tensors["model.language_model.embed_tokens.weight"];
     tied.tensors["lm_head.weight"].bytes[5] ^= 1;
     tied.save(from / "model.safetensors");
     refuses("--mesh tp=1", {"tensor \"lm_head.weight\": expected the embedding, to which config.json ties it"});
+
+    made_checkpoint const predicting(home / "predicting", next_config, {}, 1, true);
+    copy(home / "predicting", from);
+    refuses("--mesh pp=2 --pipeline-layout Ett|tL", {layers_m + "1, got 0"});
+    refuses("--mesh pp=2 --pipeline-layout Ett|tmmL", {layers_m + "1, got 2"});
 
     made_checkpoint const next(home / "next", next_config, {}, 2, false);
     auto const index = json::parse(read(home / "next/model.safetensors.index.json"));
@@ -365,34 +381,60 @@ TEST_CASE("what does not fit is refused in a line, and leaves nothing") {
         };
     };
     std::string const q_norm = "decoder.layers.0.self_attention.q_layernorm.weight";
-    std::string const all = "from: weights: expected those of all cells, and copies that are equal, got ";
-    back([&] { fs::remove(from / second); }, {all + "none of pp 0, ep 0, tp 1, etp 1"});
-    back([&] { fs::copy_file(from / second, from / "again.safetensors"); }, {all + "pp 0, ep 0, tp 1, etp 1: "});
-    back(changed(second, [&](archive& a) { a.tensors[q_norm].bytes[3] ^= 1; }), {all + '"' + q_norm, "tp 1"});
-    back(changed("mp_rank_01_001_000.safetensors", [](archive& a) { a.tensors["output_layer.weight"].bytes[3] ^= 1; }),
-         {all + "\"output_layer.weight\"", "embedding.word_embeddings.weight"});
-    back(changed(second, [&](archive& a) { a.tensors.erase(q_norm); }),
-         {all + '"' + q_norm + "\" at pp 0, ep 0, tp 1"});
-    back(changed(second, [&](archive& a) { a.tensors["more"] = a.tensors[q_norm]; }), {all + "\"more\" in "});
-    back(changed(second, [&](archive& a) { a.tensors[q_norm].shape = {4, 8}; }), {"expected F32 32, got F32 4x8"});
     back(changed(second, [](archive& a) { a.metadata.erase("cpx.shard"); }), {second + ": metadata \"cpx.shard\""});
-    back(changed(second, [](archive& a) { a.metadata["cpx.weights"] = "{}"; }),
-         {second + ": header: expected the model and the division of"});
-    back(
+    back(changed(first,
+                 [](archive& a) {
+                     auto sizes = json::parse(a.metadata["cpx.shard"].get<std::string>());
+                     sizes["tp"] = 3;
+                     a.metadata["cpx.shard"] = sizes.dump();
+                 }),
+         {first + ": cpx.shard: ranks of the world: expected a multiple"});
+    // What can be read and is not as it should be is audit's report.
+    auto const differs = [&](std::function<void()> const& damage, arguments const& passages) {
+        copy(shards, from);
+        damage();
+        auto const before = left();
+        auto const result = run({"--to", "hf", from.string(), out.string()});
+        CHECK(result.code == 2);
+        CHECK(result.err == "");
+        for (auto const& passage : passages)
+            CHECK_MESSAGE(result.out.find(passage) != std::string::npos, passage << " in " << result.out);
+        CHECK(run({from.string()}, "", "audit").out == result.out);
+        CHECK(left() == before);
+    };
+    differs([&] { fs::remove(from / second); }, {"no_shard: none of pp 0, ep 0, tp 1, etp 1", "\nproblems: "});
+    differs([&] { fs::copy_file(from / second, from / "again.safetensors"); },
+            {"cell_twice: pp 0, ep 0, tp 1, etp 1: "});
+    differs(changed(second, [&](archive& a) { a.tensors[q_norm].bytes[3] ^= 1; }),
+            {"different: " + q_norm, "tp 1", "\nproblems: 1\n"});
+    differs(
+        changed("mp_rank_01_001_000.safetensors", [](archive& a) { a.tensors["output_layer.weight"].bytes[3] ^= 1; }),
+        {"different: output_layer.weight: ", "as embedding.word_embeddings.weight"});
+    differs(changed(second, [&](archive& a) { a.tensors.erase(q_norm); }),
+            {"missing: " + q_norm + ": at pp 0, ep 0, tp 1"});
+    differs(changed(second, [&](archive& a) { a.tensors["more"] = a.tensors[q_norm]; }), {"unexpected: more: in "});
+    differs(changed(second,
+                    [&](archive& a) {
+                        a.tensors[q_norm].shape = {4, 8};
+                    }),
+            {"other_shape: " + q_norm, "expected F32 32, got F32 4x8"});
+    differs(changed(second, [](archive& a) { a.metadata["cpx.weights"] = "{}"; }),
+            {"disagree: ", " tell of other weights\n"});
+    differs(
         [&] {
             auto config = json::parse(read(from / "config.json"));
             config["text_config"]["intermediate_size"] = 64;
             write(from / "config.json", config.dump());
         },
-        {"shape of tensor \"decoder.layers.0.mlp.linear_fc1.weight\": expected [64, 64], as config.json has it, got "
-         "[128, 64]"});
-    back(
+        {"other_shape: decoder.layers.0.mlp.linear_fc1.weight: expected [64, 64], divided, as config.json has it, got "
+         "[128, 64], divided"});
+    differs(
         [&] {
             auto config = json::parse(read(from / "config.json"));
             config["text_config"]["num_hidden_layers"] = 3;
             write(from / "config.json", config.dump());
         },
-        {"decoder.layers.3."});
+        {"disagree: num_hidden_layers: 3 in config.json, 4 as shards tell", "unexpected: decoder.layers.3."});
     back([&] { fs::remove(from / "config.json"); }, {"config.json: cannot open"});
     back(
         [&] {

@@ -325,6 +325,12 @@ TEST_SUITE("model") {
         CHECK(told(drop("layers.0.mlp.experts.linear_fc1.weight1")) ==
               std::vector<std::string>{"decoder.layers.0.mlp.experts.linear_fc1.weight#: no expert 1"});
         CHECK(only(drop("layers.1."), fault::no_weight));
+        auto many = make(sizes(4, 1, 2, 2, 1));
+        many.sizes.experts = 1'000'000;
+        auto const counted = told(audited(many));
+        CHECK(counted.size() < 100);
+        CHECK(std::ranges::count(counted, "decoder.layers.1.mlp.experts.linear_fc1.weight#: no expert 2 to 999999") ==
+              1);
 
         auto m = make(sizes(4, 1, 2, 2, 1));
         m.weights["decoder.layers.2.input_layernorm.weight"] = {};

@@ -327,6 +327,28 @@ TEST_SUITE("model") {
         CHECK(pipelines > 5'000);
     }
 
+    TEST_CASE("the law holds for long pipelines, whose layers are even or in virtual stages") {
+        int pipelines = 0;
+        for (int const pp : {12, 16, 24, 32, 64})
+            for (int const ep : {1, 2})
+                for (int const chunks : {1, 2, 3})
+                    for (index_t const each : {1, 2})
+                        for (int const accounts : {0, 1, 2, 3}) {
+                            bool const embedding = accounts % 2 == 1, loss = accounts / 2 == 1;
+                            naming const names(mesh({.world = 2 * pp * ep, .tp = 2, .pp = pp, .ep = ep}),
+                                               pipeline({.layers = each * chunks * pp - embedding - loss,
+                                                         .ranks = pp,
+                                                         .chunks = chunks,
+                                                         .account_for_embedding = embedding,
+                                                         .account_for_loss = loss}),
+                                               2 * ep);
+                            if (auto const problem = problem_of(names, few); !problem.empty())
+                                FAIL_CHECK(problem << ": pp " << pp << " chunks " << chunks << " ep " << ep);
+                            ++pipelines;
+                        }
+        CHECK(pipelines == 5 * 2 * 3 * 2 * 4);
+    }
+
     TEST_CASE("the law holds for names of every family") {
         for (int const pp : {1, 2, 4})
             for (int const ep : {1, 2, 3})

@@ -84,6 +84,12 @@ TEST_CASE("A_log and expert_bias are float32 in Megatron, and what float32 learn
             CHECK(kept.dtype == (type == dtype::f64 ? dtype::f64 : dtype::f32));
             CHECK(cpx::to_hf(rule, kept, type).bytes == bytes);
         }
+        for (unsigned const signalling : {0x7f81u, 0xffbfu}) { // NaNs that no conversion keeps
+            std::vector<std::byte> const bytes{std::byte(signalling & 255), std::byte(signalling >> 8)};
+            CHECK_THROWS_WITH_AS(static_cast<void>(cpx::to_megatron(rule, {dtype::bf16, bytes})),
+                                 doctest::Contains("expected numbers that come back bit for bit from float32, as"),
+                                 cpx::error);
+        }
         auto const learnt = of_floats(dtype::f32, {0.1});
         auto const written = cpx::to_hf(rule, {dtype::f32, learnt}, dtype::bf16);
         CHECK(written.dtype == dtype::f32);

@@ -298,11 +298,27 @@ private:
             auto const [number, begin, end] = *known.expert;
             experts[item.first.substr(0, begin) + '#' + item.first.substr(end)].insert(number);
         }
-        for (index_t l = 0; l < names_.stages().layers(); ++l)
-            if (!layers.contains(l)) add(audit_fault::no_weight, "decoder.layers." + std::to_string(l), "no weight");
+        for (range const gap : gaps(layers, names_.stages().layers()))
+            add(audit_fault::no_weight, "decoder.layers." + numbers_of(gap), "no weight");
         for (auto const& [name, found] : experts)
-            for (index_t e = 0; e < sizes_.experts; ++e)
-                if (!found.contains(e)) add(audit_fault::no_weight, name, "no expert " + std::to_string(e));
+            for (range const gap : gaps(found, sizes_.experts))
+                add(audit_fault::no_weight, name, "no expert " + numbers_of(gap));
+    }
+
+    /// Returns what of 0 to `all` - 1 is not among some numbers.
+    static std::vector<range> gaps(std::set<index_t> const& numbers, index_t all) {
+        std::vector<range> between;
+        index_t next = 0;
+        for (index_t const n : numbers) {
+            if (n >= all) break;
+            if (n > next) between.push_back({next, n});
+            next = n + 1;
+        }
+        if (next < all) between.push_back({next, all});
+        return between;
+    }
+    static std::string numbers_of(range numbers) {
+        return std::to_string(numbers.first) + (numbers.size() > 1 ? " to " + std::to_string(numbers.last - 1) : "");
     }
 
     /// Compares output layers that are copies of embeddings with these, where other ranks have them.

@@ -155,7 +155,9 @@ inline weight_bytes to_megatron(weight_rule const& rule, weight_bytes share, cal
                                                                           : std::span<d const>(wider).subspan(1);
     auto moved = detail::recast_and_back(share.bytes, type, to, rule.zero_centred ? -1 : 0);
     require(moved.has_value(), "weights", std::string(rule.megatron).c_str(),
-            "numbers that come back bit for bit from less 1 in float64", "one that does not", here);
+            rule.zero_centred ? "numbers that come back bit for bit from less 1 in float64"
+                              : "numbers that come back bit for bit from float32, as signalling NaNs do not",
+            "one that does not", here);
     return std::move(*moved);
 }
 
