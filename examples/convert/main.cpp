@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Converts a checkpoint of Hugging Face's into the shards of a Megatron job, and back.
 //
-//     convert HF_DIR OUT --mesh tp=2,dp=2,ep=4,pp=2
+//     convert HF_DIR OUT --mesh tp=2,dp=4,ep=4,pp=2
 //     convert --to hf SHARDS OUT, a folder or all files in it
 #include "hf_folder.hpp"
 #include "to_hf.hpp"
