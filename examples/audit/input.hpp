@@ -29,8 +29,8 @@ struct input {
     std::vector<cpx::audit_problem> problems{}; ///< what they tell differently of the model; the first is believed
 };
 
-/// Reads shards, which are named as `shard_files` wants it. Throws `cpx::error` that names a file that cannot be read or
-/// says no sense.
+/// Reads shards, which are named as `shard_files` wants it. Throws `cpx::error` that names a file that cannot be read
+/// or makes no sense.
 inline input read(std::vector<std::string> const& files) {
     input in;
     std::string sizes;

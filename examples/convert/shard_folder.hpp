@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 class shard_folder {
 public:
-    /// Takes shards that an audit has found good, of a folder or by their names: what else there is is beside the first.
+    /// Takes shards that an audit has found good; what else a checkpoint has is beside the first of them.
     explicit shard_folder(shards::input const& in) : sizes_(in.sizes), weights_(in.weights) {
         path_ = fs::path(in.shards.front().where).parent_path();
         for (auto const& shard : in.shards) files_.emplace(shard.cell, cpx::safetensors(shard.where));

@@ -146,7 +146,8 @@ private:
     std::map<std::string, std::string> others_; ///< what is copied whole: its name in the shards
 };
 
-/// Writes a checkpoint into a new folder, of shards that are those of the config.json beside them: if they are of one, with the same files, dtypes and texts.
+/// Writes a checkpoint into a new folder, of shards that are those of the config.json beside them: if they were made of
+/// a checkpoint, with the same files, dtypes and texts.
 inline void to_hf(shard_folder const& from, std::string const& out) {
     auto const config = from.path() / config_name, record = from.path() / record_name;
     auto const settings = cpx::hf_config::read(config);
