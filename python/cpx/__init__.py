@@ -108,6 +108,7 @@ from ._ops import (
     sum_over_ranks,
 )
 from ._run import run
+from ._sharded import Sharded
 
 __all__ = [
     "AttentionHeads",
@@ -123,6 +124,7 @@ __all__ = [
     "Positions",
     "Relayout",
     "Saved",
+    "Sharded",
     "Sharding",
     "TokenLoss",
     "add_features",

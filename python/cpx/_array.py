@@ -26,11 +26,12 @@ def empty_like(x, shape, dtype=None, zeros=False):
 
 
 def finish(x, made):
-    """Returns a result, made for `x` by `empty_like`, in the framework of `x`: without a copy."""
+    """Returns a result, made for `x` by `empty_like`, in the framework of `x`: without a copy, but for bfloat16."""
     if isinstance(made, np.ndarray) and not isinstance(x, np.ndarray) and hasattr(x, "__array_namespace__"):
         namespace = x.__array_namespace__()
-        if namespace is not np and hasattr(namespace, "from_dlpack"):
-            return namespace.from_dlpack(made)
+        if made.dtype.kind == "V":  # of ml_dtypes, which NumPy does not hand over
+            return namespace.asarray(made)
+        return namespace.from_dlpack(made)
     return made
 
 

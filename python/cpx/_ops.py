@@ -11,6 +11,7 @@ from typing import NamedTuple
 from . import _ext
 from ._array import empty_like, finish, result as _result, shape_of as _shape
 from ._error import Error, require
+from ._sharded import bare, labelled
 
 
 def exchange(plan, x, comm, out=None):
@@ -21,12 +22,13 @@ def exchange(plan, x, comm, out=None):
     Raises cpx.Error before anything moves if an array does not fit or ranks' plans differ; later, within the deadline,
     if a rank fails or does not come.
     """
-    row = _shape("exchange", "x", x)[1:]
+    rows = bare("exchange", "x", x, plan.source, plan.rank)
+    row = _shape("exchange", "x", rows)[1:]
     if plan.target_width and plan.target_width != math.prod(row):
         row = (plan.target_width,)
-    y = _result(x, out, (plan.target_rows, *row))
-    _ext.exchange(plan, x, y, comm)
-    return finish(x, y)
+    y = _result(rows, bare("exchange", "out", out, plan.target, plan.rank), (plan.target_rows, *row))
+    _ext.exchange(plan, rows, y, comm)
+    return labelled(x, finish(rows, y), plan.target, plan.rank)
 
 
 def shift_rows(plan, x, comm, fill=0, out=None):
@@ -34,9 +36,11 @@ def shift_rows(plan, x, comm, fill=0, out=None):
 
     plan: of `halo`. `fill` where either is no valid token of the sequence. The backward is the same by the other side.
     """
-    y = _result(x, out, _shape("shift_rows", "x", x))
-    _ext.shift_rows(plan, x, y, comm, fill)
-    return finish(x, y)
+    place = plan.sharding, plan.rank
+    rows = bare("shift_rows", "x", x, *place)
+    y = _result(rows, bare("shift_rows", "out", out, *place), _shape("shift_rows", "x", rows))
+    _ext.shift_rows(plan, rows, y, comm, fill)
+    return labelled(x, finish(rows, y), *place)
 
 
 def sum_over_ranks(values, comm):
@@ -56,9 +60,11 @@ def causal_conv1d(plan, x, weight, comm, bias=None, activation=None, *, initial=
     initial, final: (sequences, K * channels), the newest K rows before and behind the batch, for decoding; `final` is
     written on the rank where a sequence ends; they may be one array.
     """
-    y = _result(x, out, _shape("causal_conv1d", "x", x))
-    _ext.causal_conv1d(plan, x, weight, bias, activation, y, comm, initial, final)
-    return finish(x, y)
+    where, place = "causal_conv1d", (plan.sharding, plan.rank)
+    rows = bare(where, "x", x, *place)
+    y = _result(rows, bare(where, "out", out, *place), _shape(where, "x", rows))
+    _ext.causal_conv1d(plan, rows, weight, bias, activation, y, comm, initial, final)
+    return labelled(x, finish(rows, y), *place)
 
 
 def causal_conv1d_backward(
@@ -82,12 +88,14 @@ def causal_conv1d_backward(
     share, which `sum_over_ranks` completes; arrays that are given for them are added to. dbias is None without bias.
     order: "by_row" adds weights' gradients in the order of the batch, bitwise the same on every sharding.
     """
-    where = "causal_conv1d_backward"
-    to_x = _result(x, dx, _shape(where, "x", x))
+    where, place = "causal_conv1d_backward", (before.sharding, before.rank)
+    given, x, dy = x, bare(where, "x", x, *place), bare(where, "dy", dy, *place)
+    to_x = _result(x, bare(where, "dx", dx, *place), _shape(where, "x", x))
     to_weight = _result(weight, dweight, _shape(where, "weight", weight), zeros=True)
     to_bias = None if bias is None else _result(bias, dbias, _shape(where, "bias", bias), zeros=True)
     _ext.causal_conv1d_backward(before, after, x, weight, bias, activation, dy, to_x, to_weight, to_bias, comm, order)
-    return finish(x, to_x), finish(weight, to_weight), to_bias if to_bias is None else finish(bias, to_bias)
+    of_x = labelled(given, finish(x, to_x), *place)
+    return of_x, finish(weight, to_weight), to_bias if to_bias is None else finish(bias, to_bias)
 
 
 class Heads(NamedTuple):
@@ -106,6 +114,7 @@ class Saved(NamedTuple):
     maps: object
 
 
+_input_names = "q", "k", "v", "g", "beta"
 _map_width = {
     "gated_delta_rule": lambda dim: dim * dim,
     "kimi_delta_attention": lambda dim: dim * dim,
@@ -139,23 +148,28 @@ def saved_states(plan, like, heads, recurrence="gated_delta_rule") -> Saved:
 
 
 def _recur(name, plan, inputs, comm, heads, chunk, norm, scale, initial, final, saved, out):
+    given, place = inputs[2], (plan.sharding, plan.rank)
+    inputs = [bare(name, of, x, *place) for of, x in zip(_input_names, inputs)]
     q, v = inputs[0], inputs[2]
     heads = _heads(name, plan, q, v, heads)
-    o = _result(v, out, _shape(name, "v", v))
+    o = _result(v, bare(name, "out", out, *place), _shape(name, "v", v))
     starts, maps = saved if saved is not None else (None, None)
     _ext.recur(name, plan, inputs, o, tuple(heads), (chunk, norm, scale or 0.0), comm, initial, final, starts, maps)
-    return finish(v, o)
+    return labelled(given, finish(v, o), *place)
 
 
 def _recur_backward(name, plan, inputs, do, saved, comm, heads, chunk, norm, scale, dfinal, dinitial, gradients):
-    heads = _heads(name + "_backward", plan, inputs[0], inputs[2], heads)
-    given = gradients or (None,) * len(inputs)
-    made = [_result(x, d, _shape(name + "_backward", "x", x)) for x, d in zip(inputs, given)]
+    where, place, of_inputs = name + "_backward", (plan.sharding, plan.rank), inputs
+    inputs = [bare(where, of, x, *place) for of, x in zip(_input_names, inputs)]
+    do = bare(where, "do", do, *place)
+    heads = _heads(where, plan, inputs[0], inputs[2], heads)
+    given = [bare(where, "a gradient", d, *place) for d in gradients or (None,) * len(inputs)]
+    made = [_result(x, d, _shape(where, of, x)) for of, x, d in zip(_input_names, inputs, given)]
     parameters = (chunk, norm, scale or 0.0)
     _ext.recur_backward(
         name, plan, inputs, do, made, tuple(heads), parameters, comm, saved[0], saved[1], dfinal, dinitial
     )
-    return tuple(finish(x, d) for x, d in zip(inputs, made))
+    return tuple(labelled(s, finish(x, d), *place) for s, x, d in zip(of_inputs, inputs, made))
 
 
 def gated_delta_rule(
@@ -359,9 +373,11 @@ class gated_delta_net:
         conv, recurrent: states to go on from, read and written in place: (sequences, kernel * channels) and
         (sequences, value heads * key_dim * value_dim) of the heads that the rank holds. saved: of `new_saved`.
         """
-        y = _result(x, out, _shape("gated_delta_net", "x", x))
-        self._net.forward(self._list("gated_delta_net", weights), x, y, comm, conv, recurrent, saved)
-        return finish(x, y)
+        where, place = "gated_delta_net", (self.sharding, self.rank)
+        rows = bare(where, "x", x, *place)
+        y = _result(rows, bare(where, "out", out, *place), _shape(where, "x", rows))
+        self._net.forward(self._list(where, weights), rows, y, comm, conv, recurrent, saved)
+        return labelled(x, finish(rows, y), *place)
 
     def new_saved(self):
         """Returns what takes what the backward needs; of one layer and rank."""
@@ -373,14 +389,15 @@ class gated_delta_net:
         `sum_over_ranks` completes these. A dweights that is given is added to. order: "by_row" adds in the
         order of the batch.
         """
-        where = "gated_delta_net_backward"
-        to_x = _result(x, dx, _shape(where, "x", x))
+        where, place = "gated_delta_net_backward", (self.sharding, self.rank)
+        rows, dy = bare(where, "x", x, *place), bare(where, "dy", dy, *place)
+        to_x = _result(rows, bare(where, "dx", dx, *place), _shape(where, "x", rows))
         given = self._list(where, weights)
         made = dweights or {
             name: empty_like(w, _shape(where, name, w), zeros=True) for name, w in zip(self.parameters, given)
         }
-        self._net.backward(given, x, saved, dy, to_x, self._list(where, made), comm, order)
-        return finish(x, to_x), made
+        self._net.backward(given, rows, saved, dy, to_x, self._list(where, made), comm, order)
+        return labelled(x, finish(rows, to_x), *place), made
 
     def _list(self, where, weights):
         missing = [name for name in self.parameters if name not in weights]
@@ -414,9 +431,11 @@ def attention(queries, keys, rank, q, k, v, heads, *, scale=None, lse=None, out=
     holds; heads: AttentionHeads(...). float32, float64. scale: by default 1 / sqrt(dim). lse: (rows, query heads),
     takes what the backward needs. No communication: relayout q, k and v first.
     """
-    o = _result(q, out, _shape("attention", "q", q))
+    given, q = q, bare("attention", "q", q, queries, rank)
+    k, v = bare("attention", "k", k, keys, rank), bare("attention", "v", v, keys, rank)
+    o = _result(q, bare("attention", "out", out, queries, rank), _shape("attention", "q", q))
     _ext.attention(queries, keys, rank, q, k, v, tuple(heads), _scale(scale, heads), o, lse)
-    return finish(q, o)
+    return labelled(given, finish(q, o), queries, rank)
 
 
 def attention_backward(queries, keys, q, k, v, o, do, lse, heads, comm, *, scale=None, dq=None, dk=None, dv=None):
@@ -425,13 +444,21 @@ def attention_backward(queries, keys, q, k, v, o, do, lse, heads, comm, *, scale
     dk and dv are this rank's share of all keys' gradients where queries are sharded by tokens: the transposed plan of
     the keys' relayout adds them in rank order. Collective where query heads of one group are on several ranks.
     """
-    where, scale = "attention_backward", _scale(scale, heads)
+    where, scale, rank, of_q, of_k = "attention_backward", _scale(scale, heads), comm.rank, q, k
+    q, o, do = (bare(where, name, x, queries, rank) for name, x in (("q", q), ("o", o), ("do", do)))
+    k, v = bare(where, "k", k, keys, rank), bare(where, "v", v, keys, rank)
+    dq, dk, dv = (
+        bare(where, "dq", dq, queries, rank),
+        bare(where, "dk", dk, keys, rank),
+        bare(where, "dv", dv, keys, rank),
+    )
     delta = empty_like(o, _shape(where, "lse", lse))
-    _ext.attention_delta(queries, comm.rank, o, do, heads[2], delta)
+    _ext.attention_delta(queries, rank, o, do, heads[2], delta)
     to_q, to_k, to_v = (_result(x, d, _shape(where, "q, k and v", x)) for x, d in ((q, dq), (k, dk), (v, dv)))
-    _ext.attention_backward_queries(queries, keys, comm.rank, q, k, v, do, lse, delta, tuple(heads), scale, to_q)
+    _ext.attention_backward_queries(queries, keys, rank, q, k, v, do, lse, delta, tuple(heads), scale, to_q)
     _ext.attention_backward_keys(queries, keys, q, k, v, do, lse, delta, tuple(heads), scale, to_k, to_v, comm)
-    return finish(q, to_q), finish(k, to_k), finish(v, to_v)
+    of_keys = (labelled(of_k, finish(k, d), keys, rank) for d in (to_k, to_v))
+    return labelled(of_q, finish(q, to_q), queries, rank), *of_keys
 
 
 def next_token_labels(plan, tokens, comm, out=None):
@@ -439,9 +466,11 @@ def next_token_labels(plan, tokens, comm, out=None):
 
     plan: halo(sharding, rank, 1, "after"), or of k rows for the token k ahead; tokens: (rows,) int64.
     """
-    labels = _result(tokens, out, _shape("next_token_labels", "tokens", tokens))
-    _ext.next_token_labels(plan, tokens, labels, comm)
-    return finish(tokens, labels)
+    where, place = "next_token_labels", (plan.sharding, plan.rank)
+    rows = bare(where, "tokens", tokens, *place)
+    labels = _result(rows, bare(where, "out", out, *place), _shape(where, "tokens", rows))
+    _ext.next_token_labels(plan, rows, labels, comm)
+    return labelled(tokens, finish(rows, labels), *place)
 
 
 class TokenLoss(NamedTuple):
@@ -456,6 +485,8 @@ def mean_token_loss(sharding, logp, labels, comm, weights=None):
 
     Bitwise the same on every sharding and any number of ranks.
     """
+    logp = bare("mean_token_loss", "logp", logp, sharding, comm.rank)
+    labels = bare("mean_token_loss", "labels", labels, sharding, comm.rank)
     return TokenLoss(*_ext.mean_token_loss(sharding, logp, labels, comm, weights))
 
 

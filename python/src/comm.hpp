@@ -15,8 +15,8 @@ namespace binding {
 
 namespace nb = nanobind;
 
-/// What every operator of this package takes. Of ranks that have the host's memory, `host` is their transport; one of
-/// ranks with devices refuses, and its operators are those of the parts that nvcc compiles.
+/// What every collective of this package takes, whatever connects the ranks. `host` is the transport of ranks that have
+/// their arrays on the host; a communicator of ranks that do not throws there, before anything moves.
 class communicator {
 public:
     communicator() = default;

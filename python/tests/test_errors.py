@@ -234,10 +234,27 @@ def test_one_thread_at_a_time_calls_a_communicator():
     assert "rank 1 to take part, got its return" in str(errors.get())
 
 
-def test_a_tensor_of_torch_that_wants_a_gradient_says_so():
-    torch = pytest.importorskip("torch")
-    with pytest.raises(cpx.Error, match="exchange: x: expected an array that speaks DLPack, got Tensor.*gradient"):
-        cpx.exchange(cpx.relayout(one(), one(), 0), torch.zeros((20, 2), requires_grad=True), alone())
+def test_an_array_of_another_sharding_is_refused():
+    zigzag, sequential = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
+
+    def program(comm):
+        plan = cpx.relayout(zigzag, sequential, comm.rank)
+        x = cpx.Sharded(np.ones((zigzag.rows(comm.rank), 2)), zigzag, comm.rank)
+        y = cpx.exchange(plan, x, comm)
+        assert isinstance(y, cpx.Sharded) and y.sharding == sequential and y.rank == comm.rank
+        with pytest.raises(cpx.Error, match="exchange: sharding of x: expected .*zigzag.*, got .*sequential"):
+            cpx.exchange(plan, y, comm)
+        with pytest.raises(cpx.Error, match="causal_conv1d: sharding of x: expected .*zigzag.*, got .*sequential"):
+            cpx.causal_conv1d(cpx.halo(zigzag, comm.rank, 1), y, np.ones((2, 2)), comm)
+        z = cpx.causal_conv1d(cpx.halo(sequential, comm.rank, 1), y, np.ones((2, 2)), comm)
+        assert isinstance(z, cpx.Sharded) and z.sharding == sequential
+        assert cpx.exchange(plan.transposed(), y, comm).sharding == zigzag
+
+    cpx.run(2, program)
+    with pytest.raises(cpx.Error, match="Sharded: rows of the array: expected 10, got 9"):
+        cpx.Sharded(np.ones((9, 2)), zigzag, 0)
+    with pytest.raises(cpx.Error, match="exchange: rank of x: expected 0, got 1"):
+        cpx.exchange(cpx.relayout(zigzag, sequential, 0), cpx.Sharded(np.ones((10, 2)), zigzag, 1), cpx.threads(2)[0])
 
 
 def fuzzed(random_state):

@@ -342,3 +342,71 @@ def test_a_movement_takes_other_batches():
             move.set(cpx.shard(large, cpx.zigzag(3)), cpx.shard(large, cpx.sequential(3)))
 
     cpx.run(3, program)
+
+
+@pytest.mark.parametrize("carry", ["serial", "heads"])
+def test_a_layer_is_bitwise_that_of_one_rank(carry):
+    batch = cpx.thd.from_lengths([9, 0, 21])
+    random = np.random.default_rng(0)
+    qkv = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim
+    v, hidden = heads.value_heads * heads.value_dim, 7
+    shapes = [(qkv, hidden), (v, hidden), (4, hidden), (4, hidden), (qkv, 1, 4), (4,), (4,), (5,), (hidden, v)]
+    weights = {name: random.normal(size=shape) for name, shape in zip(cpx.gated_delta_net.parameters, shapes)}
+    x, dy = random.normal(size=(2, batch.tokens, hidden))
+
+    def layer(sharding, way):
+        def program(comm):
+            net = cpx.gated_delta_net(sharding, comm.rank, hidden, heads, way, chunk=chunk)
+            saved = net.new_saved()
+            own = shard(sharding, comm.rank, x)
+            y = net(weights, own, comm, saved=saved)
+            dx, dweights = net.backward(weights, own, saved, shard(sharding, comm.rank, dy), comm, order="by_row")
+            return y, dx, [cpx.sum_over_ranks(d, comm) for d in dweights.values()]
+
+        y, dx, dweights = zip(*cpx.run(sharding.ranks, program))
+        return [whole(sharding, y), whole(sharding, dx), *dweights[0]]
+
+    one = layer(cpx.shard(batch, cpx.sequential(1)), "serial")
+    for ranks in (2, 3):
+        sharding = cpx.shard(batch, cpx.zigzag(ranks), cut=cpx.aligned(chunk))
+        for a, b in zip(one, layer(sharding, carry)):
+            assert np.array_equal(a, b)
+
+
+def test_a_layer_decodes_as_it_prefills():
+    random = np.random.default_rng(0)
+    qkv, v, hidden = 2 * 2 * 6 + 4 * 5, 4 * 5, 7
+    shapes = [(qkv, hidden), (v, hidden), (4, hidden), (4, hidden), (qkv, 4), (4,), (4,), (5,), (hidden, v)]
+    weights = {name: random.normal(size=shape) for name, shape in zip(cpx.gated_delta_net.parameters, shapes)}
+    x = random.normal(size=(6, hidden))
+    comm = cpx.threads(1)[0]
+
+    def run(rows, conv, recurrent):
+        sharding = cpx.shard(cpx.thd([0, len(rows)]), cpx.sequential(1))
+        return cpx.gated_delta_net(sharding, 0, hidden, heads)(weights, rows, comm, conv=conv, recurrent=recurrent)
+
+    conv, recurrent = np.zeros((1, 4 * qkv)), np.zeros((1, 4 * 6 * 5))
+    parts = [run(x[:4], conv, recurrent), run(x[4:5], conv, recurrent), run(x[5:], conv, recurrent)]
+    np.testing.assert_allclose(np.concatenate(parts), run(x, None, None), rtol=1e-9, atol=1e-12)
+
+
+def test_local_operators_have_the_gradients_of_their_formulas():
+    random = np.random.default_rng(0)
+    x, z, dy = random.normal(size=(3, 5, 12))
+    weight, matrix = random.normal(size=4), random.normal(size=(3, 12))
+    np.testing.assert_allclose(cpx.linear(x, matrix), x @ matrix.T)
+    dx, dmatrix = cpx.linear_backward(x, matrix, dy[:, :3].copy())
+    np.testing.assert_allclose(dx, dy[:, :3] @ matrix)
+    np.testing.assert_allclose(dmatrix, dy[:, :3].T @ x)
+
+    def check(forward, gradients, inputs):
+        for x_of, gradient in zip(inputs, gradients):
+            step = random.normal(size=x_of.shape)
+            moved = [[x + s * 1e-6 * step if x is x_of else x for x in inputs] for s in (1, -1)]
+            rise = (forward(*moved[0]) - forward(*moved[1])) * dy / 2e-6
+            np.testing.assert_allclose((gradient * step).sum(), rise.sum(), rtol=1e-6)
+
+    plain = [lambda x, w: cpx.rms_norm(x, w, 1e-5, 1.0), cpx.rms_norm_backward(x, weight, dy, 1e-5, 1.0), [x, weight]]
+    gated = [lambda x, z, w: cpx.gated_rms_norm(x, z, w, 1e-5), cpx.gated_rms_norm_backward(x, z, weight, dy, 1e-5)]
+    check(*plain)
+    check(*gated, [x, z, weight])
