@@ -37,7 +37,7 @@ inline std::string shard_name(cpx::shard_sizes const& sizes, cpx::shard_cell con
     std::vector<char> text(64);
     std::snprintf(text.data(), text.size(), "mp_rank_%02d_%03d_%03d", cell.tp, cell.pp, cell.ep);
     std::string name = text.data();
-    if (sizes.mesh.etp != 0 && sizes.mesh.etp != sizes.mesh.tp) {
+    if (cpx::etp_of(sizes.mesh) != sizes.mesh.tp) {
         std::snprintf(text.data(), text.size(), "_%02d", cell.etp);
         name += text.data();
     }

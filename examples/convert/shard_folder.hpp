@@ -27,12 +27,8 @@ public:
     }
 
     fs::path const& path() const { return path_; }
-    cpx::shard_sizes const& sizes() const { return sizes_; }
     cpx::shard_weights const& weights() const { return weights_; }
-    int ranks(bool expert) const {
-        auto const& m = sizes_.mesh;
-        return expert && m.etp != 0 ? m.etp : m.tp;
-    }
+    int ranks(bool expert) const { return expert ? cpx::etp_of(sizes_.mesh) : sizes_.mesh.tp; }
 
     /// Returns a shard that has the share of a rank of tensor parallelism, of an expert's weight its own. There is one.
     cpx::safetensors const& share(std::string const& name, bool expert, int rank) const {

@@ -154,8 +154,8 @@ inline void to_shards(hf_folder const& from, cpx::hf_names const& names, cpx::sh
     shard_source source(from, names, vocabulary_unit);
     if (names.sizes().tie_word_embeddings && sizes.mesh.pp > 1) source.add_output_copy();
     auto const rank_of = [&](std::string const& name, cpx::shard_cell const& cell) {
-        int const etp = sizes.mesh.etp == 0 ? sizes.mesh.tp : sizes.mesh.etp;
-        return source.expert(name) ? cpx::group_rank{cell.etp, etp} : cpx::group_rank{cell.tp, sizes.mesh.tp};
+        return source.expert(name) ? cpx::group_rank{cell.etp, cpx::etp_of(sizes.mesh)}
+                                   : cpx::group_rank{cell.tp, sizes.mesh.tp};
     };
     auto const all = source.all();
     cpx::shard_weights weights;

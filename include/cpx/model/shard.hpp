@@ -77,16 +77,12 @@ inline std::map<std::string, std::string, std::less<>> shard_metadata(shard_size
                                                                       shard_weights const& weights) {
     auto const& m = sizes.mesh;
     auto const& p = sizes.pipeline;
-    nlohmann::json shard{{"world", m.world},
-                         {"tp", m.tp},
-                         {"pp", m.pp},
-                         {"ep", m.ep},
-                         {"etp", m.etp == 0 ? m.tp : m.etp},
-                         {"vpp", p.chunks},
-                         {"layers", p.layers},
-                         {"experts", sizes.experts},
-                         {"tied", sizes.tied},
-                         {"cell", {{"pp", cell.pp}, {"ep", cell.ep}, {"tp", cell.tp}, {"etp", cell.etp}}}};
+    nlohmann::json shard{
+        {"world", m.world},   {"tp", m.tp},
+        {"pp", m.pp},         {"ep", m.ep},
+        {"etp", etp_of(m)},   {"vpp", p.chunks},
+        {"layers", p.layers}, {"experts", sizes.experts},
+        {"tied", sizes.tied}, {"cell", {{"pp", cell.pp}, {"ep", cell.ep}, {"tp", cell.tp}, {"etp", cell.etp}}}};
     if (p.first) shard["first"] = *p.first;
     if (p.last) shard["last"] = *p.last;
     if (p.layout) shard["layout"] = *p.layout;
