@@ -141,14 +141,40 @@ using expert_rows = expert_rows_in<host_memory>;
 
 namespace detail {
 
-/// Calls `f(expert, first row, rows)` for every expert that has rows. Throws `cpx::error` unless they are `count` rows.
-template <class F>
-void for_each_expert(char const* where, std::span<index_t const> begins, index_t count, caller here, F f) {
+/// Throws `cpx::error` unless `begins` are those of experts that have `count` rows.
+inline void require_begins(char const* where, std::span<index_t const> begins, index_t count, caller here) {
     bool const ascend = !begins.empty() && begins.front() == 0 && std::ranges::is_sorted(begins);
     require(ascend, where, "begins", "ascending numbers from 0", "others", here);
     require(begins.back() == count, where, "rows", begins.back(), count, here);
+}
+
+/// Calls `f(expert, first row, rows)` for every expert that has rows.
+template <class F>
+void for_each_expert(std::span<index_t const> begins, F f) {
     for (std::size_t e = 0; e + 1 < begins.size(); ++e)
         if (begins[e] < begins[e + 1]) f(static_cast<index_t>(e), begins[e], begins[e + 1] - begins[e]);
+}
+
+/// As `expert_linear`, `expert_linear_backward_input` and `expert_linear_backward_weight`, of arguments that fit.
+template <class T>
+void project_experts(std::span<index_t const> begins, rows<T const> x, rows<T const> weight, rows<T> y) {
+    for_each_expert(begins, [&](index_t expert, index_t row, index_t count) {
+        project<T>(x.sub(row, count), weight.sub(expert * y.width(), y.width()), y.sub(row, count));
+    });
+}
+template <class T>
+void project_experts_backward_input(std::span<index_t const> begins, rows<T const> dy, rows<T const> weight,
+                                    rows<T> dx) {
+    for_each_expert(begins, [&](index_t expert, index_t row, index_t count) {
+        project_backward_input<T>(dy.sub(row, count), weight.sub(expert * dy.width(), dy.width()), dx.sub(row, count));
+    });
+}
+template <class T>
+void project_experts_backward_weight(std::span<index_t const> begins, rows<T const> dy, rows<T const> x,
+                                     rows<T> dweight) {
+    for_each_expert(begins, [&](index_t expert, index_t row, index_t count) {
+        project_backward_weight<T>(dy.sub(row, count), x.sub(row, count), dweight.sub(expert * dy.width(), dy.width()));
+    });
 }
 
 } // namespace detail
@@ -169,9 +195,8 @@ void expert_linear(std::span<index_t const> begins, rows<T const> x, rows<T cons
     detail::require_shape(where, "y", y, x.count(), out, here);
     detail::require_shape(where, "weight", weight, (std::ssize(begins) - 1) * out, weight.width(), here);
     detail::require_apart(where, {{"y", y}}, {{"x", x}, {"weight", weight}}, here);
-    detail::for_each_expert(where, begins, x.count(), here, [&](index_t expert, index_t row, index_t count) {
-        linear<T>(x.sub(row, count), weight.sub(expert * out, out), y.sub(row, count));
-    });
+    detail::require_begins(where, begins, x.count(), here);
+    detail::project_experts(begins, x, weight, y);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
@@ -195,9 +220,8 @@ void expert_linear_backward_input(std::span<index_t const> begins, rows<T const>
     detail::require_shape(where, "dx", dx, dy.count(), weight.width(), here);
     detail::require_shape(where, "weight", weight, (std::ssize(begins) - 1) * out, weight.width(), here);
     detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}, {"weight", weight}}, here);
-    detail::for_each_expert(where, begins, dy.count(), here, [&](index_t expert, index_t row, index_t count) {
-        linear_backward_input<T>(dy.sub(row, count), weight.sub(expert * out, out), dx.sub(row, count));
-    });
+    detail::require_begins(where, begins, dy.count(), here);
+    detail::project_experts_backward_input(begins, dy, weight, dx);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)
@@ -222,9 +246,8 @@ void expert_linear_backward_weight(std::span<index_t const> begins, rows<T const
     detail::require_shape(where, "x", x, dy.count(), dweight.width(), here);
     detail::require_shape(where, "dweight", dweight, (std::ssize(begins) - 1) * out, dweight.width(), here);
     detail::require_apart(where, {{"dweight", dweight}}, {{"dy", dy}, {"x", x}}, here);
-    detail::for_each_expert(where, begins, dy.count(), here, [&](index_t expert, index_t row, index_t count) {
-        linear_backward_weight<T>(dy.sub(row, count), x.sub(row, count), dweight.sub(expert * out, out));
-    });
+    detail::require_begins(where, begins, dy.count(), here);
+    detail::project_experts_backward_weight(begins, dy, x, dweight);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(std::span<index_t const>, rows<T const>, rows<T const>, rows<T>), X...>)

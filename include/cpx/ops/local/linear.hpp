@@ -87,6 +87,45 @@ void add_products(rows<T const> factors, rows<T const> terms, rows<T> target) {
         }
 }
 
+/// As `linear`, `linear_backward_input` and `linear_backward_weight`, of arguments that fit.
+template <class T>
+void project(rows<T const> x, rows<T const> weight, rows<T> y) {
+    constexpr index_t at_once = linear_rows, outputs = linear_outputs;
+    // The rows of x pass over a tile of the weight that stays in the cache.
+    index_t const tile = std::max<index_t>(32, (index_t{1} << 15) / std::max<index_t>(x.width(), 1));
+    for (index_t begin = 0; begin < weight.count(); begin += tile) {
+        index_t const end = std::min(begin + tile, weight.count());
+        for (index_t row = 0; row < x.count(); row += at_once) {
+            std::array<T const*, linear_rows> from;
+            for (index_t i = 0; T const*& each : from) each = x.row(std::min(row + i++, x.count() - 1));
+            for (index_t out = begin; out < end; out += outputs) {
+                std::array<T const*, linear_outputs> w;
+                for (index_t j = 0; T const*& each : w) each = weight.row(std::min(out + j++, end - 1));
+                auto const result = products(from, w, x.width());
+                for (index_t i = 0; i < std::min(at_once, x.count() - row); ++i)
+                    for (index_t j = 0; j < std::min(outputs, end - out); ++j)
+                        y(row + i, out + j) = result[static_cast<std::size_t>(i * outputs + j)];
+            }
+        }
+    }
+}
+template <class T>
+void project_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx) {
+    for (index_t row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
+    add_products<T>(dy, weight, dx);
+}
+template <class T>
+void project_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight) {
+    constexpr index_t tile = 256;
+    for (index_t begin = 0; begin < dy.count(); begin += tile) {
+        index_t const count = std::min(tile, dy.count() - begin);
+        padded<T> turned(dy.width(), count);
+        for (index_t row = 0; row < count; ++row)
+            for (index_t out = 0; out < dy.width(); ++out) turned(out, row) = dy(begin + row, out);
+        add_products<T>(turned.view(), x.sub(begin, count), dweight);
+    }
+}
+
 } // namespace detail
 
 /// Computes `y = x W^T`.
@@ -101,24 +140,7 @@ void linear(rows<T const> x, rows<T const> weight, rows<T> y, caller here = call
     detail::require_shape("linear", "weight", weight, weight.count(), x.width(), here);
     detail::require_shape("linear", "y", y, x.count(), weight.count(), here);
     detail::require_apart("linear", {{"y", y}}, {{"x", x}, {"weight", weight}}, here);
-    constexpr index_t at_once = detail::linear_rows, outputs = detail::linear_outputs;
-    // The rows of x pass over a tile of the weight that stays in the cache.
-    index_t const tile = std::max<index_t>(32, (index_t{1} << 15) / std::max<index_t>(x.width(), 1));
-    for (index_t begin = 0; begin < weight.count(); begin += tile) {
-        index_t const end = std::min(begin + tile, weight.count());
-        for (index_t row = 0; row < x.count(); row += at_once) {
-            std::array<T const*, detail::linear_rows> from;
-            for (index_t i = 0; T const*& one : from) one = x.row(std::min(row + i++, x.count() - 1));
-            for (index_t out = begin; out < end; out += outputs) {
-                std::array<T const*, detail::linear_outputs> w;
-                for (index_t j = 0; T const*& one : w) one = weight.row(std::min(out + j++, end - 1));
-                auto const result = detail::products(from, w, x.width());
-                for (index_t i = 0; i < std::min(at_once, x.count() - row); ++i)
-                    for (index_t j = 0; j < std::min(outputs, end - out); ++j)
-                        y(row + i, out + j) = result[static_cast<std::size_t>(i * outputs + j)];
-            }
-        }
-    }
+    detail::project(x, weight, y);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
@@ -138,8 +160,7 @@ void linear_backward_input(rows<T const> dy, rows<T const> weight, rows<T> dx, c
     detail::require_shape("linear_backward_input", "weight", weight, dy.width(), weight.width(), here);
     detail::require_shape("linear_backward_input", "dx", dx, dy.count(), weight.width(), here);
     detail::require_apart("linear_backward_input", {{"dx", dx}}, {{"dy", dy}, {"weight", weight}}, here);
-    for (index_t row = 0; row < dx.count(); ++row) std::fill_n(dx.row(row), dx.width(), T(0));
-    detail::add_products<T>(dy, weight, dx);
+    detail::project_backward_input(dy, weight, dx);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
@@ -160,14 +181,7 @@ void linear_backward_weight(rows<T const> dy, rows<T const> x, rows<T> dweight, 
     detail::require_shape("linear_backward_weight", "x", x, dy.count(), x.width(), here);
     detail::require_shape("linear_backward_weight", "dweight", dweight, dy.width(), x.width(), here);
     detail::require_apart("linear_backward_weight", {{"dweight", dweight}}, {{"dy", dy}, {"x", x}}, here);
-    constexpr index_t tile = 256;
-    for (index_t begin = 0; begin < dy.count(); begin += tile) {
-        index_t const count = std::min(tile, dy.count() - begin);
-        detail::padded<T> turned(dy.width(), count);
-        for (index_t row = 0; row < count; ++row)
-            for (index_t out = 0; out < dy.width(); ++out) turned(out, row) = dy(begin + row, out);
-        detail::add_products<T>(turned.view(), x.sub(begin, count), dweight);
-    }
+    detail::project_backward_weight(dy, x, dweight);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T>), X...>)
