@@ -87,6 +87,7 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
     auto halo_rows = zeros<T>(where, {plan.target_rows, channels}, here);
     rows<T> const halo(halo_rows.data(), plan.target_rows, channels);
     exchange_rows(plan, x.data(), halo, comm, here, where);
+    conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
     std::vector<T> history, newest;
     auto const finish = [&](index_t sequence, rows<T const> before, rows<T const> own) {
         if (!states.final.data()) return;
@@ -106,8 +107,7 @@ void convolve(halo_plan<S> const& plan, sharded<T const, S> const& x, rows<T con
                          static_cast<std::size_t>((plan.reach - s.token) * channels)};
         auto const before = rows_beside<T, S>(plan, i, x.data(), halo, history, preceding);
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
-        convolve_segment<T>(before, own, weight, bias.empty() ? nullptr : bias.data(), act,
-                            y.data().sub(s.row, s.count), here);
+        by.forward(before, own, y.data().sub(s.row, s.count));
         index_t const skip = std::ssize(preceding) / std::max<index_t>(1, channels);
         if (s.token + s.count == batch.length(s.sequence))
             finish(s.sequence, before.sub(skip, before.count() - skip), own);
@@ -211,16 +211,16 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
     rows<T> const dz(dz_values.data(), before.source_rows, channels);
     rows<T> const dz_halo(future_values.data(), after.target_rows, channels);
     weight_sums<S> const sums(x.sharding(), before.rank, to.order, here, where);
+    conv_weights<T> const by{by_tap(weight), bias.empty() ? nullptr : bias.data(), act};
     exchange_rows(before, x.data(), x_halo, comm, here, where);
     for (std::size_t i = 0; i < before.segments.size(); ++i) {
         segment const& s = before.segments[i];
         auto const history = rows_beside<T, S>(before, i, x.data(), x_halo, beside);
         auto const own = rows<T const>(x.data()).sub(s.row, s.count);
-        convolve_segment_backward_sums<T>(history, own, weight, bias.empty() ? nullptr : bias.data(), act,
-                                          rows<T const>(dy.data()).sub(s.row, s.count), dz.sub(s.row, s.count));
+        by.backward_sums(history, own, dy.data().sub(s.row, s.count), dz.sub(s.row, s.count));
         if (dweight.data() && !sums.moves() && sums.speaks())
-            convolve_segment_backward_weight<T>(history, own, dz.sub(s.row, s.count), dweight,
-                                                to.dbias.empty() ? nullptr : to.dbias.data());
+            add_weight_terms<T>(history, own, dz.sub(s.row, s.count), dweight,
+                                to.dbias.empty() ? nullptr : to.dbias.data());
     }
     if (dweight.data() && sums.moves()) { // whole sequences, some channels
         auto const all_x = sums.share(x, channels, comm, here);
@@ -228,16 +228,15 @@ void convolve_backward(halo_plan<S> const& before, halo_plan<S> const& after, sh
         range const own = all_x.share;
         thd const& batch = x.sharding().batch();
         for (index_t s = 0; !own.empty() && s < batch.sequences(); ++s)
-            convolve_segment_backward_weight<T>(
-                {nullptr, 0, own.size()}, all_x.data.sub(batch.offset(s), batch.length(s)),
-                all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
-                to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
+            add_weight_terms<T>({}, all_x.data.sub(batch.offset(s), batch.length(s)),
+                                all_dz.data.sub(batch.offset(s), batch.length(s)), dweight.sub(own.first, own.size()),
+                                to.dbias.empty() ? nullptr : to.dbias.data() + own.first);
     }
     exchange_rows(after, dz, dz_halo, comm, here, where);
     for (std::size_t i = 0; i < after.segments.size(); ++i) {
         segment const& s = after.segments[i];
-        convolve_segment_backward_input<T>(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),
-                                           weight, to.dx.data().sub(s.row, s.count));
+        by.backward_input(dz.sub(s.row, s.count), rows_beside<T, S>(after, i, dz, dz_halo, beside),
+                          to.dx.data().sub(s.row, s.count));
     }
 }
 

@@ -58,6 +58,85 @@ void weigh(std::vector<T const*> const& window, padded<T> const& weight, T const
     }
 }
 
+/// Computes `to_t = act(start + sum_j weight_j x_{place(t, j)})`; the rows before and after x are `before` and `after`.
+template <class T, class F>
+void weigh_rows(rows<T const> before, rows<T const> x, rows<T const> after, padded<T> const& weight, T const* start,
+                activation act, rows<T> to, F&& place) {
+    std::vector<T> const zeros(static_cast<std::size_t>(x.width()));
+    std::vector<T const*> window(static_cast<std::size_t>(weight.count()));
+    for (index_t t = 0; t < x.count(); ++t) {
+        for (index_t j = 0; j < weight.count(); ++j)
+            window[static_cast<std::size_t>(j)] = row_near<T>(before, x, after, place(t, j), zeros);
+        weigh(window, weight, start, x.width(), to.row(t));
+        if (act == activation::silu)
+            for (index_t channel = 0; channel < to.width(); ++channel) to(t, channel) = silu(to(t, channel));
+    }
+}
+
+/// What segments are convolved with, of arguments that fit: made once for all of them.
+template <class T>
+struct conv_weights {
+    padded<T> weight; // (K, channels)
+    T const* bias;    // one a channel, or nullptr
+    activation act;
+
+    /// As `convolve_segment`, `convolve_segment_backward_sums` and `convolve_segment_backward_input`.
+    void forward(rows<T const> history, rows<T const> x, rows<T> y) const { weigh(history, x, act, y); }
+    void backward_sums(rows<T const> history, rows<T const> x, rows<T const> dy, rows<T> dz) const {
+        if (act == activation::silu) weigh(history, x, activation::none, dz);
+        for (index_t t = 0; t < dz.count(); ++t)
+            for (index_t channel = 0; channel < dz.width(); ++channel)
+                dz(t, channel) =
+                    act == activation::silu ? silu_backward(dz(t, channel), dy(t, channel)) : dy(t, channel);
+    }
+    void backward_input(rows<T const> dz, rows<T const> future, rows<T> dx) const {
+        auto const place = [&](index_t t, index_t j) { return t + (weight.count() - 1) - j; };
+        weigh_rows<T>({}, dz, future, weight, nullptr, activation::none, dx, place);
+    }
+
+private:
+    void weigh(rows<T const> history, rows<T const> x, activation then, rows<T> to) const {
+        auto const place = [&](index_t t, index_t j) { return t - (weight.count() - 1) + j; };
+        weigh_rows<T>(history, x, {}, weight, bias, then, to, place);
+    }
+};
+
+/// As `convolve_segment_backward_weight`, of arguments that fit.
+template <class T>
+void add_weight_terms(rows<T const> history, rows<T const> x, rows<T const> dz, rows<T> dweight, T* dbias) {
+    index_t const taps = dweight.width(), channels = x.width();
+    auto sums = by_tap<T>(dweight);
+    std::vector<T> const zeros(static_cast<std::size_t>(channels));
+    for (index_t t = 0; t < x.count(); ++t) {
+        for (index_t j = 0; j < taps; ++j) {
+            T const* const from = row_near<T>(history, x, {}, t - (taps - 1) + j, zeros);
+            for (index_t channel = 0; channel < channels; channel += lane_count<T>) {
+                index_t const valid = channels - channel;
+                lanes<T> sum, gradient, values;
+                load<T>(sums.row(j) + channel, sum);
+                load<T>(dz.row(t) + channel, valid, gradient);
+                load<T>(from + channel, valid, values);
+                store<T>(sum + gradient * values, sums.row(j) + channel);
+            }
+        }
+        if (dbias != nullptr)
+            for (index_t channel = 0; channel < channels; ++channel) dbias[channel] += dz(t, channel);
+    }
+    for (index_t channel = 0; channel < channels; ++channel)
+        for (index_t j = 0; j < taps; ++j) dweight(channel, j) = sums(j, channel);
+}
+
+/// Throws `cpx::error` unless the arguments of `convolve_segment` fit each other.
+template <class T>
+void require_convolution(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, rows<T> y,
+                         caller here) {
+    char const* const where = "convolve_segment";
+    require_near(where, "history", history, weight, x.width(), here);
+    require_shape(where, "y", y, x.count(), x.width(), here);
+    require_apart(where, {{"y", y}},
+                  {{"x", x}, {"history", history}, {"weight", weight}, {"bias", rows(bias, 1, x.width())}}, here);
+}
+
 } // namespace detail
 
 /// Convolves every channel with its own K weights over the tokens up to its own:
@@ -74,24 +153,8 @@ void weigh(std::vector<T const*> const& window, padded<T> const& weight, T const
 template <class T>
 void convolve_segment(rows<T const> history, rows<T const> x, rows<T const> weight, T const* bias, activation act,
                       rows<T> y, caller here = caller::here()) {
-    char const* const where = "convolve_segment";
-    index_t const taps = weight.width(), channels = x.width();
-    detail::require_near(where, "history", history, weight, channels, here);
-    detail::require_shape(where, "y", y, x.count(), channels, here);
-    detail::require_apart(where, {{"y", y}},
-                          {{"x", x}, {"history", history}, {"weight", weight}, {"bias", rows(bias, 1, channels)}},
-                          here);
-
-    auto const by_tap = detail::by_tap(weight);
-    std::vector<T> const zeros(static_cast<std::size_t>(channels));
-    std::vector<T const*> window(static_cast<std::size_t>(taps));
-    for (index_t t = 0; t < x.count(); ++t) {
-        for (index_t j = 0; j < taps; ++j)
-            window[static_cast<std::size_t>(j)] = detail::row_near<T>(history, x, {}, t - (taps - 1) + j, zeros);
-        detail::weigh(window, by_tap, bias, channels, y.row(t));
-        if (act == activation::silu)
-            for (index_t channel = 0; channel < channels; ++channel) y(t, channel) = silu(y(t, channel));
-    }
+    detail::require_convolution(history, x, weight, bias, y, here);
+    detail::conv_weights<T>{detail::by_tap(weight), bias, act}.forward(history, x, y);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, T const*, activation, rows<T>), X...>)
@@ -114,10 +177,8 @@ void convolve_segment_backward_sums(rows<T const> history, rows<T const> x, rows
     detail::require_shape(where, "dy", dy, x.count(), x.width(), here);
     detail::require_shape(where, "dz", dz, x.count(), x.width(), here);
     detail::require_apart(where, {{"dz", dz}}, {{"x", x}, {"dy", dy}}, here);
-    if (act == activation::silu) convolve_segment<T>(history, x, weight, bias, activation::none, dz, here);
-    for (index_t t = 0; t < dz.count(); ++t)
-        for (index_t channel = 0; channel < dz.width(); ++channel)
-            dz(t, channel) = act == activation::silu ? silu_backward(dz(t, channel), dy(t, channel)) : dy(t, channel);
+    if (act == activation::silu) detail::require_convolution(history, x, weight, bias, dz, here);
+    detail::conv_weights<T>{detail::by_tap(weight), bias, act}.backward_sums(history, x, dy, dz);
 }
 
 /// Computes `dx_t = sum_{j < K} weight_j dz_{t+(K-1)-j}`, the gradient of the input of `convolve_segment`.
@@ -132,18 +193,10 @@ template <class T>
 void convolve_segment_backward_input(rows<T const> dz, rows<T const> future, rows<T const> weight, rows<T> dx,
                                      caller here = caller::here()) {
     char const* const where = "convolve_segment_backward_input";
-    index_t const taps = weight.width(), channels = dz.width();
-    detail::require_near(where, "future", future, weight, channels, here);
-    detail::require_shape(where, "dx", dx, dz.count(), channels, here);
+    detail::require_near(where, "future", future, weight, dz.width(), here);
+    detail::require_shape(where, "dx", dx, dz.count(), dz.width(), here);
     detail::require_apart(where, {{"dx", dx}}, {{"dz", dz}, {"future", future}, {"weight", weight}}, here);
-    auto const by_tap = detail::by_tap(weight);
-    std::vector<T> const zeros(static_cast<std::size_t>(channels));
-    std::vector<T const*> window(static_cast<std::size_t>(taps));
-    for (index_t t = 0; t < dz.count(); ++t) {
-        for (index_t j = 0; j < taps; ++j)
-            window[static_cast<std::size_t>(j)] = detail::row_near<T>({}, dz, future, t + (taps - 1) - j, zeros);
-        detail::weigh<T>(window, by_tap, nullptr, channels, dx.row(t));
-    }
+    detail::conv_weights<T>{detail::by_tap(weight), nullptr, activation::none}.backward_input(dz, future, dx);
 }
 
 /// Computes `dweight_j += sum_t dz_t x_{t-(K-1)+j}` and `dbias += sum_t dz_t`.
@@ -157,30 +210,12 @@ template <class T>
 void convolve_segment_backward_weight(rows<T const> history, rows<T const> x, rows<T const> dz, rows<T> dweight,
                                       T* dbias, caller here = caller::here()) {
     char const* const where = "convolve_segment_backward_weight";
-    index_t const taps = dweight.width(), channels = x.width();
+    index_t const channels = x.width();
     detail::require_near<T>(where, "history", history, dweight, channels, here);
     detail::require_shape(where, "dz", dz, x.count(), channels, here);
     detail::require_apart(where, {{"dweight", dweight}, {"dbias", rows(dbias, 1, channels)}},
                           {{"x", x}, {"history", history}, {"dz", dz}}, here);
-    auto by_tap = detail::by_tap<T>(dweight);
-    std::vector<T> const zeros(static_cast<std::size_t>(channels));
-    for (index_t t = 0; t < x.count(); ++t) {
-        for (index_t j = 0; j < taps; ++j) {
-            T const* const from = detail::row_near<T>(history, x, {}, t - (taps - 1) + j, zeros);
-            for (index_t channel = 0; channel < channels; channel += detail::lane_count<T>) {
-                index_t const valid = channels - channel;
-                detail::lanes<T> sum, gradient, values;
-                detail::load<T>(by_tap.row(j) + channel, sum);
-                detail::load<T>(dz.row(t) + channel, valid, gradient);
-                detail::load<T>(from + channel, valid, values);
-                detail::store<T>(sum + gradient * values, by_tap.row(j) + channel);
-            }
-        }
-        if (dbias != nullptr)
-            for (index_t channel = 0; channel < channels; ++channel) dbias[channel] += dz(t, channel);
-    }
-    for (index_t channel = 0; channel < channels; ++channel)
-        for (index_t j = 0; j < taps; ++j) dweight(channel, j) = by_tap(j, channel);
+    detail::add_weight_terms(history, x, dz, dweight, dbias);
 }
 
 } // namespace cpx
