@@ -73,7 +73,7 @@ void require_beside(char const* where, char const* what, sharded<T, S, M> const&
 /// Attention of one rank, of arguments that fit. On devices: `ops/cuda/attention.hpp`.
 template <class T, any_sharding Q, any_sharding K>
 void attend_rows(sharded<T const, Q> const& q, sharded<T const, K> const& k, sharded<T const, K> const& v,
-                 attended_heads const& at, double scale, rows<T> o, rows<T> lse, caller here) {
+                 attended_heads const& at, double scale, rows<T> o, rows<T> lse, caller) {
     std::vector<T> of_head;
     auto const segments = cpx::segments(q.sharding(), q.rank());
     auto const tokens = positions(segments);
@@ -86,11 +86,10 @@ void attend_rows(sharded<T const, Q> const& q, sharded<T const, K> const& k, sha
                     .columns(at.key_of(h) * at.dim, at.dim);
             };
             of_head.resize(lse.data() ? static_cast<std::size_t>(s.count) : 0);
-            attend_head<T>(
+            attend_one_head<T>(
                 q.data().sub(s.row, s.count).columns(h * at.dim, at.dim),
                 std::span(tokens).subspan(static_cast<std::size_t>(s.row), static_cast<std::size_t>(s.count)), seen(k),
-                seen(v), static_cast<T>(scale), o.sub(s.row, s.count).columns(h * at.dim, at.dim), std::span(of_head),
-                here);
+                seen(v), static_cast<T>(scale), o.sub(s.row, s.count).columns(h * at.dim, at.dim), std::span(of_head));
             for (index_t i = 0; i < std::ssize(of_head); ++i) lse(s.row + i, h) = of_head[static_cast<std::size_t>(i)];
         }
 }

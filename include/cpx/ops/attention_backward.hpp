@@ -63,10 +63,10 @@ void require_queries(char const* where, attention_queries<T, Q, M> const& from, 
 
 /// Delta of heads of `dim` columns, of arguments that fit.
 template <class T>
-void delta_of_rows(host_memory, rows<T const> o, rows<T const> dout, index_t dim, rows<T> delta, caller here) {
+void delta_of_rows(host_memory, rows<T const> o, rows<T const> dout, index_t dim, rows<T> delta, caller) {
     std::vector<T> of_head(static_cast<std::size_t>(o.count()));
     for (index_t h = 0; h < delta.width(); ++h) {
-        attend_head_delta<T>(o.columns(h * dim, dim), dout.columns(h * dim, dim), std::span(of_head), here);
+        delta_of_one_head<T>(o.columns(h * dim, dim), dout.columns(h * dim, dim), std::span(of_head));
         for (index_t row = 0; row < o.count(); ++row) delta(row, h) = of_head[static_cast<std::size_t>(row)];
     }
 }
@@ -120,7 +120,7 @@ std::array<operand, 4> query_operands(attention_queries<T, Q, M> const& from) {
 template <class T, any_sharding Q, any_sharding K>
 void attend_rows_backward_queries(attention_queries<T, Q> const& from, sharded<T const, K> const& k,
                                   sharded<T const, K> const& v, attended_heads const& at, double scale, rows<T> dq,
-                                  caller here) {
+                                  caller) {
     for (segment const& s : segments(from.q.sharding(), from.q.rank()))
         for (index_t h = 0; h < at.queries.size(); ++h) {
             auto const seen = [&](sharded<T const, K> const& x) -> rows<T const> {
@@ -129,8 +129,8 @@ void attend_rows_backward_queries(attention_queries<T, Q> const& from, sharded<T
                     .columns(at.key_of(h) * at.dim, at.dim);
             };
             queries_of_head<T> const own(from, s, h, at.dim);
-            attend_head_backward_query<T>(own.get(), seen(k), seen(v), static_cast<T>(scale),
-                                          dq.sub(s.row, s.count).columns(h * at.dim, at.dim), here);
+            backward_of_one_query_head<T>(own.get(), seen(k), seen(v), static_cast<T>(scale),
+                                          dq.sub(s.row, s.count).columns(h * at.dim, at.dim));
         }
 }
 
@@ -210,8 +210,8 @@ void attend_rows_backward_keys(attention_queries<T, Q> const& from, sharded<T co
             for (auto seen = first; seen != last; ++seen) {
                 if (seen->token + seen->count <= s.token) continue; // all of them before these keys
                 queries_of_head<T> const q(from, *seen, h, at.dim);
-                attend_head_backward_key<T>(q.get(), of_head(k.data()), of_head(v.data()), own, static_cast<T>(scale),
-                                            to_k, to_v, here);
+                backward_of_one_key_head<T>(q.get(), of_head(k.data()), of_head(v.data()), own, static_cast<T>(scale),
+                                            to_k, to_v);
             }
             for (auto const& [to, term] : {std::pair(dk, to_k), std::pair(dv, to_v)})
                 for (index_t row = 0; row < s.count; ++row)

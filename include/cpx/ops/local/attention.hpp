@@ -19,6 +19,36 @@ inline void require_tokens(char const* where, char const* what, std::span<index_
         if (token < 0 || token >= count) require(false, where, what, "0 to " + std::to_string(count - 1), token, here);
 }
 
+/// As `attend_head`, of arguments that fit.
+template <class T>
+void attend_one_head(rows<T const> q, std::span<index_t const> positions, rows<T const> k, rows<T const> v, T scale,
+                     rows<T> o, std::span<T> lse) {
+    // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
+    padded<T> const keys(k), values(v);
+    padded<T> out(1, v.width());
+    index_t const queries = std::ssize(positions), block = linear_rows;
+    std::vector<T> weights(static_cast<std::size_t>(block * k.count()));
+    for (index_t first = 0; first < queries; first += block) {
+        auto const of_block = positions.subspan(static_cast<std::size_t>(first),
+                                                static_cast<std::size_t>(std::min(block, queries - first)));
+        index_t const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
+        rows<T> const scores(weights.data(), std::ssize(of_block), visible);
+        project<T>(q.sub(first, scores.count()), keys.view().sub(0, visible), scores);
+        for (index_t i = 0; i < scores.count(); ++i) {
+            T* const weight = scores.row(i);
+            index_t const count = of_block[static_cast<std::size_t>(i)] + 1;
+            for (index_t j = 0; j < count; ++j) weight[j] *= scale;
+            T const highest = *std::max_element(weight, weight + count);
+            T total = 0;
+            for (index_t j = 0; j < count; ++j) total += weight[j] = std::exp(weight[j] - highest);
+            if (!lse.empty()) lse[static_cast<std::size_t>(first + i)] = highest + std::log(total);
+            std::fill_n(out.row(0), out.stride(), T(0));
+            combine(weight, count, values, T(0), out.row(0));
+            for (index_t d = 0; d < v.width(); ++d) o(first + i, d) = out(0, d) / total;
+        }
+    }
+}
+
 } // namespace detail
 
 /// Computes `o_i = sum_j softmax_j(scale q_i . k_j) v_j` over the keys `j <= positions[i]`.
@@ -43,30 +73,7 @@ void attend_head(rows<T const> q, std::span<index_t const> positions, rows<T con
     detail::require_apart("attend_head", {{"o", o}, {"lse", lse}},
                           {{"q", q}, {"k", k}, {"v", v}, {"positions", positions}}, here);
 
-    // Rows of heads that lie far apart in the caller's buffer would fall on the same few cache lines.
-    detail::padded<T> const keys(k), values(v);
-    detail::padded<T> out(1, v.width());
-    index_t const block = detail::linear_rows;
-    std::vector<T> weights(static_cast<std::size_t>(block * k.count()));
-    for (index_t first = 0; first < queries; first += block) {
-        auto const of_block = positions.subspan(static_cast<std::size_t>(first),
-                                                static_cast<std::size_t>(std::min(block, queries - first)));
-        index_t const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
-        rows<T> const scores(weights.data(), std::ssize(of_block), visible);
-        linear<T>(q.sub(first, scores.count()), keys.view().sub(0, visible), scores);
-        for (index_t i = 0; i < scores.count(); ++i) {
-            T* const weight = scores.row(i);
-            index_t const count = of_block[static_cast<std::size_t>(i)] + 1;
-            for (index_t j = 0; j < count; ++j) weight[j] *= scale;
-            T const highest = *std::max_element(weight, weight + count);
-            T total = 0;
-            for (index_t j = 0; j < count; ++j) total += weight[j] = std::exp(weight[j] - highest);
-            if (!lse.empty()) lse[static_cast<std::size_t>(first + i)] = highest + std::log(total);
-            std::fill_n(out.row(0), out.stride(), T(0));
-            detail::combine(weight, count, values, T(0), out.row(0));
-            for (index_t d = 0; d < v.width(); ++d) o(first + i, d) = out(0, d) / total;
-        }
-    }
+    detail::attend_one_head(q, positions, k, v, scale, o, lse);
 }
 template <class T = detail::refused, class... X>
     requires(

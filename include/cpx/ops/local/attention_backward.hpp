@@ -21,6 +21,16 @@ struct attended_queries {
     std::span<T const> delta;           ///< as `attend_head_delta` wrote it
 };
 
+namespace detail {
+
+/// As `attend_head_delta`, of arguments that fit.
+template <class T>
+void delta_of_one_head(rows<T const> o, rows<T const> dout, std::span<T> delta) {
+    for (index_t i = 0; i < o.count(); ++i) delta[static_cast<std::size_t>(i)] = dot(dout.row(i), o.row(i), o.width());
+}
+
+} // namespace detail
+
 /// Computes `delta_i = dout_i . o_i`, the mean of the gradients of the weights of a query. A function of the row alone.
 ///
 /// o, dout: (queries, Dv); delta: one a query. Throws `cpx::error` if the shapes do not fit.
@@ -29,8 +39,7 @@ void attend_head_delta(rows<T const> o, rows<T const> dout, std::span<T> delta, 
     detail::require_shape("attend_head_delta", "dout", dout, o.count(), o.width(), here);
     require(std::ssize(delta) == o.count(), "attend_head_delta", "size of delta", o.count(), delta.size(), here);
     detail::require_apart("attend_head_delta", {{"delta", delta}}, {{"o", o}, {"dout", dout}}, here);
-    for (index_t i = 0; i < o.count(); ++i)
-        delta[static_cast<std::size_t>(i)] = detail::dot(dout.row(i), o.row(i), o.width());
+    detail::delta_of_one_head(o, dout, delta);
 }
 
 namespace detail {
@@ -57,6 +66,59 @@ void attention_pull(attended_queries<T> const& from, index_t i, T scale, T& scor
     pull = score * (pull - from.delta[at]) * scale;
 }
 
+/// As `attend_head_backward_query` and `attend_head_backward_key`, of arguments that fit.
+template <class T>
+void backward_of_one_query_head(attended_queries<T> const& from, rows<T const> k, rows<T const> v, T scale,
+                                rows<T> dq) {
+    padded<T> const keys(k), values(v);
+    index_t const queries = std::ssize(from.positions), block = linear_rows;
+    padded<T> out(1, k.width()), scores(block, k.count()), pulls(block, k.count());
+    for (index_t first = 0; first < queries; first += block) {
+        index_t const n = std::min(block, queries - first);
+        auto const of_block = from.positions.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n));
+        index_t const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
+        project<T>(from.q.sub(first, n), keys.view().sub(0, visible), scores.view().sub(0, n).columns(0, visible));
+        project<T>(from.dout.sub(first, n), values.view().sub(0, visible), pulls.view().sub(0, n).columns(0, visible));
+        for (index_t i = 0; i < n; ++i) {
+            index_t const count = of_block[static_cast<std::size_t>(i)] + 1;
+            // Rounded as in the forward before lse is subtracted, so that no weight is above 1.
+            for (index_t j = 0; j < count; ++j) scores(i, j) *= scale;
+            for (index_t j = 0; j < count; ++j) attention_pull(from, first + i, scale, scores(i, j), pulls(i, j));
+            std::fill_n(out.row(0), out.stride(), T(0));
+            accumulate(pulls.row(i), 0, count, keys, out.row(0));
+            std::copy_n(out.row(0), k.width(), dq.row(first + i));
+        }
+    }
+}
+template <class T>
+void backward_of_one_key_head(attended_queries<T> const& from, rows<T const> k, rows<T const> v,
+                              std::span<index_t const> tokens, T scale, rows<T> dk, rows<T> dv) {
+    padded<T> const q(from.q), dout(from.dout);
+    index_t const queries = std::ssize(from.positions), keys = std::ssize(tokens), block = linear_rows;
+    padded<T> to_key(1, k.width()), to_value(1, v.width()), scores(block, queries), pulls(block, queries);
+    for (index_t begin = 0; begin < keys; begin += block) {
+        index_t const n = std::min(block, keys - begin);
+        auto const of_block = tokens.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(n));
+        auto const seen_from = [&](index_t token) { // the first query that sees it
+            return std::lower_bound(from.positions.begin(), from.positions.end(), token) - from.positions.begin();
+        };
+        index_t const first = seen_from(*std::min_element(of_block.begin(), of_block.end())), count = queries - first;
+        project<T>(k.sub(begin, n), q.view().sub(first, count), scores.view().sub(0, n).columns(first, count));
+        project<T>(v.sub(begin, n), dout.view().sub(first, count), pulls.view().sub(0, n).columns(first, count));
+        for (index_t j = 0; j < n; ++j) {
+            index_t const own = seen_from(of_block[static_cast<std::size_t>(j)]);
+            for (index_t i = own; i < queries; ++i) scores(j, i) *= scale;
+            for (index_t i = own; i < queries; ++i) attention_pull(from, i, scale, scores(j, i), pulls(j, i));
+            std::copy_n(dk.row(begin + j), k.width(), to_key.row(0));
+            std::copy_n(dv.row(begin + j), v.width(), to_value.row(0));
+            accumulate(pulls.row(j), own, queries, q, to_key.row(0));
+            accumulate(scores.row(j), own, queries, dout, to_value.row(0));
+            std::copy_n(to_key.row(0), k.width(), dk.row(begin + j));
+            std::copy_n(to_value.row(0), v.width(), dv.row(begin + j));
+        }
+    }
+}
+
 } // namespace detail
 
 /// Computes the gradients of some queries of `attend_head`.
@@ -76,26 +138,7 @@ void attend_head_backward_query(attended_queries<T> const& from, rows<T const> k
     detail::require_shape(where, "dq", dq, queries, k.width(), here);
     detail::require_tokens(where, "position", from.positions, k.count(), here);
 
-    detail::padded<T> const keys(k), values(v);
-    index_t const block = detail::linear_rows;
-    detail::padded<T> out(1, k.width()), scores(block, k.count()), pulls(block, k.count());
-    for (index_t first = 0; first < queries; first += block) {
-        index_t const n = std::min(block, queries - first);
-        auto const of_block = from.positions.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n));
-        index_t const visible = *std::max_element(of_block.begin(), of_block.end()) + 1;
-        linear<T>(from.q.sub(first, n), keys.view().sub(0, visible), scores.view().sub(0, n).columns(0, visible));
-        linear<T>(from.dout.sub(first, n), values.view().sub(0, visible), pulls.view().sub(0, n).columns(0, visible));
-        for (index_t i = 0; i < n; ++i) {
-            index_t const count = of_block[static_cast<std::size_t>(i)] + 1;
-            // Rounded as in the forward before lse is subtracted, so that no weight is above 1.
-            for (index_t j = 0; j < count; ++j) scores(i, j) *= scale;
-            for (index_t j = 0; j < count; ++j)
-                detail::attention_pull(from, first + i, scale, scores(i, j), pulls(i, j));
-            std::fill_n(out.row(0), out.stride(), T(0));
-            detail::accumulate(pulls.row(i), 0, count, keys, out.row(0));
-            std::copy_n(out.row(0), k.width(), dq.row(first + i));
-        }
-    }
+    detail::backward_of_one_query_head(from, k, v, scale, dq);
 }
 
 /// Adds to the gradients of some keys and values what some queries of `attend_head` contribute.
@@ -115,7 +158,7 @@ void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, 
                               std::span<index_t const> tokens, T scale, rows<T> dk, rows<T> dv,
                               caller here = caller::here()) {
     char const* const where = "attend_head_backward_key";
-    auto const queries = static_cast<index_t>(from.positions.size()), keys = static_cast<index_t>(tokens.size());
+    auto const keys = static_cast<index_t>(tokens.size());
     detail::require_attended<T>(where, from, k, v, {{"dk", dk}, {"dv", dv}}, here);
     detail::require_shape(where, "k", k, keys, k.width(), here);
     detail::require_shape(where, "dk", dk, keys, k.width(), here);
@@ -124,30 +167,7 @@ void attend_head_backward_key(attended_queries<T> const& from, rows<T const> k, 
     require(unordered == from.positions.end(), where, "positions", "tokens in ascending order", "a later one first",
             here);
 
-    detail::padded<T> const q(from.q), dout(from.dout);
-    index_t const block = detail::linear_rows;
-    detail::padded<T> to_key(1, k.width()), to_value(1, v.width()), scores(block, queries), pulls(block, queries);
-    for (index_t begin = 0; begin < keys; begin += block) {
-        index_t const n = std::min(block, keys - begin);
-        auto const of_block = tokens.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(n));
-        auto const seen_from = [&](index_t token) { // the first query that sees it
-            return std::lower_bound(from.positions.begin(), from.positions.end(), token) - from.positions.begin();
-        };
-        index_t const first = seen_from(*std::min_element(of_block.begin(), of_block.end())), count = queries - first;
-        linear<T>(k.sub(begin, n), q.view().sub(first, count), scores.view().sub(0, n).columns(first, count));
-        linear<T>(v.sub(begin, n), dout.view().sub(first, count), pulls.view().sub(0, n).columns(first, count));
-        for (index_t j = 0; j < n; ++j) {
-            index_t const own = seen_from(of_block[static_cast<std::size_t>(j)]);
-            for (index_t i = own; i < queries; ++i) scores(j, i) *= scale;
-            for (index_t i = own; i < queries; ++i) detail::attention_pull(from, i, scale, scores(j, i), pulls(j, i));
-            std::copy_n(dk.row(begin + j), k.width(), to_key.row(0));
-            std::copy_n(dv.row(begin + j), v.width(), to_value.row(0));
-            detail::accumulate(pulls.row(j), own, queries, q, to_key.row(0));
-            detail::accumulate(scores.row(j), own, queries, dout, to_value.row(0));
-            std::copy_n(to_key.row(0), k.width(), dk.row(begin + j));
-            std::copy_n(to_value.row(0), v.width(), dv.row(begin + j));
-        }
-    }
+    detail::backward_of_one_key_head(from, k, v, tokens, scale, dk, dv);
 }
 
 } // namespace cpx
