@@ -66,22 +66,27 @@ struct gated_delta {
 
     template <class T>
     void forward(std::array<rows<T const>, 5> const& x, index_t first, rows<T> state, rows<T> o) const {
-        delta_rule_forward<T>(x[0], x[1], x[2], x[3], x[4], first, options, state, o);
+        segment_of(x, first).forward(state, o);
     }
     template <class T>
     void fold(std::array<rows<T const>, 5> const& x, index_t first, rows<T> end, rows<T> map) const {
-        delta_rule_fold<T>(x[1], x[2], x[3], x[4], first, options, end, map);
+        segment_of(x, first).fold(end, map);
     }
     template <class T>
     void backward(std::array<rows<T const>, 5> const& x, index_t first, rows<T const> state, rows<T const> dout,
                   rows<T> dstate, std::array<rows<T>, 5> const& dx) const {
         for (std::size_t i = 0; i < 2; ++i) fill(dx[i], T(0)); // they are added to
-        delta_rule_backward<T>(x[0], x[1], x[2], x[3], x[4], first, options, state, dout, dstate,
-                               {dx[0], dx[1], dx[2], dx[3], dx[4]});
+        delta_backward<T>(segment_of(x, first), state, dout, dstate, {dx[0], dx[1], dx[2], dx[3], dx[4]});
     }
     template <class T>
     void backward_fold(std::array<rows<T const>, 5> const& x, index_t first, rows<T const> dout, rows<T> dstate) const {
-        delta_rule_backward_fold<T>(x[0], x[1], x[3], x[4], first, options, dout, dstate);
+        delta_backward_fold<T>(segment_of(x, first), dout, dstate);
+    }
+
+private:
+    template <class T>
+    delta_segment<T> segment_of(std::array<rows<T const>, 5> const& x, index_t first) const {
+        return {x[0], x[1], x[2], x[3], x[4], first, options};
     }
 };
 

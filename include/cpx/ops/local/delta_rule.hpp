@@ -106,7 +106,7 @@ template <class T>
 delta_keys<T> prepare_keys(rows<T const> k, rows<T const> g, bool l2norm) {
     index_t const n = k.count();
     delta_keys<T> c{scaled_rows(k, l2norm, T(1)), {n, n}, {n, n}, std::vector<T>(static_cast<std::size_t>(n))};
-    linear<T>(c.keys.view(), c.keys.view(), c.products.view());
+    project<T>(c.keys.view(), c.keys.view(), c.products.view());
     T until_now = 1;
     for (index_t i = 0; i < n; ++i) {
         // A product of decays: a difference of sums of g would cancel, and a quotient of decays could be 0 / 0.
@@ -148,14 +148,54 @@ void require_gates(char const* where, index_t count, rows<T const> g, rows<T con
     product(where, "first", {first}, here);
 }
 
-/// Calls `f(row, chunk)` for the chunks of a segment in turn; `row` is the chunk's first row.
-template <class T, class F>
-void for_each_delta_chunk(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
-                          delta_rule_options const& options, F&& f) {
-    for_each_chunk(k.count(), first, options.chunk, [&](index_t row, index_t n) {
-        f(row, prepare_chunk<T>(k.sub(row, n), v.sub(row, n), g.sub(row, n), beta.sub(row, n), options.qk_l2norm));
-    });
-}
+/// A segment of one head, of arguments that fit.
+template <class T>
+struct delta_segment {
+    rows<T const> q, k, v, g, beta;
+    index_t first;
+    delta_rule_options const& options;
+
+    /// Calls `f(row, chunk)` for the chunks in turn; `row` is the chunk's first row.
+    template <class F>
+    void each_chunk(F&& f) const {
+        for_each_chunk(k.count(), first, options.chunk, [&](index_t row, index_t n) {
+            f(row, prepare_chunk<T>(k.sub(row, n), v.sub(row, n), g.sub(row, n), beta.sub(row, n), options.qk_l2norm));
+        });
+    }
+    /// As `delta_rule_forward`.
+    void forward(rows<T> state, rows<T> o) const {
+        T const scale = query_scale<T>(options.scale, k.width());
+        padded<T> s(state);
+        each_chunk([&](index_t row, delta_chunk<T> const& chunk) {
+            index_t const n = chunk.keys.count();
+            auto const queries = scaled_rows(q.sub(row, n), options.qk_l2norm, scale);
+            auto const fresh = chunk.fresh(chunk.u, s);
+            padded<T> weights(n, n), out(n, v.width());
+            project<T>(queries.view(), chunk.keys.view(), weights.view());
+            for (index_t i = 0; i < n; ++i) {
+                for (index_t j = 0; j <= i; ++j) weights(i, j) *= chunk.decay(i, j);
+                combine(queries.row(i), s.count(), s, T(0), out.row(i));
+                combine(weights.row(i), i + 1, fresh, chunk.decay_all[static_cast<std::size_t>(i)], out.row(i));
+            }
+            copy_out(out, o.sub(row, n));
+            chunk.advance(fresh, s);
+        });
+        copy_out(s, state);
+    }
+    /// As `delta_rule_fold`, which reads no queries.
+    void fold(rows<T> end, rows<T> map) const {
+        padded<T> e(end), m;
+        bool const with_map = map.data() != nullptr;
+        if (with_map) m = {k.width(), k.width()};
+        for (index_t d = 0; d < m.count(); ++d) m(d, d) = 1;
+        each_chunk([&](index_t, delta_chunk<T> const& chunk) {
+            chunk.advance(chunk.fresh(chunk.u, e), e);
+            if (with_map) chunk.advance(chunk.fresh({chunk.keys.count(), k.width()}, m), m);
+        });
+        copy_out(e, end);
+        if (with_map) copy_out(m, map);
+    }
+};
 
 } // namespace detail
 
@@ -187,23 +227,7 @@ void delta_rule_forward(rows<T const> q, rows<T const> k, rows<T const> v, rows<
     detail::require_gates(where, k.count(), g, beta, first, options, here);
     detail::require_apart(where, {{"o", o}, {"state", state}}, {{"q", q}, {"k", k}, {"v", v}, {"g", g}, {"beta", beta}},
                           here);
-    T const scale = detail::query_scale<T>(options.scale, k.width());
-    detail::padded<T> s(state);
-    detail::for_each_delta_chunk(k, v, g, beta, first, options, [&](index_t row, detail::delta_chunk<T> const& chunk) {
-        index_t const n = chunk.keys.count();
-        auto const queries = detail::scaled_rows(q.sub(row, n), options.qk_l2norm, scale);
-        auto const fresh = chunk.fresh(chunk.u, s);
-        detail::padded<T> weights(n, n), out(n, v.width());
-        linear<T>(queries.view(), chunk.keys.view(), weights.view());
-        for (index_t i = 0; i < n; ++i) {
-            for (index_t j = 0; j <= i; ++j) weights(i, j) *= chunk.decay(i, j);
-            detail::combine(queries.row(i), s.count(), s, T(0), out.row(i));
-            detail::combine(weights.row(i), i + 1, fresh, chunk.decay_all[static_cast<std::size_t>(i)], out.row(i));
-        }
-        detail::copy_out(out, o.sub(row, n));
-        chunk.advance(fresh, s);
-    });
-    detail::copy_out(s, state);
+    detail::delta_segment<T>{q, k, v, g, beta, first, options}.forward(state, o);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
@@ -228,21 +252,12 @@ template <class T>
 void delta_rule_fold(rows<T const> k, rows<T const> v, rows<T const> g, rows<T const> beta, index_t first,
                      delta_rule_options const& options, rows<T> end, rows<T> map, caller here = caller::here()) {
     char const* const where = "delta_rule_fold";
-    bool const with_map = map.data() != nullptr;
     detail::require_shape(where, "v", v, k.count(), v.width(), here);
     detail::require_shape(where, "end", end, k.width(), v.width(), here);
-    if (with_map) detail::require_shape(where, "map", map, k.width(), k.width(), here);
+    if (map.data()) detail::require_shape(where, "map", map, k.width(), k.width(), here);
     detail::require_gates(where, k.count(), g, beta, first, options, here);
     detail::require_apart(where, {{"end", end}, {"map", map}}, {{"k", k}, {"v", v}, {"g", g}, {"beta", beta}}, here);
-    detail::padded<T> e(end), m;
-    if (with_map) m = {k.width(), k.width()};
-    for (index_t d = 0; d < m.count(); ++d) m(d, d) = 1;
-    detail::for_each_delta_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
-        chunk.advance(chunk.fresh(chunk.u, e), e);
-        if (with_map) chunk.advance(chunk.fresh({chunk.keys.count(), k.width()}, m), m);
-    });
-    detail::copy_out(e, end);
-    if (with_map) detail::copy_out(m, map);
+    detail::delta_segment<T>{{}, k, v, g, beta, first, options}.fold(end, map);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,

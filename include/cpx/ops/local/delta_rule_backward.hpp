@@ -51,7 +51,7 @@ delta_reverse<T> reverse_chunk(rows<T const> q, rows<T const> k, rows<T const> g
                        {n, n},
                        {n, dout.width()}};
     auto const& [keys, products, decay, decay_all] = c.keys;
-    linear<T>(c.queries.view(), keys.view(), c.weights.view());
+    project<T>(c.queries.view(), keys.view(), c.weights.view());
     padded<T> read_by(n, n), minus_a(n, n), onward(1, dim); // row i: the tokens from i on
     for (index_t i = 0; i < n; ++i) {
         for (index_t j = 0; j < n; ++j) c.weights(i, j) = j <= i ? c.weights(i, j) * decay(i, j) : 0;
@@ -82,7 +82,7 @@ delta_chunk_gradients<T> differentiate_chunk(delta_reverse<T> const& c, padded<T
     auto const& [keys, products, decay, decay_all] = c.keys;
     auto const times = [](padded<T> const& a, padded<T> const& b) { // a b^T
         padded<T> result(a.count(), b.count());
-        linear<T>(a.view(), b.view(), result.view());
+        project<T>(a.view(), b.view(), result.view());
         return result;
     };
     delta_chunk_gradients<T> result{times(c.dout, state), times(fresh, dstate),
@@ -139,6 +139,49 @@ struct delta_rule_gradients {
     detail::no_more end = {};
 };
 
+namespace detail {
+
+/// As `delta_rule_backward`, of arguments that fit.
+template <class T>
+void delta_backward(delta_segment<T> const& x, rows<T const> state, rows<T const> dout, rows<T> dstate,
+                    delta_rule_gradients<T> const& to) {
+    std::vector<padded<T>> states, written; // before each chunk, and by it
+    padded<T> s(state), ds(dstate);
+    x.each_chunk([&](index_t, delta_chunk<T> const& chunk) {
+        states.push_back(s);
+        written.push_back(chunk.fresh(chunk.u, s));
+        chunk.advance(written.back(), s);
+    });
+    for_each_chunk_reversed(x.k.count(), x.first, x.options.chunk, [&](index_t row, index_t n) {
+        auto const of = [&](auto const& all) { return all.sub(row, n); };
+        auto const reverse = reverse_chunk<T>(of(x.q), of(x.k), of(x.g), of(x.beta), of(dout), x.options, ds);
+        auto const chunk = differentiate_chunk<T>(reverse, written.back(), of(x.v), of(x.beta), states.back(), ds);
+        scaled_rows_backward<T>(of(x.q), reverse.queries, chunk.dqueries, x.options.qk_l2norm, of(to.dq));
+        scaled_rows_backward<T>(of(x.k), reverse.keys.keys, chunk.dkeys, x.options.qk_l2norm, of(to.dk));
+        for (index_t i = 0; i < n; ++i) {
+            for (index_t d = 0; d < x.v.width(); ++d) to.dv(row + i, d) = x.beta(row + i, 0) * reverse.right(i, d);
+            to.dg(row + i, 0) = chunk.dg[static_cast<std::size_t>(i)];
+            to.dbeta(row + i, 0) = chunk.dbeta[static_cast<std::size_t>(i)];
+        }
+        reverse.retreat(of(x.beta), ds);
+        states.pop_back();
+        written.pop_back();
+    });
+    copy_out(ds, dstate);
+}
+/// As `delta_rule_backward_fold`, which reads no values.
+template <class T>
+void delta_backward_fold(delta_segment<T> const& x, rows<T const> dout, rows<T> dstate) {
+    padded<T> ds(dstate);
+    for_each_chunk_reversed(x.k.count(), x.first, x.options.chunk, [&](index_t row, index_t n) {
+        auto const of = [&](rows<T const> all) { return all.sub(row, n); };
+        reverse_chunk<T>(of(x.q), of(x.k), of(x.g), of(x.beta), of(dout), x.options, ds).retreat(of(x.beta), ds);
+    });
+    copy_out(ds, dstate);
+}
+
+} // namespace detail
+
 /// Computes the gradients of `delta_rule_forward`.
 ///
 /// q, k, v, g, beta, `first` and `options` as there; state: (Dk, Dv), the state before the segment; dout: (tokens, Dv),
@@ -176,29 +219,7 @@ void delta_rule_backward(rows<T const> q, rows<T const> k, rows<T const> v, rows
         where, {{"dq", to.dq}, {"dk", to.dk}, {"dv", to.dv}, {"dg", to.dg}, {"dbeta", to.dbeta}, {"dstate", dstate}},
         {{"q", q}, {"k", k}, {"v", v}, {"g", g}, {"beta", beta}, {"state", state}, {"dout", dout}}, here);
 
-    std::vector<detail::padded<T>> states, written; // before each chunk, and by it
-    detail::padded<T> s(state), ds(dstate);
-    detail::for_each_delta_chunk(k, v, g, beta, first, options, [&](index_t, detail::delta_chunk<T> const& chunk) {
-        states.push_back(s);
-        written.push_back(chunk.fresh(chunk.u, s));
-        chunk.advance(written.back(), s);
-    });
-    detail::for_each_chunk_reversed(count, first, options.chunk, [&](index_t row, index_t n) {
-        auto const of = [&](auto const& x) { return x.sub(row, n); };
-        auto const reverse = detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds);
-        auto const chunk = detail::differentiate_chunk<T>(reverse, written.back(), of(v), of(beta), states.back(), ds);
-        detail::scaled_rows_backward<T>(of(q), reverse.queries, chunk.dqueries, options.qk_l2norm, of(to.dq));
-        detail::scaled_rows_backward<T>(of(k), reverse.keys.keys, chunk.dkeys, options.qk_l2norm, of(to.dk));
-        for (index_t i = 0; i < n; ++i) {
-            for (index_t d = 0; d < value_dim; ++d) to.dv(row + i, d) = beta(row + i, 0) * reverse.right(i, d);
-            to.dg(row + i, 0) = chunk.dg[static_cast<std::size_t>(i)];
-            to.dbeta(row + i, 0) = chunk.dbeta[static_cast<std::size_t>(i)];
-        }
-        reverse.retreat(of(beta), ds);
-        states.pop_back();
-        written.pop_back();
-    });
-    detail::copy_out(ds, dstate);
+    detail::delta_backward<T>({q, k, v, g, beta, first, options}, state, dout, dstate, to);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
@@ -229,12 +250,7 @@ void delta_rule_backward_fold(rows<T const> q, rows<T const> k, rows<T const> g,
     detail::require_gates(where, k.count(), g, beta, first, options, here);
     detail::require_apart(where, {{"dstate", dstate}}, {{"q", q}, {"k", k}, {"g", g}, {"beta", beta}, {"dout", dout}},
                           here);
-    detail::padded<T> ds(dstate);
-    detail::for_each_chunk_reversed(k.count(), first, options.chunk, [&](index_t row, index_t n) {
-        auto const of = [&](rows<T const> x) { return x.sub(row, n); };
-        detail::reverse_chunk<T>(of(q), of(k), of(g), of(beta), of(dout), options, ds).retreat(of(beta), ds);
-    });
-    detail::copy_out(ds, dstate);
+    detail::delta_backward_fold<T>({q, k, {}, g, beta, first, options}, dout, dstate);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, rows<T const>, rows<T const>, index_t,
