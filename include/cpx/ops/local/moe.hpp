@@ -52,14 +52,13 @@ struct moe_sizes {
     index_t experts = 1, choices = 1, hidden = 1, inner = 1, shared = 1;
 };
 
-/// Throws `cpx::error` that names `where` unless the weights fit each other, rows of `hidden` channels and the experts
-/// of `at`, and lie apart from what is written.
-template <class T, class Experts>
-moe_sizes require_moe(char const* where, moe_weights<T> const& w, Experts const& at, index_t hidden, operand written,
-                      caller here) {
-    moe_sizes const n{w.gate.count(), at.choices(), hidden, w.down_proj.width(), w.shared_gate_proj.count()};
-    index_t const own = at.own().size();
-    require_shape(where, "gate", w.gate, at.experts(), hidden, here);
+/// Throws `cpx::error` that names `where` unless the weights fit each other, rows of `hidden` channels and so many
+/// experts, `own` of them this rank's, and lie apart from what is written.
+template <class T>
+moe_sizes require_moe(char const* where, moe_weights<T> const& w, index_t experts, index_t own, index_t choices,
+                      index_t hidden, operand written, caller here) {
+    moe_sizes const n{experts, choices, hidden, w.down_proj.width(), w.shared_gate_proj.count()};
+    require_shape(where, "gate", w.gate, experts, hidden, here);
     require_shape(where, "gate_up_proj", w.gate_up_proj, own * 2 * n.inner, hidden, here);
     require_shape(where, "down_proj", w.down_proj, own * hidden, n.inner, here);
     require_shape(where, "shared_gate_proj", w.shared_gate_proj, n.shared, hidden, here);
@@ -76,6 +75,65 @@ moe_sizes require_moe(char const* where, moe_weights<T> const& w, Experts const&
                    {"shared_expert_gate", w.shared_expert_gate}},
                   here);
     return n;
+}
+
+/// Computes `silu(gate) up` of gates and, beside them, ups.
+template <class T>
+void open_gate(rows<T const> gate_up, rows<T> y) {
+    index_t const width = y.width();
+    for_each_element(host_memory(), y.count(), width,
+                     rowwise::silu_mul<T>{gate_up.columns(0, width), gate_up.columns(width, width), y});
+}
+
+/// Adds up the terms of every token: of its choices, then of the shared expert.
+template <class T, class Experts>
+void add_terms(moe_sizes const& n, moe_saved<T, Experts> const& saved, rows<T> y) {
+    std::vector<T> factors(static_cast<std::size_t>(n.choices + 1));
+    padded<T> terms(n.choices + 1, n.hidden), sum(1, n.hidden);
+    for (index_t row = 0; row < y.count(); ++row) {
+        for (index_t s = 0; s < n.choices; ++s) {
+            factors[static_cast<std::size_t>(s)] = saved.of_router.weights.view()(row, s);
+            std::copy_n(saved.output.view().row(row) + s * n.hidden, n.hidden, terms.row(s));
+        }
+        factors.back() = sigmoid(saved.shared_gate.view()(row, 0));
+        std::copy_n(saved.shared_output.view().row(row), n.hidden, terms.row(n.choices));
+        combine(factors.data(), n.choices + 1, terms, T(0), sum.row(0));
+        std::copy_n(sum.row(0), n.hidden, y.row(row));
+    }
+}
+
+/// As `moe`, of arguments that fit.
+template <class T, class Experts>
+moe_saved<T, Experts> run_moe(moe_sizes const& n, moe_weights<T> const& w, rows<T const> x, expert_choices<T> of_router,
+                              Experts at, rows<T> y, caller here) {
+    index_t const count = x.count();
+    moe_saved<T, Experts> saved{.of_router = std::move(of_router),
+                                .at = std::move(at),
+                                .input = {},
+                                .gate_up = {},
+                                .activation = {},
+                                .output = {count, n.choices * n.hidden, here},
+                                .shared_gate_up = {count, 2 * n.shared, here},
+                                .shared_activation = {count, n.shared, here},
+                                .shared_output = {count, n.hidden, here},
+                                .shared_gate = {count, 1, here}};
+    saved.input = saved.at.to_experts(x, n.hidden, here);
+    index_t const own_rows = saved.input.count();
+    auto const begins = saved.at.begins();
+    saved.gate_up = {own_rows, 2 * n.inner, here};
+    saved.activation = {own_rows, n.inner, here};
+    row_buffer<T> of_experts(own_rows, n.hidden, here);
+    project_experts<T>(begins, saved.input.view(), w.gate_up_proj, saved.gate_up.view());
+    open_gate<T>(saved.gate_up.view(), saved.activation.view());
+    project_experts<T>(begins, saved.activation.view(), w.down_proj, of_experts.view());
+    saved.at.template to_tokens<T>(of_experts.view(), saved.output.view(), here);
+    project<T>(x, w.shared_gate_proj, saved.shared_gate_up.view().columns(0, n.shared));
+    project<T>(x, w.shared_up_proj, saved.shared_gate_up.view().columns(n.shared, n.shared));
+    open_gate<T>(saved.shared_gate_up.view(), saved.shared_activation.view());
+    project<T>(saved.shared_activation.view(), w.shared_down_proj, saved.shared_output.view());
+    project<T>(x, w.shared_expert_gate, saved.shared_gate.view());
+    add_terms(n, saved, y);
+    return saved;
 }
 
 } // namespace detail
@@ -97,54 +155,13 @@ template <class T, class Experts>
 moe_saved<T, Experts> moe(moe_weights<T> const& w, std::type_identity_t<rows<T const>> x,
                           std::type_identity_t<expert_choices<T>> of_router, Experts at,
                           std::type_identity_t<rows<T>> y, caller here = caller::here()) {
-    auto const n = detail::require_moe<T>("moe", w, at, x.width(), {"y", y}, here);
-    index_t const count = x.count();
-    detail::require_shape("moe", "y", y, count, n.hidden, here);
-    detail::require_shape("moe", "weights of the choices", of_router.weights.view(), count, n.choices, here);
+    auto const n =
+        detail::require_moe<T>("moe", w, at.experts(), at.own().size(), at.choices(), x.width(), {"y", y}, here);
+    detail::require_shape("moe", "y", y, x.count(), n.hidden, here);
+    detail::require_shape("moe", "weights of the choices", of_router.weights.view(), x.count(), n.choices, here);
     detail::require_shape("moe", "tokens that chose", x, at.tokens(), n.hidden, here);
     detail::require_apart("moe", {{"y", y}}, {{"x", x}}, here, detail::in_place::yes);
-    moe_saved<T, Experts> saved{.of_router = std::move(of_router),
-                                .at = std::move(at),
-                                .input = {},
-                                .gate_up = {},
-                                .activation = {},
-                                .output = {count, n.choices * n.hidden, here},
-                                .shared_gate_up = {count, 2 * n.shared, here},
-                                .shared_activation = {count, n.shared, here},
-                                .shared_output = {count, n.hidden, here},
-                                .shared_gate = {count, 1, here}};
-    saved.input = saved.at.to_experts(x, n.hidden, here);
-    index_t const own_rows = saved.input.count();
-    auto const begins = saved.at.begins();
-    saved.gate_up = {own_rows, 2 * n.inner, here};
-    saved.activation = {own_rows, n.inner, here};
-    row_buffer<T> of_experts(own_rows, n.hidden, here);
-    expert_linear<T>(begins, saved.input.view(), w.gate_up_proj, saved.gate_up.view());
-    silu_mul<T>(saved.gate_up.view().columns(0, n.inner), saved.gate_up.view().columns(n.inner, n.inner),
-                saved.activation.view());
-    expert_linear<T>(begins, saved.activation.view(), w.down_proj, of_experts.view());
-    saved.at.template to_tokens<T>(of_experts.view(), saved.output.view(), here);
-    auto const gate = saved.shared_gate_up.view().columns(0, n.shared);
-    auto const up = saved.shared_gate_up.view().columns(n.shared, n.shared);
-    linear<T>(x, w.shared_gate_proj, gate);
-    linear<T>(x, w.shared_up_proj, up);
-    silu_mul<T>(gate, up, saved.shared_activation.view());
-    linear<T>(saved.shared_activation.view(), w.shared_down_proj, saved.shared_output.view());
-    linear<T>(x, w.shared_expert_gate, saved.shared_gate.view());
-
-    std::vector<T> factors(static_cast<std::size_t>(n.choices + 1));
-    detail::padded<T> terms(n.choices + 1, n.hidden), sum(1, n.hidden);
-    for (index_t row = 0; row < count; ++row) {
-        for (index_t s = 0; s < n.choices; ++s) {
-            factors[static_cast<std::size_t>(s)] = saved.of_router.weights.view()(row, s);
-            std::copy_n(saved.output.view().row(row) + s * n.hidden, n.hidden, terms.row(s));
-        }
-        factors.back() = sigmoid(saved.shared_gate.view()(row, 0));
-        std::copy_n(saved.shared_output.view().row(row), n.hidden, terms.row(n.choices));
-        detail::combine(factors.data(), n.choices + 1, terms, T(0), sum.row(0));
-        std::copy_n(sum.row(0), n.hidden, y.row(row));
-    }
-    return saved;
+    return detail::run_moe<T>(n, w, x, std::move(of_router), std::move(at), y, here);
 }
 
 /// The same where this rank has all experts and lets its tokens choose `choices` of them each.
@@ -153,12 +170,14 @@ moe_saved<T, Experts> moe(moe_weights<T> const& w, std::type_identity_t<rows<T c
 template <class T>
 moe_saved<T> moe(moe_weights<T> const& w, std::type_identity_t<rows<T const>> x, index_t choices,
                  std::type_identity_t<rows<T>> y, caller here = caller::here()) {
-    require(choices >= 1 && choices <= w.gate.count(), "moe", "choices",
-            "1 to the experts, " + std::to_string(w.gate.count()), choices, here);
-    detail::require_shape("moe", "gate", w.gate, w.gate.count(), x.width(), here);
-    auto chosen = choose_experts<T>(w.gate, x, choices, here);
-    expert_rows at(chosen.chosen.view(), w.gate.count(), {}, here);
-    return moe<T>(w, x, std::move(chosen), std::move(at), y, here);
+    index_t const experts = w.gate.count();
+    detail::require_choice_count("moe", choices, experts, here);
+    auto const n = detail::require_moe<T>("moe", w, experts, experts, choices, x.width(), {"y", y}, here);
+    detail::require_shape("moe", "y", y, x.count(), n.hidden, here);
+    detail::require_apart("moe", {{"y", y}}, {{"x", x}}, here, detail::in_place::yes);
+    auto chosen = detail::choose_by_gate<T>(w.gate, x, choices, here);
+    expert_rows at(chosen.chosen.view(), experts, {}, here);
+    return detail::run_moe<T>(n, w, x, std::move(chosen), std::move(at), y, here);
 }
 template <class X = void>
 detail::refused moe(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},

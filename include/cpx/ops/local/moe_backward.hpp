@@ -62,20 +62,70 @@ namespace detail {
 template <class T, class Experts>
 moe_sizes require_moe_backward(char const* where, moe_weights<T> const& w, moe_saved<T, Experts> const& saved,
                                rows<T const> dy, rows<T> dx, rows<T const> dlogits, caller here) {
-    auto const n = require_moe<T>(where, w, saved.at, dy.width(), {"dx", dx}, here);
-    index_t const count = saved.at.tokens();
+    auto const& at = saved.at;
+    auto const n = require_moe<T>(where, w, at.experts(), at.own().size(), at.choices(), dy.width(), {"dx", dx}, here);
+    index_t const count = at.tokens();
     require_shape(where, "dy", dy, count, n.hidden, here);
     require_shape(where, "dx", dx, count, n.hidden, here);
     require_apart(where, {{"dx", dx}}, {{"dy", dy}, {"dlogits", dlogits}}, here, in_place::yes);
     require_shape(where, "saved choices", saved.of_router.chosen.view(), count, n.choices, here);
     require_shape(where, "saved weights", saved.of_router.weights.view(), count, n.choices, here);
-    require_shape(where, "saved gate_up", saved.gate_up.view(), saved.input.count(), 2 * n.inner, here);
+    require_shape(where, "saved gate_up", saved.gate_up.view(), at.count(), 2 * n.inner, here);
     require_shape(where, "saved output", saved.output.view(), count, n.choices * n.hidden, here);
     require_shape(where, "saved shared_gate_up", saved.shared_gate_up.view(), count, 2 * n.shared, here);
     require_shape(where, "saved shared_output", saved.shared_output.view(), count, n.hidden, here);
     require_shape(where, "saved shared_gate", saved.shared_gate.view(), count, 1, here);
     if (dlogits.count() > 0) require_shape(where, "dlogits", dlogits, count, n.experts, here);
     return n;
+}
+
+/// The backward of `open_gate`.
+template <class T>
+void open_gate_backward(rows<T const> gate_up, rows<T const> dy, rows<T> dgate_up) {
+    index_t const width = dy.width();
+    for_each_element(host_memory(), dy.count(), width,
+                     rowwise::silu_mul_backward<T>{gate_up.columns(0, width), gate_up.columns(width, width), dy,
+                                                   dgate_up.columns(0, width), dgate_up.columns(width, width)});
+}
+
+/// The backward of `add_terms`, and of the weights of the choices: writes `doutput` of every choice, (tokens, choices *
+/// hidden), and of `g` what is of the logits and of the shared expert's output.
+template <class T, class Experts>
+void differentiate_terms(moe_sizes const& n, moe_saved<T, Experts> const& saved, rows<T const> dy,
+                         rows<T const> dlogits, moe_gradients<T>& g, rows<T> of_choices, caller here) {
+    index_t const count = dy.count();
+    rows<index_t const> const chosen = saved.of_router.chosen.view();
+    rows<T const> const weights = saved.of_router.weights.view();
+    row_buffer<T> dweights(count, n.choices, here);
+    for (index_t row = 0; row < count; ++row) {
+        for (index_t s = 0; s < n.choices; ++s) {
+            require_expert("moe_backward", chosen(row, s), n.experts, here);
+            T const* const output = saved.output.view().row(row) + s * n.hidden;
+            dweights.view()(row, s) = dot(dy.row(row), output, n.hidden);
+        }
+        T const shared_gate = saved.shared_gate.view()(row, 0), opened = sigmoid(shared_gate);
+        T const dgate = dot(dy.row(row), saved.shared_output.view().row(row), n.hidden);
+        g.dshared_gate.view()(row, 0) = sigmoid_backward(shared_gate, dgate);
+        for (index_t j = 0; j < n.hidden; ++j) g.dshared_output.view()(row, j) = opened * dy(row, j);
+    }
+    for_each_element(host_memory(), count, 1,
+                     rowwise::choose_experts_backward<T>{chosen, weights, dweights.view(), g.dlogits.view()});
+    for_each_element(host_memory(), count, n.choices * n.hidden, rowwise::weigh_choices<T>{weights, dy, of_choices});
+    for (index_t row = 0; row < dlogits.count(); ++row)
+        for (index_t e = 0; e < n.experts; ++e) g.dlogits.view()(row, e) += dlogits(row, e);
+}
+
+/// The backward of the experts: makes of `doutput` of every choice the gradient of its input.
+template <class T, class Experts>
+void differentiate_experts(moe_sizes const& n, moe_weights<T> const& w, moe_saved<T, Experts> const& saved,
+                           rows<T> of_choices, moe_gradients<T>& g, caller here) {
+    auto const begins = saved.at.begins();
+    g.doutput = saved.at.template to_experts<T>(of_choices, n.hidden, here);
+    row_buffer<T> dactivation(saved.at.count(), n.inner, here), dinput(saved.at.count(), n.hidden, here);
+    project_experts_backward_input<T>(begins, g.doutput.view(), w.down_proj, dactivation.view());
+    open_gate_backward<T>(saved.gate_up.view(), dactivation.view(), g.dgate_up.view());
+    project_experts_backward_input<T>(begins, g.dgate_up.view(), w.gate_up_proj, dinput.view());
+    saved.at.template to_tokens<T>(dinput.view(), of_choices, here);
 }
 
 } // namespace detail
@@ -93,56 +143,23 @@ moe_gradients<T> moe_backward(moe_weights<T> const& w, moe_saved<T, Experts> con
                               std::type_identity_t<rows<T const>> dy, std::type_identity_t<rows<T>> dx,
                               std::type_identity_t<rows<T const>> dlogits = {}, caller here = caller::here()) {
     auto const n = detail::require_moe_backward<T>("moe_backward", w, saved, dy, dx, dlogits, here);
-    index_t const count = saved.at.tokens(), choices = n.choices, rows_of_experts = saved.input.count();
-    auto const begins = saved.at.begins();
-    rows<index_t const> const chosen = saved.of_router.chosen.view();
+    index_t const count = saved.at.tokens(), rows_of_experts = saved.at.count();
     moe_gradients<T> g{.dlogits = {count, n.experts, here},
                        .dgate_up = {rows_of_experts, 2 * n.inner, here},
                        .doutput = {},
                        .dshared_gate_up = {count, 2 * n.shared, here},
                        .dshared_output = {count, n.hidden, here},
                        .dshared_gate = {count, 1, here}};
-    row_buffer<T> of_choices(count, choices * n.hidden, here), dweights(count, choices, here);
-    rows<T const> const weights = saved.of_router.weights.view();
-
-    for (index_t row = 0; row < count; ++row) {
-        for (index_t s = 0; s < choices; ++s) {
-            detail::require_expert("moe_backward", chosen(row, s), n.experts, here);
-            T const* const output = saved.output.view().row(row) + s * n.hidden;
-            dweights.view()(row, s) = detail::dot(dy.row(row), output, n.hidden);
-        }
-        T const shared_gate = saved.shared_gate.view()(row, 0), opened = sigmoid(shared_gate);
-        T const dgate = detail::dot(dy.row(row), saved.shared_output.view().row(row), n.hidden);
-        g.dshared_gate.view()(row, 0) = sigmoid_backward(shared_gate, dgate);
-        for (index_t j = 0; j < n.hidden; ++j) g.dshared_output.view()(row, j) = opened * dy(row, j);
-    }
-    for_each_element(host_memory(), count, 1,
-                     rowwise::choose_experts_backward<T>{chosen, weights, dweights.view(), g.dlogits.view()});
-    for_each_element(host_memory(), count, choices * n.hidden,
-                     rowwise::weigh_choices<T>{weights, dy, of_choices.view()});
-
-    for (index_t row = 0; row < dlogits.count(); ++row)
-        for (index_t e = 0; e < n.experts; ++e) g.dlogits.view()(row, e) += dlogits(row, e);
-
-    g.doutput = saved.at.template to_experts<T>(of_choices.view(), n.hidden, here);
-    row_buffer<T> dactivation(rows_of_experts, n.inner, here), dinput(rows_of_experts, n.hidden, here);
-    expert_linear_backward_input<T>(begins, g.doutput.view(), w.down_proj, dactivation.view());
-    auto const open = [](rows<T const> gate_up, rows<T const> of_activation, rows<T> of_gate_up) {
-        index_t const width = of_activation.width();
-        silu_mul_backward<T>(gate_up.columns(0, width), gate_up.columns(width, width), of_activation,
-                             of_gate_up.columns(0, width), of_gate_up.columns(width, width));
-    };
-    open(saved.gate_up.view(), dactivation.view(), g.dgate_up.view());
-    expert_linear_backward_input<T>(begins, g.dgate_up.view(), w.gate_up_proj, dinput.view());
-    saved.at.template to_tokens<T>(dinput.view(), of_choices.view(), here);
-
+    row_buffer<T> of_choices(count, n.choices * n.hidden, here);
+    detail::differentiate_terms<T>(n, saved, dy, dlogits, g, of_choices.view(), here);
+    detail::differentiate_experts<T>(n, w, saved, of_choices.view(), g, here);
     row_buffer<T> dshared_activation(count, n.shared, here), term(count, n.hidden, here);
-    linear_backward_input<T>(g.dshared_output.view(), w.shared_down_proj, dshared_activation.view());
-    open(saved.shared_gate_up.view(), dshared_activation.view(), g.dshared_gate_up.view());
+    detail::project_backward_input<T>(g.dshared_output.view(), w.shared_down_proj, dshared_activation.view());
+    detail::open_gate_backward<T>(saved.shared_gate_up.view(), dshared_activation.view(), g.dshared_gate_up.view());
 
     for (index_t row = 0; row < count; ++row) std::fill_n(dx.row(row), n.hidden, T(0));
     auto const add_input_of = [&](rows<T const> of_outputs, rows<T const> weight) {
-        linear_backward_input<T>(of_outputs, weight, term.view());
+        detail::project_backward_input<T>(of_outputs, weight, term.view());
         for_each_element(host_memory(), count, n.hidden, rowwise::add<T>{term.view(), dx});
     };
     for_each_element(host_memory(), count, n.hidden, rowwise::add<T>{of_choices.view(), dx});

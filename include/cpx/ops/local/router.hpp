@@ -41,11 +41,15 @@ CPX_HOST_DEVICE inline bool is_among(index_t const* own, index_t count, index_t 
     return found;
 }
 
-template <class T>
-void require_router(char const* where, rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here) {
-    index_t const experts = logits.width(), choices = chosen.width();
+inline void require_choice_count(char const* where, index_t choices, index_t experts, caller here) {
     require(choices >= 1 && choices <= experts, where, "choices", "1 to the experts, " + std::to_string(experts),
             choices, here);
+}
+
+template <class T>
+void require_router(char const* where, rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here) {
+    index_t const choices = chosen.width();
+    require_choice_count(where, choices, logits.width(), here);
     require_shape(where, "chosen", chosen, logits.count(), choices, here);
     require_shape(where, "weights", weights, logits.count(), choices, here);
     require_apart(where, {{"chosen", chosen}, {"weights", weights}}, {{"logits", logits}}, here);
@@ -95,37 +99,27 @@ struct choose_experts_backward {
 
 } // namespace rowwise
 
-/// Computes the softmax of each row of `logits`, chooses its largest probabilities and divides them by their sum.
-///
-/// logits: (rows, experts); chosen, weights: (rows, choices), by descending probability, the lower expert first among
-/// equals. A row of the results is a function of its row of logits alone, bit for bit.
-/// Cost: rows * experts * choices comparisons.
-///
-/// Throws `cpx::error` if shapes do not fit, memory overlaps or there are fewer experts than choices.
+namespace detail {
+
+/// As `choose_experts`, of arguments that fit.
 template <class T>
-void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights, caller here = caller::here()) {
-    detail::require_router<T>("choose_experts", logits, chosen, weights, here);
+void choose_by_logits(rows<T const> logits, rows<index_t> chosen, rows<T> weights, caller here) {
     row_buffer<T> probabilities(logits.count(), logits.width(), here);
     for_each_element(host_memory(), logits.count(), 1,
                      rowwise::choose_experts<T>{logits, probabilities.view(), chosen, weights});
 }
 
-/// Computes the weights of choices that were made before, such as by the engine that sampled the tokens: as
-/// `choose_experts` does, in the order given.
-///
-/// Throws `cpx::error` as that does, and if a choice is no expert or a row chooses one twice.
+/// As `weigh_experts`, of shapes that fit; checks the choices.
 template <class T>
-void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here = caller::here(),
-                   char const* where = "weigh_experts") {
-    detail::require_router<T>(where, logits, chosen, weights, here);
+void weigh_by_logits(char const* where, rows<T const> logits, rows<index_t const> chosen, rows<T> weights,
+                     caller here) {
     std::vector<T> all(static_cast<std::size_t>(logits.width()));
     T const least = std::numeric_limits<T>::min() / std::numeric_limits<T>::epsilon(); // with all its digits
     for (index_t row = 0; row < logits.count(); ++row) {
         index_t const* const own = chosen.row(row);
-        detail::softmax(logits.row(row), logits.width(), all.data());
+        softmax(logits.row(row), logits.width(), all.data());
         for (index_t number = 0; number < chosen.width(); ++number) {
-            bool const fits =
-                own[number] >= 0 && own[number] < logits.width() && !detail::is_among(own, number, own[number]);
+            bool const fits = own[number] >= 0 && own[number] < logits.width() && !is_among(own, number, own[number]);
             require(
                 fits, where, "chosen expert",
                 [&] {
@@ -143,8 +137,33 @@ void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> wei
             for (index_t number = 0; number < chosen.width(); ++number)
                 weights(row, number) = std::exp(of[own[number]] - highest);
         }
-        detail::renormalise(weights.row(row), weights.width());
+        renormalise(weights.row(row), weights.width());
     }
+}
+
+} // namespace detail
+
+/// Computes the softmax of each row of `logits`, chooses its largest probabilities and divides them by their sum.
+///
+/// logits: (rows, experts); chosen, weights: (rows, choices), by descending probability, the lower expert first among
+/// equals. A row of the results is a function of its row of logits alone, bit for bit.
+/// Cost: rows * experts * choices comparisons.
+///
+/// Throws `cpx::error` if shapes do not fit, memory overlaps or there are fewer experts than choices.
+template <class T>
+void choose_experts(rows<T const> logits, rows<index_t> chosen, rows<T> weights, caller here = caller::here()) {
+    detail::require_router<T>("choose_experts", logits, chosen, weights, here);
+    detail::choose_by_logits(logits, chosen, weights, here);
+}
+
+/// Computes the weights of choices that were made before, such as by the engine that sampled the tokens: as
+/// `choose_experts` does, in the order given.
+///
+/// Throws `cpx::error` as that does, and if a choice is no expert or a row chooses one twice.
+template <class T>
+void weigh_experts(rows<T const> logits, rows<index_t const> chosen, rows<T> weights, caller here = caller::here()) {
+    detail::require_router<T>("weigh_experts", logits, chosen, weights, here);
+    detail::weigh_by_logits("weigh_experts", logits, chosen, weights, here);
 }
 
 /// What the router says of some rows.
@@ -163,18 +182,23 @@ void require_gate(char const* where, rows<T const> gate, rows<T const> x, caller
             here);
 }
 
+/// As `choose_experts`, of a gate and choices that fit.
+template <class T>
+expert_choices<T> choose_by_gate(rows<T const> gate, rows<T const> x, index_t choices, caller here) {
+    expert_choices<T> r{{x.count(), gate.count(), here}, {x.count(), choices, here}, {x.count(), choices, here}};
+    project<T>(x, gate, r.logits.view());
+    choose_by_logits<T>(r.logits.view(), r.chosen.view(), r.weights.view(), here);
+    return r;
+}
+
 } // namespace detail
 
 /// Lets every row of x choose experts. gate: (experts, hidden); x: (rows, hidden). Throws as `choose_experts` does.
 template <class T>
 expert_choices<T> choose_experts(rows<T const> gate, rows<T const> x, index_t choices, caller here = caller::here()) {
-    require(choices >= 1 && choices <= gate.count(), "choose_experts", "choices",
-            "1 to the experts, " + std::to_string(gate.count()), choices, here);
+    detail::require_choice_count("choose_experts", choices, gate.count(), here);
     detail::require_gate("choose_experts", gate, x, here);
-    expert_choices<T> r{{x.count(), gate.count(), here}, {x.count(), choices, here}, {x.count(), choices, here}};
-    linear<T>(x, gate, r.logits.view(), here);
-    choose_experts<T>(r.logits.view(), r.chosen.view(), r.weights.view(), here);
-    return r;
+    return detail::choose_by_gate(gate, x, choices, here);
 }
 
 template <class X = void>
@@ -190,14 +214,16 @@ detail::refused choose_experts(detail::any, detail::any = {}, detail::any = {}, 
 template <class T, class I>
     requires std::same_as<std::remove_const_t<I>, index_t>
 expert_choices<T> replay_experts(rows<T const> gate, rows<T const> x, rows<I> chosen, caller here = caller::here()) {
+    char const* const where = "replay_experts";
+    detail::require_gate(where, gate, x, here);
+    detail::require_shape(where, "chosen", chosen, x.count(), chosen.width(), here);
+    detail::require_choice_count(where, chosen.width(), gate.count(), here);
     expert_choices<T> r{
         {x.count(), gate.count(), here}, {x.count(), chosen.width(), here}, {x.count(), chosen.width(), here}};
-    detail::require_gate("replay_experts", gate, x, here);
-    detail::require_shape("replay_experts", "chosen", chosen, x.count(), chosen.width(), here);
     for (index_t row = 0; row < chosen.count(); ++row)
         std::copy_n(chosen.row(row), chosen.width(), r.chosen.view().row(row));
-    linear<T>(x, gate, r.logits.view(), here);
-    weigh_experts<T>(r.logits.view(), chosen, r.weights.view(), here, "replay_experts");
+    detail::project<T>(x, gate, r.logits.view());
+    detail::weigh_by_logits<T>(where, r.logits.view(), chosen, r.weights.view(), here);
     return r;
 }
 template <class X = void>
