@@ -302,10 +302,10 @@ private:
         require(!saved || (!memory.state.conv.data() && !memory.state.recurrent.data()), where, "memory",
                 "states to go on from, or tensors to be saved: there is no backward of a batch that goes on", "both",
                 here);
-        linear<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
-        linear<T>(in, w.in_proj_b, projected.data().columns(qkv, heads));
-        linear<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
-        linear<T>(in, w.in_proj_z, z.data());
+        detail::project<T>(in, w.in_proj_qkv, projected.data().columns(0, qkv));
+        detail::project<T>(in, w.in_proj_b, projected.data().columns(qkv, heads));
+        detail::project<T>(in, w.in_proj_a, projected.data().columns(qkv + heads, heads));
+        detail::project<T>(in, w.in_proj_z, z.data());
         if constexpr (std::same_as<S, Mix>) {
             mixer_(config_, w, projected, o, memory.state, saved, comm, here, where);
             if (saved) saved->projected = std::move(projected);
@@ -320,7 +320,7 @@ private:
         auto normed = o;
         gated_rms_norm<T>(o.data(), z.data(), {w.norm.data(), static_cast<std::size_t>(w.norm.width())},
                           static_cast<T>(config_.eps), normed.data());
-        linear<T>(normed.data(), w.out_proj, y.data());
+        detail::project<T>(normed.data(), w.out_proj, y.data());
         if (!saved) return;
         saved->z = std::move(z);
         saved->o = std::move(o);

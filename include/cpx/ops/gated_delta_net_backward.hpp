@@ -120,13 +120,13 @@ struct gated_delta_net_backward_pass {
         auto normed = o, dnormed = o, dout = o, dz = z;
         gated_rms_norm<T>(o.data(), z.data(), gain, eps, normed.data());
         sums.linear(sums.whole(normed, comm, here), dy, to.weights.out_proj, comm, here);
-        linear_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
+        project_backward_input<T>(dy.data(), w.out_proj, dnormed.data());
         auto const row_of = [](auto& of, index_t row) { return of.data().sub(row, 1); };
         sums.terms(
             std::span(to.weights.norm.data(), gain.size()),
             [&](index_t row, std::span<T> dgain) {
-                gated_rms_norm_backward<T>(row_of(o, row), row_of(z, row), gain, eps, row_of(dnormed, row),
-                                           row_of(dout, row), row_of(dz, row), dgain);
+                differentiate_gated_norm<T>(row_of(o, row), row_of(z, row), gain, eps, row_of(dnormed, row),
+                                            row_of(dout, row), row_of(dz, row), dgain);
             },
             comm, here);
 
@@ -146,12 +146,12 @@ struct gated_delta_net_backward_pass {
 
         auto const in = sums.whole(x, comm, here);
         tensor<T, S> dx(sharding, rank, config.hidden, here);
-        linear_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
+        project_backward_input<T>(dz.data(), w.in_proj_z, to.dx.data());
         sums.linear(in, dz, to.weights.in_proj_z, comm, here);
         auto const projection = [&](index_t first, rows<T const> weight, rows<T> dweight) {
             auto const d = dprojected.view().columns(first, weight.count());
             sums.linear(in, d, dweight, comm, here);
-            linear_backward_input<T>(d.data(), weight, dx.data());
+            project_backward_input<T>(d.data(), weight, dx.data());
             for (index_t row = 0; row < count; ++row)
                 for (index_t j = 0; j < config.hidden; ++j) to.dx.data()(row, j) += dx.data()(row, j);
         };

@@ -66,17 +66,50 @@ inline void require_heads(char const* where, index_t width, index_t weight, call
             "a multiple of the size of weight, " + std::to_string(weight), width, here);
 }
 
+/// Throws `cpx::error` unless the arguments of a backward fit; dweight: a list, or a row for each of x.
 template <class T>
-void require_norm_backward(char const* where, rows<T const> x, std::span<T const> weight, rows<T const> dy, rows<T> dx,
-                           std::span<T> dweight, caller here) {
-    require_heads(where, x.width(), std::ssize(weight), here);
+void require_norm_backward(char const* where, rows<T const> x, rows<T const> weight, rows<T const> dy, rows<T> dx,
+                           rows<T> dweight, caller here) {
+    require_heads(where, x.width(), weight.width(), here);
     require_shape(where, "dy", dy, x.count(), x.width(), here);
     if (dx.data() != nullptr) require_shape(where, "dx", dx, x.count(), x.width(), here);
-    if (!dweight.empty())
-        require(dweight.size() == weight.size(), where, "size of dweight", weight.size(), dweight.size(), here);
+    if (dweight.width() > 0)
+        require(dweight.width() == weight.width(), where, "size of dweight", weight.width(), dweight.width(), here);
     require_apart(where, {{"dx", dx}}, {{"x", x}, {"dy", dy}}, here, in_place::yes);
     require_apart(where, {{"dx", dx}, {"dweight", dweight}}, {{"weight", weight}}, here);
     require_apart(where, {{"dweight", dweight}}, {{"x", x}, {"dy", dy}}, here);
+}
+template <class T>
+void require_gated_norm_backward(char const* where, rows<T const> x, rows<T const> z, rows<T const> weight,
+                                 rows<T const> dy, rows<T> dx, rows<T> dz, rows<T> dweight, caller here) {
+    require_norm_backward(where, x, weight, dy, dx, dweight, here);
+    require_shape(where, "z", z, x.count(), x.width(), here);
+    if (dz.data() != nullptr) require_shape(where, "dz", dz, x.count(), x.width(), here);
+    require_apart(where, {{"dx", dx}, {"dz", dz}}, {{"x", x}, {"z", z}, {"dy", dy}}, here, in_place::yes);
+    require_apart(where, {{"dz", dz}, {"dweight", dweight}}, {{"weight", weight}}, here);
+    require_apart(where, {{"dweight", dweight}}, {{"z", z}, {"dx", dx}}, here);
+}
+
+/// As `rms_norm_backward` and `gated_rms_norm_backward`, of arguments that fit.
+template <class T>
+void differentiate_norm(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T const> dy, rows<T> dx,
+                        std::span<T> dweight) {
+    normalize_heads_backward(
+        x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
+            T const gradient = dy(i, column);
+            return std::pair(gradient * (gain_offset + weight[static_cast<std::size_t>(j)]), gradient * normed);
+        });
+}
+template <class T>
+void differentiate_gated_norm(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T const> dy,
+                              rows<T> dx, rows<T> dz, std::span<T> dweight) {
+    normalize_heads_backward(
+        x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
+            T const gradient = dy(i, column), gate = z(i, column), gain = weight[static_cast<std::size_t>(j)];
+            T const opened = gradient * silu(gate);
+            if (dz.data() != nullptr) dz(i, column) = silu_backward(gate, gradient * (normed * gain));
+            return std::pair(opened * gain, opened * normed);
+        });
 }
 
 } // namespace detail
@@ -142,12 +175,9 @@ void gated_rms_norm(X&&...) {
 template <class T>
 void rms_norm_backward(rows<T const> x, std::span<T const> weight, T eps, T gain_offset, rows<T const> dy, rows<T> dx,
                        std::span<T> dweight, caller here = caller::here()) {
-    detail::require_norm_backward("rms_norm_backward", x, weight, dy, dx, dweight, here);
-    detail::normalize_heads_backward(
-        x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
-            T const gradient = dy(i, column);
-            return std::pair(gradient * (gain_offset + weight[static_cast<std::size_t>(j)]), gradient * normed);
-        });
+    detail::require_norm_backward<T>("rms_norm_backward", x, {weight, std::ssize(weight)}, dy, dx,
+                                     {dweight, std::ssize(dweight)}, here);
+    detail::differentiate_norm<T>(x, weight, eps, gain_offset, dy, dx, dweight);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, std::span<T const>, T, T, rows<T const>, rows<T>, std::span<T>), X...>)
@@ -165,21 +195,9 @@ void rms_norm_backward(X&&...) {
 template <class T>
 void gated_rms_norm_backward(rows<T const> x, rows<T const> z, std::span<T const> weight, T eps, rows<T const> dy,
                              rows<T> dx, rows<T> dz, std::span<T> dweight, caller here = caller::here()) {
-    char const* const where = "gated_rms_norm_backward";
-    detail::require_norm_backward(where, x, weight, dy, dx, dweight, here);
-    detail::require_shape(where, "z", z, x.count(), x.width(), here);
-    if (dz.data() != nullptr) detail::require_shape(where, "dz", dz, x.count(), x.width(), here);
-    detail::require_apart(where, {{"dx", dx}, {"dz", dz}}, {{"x", x}, {"z", z}, {"dy", dy}}, here,
-                          detail::in_place::yes);
-    detail::require_apart(where, {{"dz", dz}, {"dweight", dweight}}, {{"weight", weight}}, here);
-    detail::require_apart(where, {{"dweight", dweight}}, {{"z", z}, {"dx", dx}}, here);
-    detail::normalize_heads_backward(
-        x, std::ssize(weight), eps, dx, dweight, [&](index_t i, index_t column, index_t j, T normed) {
-            T const gradient = dy(i, column), gate = z(i, column), gain = weight[static_cast<std::size_t>(j)];
-            T const opened = gradient * silu(gate);
-            if (dz.data() != nullptr) dz(i, column) = silu_backward(gate, gradient * (normed * gain));
-            return std::pair(opened * gain, opened * normed);
-        });
+    detail::require_gated_norm_backward<T>("gated_rms_norm_backward", x, z, {weight, std::ssize(weight)}, dy, dx, dz,
+                                           {dweight, std::ssize(dweight)}, here);
+    detail::differentiate_gated_norm<T>(x, z, weight, eps, dy, dx, dz, dweight);
 }
 template <class T = detail::refused, class... X>
     requires(!detail::takes<void(rows<T const>, rows<T const>, std::span<T const>, T, rows<T const>, rows<T>, rows<T>,
@@ -218,13 +236,17 @@ void normalise_backward(host_memory, head_norm<T> const& n, std::type_identity_t
                         std::type_identity_t<rows<T>> dx, std::type_identity_t<rows<T>> dz,
                         std::type_identity_t<rows<T>> terms, caller here = caller::here()) {
     detail::require_shape("normalise_backward", "terms", terms, n.x.count(), n.weight.width(), here);
+    if (n.z.data())
+        detail::require_gated_norm_backward<T>("gated_rms_norm_backward", n.x, n.z, n.weight, dy, dx, dz, terms, here);
+    else
+        detail::require_norm_backward<T>("rms_norm_backward", n.x, n.weight, dy, dx, terms, here);
     for (index_t row = 0; row < n.x.count(); ++row) {
         auto const of = [&](auto const& all) { return all.data() ? all.sub(row, 1) : all; };
         std::span<T> const sums(terms.row(row), static_cast<std::size_t>(terms.width()));
         if (n.z.data())
-            gated_rms_norm_backward<T>(of(n.x), of(n.z), n.gain(), n.eps, of(dy), of(dx), of(dz), sums, here);
+            detail::differentiate_gated_norm<T>(of(n.x), of(n.z), n.gain(), n.eps, of(dy), of(dx), of(dz), sums);
         else
-            rms_norm_backward<T>(of(n.x), n.gain(), n.eps, n.gain_offset, of(dy), of(dx), sums, here);
+            detail::differentiate_norm<T>(of(n.x), n.gain(), n.eps, n.gain_offset, of(dy), of(dx), sums);
     }
 }
 

@@ -70,6 +70,20 @@ inline void require_positions(char const* where, rows<index_t const> positions, 
                 shape(1, count) + " or " + shape(3, count), shape(axes, width), here);
 }
 
+/// As `rotary_table`, of arguments that fit.
+template <class T>
+void fill_rotary_table(rows<index_t const> positions, std::span<int const> axes, std::span<T const> frequencies,
+                       rows<T> cos, rows<T> sin) {
+    bool const by_time = axes.empty() || positions.count() == 1;
+    for (index_t row = 0; row < cos.count(); ++row)
+        for (index_t i = 0; i < cos.width(); ++i) {
+            auto const pair = static_cast<std::size_t>(i);
+            T const angle = static_cast<T>(positions(by_time ? 0 : axes[pair], row)) * frequencies[pair];
+            cos(row, i) = std::cos(angle);
+            sin(row, i) = std::sin(angle);
+        }
+}
+
 } // namespace detail
 
 /// Computes the cosine and sine of the angles `position * frequency`, the angle rounded to T.
@@ -86,14 +100,7 @@ void rotary_table(rows<index_t const> positions, std::span<int const> axes, std:
     detail::require_shape("rotary_table", "sin", sin, count, half, here);
     detail::require_apart("rotary_table", {{"cos", cos}, {"sin", sin}},
                           {{"positions", positions}, {"frequencies", frequencies}}, here);
-    bool const one = axes.empty() || positions.count() == 1;
-    for (index_t row = 0; row < count; ++row)
-        for (index_t i = 0; i < half; ++i) {
-            auto const pair = static_cast<std::size_t>(i);
-            T const angle = static_cast<T>(positions(one ? 0 : axes[pair], row)) * frequencies[pair];
-            cos(row, i) = std::cos(angle);
-            sin(row, i) = std::sin(angle);
-        }
+    detail::fill_rotary_table(positions, axes, frequencies, cos, sin);
 }
 
 template <class T>
@@ -120,19 +127,21 @@ struct turn {
 inline constexpr turn turn_forth{"rotary", "x", "width of x", "y", 1},
     turn_back{"rotary_backward", "dy", "width of dy", "dx", -1};
 
+/// Throws unless x is whole heads, and y as large.
 template <class T>
-void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos, rows<rotary_number<T> const> sin,
-            rounding how, turn const& way, rows<T> y, caller here) {
-    index_t const half = cos.width();
-    auto const direction = static_cast<rotary_number<T>>(way.sign);
+void require_turned(rows<T const> x, index_t head_dim, turn const& way, rows<T> y, caller here) {
     require(head_dim > 0 && x.width() % head_dim == 0, way.where, way.width,
             "a multiple of head_dim, " + std::to_string(head_dim), x.width(), here);
-    require(2 * half <= head_dim, way.where, "width of cos", "at most head_dim / 2", half, here);
-    require_shape(way.where, "cos", cos, x.count(), half, here);
-    require_shape(way.where, "sin", sin, x.count(), half, here);
     require_shape(way.where, way.to, y, x.count(), x.width(), here);
     require_apart(way.where, {{way.to, y}}, {{way.from, x}}, here, in_place::yes);
-    require_apart(way.where, {{way.to, y}}, {{"cos", cos}, {"sin", sin}}, here);
+}
+
+/// Rotates by cosines and sines, of arguments that fit.
+template <class T>
+void turn_rows(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos, rows<rotary_number<T> const> sin,
+               rounding how, turn const& way, rows<T> y) {
+    index_t const half = cos.width();
+    auto const direction = static_cast<rotary_number<T>>(way.sign);
     auto const rotate_head = [&](T const* from, T* to, auto const* c, auto const* s) {
         if constexpr (sizeof(T) < sizeof(float)) {
             auto const rounded = [&](float value) {
@@ -167,7 +176,18 @@ void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos,
         }
 }
 
-/// Rotates by positions, in one of the two directions.
+/// Rotates by a table, or by positions, in one of the two directions.
+template <class T>
+void rotate(rows<T const> x, index_t head_dim, rows<rotary_number<T> const> cos, rows<rotary_number<T> const> sin,
+            rounding how, turn const& way, rows<T> y, caller here) {
+    index_t const half = cos.width();
+    require_turned(x, head_dim, way, y, here);
+    require(2 * half <= head_dim, way.where, "width of cos", "at most head_dim / 2", half, here);
+    require_shape(way.where, "cos", cos, x.count(), half, here);
+    require_shape(way.where, "sin", sin, x.count(), half, here);
+    require_apart(way.where, {{way.to, y}}, {{"cos", cos}, {"sin", sin}}, here);
+    turn_rows<T>(x, head_dim, cos, sin, how, way, y);
+}
 template <class T>
 void rotate(rows<T const> x, index_t head_dim, rows<index_t const> positions,
             rotary_pairs<rotary_number<T>> const& pairs, turn const& way, rows<T> y, caller here) {
@@ -177,10 +197,11 @@ void rotate(rows<T const> x, index_t head_dim, rows<index_t const> positions,
     require_axes(way.where, pairs.axes, half, 3, here);
     require(2 * half <= head_dim, way.where, "rotary_dim", "at most head_dim, " + std::to_string(head_dim), 2 * half,
             here);
+    require_turned(x, head_dim, way, y, here);
     auto cos = zeros<number>(way.where, {count, half}, here), sin = cos;
     rows<number> const c(cos.data(), count, half), s(sin.data(), count, half);
-    rotary_table<number>(positions, pairs.axes, pairs.frequencies, c, s, here);
-    rotate<T>(x, head_dim, c, s, pairs.how, way, y, here);
+    fill_rotary_table<number>(positions, pairs.axes, pairs.frequencies, c, s);
+    turn_rows<T>(x, head_dim, c, s, pairs.how, way, y);
 }
 
 } // namespace detail
