@@ -35,22 +35,165 @@ struct delta_dvalues {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
-/// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
-/// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
-/// one for each half that stores; a warpgroup each for P, X and the gradient of a half, or one for P and X and one each
-/// for the gradients of both halves.
+/// A walk back along Halves halves of the value channels of a sequence and value head, and what does not carry the
+/// gradient in it, by its role.
 template <int Halves>
-__device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
-                                          CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
-                                          int block) {
+struct back_walk {
     using layout = dstate_memory<Halves>;
-    auto& memory = shared_memory<layout>();
-    constexpr int stages = layout::stages, dout_stages = layout::dout_stages;
+    static constexpr bool both = Halves == 2;
+    static constexpr int stages = layout::stages, dout_stages = layout::dout_stages;
+
+    delta_walk const& in;
+    layout& memory;
+    int heads, first_half, head, number; ///< value heads in all; of the walk, as the number of its sequence
+    delta_sequence sequence;
+    int chunks, channel; ///< of the sequence; the first of the walk
+
+    // A warp each:
+    __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, int lane) const;
+    __device__ void load_dout(CUtensorMap const& dout, int lane) const;
+    __device__ void store_values(CUtensorMap const& dvalues, delta_dvalues const& to, int own, int lane) const;
+    // A warpgroup each:
+    __device__ void make_p() const;
+    __device__ void make_x() const;
+};
+
+/// Loads queries, keys and what is prepared.
+template <int Halves>
+__device__ __forceinline__ void back_walk<Halves>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                             int lane) const {
+    ring<stages> r;
+    ring<dout_stages> d;
+    int const column = 128 * (head / in.group);
+    for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next(), d.next()) {
+        int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+        std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+        bool const whole = n == delta_chunk;
+        barrier& full = whole ? memory.full[r.at] : memory.landed;
+        wait(memory.empty[r.at], r.parity ^ 1);
+        if (lane == 0) {
+            full.arrive_and_expect_tx(4 * panel_bytes + all_gates.bytes());
+            load_panels<2>(queries, full, memory.queries[r.at], column, row);
+            load_panels<2>(keys, full, memory.keys[r.at], column, row);
+            load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
+        }
+        wait(memory.inverse_empty[d.at], d.parity ^ 1);
+        if (lane == 0) {
+            memory.inverse_full[d.at].arrive_and_expect_tx(triangle_bytes);
+            load_inverse(in.prepared, place, memory.inverse_full[d.at], memory.inverse[d.at]);
+        }
+        __syncwarp();
+        if (whole) continue;
+        wait(memory.landed, landings++ % 2);
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+            clear_rows(memory.queries[r.at] + p * panel_bytes, n);
+            clear_rows(memory.keys[r.at] + p * panel_bytes, n);
+        }
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.full[r.at]);
+    }
+}
+
+/// Loads dO.
+template <int Halves>
+__device__ __forceinline__ void back_walk<Halves>::load_dout(CUtensorMap const& dout, int lane) const {
+    ring<dout_stages> d;
+    for (int c = chunks - 1, landings = 0; c >= 0; --c, d.next()) {
+        int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+        bool const whole = n == delta_chunk;
+        barrier& full = whole ? memory.dout_full[d.at] : memory.dout_landed;
+        wait(memory.dout_empty[d.at], d.parity ^ 1);
+        if (lane == 0) {
+            full.arrive_and_expect_tx(Halves * panel_bytes);
+            load_panels<Halves>(dout, full, memory.dout[d.at][0], channel, row);
+        }
+        __syncwarp();
+        if (whole) continue;
+        wait(memory.dout_landed, landings++ % 2);
+#pragma unroll
+        for (int i = 0; i < Halves; ++i) clear_rows(memory.dout[d.at][i], n);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.dout_full[d.at]);
+    }
+}
+
+/// Stores dV of a half, and says how far the walk has come.
+template <int Halves>
+__device__ __forceinline__ void back_walk<Halves>::store_values(CUtensorMap const& dvalues, delta_dvalues const& to,
+                                                                int own, int lane) const {
+    ring<dout_stages> d;
+    for (int c = chunks - 1; c >= 0; --c, d.next()) {
+        int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
+        wait(memory.dvalues_full[d.at][own], d.parity);
+        store_rows(dvalues, to.rows, memory.dout[d.at][own], channel + 64 * own, begin, n);
+        arrive_warp(memory.dout_empty[d.at]);
+        if (int const done = chunks - c; lane == 0 && (done % walk_chunks == 0 || c == 0)) {
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); // CUTLASS's waits for reads alone
+            publish(in.plan.flags + 2 * in.half_of(number, head, first_half + own) + 1, done);
+        }
+    }
+}
+
+/// Makes P, and of both halves X.
+template <int Halves>
+__device__ __forceinline__ void back_walk<Halves>::make_p() const {
+    ring<stages> r;
+    ring<dout_stages> a;
+    ring<Halves> p;
+    ring<2> x;
+    for (int i = 0; i < chunks; ++i, r.next(), a.next(), p.next(), x.next()) {
+        wait(memory.full[r.at], r.parity);
+        wait(memory.inverse_full[a.at], a.parity);
+        std::uint32_t words[16];
+        compute_p<true>(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
+                        words);
+        if constexpr (!both) {
+            arrive_warp(memory.inverse_empty[a.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+        wait(memory.p_empty[p.at], p.parity ^ 1);
+        store_operand(words, memory.p[p.at]);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.p_full[p.at]);
+        if constexpr (both) {
+            wait(memory.x_empty[x.at], x.parity ^ 1);
+            compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.x_full[x.at]);
+            arrive_warp(memory.inverse_empty[a.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
+    }
+}
+
+/// Makes X of one half.
+template <int Halves>
+__device__ __forceinline__ void back_walk<Halves>::make_x() const {
+    ring<stages> r;
+    ring<dout_stages> a;
+    ring<2> x;
+    for (int i = 0; i < chunks; ++i, r.next(), a.next(), x.next()) {
+        wait(memory.full[r.at], r.parity);
+        wait(memory.inverse_full[a.at], a.parity);
+        wait(memory.x_empty[x.at], x.parity ^ 1);
+        compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.x_full[x.at]);
+        arrive_warp(memory.inverse_empty[a.at]);
+        arrive_warp(memory.empty[r.at]);
+    }
+}
+
+/// Clears what is never written, and makes the barriers.
+template <int Halves>
+__device__ __forceinline__ void begin_walk_back(dstate_memory<Halves>& memory) {
+    using layout = dstate_memory<Halves>;
     constexpr bool both = Halves == 2;
     clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
-        for (int i = 0; i < dout_stages; ++i) {
+        for (int i = 0; i < layout::stages; ++i) memory.full[i].init(1), memory.empty[i].init(12);
+        for (int i = 0; i < layout::dout_stages; ++i) {
             memory.inverse_full[i].init(1), memory.inverse_empty[i].init(both ? 4 : 8);
             memory.dout_full[i].init(1), memory.dout_empty[i].init(Halves);
             for (auto& full : memory.dvalues_full[i]) full.init(4);
@@ -61,123 +204,47 @@ __device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMa
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+}
+
+/// Walks back along Halves halves of the value channels of a sequence and value head, `block` of all of them; `initial`
+/// and `last` of the walk are the gradients of the states after the sequences and before them. By two warps that load,
+/// one for each half that stores; a warpgroup each for P, X and the gradient of a half, or one for P and X and one each
+/// for the gradients of both halves.
+///
+/// The warpgroups that carry the gradient are told here, not in a function of their own: their loop is the longest path
+/// of the backward, and the compiler schedules it otherwise there.
+template <int Halves>
+__device__ __forceinline__ void walk_back(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& dout,
+                                          CUtensorMap const& dvalues, delta_walk const& in, delta_dvalues const& to,
+                                          int block) {
+    using layout = dstate_memory<Halves>;
+    auto& memory = shared_memory<layout>();
+    constexpr bool both = Halves == 2;
+    begin_walk_back<Halves>(memory);
     int const heads = in.key_heads * in.group, first_half = both ? 0 : block % 2;
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
     int const chunks = sequence.chunks, group = static_cast<int>(threadIdx.x) / 128;
     int const channel = 128 * head + 64 * first_half;
+    back_walk<Halves> const walk{in, memory, heads, first_half, head, number, sequence, chunks, channel};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-        ring<stages> r;
-        ring<dout_stages> d;
-        if (warp == 0) {
-            int const column = 128 * (head / in.group);
-            for (int c = chunks - 1, landings = 0; c >= 0; --c, r.next(), d.next()) {
-                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
-                std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
-                bool const whole = n == delta_chunk;
-                barrier& full = whole ? memory.full[r.at] : memory.landed;
-                wait(memory.empty[r.at], r.parity ^ 1);
-                if (lane == 0) {
-                    full.arrive_and_expect_tx(4 * panel_bytes + all_gates.bytes());
-                    load_panels<2>(queries, full, memory.queries[r.at], column, row);
-                    load_panels<2>(keys, full, memory.keys[r.at], column, row);
-                    load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
-                }
-                wait(memory.inverse_empty[d.at], d.parity ^ 1);
-                if (lane == 0) {
-                    memory.inverse_full[d.at].arrive_and_expect_tx(triangle_bytes);
-                    load_inverse(in.prepared, place, memory.inverse_full[d.at], memory.inverse[d.at]);
-                }
-                __syncwarp();
-                if (whole) continue;
-                wait(memory.landed, landings++ % 2);
-#pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    clear_rows(memory.queries[r.at] + p * panel_bytes, n);
-                    clear_rows(memory.keys[r.at] + p * panel_bytes, n);
-                }
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.full[r.at]);
-            }
-        } else if (warp == 1) {
-            for (int c = chunks - 1, landings = 0; c >= 0; --c, d.next()) {
-                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
-                bool const whole = n == delta_chunk;
-                barrier& full = whole ? memory.dout_full[d.at] : memory.dout_landed;
-                wait(memory.dout_empty[d.at], d.parity ^ 1);
-                if (lane == 0) {
-                    full.arrive_and_expect_tx(Halves * panel_bytes);
-                    load_panels<Halves>(dout, full, memory.dout[d.at][0], channel, row);
-                }
-                __syncwarp();
-                if (whole) continue;
-                wait(memory.dout_landed, landings++ % 2);
-#pragma unroll
-                for (int i = 0; i < Halves; ++i) clear_rows(memory.dout[d.at][i], n);
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.dout_full[d.at]);
-            }
-        } else if (warp < 2 + Halves) {
-            int const own = both ? warp - 2 : 0;
-            for (int c = chunks - 1; c >= 0; --c, d.next()) {
-                int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
-                wait(memory.dvalues_full[d.at][own], d.parity);
-                store_rows(dvalues, to.rows, memory.dout[d.at][own], channel + 64 * own, begin, n);
-                arrive_warp(memory.dout_empty[d.at]);
-                if (int const done = chunks - c; lane == 0 && (done % walk_chunks == 0 || c == 0)) {
-                    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); // CUTLASS's waits for reads alone
-                    publish(in.plan.flags + 2 * in.half_of(number, head, first_half + own) + 1, done);
-                }
-            }
-        }
+        if (warp == 0)
+            walk.load_keys(queries, keys, lane);
+        else if (warp == 1)
+            walk.load_dout(dout, lane);
+        else if (warp < 2 + Halves)
+            walk.store_values(dvalues, to, both ? warp - 2 : 0, lane);
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
-        ring<stages> r;
-        ring<dout_stages> a;
-        ring<Halves> p;
-        ring<2> x;
-        for (int i = 0; i < chunks; ++i, r.next(), a.next(), p.next(), x.next()) {
-            wait(memory.full[r.at], r.parity);
-            wait(memory.inverse_full[a.at], a.parity);
-            std::uint32_t words[16];
-            compute_p<true>(memory.queries[r.at], memory.keys[r.at], memory.inverse[a.at], memory.gates[r.at], in.scale,
-                            words);
-            if constexpr (!both) {
-                arrive_warp(memory.inverse_empty[a.at]);
-                arrive_warp(memory.empty[r.at]);
-            }
-            wait(memory.p_empty[p.at], p.parity ^ 1);
-            store_operand(words, memory.p[p.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.p_full[p.at]);
-            if constexpr (both) {
-                wait(memory.x_empty[x.at], x.parity ^ 1);
-                compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.x_full[x.at]);
-                arrive_warp(memory.inverse_empty[a.at]);
-                arrive_warp(memory.empty[r.at]);
-            }
-        }
+        walk.make_p();
     } else if (!both && group == 3) {
         cutlass::arch::warpgroup_reg_dealloc<128>();
-        ring<stages> r;
-        ring<dout_stages> a;
-        ring<2> x;
-        for (int i = 0; i < chunks; ++i, r.next(), a.next(), x.next()) {
-            wait(memory.full[r.at], r.parity);
-            wait(memory.inverse_full[a.at], a.parity);
-            wait(memory.x_empty[x.at], x.parity ^ 1);
-            compute_x(memory.inverse[a.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.x_full[x.at]);
-            arrive_warp(memory.inverse_empty[a.at]);
-            arrive_warp(memory.empty[r.at]);
-        }
+        walk.make_x();
     } else {
         cutlass::arch::warpgroup_reg_alloc<both ? 184 : 232>();
+        constexpr int stages = layout::stages, dout_stages = layout::dout_stages;
         int const own = Halves == 2 ? group - 2 : 0, half = first_half + own;
         half_state s;
         load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);

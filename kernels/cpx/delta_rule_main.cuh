@@ -124,18 +124,13 @@ struct delta_output {
     bool after_state; ///< launched early after `delta_rule_state`, whose flags it awaits; else after all before it
 };
 
-/// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches at most) * value heads
-/// blocks of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have half a state
-/// each.
-template <bool Erases>
-static __global__ void __launch_bounds__(512, 1)
-    delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
-                    __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const outputs,
-                    delta_walk const in, delta_output const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using namespace delta;
+namespace delta {
+
+/// Clears what is never written, and makes the barriers.
+template <bool Erases>
+__device__ __forceinline__ void begin_main(main_memory<Erases>& memory) {
     constexpr int stages = static_cast<int>(main_memory<Erases>::stages);
-    auto& memory = shared_memory<main_memory<Erases>>();
     if constexpr (Erases) clear_triangles(memory.inverse);
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
@@ -148,6 +143,116 @@ static __global__ void __launch_bounds__(512, 1)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+}
+
+/// A stretch and value head, and what does not carry their state in it, by its role.
+template <bool Erases>
+struct main_block {
+    static constexpr int stages = static_cast<int>(main_memory<Erases>::stages);
+
+    delta_walk const& in;
+    main_memory<Erases>& memory;
+    int heads, head; ///< value heads in all; the stretch's
+    delta_sequence sequence;
+    int first, last; ///< chunks
+
+    // For the warp that loads:
+    __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, barrier& full, int at, int c) const;
+    // A warpgroup:
+    __device__ void make_p() const;
+    // For a warpgroup that carries half the state:
+    __device__ void erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
+                                   int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const;
+};
+
+/// Asks for a chunk's queries, keys and gates, and A, by a thread.
+template <bool Erases>
+__device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                              barrier& full, int at, int c) const {
+    int const row = sequence.chunk_begin(c);
+    full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0) + all_gates.bytes());
+    load_panels<2>(queries, full, memory.queries[at], 128 * (head / in.group), row);
+    load_panels<2>(keys, full, memory.keys[at], 128 * (head / in.group), row);
+    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+    if constexpr (Erases)
+        load_prepared(in.prepared, place, full, memory.inverse[at], memory.gates[at], all_gates);
+    else
+        load_gates(in.prepared, place, full, memory.gates[at], all_gates);
+}
+
+/// Makes P, and X unless nothing is erased.
+template <bool Erases>
+__device__ __forceinline__ void main_block<Erases>::make_p() const {
+    ring<stages> r;
+    ring<2> b;
+    for (int c = first; c < last; ++c, r.next(), b.next()) {
+        wait(memory.full[r.at], r.parity);
+        std::uint32_t words[16];
+        char const* inverse = nullptr;
+        if constexpr (Erases) inverse = memory.inverse[r.at];
+        compute_p<Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words);
+        wait(memory.aux_empty[b.at], b.parity ^ 1);
+        store_operand(words, memory.p[b.at]);
+        if constexpr (Erases) compute_x(inverse, memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.aux_full[b.at]);
+        arrive_warp(memory.empty[r.at]);
+    }
+}
+
+/// Makes Y, takes the state over a chunk, and computes what queries read of the state before it, f.
+template <bool Erases>
+__device__ __forceinline__ void
+main_block<Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
+                                   int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const {
+    float ks[32];
+    take_turn(group); // or both would want products at once, and round at once
+    keep(ks);
+    cute::warpgroup_arrive();
+    multiply_along<8>(ks, f, memory.keys[at], false);
+    cute::warpgroup_commit_batch();
+    token_decays e;
+    load_decays(memory.gates[at], e);
+    wait(memory.aux_full[i & 1], i >> 1 & 1);
+    cute::warpgroup_wait<0>();
+    keep(ks);
+    subtract(v, ks, e, y);
+    keep(s);
+    keep(o);
+    cute::warpgroup_arrive();
+    multiply_down(s, y, memory.x[i & 1], true);
+    cute::warpgroup_commit_batch();
+    give_turn(5 - group);
+    cute::warpgroup_arrive();
+    multiply_along<8>(o, f, memory.queries[at], false);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    keep(s);
+    keep(o);
+    arrive_warp(memory.empty[at]);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        o[2 * j] *= in.scale * e[j / 2].x;
+        o[2 * j + 1] *= in.scale * e[j / 2].y;
+    }
+}
+
+} // namespace delta
+#endif
+
+/// A block computes the outputs of a stretch of a sequence and value head. A grid of (stretches at most) * value heads
+/// blocks of 512 threads: a warp that loads, a warpgroup that makes P and X one chunk ahead, two that have half a state
+/// each.
+template <bool Erases>
+static __global__ void __launch_bounds__(512, 1)
+    delta_rule_main(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
+                    __grid_constant__ CUtensorMap const values, __grid_constant__ CUtensorMap const outputs,
+                    delta_walk const in, delta_output const to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace delta;
+    constexpr int stages = static_cast<int>(main_memory<Erases>::stages);
+    auto& memory = shared_memory<main_memory<Erases>>();
+    begin_main<Erases>(memory);
     if (!to.after_state) wait_for_previous_kernel();
     int const heads = in.key_heads * in.group, head = static_cast<int>(blockIdx.x) % heads;
     int const number = static_cast<int>(blockIdx.x) / heads, group = static_cast<int>(threadIdx.x) / 128;
@@ -156,26 +261,18 @@ static __global__ void __launch_bounds__(512, 1)
     delta_sequence const sequence = in.plan.sequences[stretch.sequence];
     int const first = stretch.number * in.plan.stretch_chunks,
               last = min(first + in.plan.stretch_chunks, sequence.chunks);
+    main_block<Erases> const work{in, memory, heads, head, sequence, first, last};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-        ring<stages> r;
         if (warp == 0) {
+            ring<stages> r;
             for (int c = first, landings = 0; c < last; ++c, r.next()) {
                 int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
                 bool const whole = n == delta_chunk;
                 barrier& full = whole ? memory.full[r.at] : memory.landed;
                 wait(memory.empty[r.at], r.parity ^ 1);
-                if (lane == 0) {
-                    full.arrive_and_expect_tx(4 * panel_bytes + (Erases ? triangle_bytes : 0) + all_gates.bytes());
-                    load_panels<2>(queries, full, memory.queries[r.at], 128 * (head / in.group), row);
-                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
-                    if constexpr (Erases)
-                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], all_gates);
-                    else
-                        load_gates(in.prepared, place, full, memory.gates[r.at], all_gates);
-                }
+                if (lane == 0) work.load_keys(queries, keys, full, r.at, c);
                 barrier& values_full = whole ? memory.values_full[r.at] : memory.values_landed;
                 wait(memory.values_empty[r.at], r.parity ^ 1);
                 if (lane == 0) {
@@ -197,6 +294,7 @@ static __global__ void __launch_bounds__(512, 1)
             }
         } else if (warp >= 2) { // stores half the channels
             int const half = warp - 2, channel = 128 * head + 64 * half;
+            ring<stages> r;
             for (int c = first; c < last; ++c, r.next()) {
                 int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
                 char* const out = memory.values[r.at][half];
@@ -207,21 +305,7 @@ static __global__ void __launch_bounds__(512, 1)
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
-        ring<stages> r;
-        ring<2> b;
-        for (int c = first; c < last; ++c, r.next(), b.next()) {
-            wait(memory.full[r.at], r.parity);
-            std::uint32_t words[16];
-            char const* inverse = nullptr;
-            if constexpr (Erases) inverse = memory.inverse[r.at];
-            compute_p<Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words);
-            wait(memory.aux_empty[b.at], b.parity ^ 1);
-            store_operand(words, memory.p[b.at]);
-            if constexpr (Erases) compute_x(inverse, memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.aux_full[b.at]);
-            arrive_warp(memory.empty[r.at]);
-        }
+        work.make_p();
     } else {
         cutlass::arch::warpgroup_reg_alloc<184>();
         int const count = last - first, half = group - 2;
@@ -252,36 +336,7 @@ static __global__ void __launch_bounds__(512, 1)
             scale(s, fading); // while products are under way, the compiler would await them
             float o[32];
             if constexpr (Erases) {
-                float ks[32];
-                take_turn(group); // or both would want products at once, and round at once
-                keep(ks);
-                cute::warpgroup_arrive();
-                multiply_along<8>(ks, f, memory.keys[at], false);
-                cute::warpgroup_commit_batch();
-                token_decays e;
-                load_decays(memory.gates[at], e);
-                wait(memory.aux_full[side], i >> 1 & 1);
-                cute::warpgroup_wait<0>();
-                keep(ks);
-                subtract(v, ks, e, y);
-                keep(s);
-                keep(o);
-                cute::warpgroup_arrive();
-                multiply_down(s, y, memory.x[side], true);
-                cute::warpgroup_commit_batch();
-                give_turn(5 - group);
-                cute::warpgroup_arrive();
-                multiply_along<8>(o, f, memory.queries[at], false);
-                cute::warpgroup_commit_batch();
-                cute::warpgroup_wait<0>();
-                keep(s);
-                keep(o);
-                arrive_warp(memory.empty[at]);
-#pragma unroll
-                for (int j = 0; j < 16; ++j) {
-                    o[2 * j] *= in.scale * e[j / 2].x;
-                    o[2 * j + 1] *= in.scale * e[j / 2].y;
-                }
+                work.erase_and_read(s, f, v, at, i, group, o, y);
             } else {
                 std::uint32_t written[16];
                 scale_tokens(v, memory.gates[at].onward, 1.0f, written);
