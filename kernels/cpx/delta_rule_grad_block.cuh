@@ -216,6 +216,19 @@ struct grad_block {
     template <bool OfKeys>
     __device__ void write_sums();
     __device__ void write_values();
+    __device__ void weigh_decays(delta_gates const& gates, float const (&g)[2], float const (&b)[32],
+                                 float const (&e)[32], std::uint32_t (&words)[16], std::uint32_t (&p)[16],
+                                 std::uint32_t (&h)[16]) const;
+    // What `multiply_tokens` does:
+    __device__ void round_lower(float const (&x)[32], std::uint32_t (&words)[16]) const;
+    __device__ void multiply_rows(std::uint32_t (&squares)[16]);
+    __device__ void weigh(delta_gates const& gates, float const (&ba)[32], float const (&e)[32],
+                          std::uint32_t (&words)[16], std::uint32_t (&weighted)[16], std::uint32_t (&h)[16],
+                          float (&down)[16]) const;
+    __device__ void put_h(std::uint32_t const (&h)[16], float (&down)[16]) const;
+    __device__ void put_columns(std::uint32_t const (&a)[16], float const (&x)[32]) const;
+    __device__ void write_z(delta_gates& gates, std::uint32_t const (&squares)[16], float const (&x)[32],
+                            std::uint32_t (&words)[16]);
 };
 
 } // namespace delta

@@ -57,6 +57,30 @@ __device__ __forceinline__ void grad_block<Erases>::write_sums() {
         });
 }
 
+/// E, P and H, as operands, of the products B and dO V^T, `e`.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::weigh_decays(delta_gates const& gates, float const (&g)[2],
+                                                                 float const (&b)[32], float const (&e)[32],
+                                                                 std::uint32_t (&words)[16], std::uint32_t (&p)[16],
+                                                                 std::uint32_t (&h)[16]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
+        float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
+        float const decay[2] = {in.scale * power_of_two(g[i % 2] - sum.x), in.scale * power_of_two(g[i % 2] - sum.y)};
+        float of_scores[2], of_values[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            bool const earlier = column + k <= token;
+            of_scores[k] = earlier ? decay[k] * e[2 * i + k] : 0.0f;
+            of_values[k] = earlier ? decay[k] * b[2 * i + k] : 0.0f;
+        }
+        words[i] = two_bf16(of_scores[0], of_scores[1]);
+        p[i] = two_bf16(of_values[0], of_values[1]);
+        h[i] = two_bf16(of_scores[0] * b[2 * i], of_scores[1] * b[2 * i + 1]);
+    }
+}
+
 /// B, P and E, and dV.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::write_values() {
@@ -85,23 +109,7 @@ __device__ __forceinline__ void grad_block<Erases>::write_values() {
                 cute::warpgroup_wait<0>();
                 keep(e);
                 std::uint32_t words[16], p[16], h[16]; // E, P and H
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
-                    float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
-                    float const decay[2] = {in.scale * power_of_two(g[i % 2] - sum.x),
-                                            in.scale * power_of_two(g[i % 2] - sum.y)};
-                    float of_scores[2], of_values[2];
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        bool const earlier = column + k <= token;
-                        of_scores[k] = earlier ? decay[k] * e[2 * i + k] : 0.0f;
-                        of_values[k] = earlier ? decay[k] * b[2 * i + k] : 0.0f;
-                    }
-                    words[i] = two_bf16(of_scores[0], of_scores[1]);
-                    p[i] = two_bf16(of_values[0], of_values[1]);
-                    h[i] = two_bf16(of_scores[0] * b[2 * i], of_scores[1] * b[2 * i + 1]);
-                }
+                weigh_decays(gates, g, b, e, words, p, h);
                 wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
                 store_operand(words, memory->dscores);
                 cutlass::arch::fence_view_async_shared();

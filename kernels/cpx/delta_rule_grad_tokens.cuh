@@ -36,169 +36,201 @@ __device__ __forceinline__ void add_across(std::uint32_t const (&x)[16], float (
     }
 }
 
+/// x, and 0 above the diagonal, as an operand.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::round_lower(float const (&x)[32],
+                                                                std::uint32_t (&words)[16]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
+        words[i] = two_bf16(column <= token ? x[2 * i] : 0.0f, column + 1 <= token ? x[2 * i + 1] : 0.0f);
+    }
+}
+
+/// B, and K K^T in __half, of a task.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::multiply_rows(std::uint32_t (&squares)[16]) {
+    float b[32], kk[32];
+    keep(kk);
+    cute::warpgroup_arrive();
+    multiply_panels<Major::K, Major::K, 8>(kk, keys(), keys(), false);
+    cute::warpgroup_commit_batch();
+    wait(memory->queries_full, task_turn & 1);
+    keep(b);
+    cute::warpgroup_arrive();
+    multiply_panels<Major::K, Major::K, 8>(b, memory->queries, keys(), false);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    keep(kk);
+    keep(b);
+    arrive_warp(memory->queries_empty);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) squares[i] = two_halves(kk[2 * i], kk[2 * i + 1]);
+    std::uint32_t words[16];
+    round_lower(b, words);
+    join_group(group); // the task before has read it
+    store_operand(words, memory->scores);
+    cutlass::arch::fence_view_async_shared();
+    join_group(group);
+}
+
+/// From products E and H, of which `words` take E, and times diag(b) `weighted` and `h`; `down`: sums of H's columns.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::weigh(delta_gates const& gates, float const (&ba)[32],
+                                                          float const (&e)[32], std::uint32_t (&words)[16],
+                                                          std::uint32_t (&weighted)[16], std::uint32_t (&h)[16],
+                                                          float (&down)[16]) const {
+    float const g[2] = {gates.sum[row], gates.sum[row + 8]};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
+        float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
+        float2 const b = *reinterpret_cast<float2 const*>(gates.beta + column);
+        float const e0 = column <= token ? in.scale * power_of_two(g[r] - sum.x) * e[2 * i] : 0.0f;
+        float const e1 = column + 1 <= token ? in.scale * power_of_two(g[r] - sum.y) * e[2 * i + 1] : 0.0f;
+        words[i] = two_bf16(e0, e1);
+        weighted[i] = two_bf16(b.x * e0, b.y * e1);
+        float const h0 = e0 * ba[2 * i], h1 = e1 * ba[2 * i + 1];
+        down[i / 2 * 2] += h0;
+        down[i / 2 * 2 + 1] += h1;
+        h[i] = two_bf16(b.x * h0, b.y * h1);
+    }
+}
+
+/// What H, an operand, adds up to along its columns, `down` of a thread's, and for dg.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::put_h(std::uint32_t const (&h)[16], float (&down)[16]) const {
+    float2 const down_sums = add_columns(down);
+    float across[16];
+    add_across(h, across);
+    float2 const across_sums = add_columns(across);
+    wait(memory->sums_empty, turn & 1 ^ 1);
+    reinterpret_cast<float2*>(memory->down[warp])[lane] = down_sums;
+    reinterpret_cast<float2*>(memory->across[warp])[lane] = across_sums;
+}
+
+/// t: what A.x adds up to along columns. a: A as an operand.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::put_columns(std::uint32_t const (&a)[16],
+                                                                float const (&x)[32]) const {
+    float t[16];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        t[2 * i] = fmaf(low_half(a[2 * i]), x[4 * i], low_half(a[2 * i + 1]) * x[4 * i + 2]);
+        t[2 * i + 1] = fmaf(high_half(a[2 * i]), x[4 * i + 1], high_half(a[2 * i + 1]) * x[4 * i + 3]);
+    }
+    reinterpret_cast<float2*>(memory->t[warp])[lane] = add_columns(t);
+}
+
+/// Z of x, A^T N A'^T, and sums of it for db.
+template <bool Erases>
+__device__ __forceinline__ void grad_block<Erases>::write_z(delta_gates& gates, std::uint32_t const (&squares)[16],
+                                                            float const (&x)[32], std::uint32_t (&words)[16]) {
+    float const b[2] = {-gates.beta[row], -gates.beta[row + 8]};
+    float along[2] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
+        float const z0 = column < token ? x[2 * i] : 0.0f, z1 = column + 1 < token ? x[2 * i + 1] : 0.0f;
+        float2 const kk = __half22float2(reinterpret_cast<__half2 const&>(squares[i]));
+        along[r] = fmaf(-z1, kk.y, fmaf(-z0, kk.x, along[r]));
+        words[i] = two_bf16(b[r] * z0, b[r] * z1);
+    }
+    join_group(group); // N A'^T has been read
+    store_operand(words, memory->e);
+    cutlass::arch::fence_view_async_shared();
+    arrive_warp(memory->z_full);
+    arrive_warp(memory->prepared_empty[turn & 1]);
+    put_sums(along, memory->products);
+    arrive_warp(memory->sums_full);
+}
+
 /// B, E, dB, N and Z, and of the gates' gradients what they give.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::multiply_tokens() {
     std::uint32_t squares[16]; // K K^T, in __half
-    each(
-        [&] {
-            float b[32], kk[32];
-            keep(kk);
-            cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::K, 8>(kk, keys(), keys(), false);
-            cute::warpgroup_commit_batch();
-            wait(memory->queries_full, task_turn & 1);
-            keep(b);
-            cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::K, 8>(b, memory->queries, keys(), false);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(kk);
-            keep(b);
-            arrive_warp(memory->queries_empty);
+    each([&] { multiply_rows(squares); },
+         [&](char* inverse, delta_gates& gates) {
+             wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
+             std::uint32_t words[16];
+             {
+                 float ba[32], e[32];
+                 keep(ba);
+                 cute::warpgroup_arrive();
+                 multiply_triangle(ba, memory->scores, inverse);
+                 cute::warpgroup_commit_batch();
+                 wait(memory->y_full, turn & 1);
+                 keep(e);
+                 cute::warpgroup_arrive();
+                 multiply_panels<Major::K, Major::K, 8>(e, memory->dout, memory->values, false);
+                 cute::warpgroup_commit_batch();
+                 cute::warpgroup_wait<0>();
+                 keep(ba);
+                 keep(e);
+                 arrive_warp(memory->values_empty);
+                 float down[16] = {};
+                 std::uint32_t weighted[16], h[16]; // E and H, times diag(b)
+                 weigh(gates, ba, e, words, weighted, h, down);
+                 wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
+                 store_operand(words, memory->e);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) squares[i] = two_halves(kk[2 * i], kk[2 * i + 1]);
-            std::uint32_t words[16];
+                 for (int i = 0; i < 16; ++i) words[i] = weighted[i];
+                 put_h(h, down);
+             }
+             float x[32];
+             keep(x);
+             cute::warpgroup_arrive();
+             multiply_transposed(x, words, inverse); // dB
+             cute::warpgroup_commit_batch();
+             cute::warpgroup_wait<0>();
+             keep(x);
+             round_lower(x, words);
+             store_operand(words, memory->dscores); // read before, as Z was
+             cutlass::arch::fence_view_async_shared();
+             arrive_warp(memory->dscores_full);
+             join_group(group); // all have written E
+             wait(memory->dx_full, turn & 1);
+             float n[32];
+             keep(n);
+             cute::warpgroup_arrive();
+             multiply_panels<Major::K, Major::K, 8>(n, keys(), memory->dx, false);
+             cute::warpgroup_commit_batch();
+             load_triangle_operand(inverse, words);
+             cute::warpgroup_wait<0>();
+             keep(n);
+             put_columns(words, n);
+             keep(n);
+             cute::warpgroup_arrive();
+             multiply_panels<Major::MN, Major::MN, 4>(n, memory->scores, memory->e, true);
+             cute::warpgroup_commit_batch();
+             cute::warpgroup_wait<0>();
+             keep(n);
+             arrive_warp(memory->dx_empty);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                int const across = 8 * (i / 2) + lane % 4 * 2, down = row + i % 2 * 8;
-                words[i] = two_bf16(across <= down ? b[2 * i] : 0.0f, across + 1 <= down ? b[2 * i + 1] : 0.0f);
-            }
-            join_group(group); // the task before has read it
-            store_operand(words, memory->scores);
-            cutlass::arch::fence_view_async_shared();
-            join_group(group);
-        },
-        [&](char* inverse, delta_gates& gates) {
-            wait(memory->prepared_full[turn & 1], turn >> 1 & 1);
-            std::uint32_t words[16];
-            {
-                float ba[32], e[32];
-                keep(ba);
-                cute::warpgroup_arrive();
-                multiply_triangle(ba, memory->scores, inverse);
-                cute::warpgroup_commit_batch();
-                wait(memory->y_full, turn & 1);
-                keep(e);
-                cute::warpgroup_arrive();
-                multiply_panels<Major::K, Major::K, 8>(e, memory->dout, memory->values, false);
-                cute::warpgroup_commit_batch();
-                cute::warpgroup_wait<0>();
-                keep(ba);
-                keep(e);
-                arrive_warp(memory->values_empty);
-                float const g[2] = {gates.sum[row], gates.sum[row + 8]};
-                float down[16] = {};
-                std::uint32_t weighted[16], h[16]; // E and H, times diag(b)
-#pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
-                    float2 const sum = *reinterpret_cast<float2 const*>(gates.sum + column);
-                    float2 const b = *reinterpret_cast<float2 const*>(gates.beta + column);
-                    float const e0 = column <= token ? in.scale * power_of_two(g[r] - sum.x) * e[2 * i] : 0.0f;
-                    float const e1 = column + 1 <= token ? in.scale * power_of_two(g[r] - sum.y) * e[2 * i + 1] : 0.0f;
-                    words[i] = two_bf16(e0, e1);
-                    weighted[i] = two_bf16(b.x * e0, b.y * e1);
-                    float const h0 = e0 * ba[2 * i], h1 = e1 * ba[2 * i + 1];
-                    down[i / 2 * 2] += h0;
-                    down[i / 2 * 2 + 1] += h1;
-                    h[i] = two_bf16(b.x * h0, b.y * h1);
-                }
-                wait(memory->z_empty, turn & 1 ^ 1); // what the turn before left has been read
-                store_operand(words, memory->e);
-#pragma unroll
-                for (int i = 0; i < 16; ++i) words[i] = weighted[i];
-                float2 const down_sums = add_columns(down);
-                float across[16];
-                add_across(h, across);
-                float2 const across_sums = add_columns(across);
-                wait(memory->sums_empty, turn & 1 ^ 1);
-                reinterpret_cast<float2*>(memory->down[warp])[lane] = down_sums;
-                reinterpret_cast<float2*>(memory->across[warp])[lane] = across_sums;
-            }
-            float x[32];
-            keep(x);
-            cute::warpgroup_arrive();
-            multiply_transposed(x, words, inverse); // dB
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(x);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                int const column = 8 * (i / 2) + lane % 4 * 2, token = row + i % 2 * 8;
-                words[i] = two_bf16(column <= token ? x[2 * i] : 0.0f, column + 1 <= token ? x[2 * i + 1] : 0.0f);
-            }
-            store_operand(words, memory->dscores); // read before, as Z was
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory->dscores_full);
-            join_group(group); // all have written E
-            wait(memory->dx_full, turn & 1);
-            float n[32];
-            keep(n);
-            cute::warpgroup_arrive();
-            multiply_panels<Major::K, Major::K, 8>(n, keys(), memory->dx, false);
-            cute::warpgroup_commit_batch();
-            load_triangle_operand(inverse, words);
-            cute::warpgroup_wait<0>();
-            keep(n);
-            {
-                float t[16];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    t[2 * i] = fmaf(low_half(words[2 * i]), n[4 * i], low_half(words[2 * i + 1]) * n[4 * i + 2]);
-                    t[2 * i + 1] =
-                        fmaf(high_half(words[2 * i]), n[4 * i + 1], high_half(words[2 * i + 1]) * n[4 * i + 3]);
-                }
-                reinterpret_cast<float2*>(memory->t[warp])[lane] = add_columns(t);
-            }
-            keep(n);
-            cute::warpgroup_arrive();
-            multiply_panels<Major::MN, Major::MN, 4>(n, memory->scores, memory->e, true);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(n);
-            arrive_warp(memory->dx_empty);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
-                words[i] = two_bf16(b.x * n[2 * i], b.y * n[2 * i + 1]);
-            }
-            keep(x);
-            cute::warpgroup_arrive();
-            multiply_transposed(x, words, inverse);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(x);
-            round_to_operand(x, words);
-            join_group(group); // E has been read
-            store_operand(words, memory->e);
-            cutlass::arch::fence_view_async_shared();
-            join_group(group);
-            keep(x);
-            cute::warpgroup_arrive();
-            multiply_by_triangle(x, inverse, memory->e);
-            cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            keep(x);
-            float const b[2] = {-gates.beta[row], -gates.beta[row + 8]};
-            float along[2] = {};
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                int const column = 8 * (i / 2) + lane % 4 * 2, r = i % 2, token = row + 8 * r;
-                float const z0 = column < token ? x[2 * i] : 0.0f, z1 = column + 1 < token ? x[2 * i + 1] : 0.0f;
-                float2 const kk = __half22float2(reinterpret_cast<__half2 const&>(squares[i]));
-                along[r] = fmaf(-z1, kk.y, fmaf(-z0, kk.x, along[r]));
-                words[i] = two_bf16(b[r] * z0, b[r] * z1);
-            }
-            join_group(group); // N A'^T has been read
-            store_operand(words, memory->e);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory->z_full);
-            arrive_warp(memory->prepared_empty[turn & 1]);
-            put_sums(along, memory->products);
-            arrive_warp(memory->sums_full);
-        },
-        nothing);
+             for (int i = 0; i < 16; ++i) {
+                 float2 const b = *reinterpret_cast<float2 const*>(gates.beta + 8 * (i / 2) + lane % 4 * 2);
+                 words[i] = two_bf16(b.x * n[2 * i], b.y * n[2 * i + 1]);
+             }
+             keep(x);
+             cute::warpgroup_arrive();
+             multiply_transposed(x, words, inverse);
+             cute::warpgroup_commit_batch();
+             cute::warpgroup_wait<0>();
+             keep(x);
+             round_to_operand(x, words);
+             join_group(group); // E has been read
+             store_operand(words, memory->e);
+             cutlass::arch::fence_view_async_shared();
+             join_group(group);
+             keep(x);
+             cute::warpgroup_arrive();
+             multiply_by_triangle(x, inverse, memory->e);
+             cute::warpgroup_commit_batch();
+             cute::warpgroup_wait<0>();
+             keep(x);
+             write_z(gates, squares, x, words);
+         },
+         nothing);
 }
 
 #endif
