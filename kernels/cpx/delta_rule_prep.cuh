@@ -110,32 +110,31 @@ __device__ __forceinline__ void invert_row(uint4 const& row, float (&x)[8]) {
     }
 }
 
-/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a triangle that has zeros above the
-/// 8 x 8 blocks on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is
-/// called transposed below is A^T, of which a product's sums are the next one's left operand.
-__device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
-                                              char* triangle) {
+/// Loads 16 x 16 of L = strictly lower(diag(b) K K^T), which is a right operand of L^T.
+__device__ __forceinline__ void load_lower(uint4 const (*products)[32], float const* beta, int i, int j,
+                                           std::uint32_t (&l)[4]) {
     int const lane = threadIdx.x % 32;
-    using block = std::uint32_t[4];
-    auto const load = [&](int i, int j, block& l) { // 16 x 16 of L, which is a right operand of L^T
-        uint4 const words = products[lower_block(i, j)][lane];
-        float const b[2] = {beta[16 * i + lane / 4], beta[16 * i + lane / 4 + 8]};
-        auto const scaled = [&](std::uint32_t word, float by) {
-            float2 const two = __half22float2(reinterpret_cast<__half2 const&>(word));
-            return two_halves(by * two.x, by * two.y);
-        };
-        l[0] = scaled(words.x, b[0]), l[1] = scaled(words.y, b[1]);
-        l[2] = scaled(words.z, b[0]), l[3] = scaled(words.w, b[1]);
+    uint4 const words = products[lower_block(i, j)][lane];
+    float const b[2] = {beta[16 * i + lane / 4], beta[16 * i + lane / 4 + 8]};
+    auto const scaled = [&](std::uint32_t word, float by) {
+        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(word));
+        return two_halves(by * two.x, by * two.y);
     };
+    l[0] = scaled(words.x, b[0]), l[1] = scaled(words.y, b[1]);
+    l[2] = scaled(words.z, b[0]), l[3] = scaled(words.w, b[1]);
+}
 
-    // 8 x 8: a lane has a row of two blocks.
+/// Inverts the 8 x 8 blocks on the diagonal of I + L, and writes them to `blocks` and the triangle: a lane has a row of
+/// two. `below`: of the 16 x 16 on the diagonal what is below these blocks.
+__device__ __forceinline__ void invert_blocks(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
+                                              char* triangle, std::uint32_t (&below)[4]) {
+    int const lane = threadIdx.x % 32;
     std::uint32_t const before =
         (lane % 4 * 2 < lane / 4 ? 0xffffu : 0u) | (lane % 4 * 2 + 1 < lane / 4 ? ~0xffffu : 0u);
-    std::uint32_t below[4]; // of a block on the diagonal the 8 x 8 below it
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        block l;
-        load(i, i, l);
+        std::uint32_t l[4];
+        load_lower(products, beta, i, i, l);
         below[i] = l[1];
 #pragma unroll
         for (int down = 0; down < 2; ++down)
@@ -156,6 +155,16 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
         *reinterpret_cast<uint4*>(triangle + in_triangle(row, row / 8)) = pack(two_bf16);
     }
     __syncwarp();
+}
+
+/// Writes A = (I + L)^-1, L = strictly lower(diag(b) K K^T), by a warp, to a triangle that has zeros above the
+/// 8 x 8 blocks on the diagonal. Operands are __half, sums float, and whatever is multiplied lies in registers: what is
+/// called transposed below is A^T, of which a product's sums are the next one's left operand.
+__device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float const* beta, __half (*blocks)[8],
+                                              char* triangle) {
+    int const lane = threadIdx.x % 32;
+    std::uint32_t below[4]; // of a block on the diagonal the 8 x 8 below it
+    invert_blocks(products, beta, blocks, triangle, below);
     std::uint32_t diagonal[8], transposed[10][4], corner[4], stored[4];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -191,9 +200,9 @@ __device__ __forceinline__ void write_inverse(uint4 const (*products)[32], float
     // Rows of blocks below: A_ij = -(inverse of I + L_ii) sum_k L_ik A_kj.
 #pragma unroll
     for (int i = 1; i < 4; ++i) {
-        block l[3];
+        std::uint32_t l[3][4];
 #pragma unroll
-        for (int k = 0; k < i; ++k) load(i, k, l[k]);
+        for (int k = 0; k < i; ++k) load_lower(products, beta, i, k, l[k]);
 #pragma unroll
         for (int j = 0; j < i; ++j) {
             float sum[2][4] = {}, result[2][4] = {};

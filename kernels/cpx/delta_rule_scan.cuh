@@ -100,16 +100,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            ring<stages> r;
-            ring<2> x;
-            for (int c = first; c < last; ++c, r.next(), x.next()) {
-                wait(memory.full[r.at], r.parity);
-                if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1); // as in `walk_along`
-                compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.x_full[x.at]);
-                arrive_warp(memory.empty[r.at]);
-            }
+            make_xs(memory, first, last);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();
@@ -136,23 +127,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
             if constexpr (Erases) round_to_operand(s, f);
             scale(s, fading); // while products are under way, the compiler would await them
             if constexpr (Erases) {
-                float ks[32];
-                keep(ks);
-                cute::warpgroup_arrive();
-                multiply_along<8>(ks, f, memory.keys[r.at], false);
-                cute::warpgroup_commit_batch();
-                arrive_warp(memory.read[x.at]);
-                token_decays e;
-                load_decays(memory.gates[r.at], e);
-                wait(memory.x_full[x.at], x.parity);
-                cute::warpgroup_wait<0>();
-                keep(ks);
-                subtract(v, ks, e, y);
-                keep(s);
-                cute::warpgroup_arrive();
-                multiply_down(s, y, memory.x[x.at], true);
-                cute::warpgroup_commit_batch();
-                arrive_warp(memory.empty[r.at]);
+                erase_and_write(memory, r.at, x, f, v, s, [] {});
             } else {
                 whole *= fading;
                 scale_tokens(v, memory.gates[r.at].onward, 1.0f, y);

@@ -99,6 +99,65 @@ __device__ __forceinline__ void load_prepared(delta_prepared const& from, std::i
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 namespace delta {
 
+/// Clears what is never written, and makes the barriers.
+template <std::size_t Halves, bool Erases>
+__device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory) {
+    constexpr int stages = state_memory<Halves, Erases>::stages, first_group = Erases ? 2 : 1;
+    constexpr int halves = static_cast<int>(Halves);
+    if constexpr (Erases) clear_triangles(memory.inverse);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i)
+            memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1) + 4 * halves);
+        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * halves);
+        memory.written.init(4 * halves), memory.seen.init(1);
+        memory.landed.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+}
+
+/// Makes X of chunks, in the memory of a walk or of a fold.
+template <class Memory>
+__device__ __forceinline__ void make_xs(Memory& memory, int first, int last) {
+    ring<Memory::stages> r;
+    ring<2> x;
+    for (int c = first; c < last; ++c, r.next(), x.next()) {
+        wait(memory.full[r.at], r.parity);
+        // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
+        if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1);
+        compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.x_full[x.at]);
+        arrive_warp(memory.empty[r.at]);
+    }
+}
+
+/// Takes half a state over a chunk, whose X is being made; its products are still under way. f: the state before it, an
+/// operand, already faded in s. Calls `meanwhile()` while the first products are.
+template <class Memory, class F>
+__device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> const& x, std::uint32_t const (&f)[32],
+                                                std::uint32_t const (&v)[16], half_state& s, F&& meanwhile) {
+    float ks[32];
+    std::uint32_t y[16];
+    keep(ks);
+    cute::warpgroup_arrive();
+    multiply_along<8>(ks, f, memory.keys[at], false);
+    cute::warpgroup_commit_batch();
+    arrive_warp(memory.read[x.at]);
+    token_decays e;
+    load_decays(memory.gates[at], e);
+    meanwhile();
+    wait(memory.x_full[x.at], x.parity);
+    cute::warpgroup_wait<0>();
+    keep(ks);
+    subtract(v, ks, e, y);
+    keep(s);
+    cute::warpgroup_arrive();
+    multiply_down(s, y, memory.x[x.at], true);
+    cute::warpgroup_commit_batch();
+    arrive_warp(memory.empty[at]);
+}
+
 /// Walks along Halves halves of the value channels of a sequence and value head, `block` of all of them, up to its last
 /// stretch or, Traced, along all of it, and then writes the states before all chunks instead of those before stretches.
 /// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
@@ -111,16 +170,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     using layout = state_memory<Halves, Erases>;
     auto& memory = shared_memory<layout>();
     constexpr int stages = layout::stages, first_group = Erases ? 2 : 1;
-    if constexpr (Erases) clear_triangles(memory.inverse);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i)
-            memory.full[i].init(1), memory.empty[i].init(4 * (first_group - 1) + 4 * Halves);
-        for (int i = 0; i < 2; ++i) memory.x_full[i].init(4), memory.read[i].init(4 * Halves);
-        memory.written.init(4 * Halves), memory.seen.init(1);
-        memory.landed.init(1);
-        cutlass::arch::fence_barrier_init();
-    }
-    __syncthreads();
+    begin_walk(memory);
     int const heads = in.key_heads * in.group, first_half = Halves == 2 ? 0 : block % 2;
     int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
     delta_sequence const sequence = in.plan.sequences[number];
@@ -173,17 +223,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         if constexpr (Erases) {
-            ring<stages> r;
-            ring<2> x;
-            for (int c = 0; c < chunks; ++c, r.next(), x.next()) {
-                wait(memory.full[r.at], r.parity);
-                // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
-                if (c > 0) wait(memory.read[x.at ^ 1], c - 1 >> 1 & 1);
-                compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.x_full[x.at]);
-                arrive_warp(memory.empty[r.at]);
-            }
+            make_xs(memory, 0, chunks);
         }
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
@@ -215,24 +255,7 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
                 }
             };
             if constexpr (Erases) {
-                float ks[32];
-                keep(ks);
-                cute::warpgroup_arrive();
-                multiply_along<8>(ks, f, memory.keys[r.at], false);
-                cute::warpgroup_commit_batch();
-                arrive_warp(memory.read[x.at]);
-                token_decays e;
-                load_decays(memory.gates[r.at], e);
-                leave_trace();
-                wait(memory.x_full[x.at], x.parity);
-                cute::warpgroup_wait<0>();
-                keep(ks);
-                subtract(v, ks, e, y);
-                keep(s);
-                cute::warpgroup_arrive();
-                multiply_down(s, y, memory.x[x.at], true);
-                cute::warpgroup_commit_batch();
-                arrive_warp(memory.empty[r.at]);
+                erase_and_write(memory, r.at, x, f, v, s, leave_trace);
             } else {
                 delta_gates const& gates = memory.gates[r.at];
                 scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
