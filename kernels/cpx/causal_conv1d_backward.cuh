@@ -75,6 +75,55 @@ __global__ void __launch_bounds__(128)
     *edge.at(i, channel) = activate_backward<T, Silu>(z, gradient);
 }
 
+namespace conv {
+
+/// Adds what a token gives to dweight and dbias. `token(age)`: x of the token `age` tokens ago.
+template <std::size_t V, std::size_t Window, class F>
+__device__ __forceinline__ void add_terms(float const (&dz)[V], F&& token, float (&dweight)[Window][V],
+                                          float (&dbias)[V]) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        dbias[v] += dz[v];
+#pragma unroll
+        for (int age = 0; age < Window; ++age) dweight[age][v] = fmaf(dz[v], token(age)[v], dweight[age][v]);
+    }
+}
+
+/// Writes what the strips of a block add up to, in their order: of dweight and dbias, of V channels from `channel` on.
+template <int V, int Window>
+__device__ __forceinline__ void write_sums(float const (&dweight)[Window][V], float const (&dbias)[V],
+                                           float (&block_sums)[(Window + 1) * V][128], int taps, std::int64_t channels,
+                                           float* sums, std::int64_t block, std::int64_t channel, bool beyond) {
+    __syncthreads();
+    for (unsigned strip = 0; strip < blockDim.y; ++strip, __syncthreads()) // one after the other: always the same bits
+        if (threadIdx.y == strip)
+#pragma unroll
+            for (int item = 0; item <= Window; ++item)
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    float const mine = item < Window ? dweight[item < Window ? item : 0][v] : dbias[v];
+                    float& sum = block_sums[item * V + v][threadIdx.x];
+                    sum = strip ? sum + mine : mine;
+                }
+    if (beyond) return;
+    // The strips of the block share the writing.
+    for (int item = static_cast<int>(threadIdx.y); item <= taps; item += static_cast<int>(blockDim.y)) {
+        int const age = item < taps ? taps - 1 - item : Window;
+        float* const to = sums + (block * (taps + 1) + item) * channels + channel;
+        if constexpr (V % 4 == 0)
+#pragma unroll
+            for (int v = 0; v < V; v += 4)
+                *reinterpret_cast<float4*>(to + v) =
+                    make_float4(block_sums[age * V + v][threadIdx.x], block_sums[age * V + v + 1][threadIdx.x],
+                                block_sums[age * V + v + 2][threadIdx.x], block_sums[age * V + v + 3][threadIdx.x]);
+        else
+#pragma unroll
+            for (int v = 0; v < V; ++v) to[v] = block_sums[age * V + v][threadIdx.x];
+    }
+}
+
+} // namespace conv
+
 /// Computes dx and, of each block, the sums for dweight and dbias; needs what `causal_conv1d` needs.
 ///
 /// Reads x and dy and writes dx once, but for the taps - 1 rows on both sides of a strip: dz is recomputed, never
@@ -127,13 +176,8 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                         weight.weigh(
                             weight.bias, [&](int age) { return x[(k - age + window) % window]; }, result);
                         backward(of_heads, result, dz[k]);
-#pragma unroll
-                        for (int v = 0; v < V; ++v) {
-                            dbias[v] += dz[k][v];
-#pragma unroll
-                            for (int age = 0; age < window; ++age)
-                                dweight[age][v] = fmaf(dz[k][v], x[(k - age + window) % window][v], dweight[age][v]);
-                        }
+                        add_terms(
+                            dz[k], [&](int age) { return x[(k - age + window) % window]; }, dweight, dbias);
                         weight.weigh( // dx of the token `lag` tokens ago
                             nullptr, [&](int age) { return dz[(k - lag + age + window) % window]; }, result);
                         if (k == lag || done > 0) write(result, to);
@@ -165,13 +209,8 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                     }
                 }
                 if (done < count)
-#pragma unroll
-                    for (int v = 0; v < V; ++v) {
-                        dbias[v] += dz[lag][v];
-#pragma unroll
-                        for (int age = 0; age < window; ++age)
-                            dweight[age][v] = fmaf(dz[lag][v], x[lag - age][v], dweight[age][v]);
-                    }
+                    add_terms(
+                        dz[lag], [&](int age) { return x[lag - age]; }, dweight, dbias);
                 weight.weigh(
                     nullptr, [&](int age) { return dz[age]; }, result);
                 if (done >= lag) write(result, to);
@@ -181,32 +220,8 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
         }
     }
     if (!out.sums) return;
-    __syncthreads();
-    for (unsigned strip = 0; strip < blockDim.y; ++strip, __syncthreads()) // one after the other: always the same bits
-        if (threadIdx.y == strip)
-#pragma unroll
-            for (int item = 0; item <= window; ++item)
-#pragma unroll
-                for (int v = 0; v < V; ++v) {
-                    float const mine = item < window ? dweight[item < window ? item : 0][v] : dbias[v];
-                    float& sum = block_sums[item * V + v][threadIdx.x];
-                    sum = strip ? sum + mine : mine;
-                }
-    if (place.beyond) return;
-    // The strips of the block share the writing.
-    for (int item = static_cast<int>(threadIdx.y); item <= in.taps; item += static_cast<int>(blockDim.y)) {
-        int const age = item < in.taps ? in.taps - 1 - item : window;
-        float* const to = out.sums + (place.block * (in.taps + 1) + item) * in.channels + place.channel;
-        if constexpr (V % 4 == 0)
-#pragma unroll
-            for (int v = 0; v < V; v += 4)
-                *reinterpret_cast<float4*>(to + v) =
-                    make_float4(block_sums[age * V + v][threadIdx.x], block_sums[age * V + v + 1][threadIdx.x],
-                                block_sums[age * V + v + 2][threadIdx.x], block_sums[age * V + v + 3][threadIdx.x]);
-        else
-#pragma unroll
-            for (int v = 0; v < V; ++v) to[v] = block_sums[age * V + v][threadIdx.x];
-    }
+    write_sums<V, window>(dweight, dbias, block_sums, in.taps, in.channels, out.sums, place.block, place.channel,
+                          place.beyond);
 }
 
 /// Adds the sums of all blocks, in their order, to dweight (channels, taps) and dbias, either of which may be null.

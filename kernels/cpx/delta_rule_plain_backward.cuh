@@ -46,6 +46,40 @@ __device__ __forceinline__ void add_rows(array<float, 8, R>& sum, X&& x, float c
     }
 }
 
+/// Beta of a chunk and value head, and decays between its tokens.
+template <class T>
+__device__ __forceinline__ void read_gates(plain_memory& m, delta_tokens<T> const& in, int begin, int n, int head) {
+    int const thread = static_cast<int>(threadIdx.x);
+    if (thread < n) {
+        m.beta[thread] = in.beta_of(begin + thread, head);
+        float product = 1;
+        for (int i = 0; i < n; ++i) {
+            if (i > thread) product *= expf(in.g.at(begin + i)[head]);
+            m.decay[i][thread] = i < thread ? 0.0f : product;
+        }
+        m.kept[thread] = product; // decay[n - 1][thread]
+    }
+    if (thread == 0) {
+        float product = 1;
+        for (int i = 0; i < n; ++i) m.until_now[i] = product *= expf(in.g.at(begin + i)[head]);
+    }
+}
+
+/// Turns row i of the gradients of scores into sums along it, of what its decays multiply, from the first token on, and
+/// returns the gradient of its beta.
+__device__ __forceinline__ float add_along_row(plain_memory& m, int i) {
+    float of_beta = m.value[i] + m.unread[i], decayed = m.reading[i] + m.beta[i] * m.unread[i];
+    for (int j = 0; j < i; ++j) {
+        float const of_keys = m.of_a[i][j] * m.products[i][j];
+        of_beta += of_keys;
+        float const term = m.of_scores[i][j] * m.scores[i][j] + m.beta[i] * of_keys;
+        m.of_scores[i][j] = decayed; // for the token j, from row i
+        decayed += term;
+    }
+    m.of_scores[i][i] = decayed;
+    return of_beta;
+}
+
 } // namespace delta
 
 /// A block computes the gradients of a chunk and a key head, summed over its value heads in their order. A grid of
@@ -93,19 +127,7 @@ __global__ void __launch_bounds__(256)
         float const* const state = to.forward.states + (std::int64_t{chunk} * heads + head) * dk * dv;
         float const* const dstate = to.back.states + (std::int64_t{chunk} * heads + head) * dk * dv;
         __syncthreads(); // the last head's are not read any more
-        if (thread < n) {
-            m.beta[thread] = in.beta_of(begin + thread, head);
-            float product = 1;
-            for (int i = 0; i < n; ++i) {
-                if (i > thread) product *= expf(in.g.at(begin + i)[head]);
-                m.decay[i][thread] = i < thread ? 0.0f : product;
-            }
-            m.kept[thread] = product; // decay[n - 1][thread]
-        }
-        if (thread == 0) {
-            float product = 1;
-            for (int i = 0; i < n; ++i) m.until_now[i] = product *= expf(in.g.at(begin + i)[head]);
-        }
+        read_gates(m, in, begin, n, head);
         for (int at = thread; at < n * n; at += 256) {
             int const i = at / n, j = at % n;
             float of_scores = 0, of_a = 0;
@@ -223,17 +245,8 @@ __global__ void __launch_bounds__(256)
         __syncthreads();
 
         if (thread < n) { // sums along a row: what its decays multiply, from the first token on
-            int const i = thread;
-            float of_beta = m.value[i] + m.unread[i], decayed = m.reading[i] + m.beta[i] * m.unread[i];
-            for (int j = 0; j < i; ++j) {
-                float const of_keys = m.of_a[i][j] * m.products[i][j];
-                of_beta += of_keys;
-                float const term = m.of_scores[i][j] * m.scores[i][j] + m.beta[i] * of_keys;
-                m.of_scores[i][j] = decayed; // for the token j, from row i
-                decayed += term;
-            }
-            m.of_scores[i][i] = decayed;
-            if (erases) to.dbeta.at(begin + i)[head] = of_beta;
+            float const of_beta = add_along_row(m, thread);
+            if (erases) to.dbeta.at(begin + thread)[head] = of_beta;
         }
         __syncthreads();
         if (thread < n) {
