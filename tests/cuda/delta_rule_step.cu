@@ -33,19 +33,14 @@ numbers on_host(problem const& p, bool erases, numbers& states) {
     cpx::head_decay_attention const decay{{s.key_heads, s.value_heads, s.key_dim, s.value_dim}, {.scale = s.scale}};
     for (index_t i = 0; i < p.tokens(); ++i)
         for (index_t h = 0; h < s.value_heads; ++h) {
-            auto const view = [&](auto& x, index_t heads, index_t head, index_t dim) {
-                return rows(x.data() + (i * heads + head) * dim, 1, dim, dim);
-            };
-            auto const key = [&](auto& x) { return view(x, s.key_heads, h * s.key_heads / s.value_heads, s.key_dim); };
-            auto const value = [&](auto& x) { return view(x, s.value_heads, h, s.value_dim); };
-            auto const gate = [&](auto& x) { return view(x, s.value_heads, h, 1); };
-            rows const state(states.data() + (i * s.value_heads + h) * s.key_dim * s.value_dim, s.key_dim, s.value_dim);
+            head_of const of(p, i, h);
+            rows const state = of.state(states);
             if (erases)
-                cpx::delta_rule_forward<double>(key(p.q), key(p.k), value(p.v), gate(p.g), gate(p.beta), 0,
-                                                {.qk_l2norm = false, .scale = s.scale}, state, value(o));
+                cpx::delta_rule_forward<double>(of.key(p.q), of.key(p.k), of.value(p.v), of.gate(p.g), of.gate(p.beta),
+                                                0, {.qk_l2norm = false, .scale = s.scale}, state, of.value(o));
             else
-                decay.forward(std::array<rows<double const>, 4>{key(p.q), key(p.k), value(p.v), gate(p.g)}, 0, state,
-                              value(o));
+                decay.forward(std::array<rows<double const>, 4>{of.key(p.q), of.key(p.k), of.value(p.v), of.gate(p.g)},
+                              0, state, of.value(o));
         }
     return o;
 }

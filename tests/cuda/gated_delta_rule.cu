@@ -21,39 +21,16 @@ namespace {
 using namespace packed_heads;
 
 results on_host(problem const& p, bool backward) {
-    results r;
-    r.o.resize(p.v.size());
-    r.last = p.state;
-    if (backward) {
-        r.dq.resize(p.q.size());
-        r.dk.resize(p.k.size());
-        r.dv.resize(p.v.size());
-        r.dg.resize(p.g.size());
-        r.dbeta.resize(p.g.size());
-        r.dstate = p.dlast;
-    }
     cpx::delta_rule_options const options{.qk_l2norm = false};
-    auto const& s = p.shape;
-    for (index_t n = 0; n < p.sequences(); ++n)
-        for (index_t h = 0; h < s.value_heads; ++h) {
-            index_t const begin = p.offsets[static_cast<std::size_t>(n)];
-            index_t const count = p.offsets[static_cast<std::size_t>(n + 1)] - begin;
-            index_t const state = (n * s.value_heads + h) * s.key_dim * s.value_dim;
-            auto const view = [&](auto& x, index_t heads, index_t head, index_t dim) {
-                return rows(x.data() + (begin * heads + head) * dim, count, dim, heads * dim);
-            };
-            auto const key = [&](auto& x) { return view(x, s.key_heads, h * s.key_heads / s.value_heads, s.key_dim); };
-            auto const value = [&](auto& x) { return view(x, s.value_heads, h, s.value_dim); };
-            auto const gate = [&](auto& x) { return view(x, s.value_heads, h, 1); };
-            cpx::delta_rule_forward<double>(key(p.q), key(p.k), value(p.v), gate(p.g), gate(p.beta), 0, options,
-                                            rows(r.last.data() + state, s.key_dim, s.value_dim), value(r.o));
-            if (backward)
-                cpx::delta_rule_backward<double>(key(p.q), key(p.k), value(p.v), gate(p.g), gate(p.beta), 0, options,
-                                                 rows(p.state.data() + state, s.key_dim, s.value_dim), value(p.dout),
-                                                 rows(r.dstate.data() + state, s.key_dim, s.value_dim),
-                                                 {key(r.dq), key(r.dk), value(r.dv), gate(r.dg), gate(r.dbeta)});
-        }
-    return r;
+    return on_host_by_heads(p, backward, [&](head_of const& of, results& r) {
+        cpx::delta_rule_forward<double>(of.key(p.q), of.key(p.k), of.value(p.v), of.gate(p.g), of.gate(p.beta), 0,
+                                        options, of.state(r.last), of.value(r.o));
+        if (backward)
+            cpx::delta_rule_backward<double>(
+                of.key(p.q), of.key(p.k), of.value(p.v), of.gate(p.g), of.gate(p.beta), 0, options, of.state(p.state),
+                of.value(p.dout), of.state(r.dstate),
+                {of.key(r.dq), of.key(r.dk), of.value(r.dv), of.gate(r.dg), of.gate(r.dbeta)});
+    });
 }
 
 /// `saves`: the backward reads what the forward has saved.

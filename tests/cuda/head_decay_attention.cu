@@ -33,36 +33,19 @@ problem unnormalised(std::vector<index_t> const& lengths, index_t key_heads, ind
 
 results on_host(problem const& p, bool backward) {
     auto const& s = p.shape;
-    results r{.o = numbers(p.v.size()), .last = p.state};
-    if (backward) {
-        r.dq.resize(p.q.size()), r.dk.resize(p.k.size()), r.dv.resize(p.v.size()), r.dg.resize(p.g.size());
-        r.dstate = p.dlast;
-    }
     cpx::head_decay_attention const model{{s.key_heads, s.value_heads, s.key_dim, s.value_dim}, {.scale = s.scale}};
     using in = rows<double const>;
     numbers of_q(p.q.size()), of_k(p.k.size()); // of one head
-    for (index_t n = 0; n < p.sequences(); ++n)
-        for (index_t h = 0; h < s.value_heads; ++h) {
-            index_t const begin = p.offsets[static_cast<std::size_t>(n)];
-            index_t const count = p.offsets[static_cast<std::size_t>(n + 1)] - begin;
-            index_t const state = (n * s.value_heads + h) * s.key_dim * s.value_dim;
-            auto const view = [&](auto& x, index_t heads, index_t head, index_t dim) {
-                return rows(x.data() + (begin * heads + head) * dim, count, dim, heads * dim);
-            };
-            auto const key = [&](auto& x) { return view(x, s.key_heads, h * s.key_heads / s.value_heads, s.key_dim); };
-            auto const value = [&](auto& x) { return view(x, s.value_heads, h, s.value_dim); };
-            auto const gate = [&](auto& x) { return view(x, s.value_heads, h, 1); };
-            std::array<in, 4> const x{key(p.q), key(p.k), value(p.v), gate(p.g)};
-            auto const of = [&](auto& states) { return rows(states.data() + state, s.key_dim, s.value_dim); };
-            model.forward(x, 0, of(r.last), value(r.o));
-            if (!backward) continue;
-            model.backward(x, 0, in(of(p.state)), in(value(p.dout)), of(r.dstate),
-                           std::array{key(of_q), key(of_k), value(r.dv), gate(r.dg)});
-            for (auto const& [to, from] : {std::pair(key(r.dq), key(of_q)), {key(r.dk), key(of_k)}})
-                for (index_t i = 0; i < count; ++i)
-                    for (index_t d = 0; d < s.key_dim; ++d) to(i, d) += from(i, d);
-        }
-    return r;
+    return on_host_by_heads(p, backward, [&](head_of const& of, results& r) {
+        std::array<in, 4> const x{of.key(p.q), of.key(p.k), of.value(p.v), of.gate(p.g)};
+        model.forward(x, 0, of.state(r.last), of.value(r.o));
+        if (!backward) return;
+        model.backward(x, 0, in(of.state(p.state)), in(of.value(p.dout)), of.state(r.dstate),
+                       std::array{of.key(of_q), of.key(of_k), of.value(r.dv), of.gate(r.dg)});
+        for (auto const& [to, from] : {std::pair(of.key(r.dq), of.key(of_q)), {of.key(r.dk), of.key(of_k)}})
+            for (index_t i = 0; i < to.count(); ++i)
+                for (index_t d = 0; d < s.key_dim; ++d) to(i, d) += from(i, d);
+    });
 }
 
 /// A problem's inputs on a device.

@@ -103,6 +103,46 @@ struct results {
     delta_rule_path path = delta_rule_path::plain;
 };
 
+/// What a value head of a sequence has of a problem's tensors.
+class head_of {
+public:
+    head_of(problem const& p, index_t sequence, index_t head)
+        : shape_(p.shape), head_(head), begin_(p.offsets[static_cast<std::size_t>(sequence)]),
+          count_(p.offsets[static_cast<std::size_t>(sequence + 1)] - begin_),
+          state_((sequence * shape_.value_heads + head) * shape_.key_dim * shape_.value_dim) {}
+
+    auto key(auto& x) const {
+        return view(x, shape_.key_heads, head_ * shape_.key_heads / shape_.value_heads, shape_.key_dim);
+    }
+    auto value(auto& x) const { return view(x, shape_.value_heads, head_, shape_.value_dim); }
+    auto gate(auto& x) const { return view(x, shape_.value_heads, head_, 1); }
+    auto state(auto& x) const { return rows(x.data() + state_, shape_.key_dim, shape_.value_dim); }
+
+private:
+    auto view(auto& x, index_t heads, index_t head, index_t dim) const {
+        return rows(x.data() + (begin_ * heads + head) * dim, count_, dim, heads * dim);
+    }
+
+    gated_delta_rule_shape const& shape_;
+    index_t head_, begin_, count_, state_;
+};
+
+/// Returns what `run(head_of, results)` makes for every head of every sequence, one after the other. Before, states and
+/// their gradients are those given, all else is zero.
+template <class F>
+results on_host_by_heads(problem const& p, bool backward, F&& run) {
+    results r;
+    r.o.resize(p.v.size()), r.last = p.state;
+    if (backward) {
+        r.dq.resize(p.q.size()), r.dk.resize(p.k.size()), r.dv.resize(p.v.size());
+        r.dg.resize(p.g.size()), r.dbeta.resize(p.beta.size());
+        r.dstate = p.dlast;
+    }
+    for (index_t n = 0; n < p.sequences(); ++n)
+        for (index_t h = 0; h < p.shape.value_heads; ++h) run(head_of(p, n, h), r);
+    return r;
+}
+
 template <class T>
 buffer<T> upload(numbers const& values) {
     auto const converted = convert<T>(values);
