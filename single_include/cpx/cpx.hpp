@@ -3548,25 +3548,26 @@ struct identity {
         agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
-    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
-                                                                         "sequences",
-                                                                         "tokens",
-                                                                         "offset 1 of cu_seqlens",
-                                                                         "offset 2 of cu_seqlens",
-                                                                         "offset 3 of cu_seqlens",
-                                                                         "offset 4 of cu_seqlens",
-                                                                         "offset 5 of cu_seqlens",
-                                                                         "offset 6 of cu_seqlens",
-                                                                         "offset 7 of cu_seqlens",
-                                                                         "offset 8 of cu_seqlens",
-                                                                         "cu_seqlens (hash)",
-                                                                         "source sharding",
-                                                                         "target sharding",
-                                                                         "source width",
-                                                                         "target width",
-                                                                         "reach",
-                                                                         "bytes of an element",
-                                                                         "agreement"};
+    static constexpr std::array<char const*, numbers_count> number_names{
+        "ranks",
+        "sequences",
+        "tokens",
+        "offset 1 of cu_seqlens",
+        "offset 2 of cu_seqlens",
+        "offset 3 of cu_seqlens",
+        "offset 4 of cu_seqlens",
+        "offset 5 of cu_seqlens",
+        "offset 6 of cu_seqlens",
+        "offset 7 of cu_seqlens",
+        "offset 8 of cu_seqlens",
+        "an offset of cu_seqlens after the eighth, or a valid length (hash)",
+        "source sharding",
+        "target sharding",
+        "source width",
+        "target width",
+        "reach",
+        "bytes of an element",
+        "agreement"};
 
     std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};
@@ -6019,6 +6020,84 @@ index_t halo_lower_bound(X const&, detail::any = {}, detail::any = {}, detail::a
 
 } // namespace cpx
 
+// cpx/plan/difference.hpp
+// In what two plans differ, as errors say it: of batches the first offset, though an identity has but a hash of them.
+
+namespace cpx::detail {
+
+/// The batches of which this process has compared plans last, some hundred of them. Any thread may call.
+class known_batches {
+public:
+    static void note(thd const& batch) {
+        known_batches& all = here();
+        std::scoped_lock const lock(all.guard_);
+        for (auto const& known : all.batches_)
+            if (known && known->hash() == batch.hash()) return;
+        all.batches_[all.next_++ % all.batches_.size()] = batch;
+    }
+    static std::optional<thd> find(std::uint64_t hash) {
+        known_batches& all = here();
+        std::scoped_lock const lock(all.guard_);
+        for (auto const& known : all.batches_)
+            if (known && known->hash() == hash) return known;
+        return {};
+    }
+
+private:
+    static known_batches& here() {
+        static known_batches all;
+        return all;
+    }
+    std::mutex guard_;
+    std::array<std::optional<thd>, 128> batches_;
+    std::size_t next_ = 0;
+};
+
+/// The first field in which two identities differ; where that is the hash of batches which this process knows, the
+/// first offset, or else valid length.
+class difference {
+public:
+    difference(identity const& mine, identity const& theirs) : field_(mine.first_difference(theirs)) {
+        if (field_ < 0) return;
+        name_ = mine.name(field_);
+        if (field_ != identity::texts + static_cast<int>(identity::cu_seqlens)) return;
+        auto const a = batch_of(mine), b = batch_of(theirs);
+        if (!a || !b) return;
+        for (bool const valid : {false, true})
+            for (index_t i = 0; !number_ && i < std::max(a->sequences(), b->sequences()) + !valid; ++i)
+                if (value(*a, i, valid) != value(*b, i, valid)) number_ = i, valid_ = valid;
+        if (number_)
+            name_ = (valid_ ? "the valid length of sequence " : "offset ") + std::to_string(*number_) +
+                    (valid_ ? "" : " of cu_seqlens");
+    }
+
+    /// Returns whether there is none.
+    bool empty() const { return field_ < 0; }
+    std::string const& name() const { return name_; }
+    /// Returns what a plan has there.
+    std::string value(identity const& of) const {
+        if (!number_) return of.value(field_);
+        auto const batch = batch_of(of);
+        return batch ? value(*batch, *number_, valid_) : "another";
+    }
+
+private:
+    static std::optional<thd> batch_of(identity const& id) {
+        return known_batches::find(id.numbers[identity::cu_seqlens]);
+    }
+    static std::string value(thd const& batch, index_t i, bool valid) {
+        if (i >= batch.sequences() + !valid) return "none";
+        return std::to_string(valid ? batch.valid(i) : batch.offset(i));
+    }
+
+    int field_;
+    std::string name_ = {};
+    std::optional<index_t> number_ = {}; ///< of the offset, or valid length
+    bool valid_ = false;
+};
+
+} // namespace cpx::detail
+
 // cpx/transport/concept.hpp
 // What a transport is: it knows its rank and moves rectangles of bytes between ranks.
 
@@ -6207,11 +6286,11 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
 /// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
 inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
     if (mine.same_exchange(theirs)) return;
-    int const field = mine.first_difference(theirs);
+    detail::difference const first(mine, theirs);
     auto const place = [&](identity const& id, char const* on, int r) {
-        return id.value(field) + on + std::to_string(r) + " (" + id.text() + ")";
+        return first.value(id) + on + std::to_string(r) + " (" + id.text() + ")";
     };
-    throw error(where, "ranks are in different exchanges: " + mine.name(field), place(mine, " as on rank ", rank),
+    throw error(where, "ranks are in different exchanges: " + first.name(), place(mine, " as on rank ", rank),
                 place(theirs, " on rank ", peer));
 }
 
@@ -6246,10 +6325,10 @@ inline error gone(char const* where, int rank, identity const& id, int peer) {
 /// every rank, null for those that are in none or wait for others.
 inline error apart(char const* where, identity const& mine, identity const& theirs,
                    std::vector<identity const*> const& in) {
-    int const field = mine.first_difference(theirs);
+    difference const first(mine, theirs);
     std::vector<std::string> values;
-    for (identity const* id : in) values.push_back(id ? id->value(field) + " in " + id->text() : "none");
-    return {where, "ranks are in different exchanges: " + mine.name(field), "one on all ranks", who_has_what(values)};
+    for (identity const* id : in) values.push_back(id ? first.value(*id) + " in " + id->text() : "none");
+    return {where, "ranks are in different exchanges: " + first.name(), "one on all ranks", who_has_what(values)};
 }
 
 /// The ranks that one waits for in an exchange: for their messages, and for them to take its own.
@@ -6474,6 +6553,7 @@ template <transport Comm>
 void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here(),
            char const* by = "exchange") {
     if (comm.agreed().contains(mine.fingerprint())) return;
+    detail::known_batches::note(of.batch);
     identity id = mine;
     id[identity::agreement] = 1;
     std::string where = by; // ranks are counted as `comm` counts them

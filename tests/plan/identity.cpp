@@ -61,10 +61,11 @@ TEST_SUITE("plan") {
               "offset 3 of cu_seqlens");
         std::vector<cpx::index_t> many(12, 3), others(12, 3);
         others[9] = 2, others[10] = 4;
+        char const* const hashed = "an offset of cu_seqlens after the eighth, or a valid length (hash)";
         CHECK(difference(to_zigzag(cpx::shard(lengths(many), cpx::sequential<>{4})),
-                         to_zigzag(cpx::shard(lengths(others), cpx::sequential<>{4}))) == "cu_seqlens (hash)");
+                         to_zigzag(cpx::shard(lengths(others), cpx::sequential<>{4}))) == hashed);
         cpx::thd const padded({0, 8, 20, 20, 27}, {7, 12, 0, 7});
-        CHECK(difference(reference, to_zigzag(cpx::shard(padded, cpx::sequential<>{4}))) == "cu_seqlens (hash)");
+        CHECK(difference(reference, to_zigzag(cpx::shard(padded, cpx::sequential<>{4}))) == hashed);
         CHECK(difference(reference, reference.transposed()) == "source layout");
         CHECK(difference(reference, cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 3)) == "operation");
         CHECK(difference(cpx::halo(cpx::shard(batch, cpx::sequential<>{4}), 0, 3),

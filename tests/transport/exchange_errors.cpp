@@ -329,19 +329,31 @@ TEST_SUITE("transport") {
     }
 
     TEST_CASE("a rank that takes a batch again, on which all have agreed, is told the first offset that differs") {
-        auto const text = message([&] {
-            cpx::threads::run(3, [&](cpx::threads& comm) {
-                auto const step = [&](cpx::thd const& batch) {
-                    auto const x = cpx::make_tensor<float>(cpx::shard(batch, cpx::zigzag<>(3)), comm.rank(), 2);
-                    static_cast<void>(cpx::exchange(x, cpx::shard(batch, cpx::sequential<>(3)), comm));
-                };
-                cpx::thd const first({0, 17, 30, 40});
-                step(first);
-                step(comm.rank() == 1 ? first : cpx::thd({0, 17, 31, 40}));
-            });
-        });
-        CHECK(holds(text, "ranks are in different exchanges: offset 2 of cu_seqlens: expected 3"));
-        CHECK(holds(text, "rank 1"));
+        struct {
+            cpx::thd first, then;
+            char const* problem;
+        } const cases[] = {{cpx::thd({0, 17, 30, 40}), cpx::thd({0, 17, 31, 40}), "offset 2 of cu_seqlens: expected 3"},
+                           {lengths({1, 1, 1, 1, 1, 1, 1, 1, 1, 5, 3, 4}),
+                            lengths({1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 4, 4}), // behind those that an identity has
+                            "offset 10 of cu_seqlens: expected 1"},
+                           {cpx::thd({0, 17, 30, 40}, {17, 13, 10}), cpx::thd({0, 17, 30, 40}, {17, 12, 10}),
+                            "the valid length of sequence 1: expected 1"}};
+        for (auto const& c : cases)
+            for (bool const both : {false, true}) { // whether all have taken the other one before, too
+                auto const text = message([&] {
+                    cpx::threads::run(3, [&](cpx::threads& comm) {
+                        auto const step = [&](cpx::thd const& batch) {
+                            auto const x = cpx::make_tensor<float>(cpx::shard(batch, cpx::zigzag<>(3)), comm.rank(), 2);
+                            static_cast<void>(cpx::exchange(x, cpx::shard(batch, cpx::sequential<>(3)), comm));
+                        };
+                        step(c.first);
+                        if (both) step(c.then);
+                        step(comm.rank() == 1 ? c.first : c.then);
+                    });
+                });
+                CHECK_MESSAGE(holds(text, "ranks are in different exchanges: " + std::string(c.problem)), text);
+                CHECK(holds(text, "rank 1"));
+            }
     }
 
     TEST_CASE("a buffer that does not fit is rejected on its rank, and the others learn who that is") {

@@ -59,25 +59,26 @@ struct identity {
         agreement,     ///< 1: the plan is not run, ranks compare it
         numbers_count
     };
-    static constexpr std::array<char const*, numbers_count> number_names{"ranks",
-                                                                         "sequences",
-                                                                         "tokens",
-                                                                         "offset 1 of cu_seqlens",
-                                                                         "offset 2 of cu_seqlens",
-                                                                         "offset 3 of cu_seqlens",
-                                                                         "offset 4 of cu_seqlens",
-                                                                         "offset 5 of cu_seqlens",
-                                                                         "offset 6 of cu_seqlens",
-                                                                         "offset 7 of cu_seqlens",
-                                                                         "offset 8 of cu_seqlens",
-                                                                         "cu_seqlens (hash)",
-                                                                         "source sharding",
-                                                                         "target sharding",
-                                                                         "source width",
-                                                                         "target width",
-                                                                         "reach",
-                                                                         "bytes of an element",
-                                                                         "agreement"};
+    static constexpr std::array<char const*, numbers_count> number_names{
+        "ranks",
+        "sequences",
+        "tokens",
+        "offset 1 of cu_seqlens",
+        "offset 2 of cu_seqlens",
+        "offset 3 of cu_seqlens",
+        "offset 4 of cu_seqlens",
+        "offset 5 of cu_seqlens",
+        "offset 6 of cu_seqlens",
+        "offset 7 of cu_seqlens",
+        "offset 8 of cu_seqlens",
+        "an offset of cu_seqlens after the eighth, or a valid length (hash)",
+        "source sharding",
+        "target sharding",
+        "source width",
+        "target width",
+        "reach",
+        "bytes of an element",
+        "agreement"};
 
     std::array<char, 64> operation{};
     std::array<char, 80> source{}, target{}, source_settings{}, target_settings{};

@@ -2,6 +2,7 @@
 // Ranks compare what they are about to run, and say who has what where they differ.
 #pragma once
 
+#include <cpx/plan/difference.hpp>
 #include <cpx/transport/gather.hpp>
 
 #include <algorithm>
@@ -98,6 +99,7 @@ template <transport Comm>
 void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here(),
            char const* by = "exchange") {
     if (comm.agreed().contains(mine.fingerprint())) return;
+    detail::known_batches::note(of.batch);
     identity id = mine;
     id[identity::agreement] = 1;
     std::string where = by; // ranks are counted as `comm` counts them

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/layout/tensor.hpp>
+#include <cpx/plan/difference.hpp>
 #include <cpx/plan/plan.hpp>
 
 #include <algorithm>
@@ -202,11 +203,11 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
 /// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
 inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
     if (mine.same_exchange(theirs)) return;
-    int const field = mine.first_difference(theirs);
+    detail::difference const first(mine, theirs);
     auto const place = [&](identity const& id, char const* on, int r) {
-        return id.value(field) + on + std::to_string(r) + " (" + id.text() + ")";
+        return first.value(id) + on + std::to_string(r) + " (" + id.text() + ")";
     };
-    throw error(where, "ranks are in different exchanges: " + mine.name(field), place(mine, " as on rank ", rank),
+    throw error(where, "ranks are in different exchanges: " + first.name(), place(mine, " as on rank ", rank),
                 place(theirs, " on rank ", peer));
 }
 
@@ -241,10 +242,10 @@ inline error gone(char const* where, int rank, identity const& id, int peer) {
 /// every rank, null for those that are in none or wait for others.
 inline error apart(char const* where, identity const& mine, identity const& theirs,
                    std::vector<identity const*> const& in) {
-    int const field = mine.first_difference(theirs);
+    difference const first(mine, theirs);
     std::vector<std::string> values;
-    for (identity const* id : in) values.push_back(id ? id->value(field) + " in " + id->text() : "none");
-    return {where, "ranks are in different exchanges: " + mine.name(field), "one on all ranks", who_has_what(values)};
+    for (identity const* id : in) values.push_back(id ? first.value(*id) + " in " + id->text() : "none");
+    return {where, "ranks are in different exchanges: " + first.name(), "one on all ranks", who_has_what(values)};
 }
 
 /// The ranks that one waits for in an exchange: for their messages, and for them to take its own.

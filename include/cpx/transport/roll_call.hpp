@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cpx/core/process.hpp>
-#include <cpx/plan/identity.hpp>
+#include <cpx/plan/difference.hpp>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -79,14 +79,14 @@ public:
     /// from this one's; "" if there is none.
     std::string differences() const {
         identity const own = plan_of(rank_), none{};
-        int field = -1; // the first, unless ranks have none
-        for (int r = 0; r < ranks() && field < 0 && own != none; ++r)
-            if (plan_of(r) != none) field = own.first_difference(plan_of(r));
-        if (field < 0) return "";
-        std::string text = ": " + own.name(field);
+        detail::difference first(own, own);
+        for (int r = 0; r < ranks() && first.empty() && own != none; ++r)
+            if (plan_of(r) != none) first = detail::difference(own, plan_of(r));
+        if (first.empty()) return "";
+        std::string text = ": " + first.name();
         for (int r = 0; r < ranks(); ++r)
             if (plan_of(r) != none)
-                text += ' ' + plan_of(r).value(field) + " on rank " +
+                text += ' ' + first.value(plan_of(r)) + " on rank " +
                         std::to_string(numbers_[static_cast<std::size_t>(r)]) + ',';
         text.pop_back();
         return text;
