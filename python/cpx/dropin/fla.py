@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash-linear-attention: the gated delta rule and the causal convolution with a context of context parallelism.
+
+    from cpx.dropin.fla import build_cp_context, causal_conv1d, chunk_gated_delta_rule
+
+Tokens are packed, and each rank has an equal part of all of them, sequential over the batch. Beyond the peer's: batches
+of any size and ranks with fewer rows than the convolution's history. A call without a context goes to the peer itself.
+"""
+
+import bisect
+import dataclasses
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+import cpx
+
+from . import _common
+from ._common import communicator, offsets, packed, sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class CPContext:
+    """A rank's part of a packed batch. Fields as of the peer's FLACPContext, which its own modules read too.
+
+    cu_seqlens: the local offsets, int32, on the device of the global ones; cu_seqlens_cpu: on the host.
+    first: of the sequence of the first local row, last: of the last one. pre_num_ranks: how many ranks before this one
+    have rows of the first; post_num_ranks: how many behind have rows of the last. pre_num_conv_tokens: tokens of the
+    first on other ranks before this one.
+    """
+
+    group: object = None
+    cu_seqlens: object = None
+    cu_seqlens_cpu: object = None
+    is_last_rank: object = None
+    pre_num_ranks: object = None
+    is_first_rank: object = None
+    post_num_ranks: object = None
+    conv1d_kernel_size: object = None
+    pre_num_conv_tokens: object = None
+    sharding: object = None
+    comm: object = None
+
+    @property
+    def num_seqs(self):
+        return 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def is_cp_enabled(self):
+        return self.group is not None
+
+    def copy_for_backward(self):
+        return self
+
+
+def get_cp_cu_seqlens(
+    cu_seqlens, cu_seqlens_cpu=None, world_size=None, rank=None, group=None, conv1d_kernel_size=None
+):
+    """Returns the context of a rank, told or of a group; with the group it can be computed with. Local."""
+    comm = None if group is None else communicator(group)
+    if comm is not None:
+        world_size, rank = comm.ranks, comm.rank
+    of = sharding(packed, offsets(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu), world_size)
+    segments, batch = of.segments(rank).tolist(), of.batch
+    begins = list(itertools.accumulate((of.rows(r) for r in range(world_size)), initial=0))
+    local = torch.tensor([row for _, _, row, _ in segments] + [of.rows(rank)], dtype=torch.int32)
+    before = behind = tokens = 0
+    if segments:
+        tokens, last = segments[0][1], batch.offset(segments[-1][0] + 1) - 1
+        before = rank + 1 - bisect.bisect(begins, begins[rank] - tokens)
+        behind = bisect.bisect(begins, last) - 1 - rank
+    return CPContext(
+        group, local.to(getattr(cu_seqlens, "device", "cpu")), local, behind == 0, before, before == 0, behind,
+        conv1d_kernel_size, tokens, of, comm,
+    )
+
+
+def build_cp_context(cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None):
+    """Returns the context of this rank of a group, for the batch with these global offsets. Local.
+
+    cu_seqlens_cpu: the same on the host, which saves waiting for the device.
+    """
+    return get_cp_cu_seqlens(cu_seqlens, cu_seqlens_cpu, group=group, conv1d_kernel_size=conv1d_kernel_size)
+
+
+def _peer(where):
+    try:
+        import fla.modules.convolution
+        import fla.ops.gated_delta_rule
+    except ImportError as e:
+        raise cpx.Error(where, "cp_context", "one of build_cp_context, or flash-linear-attention", "neither") from e
+    return fla
+
+
+def _rows(where, context, states, x):
+    """Returns x, (1, rows, ...), without its first dimension."""
+    if context.comm is None:
+        raise cpx.Error(where, "cp_context", "one of a group", "one of build_cp_context without a group")
+    if any(states):
+        raise cpx.Error(where, "states", "neither initial nor final ones with a cp_context", "one of them")
+    if x.dim() < 2 or x.shape[0] != 1:
+        raise cpx.Error(where, "shape", "(1, rows, ...) of a packed batch", tuple(x.shape))
+    return x[0]
+
+
+def causal_conv1d(
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
+    backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
+):
+    """Causal depthwise convolution of x, (1, rows, channels). weight: (channels, K). Returns (y, None). Collective.
+
+    The gradients of weight and bias are this rank's share. activation: None, "silu" or "swish".
+    """
+    where = "causal_conv1d"
+    if cp_context is None:
+        return _peer(where).modules.convolution.causal_conv1d(
+            x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens,
+            cu_seqlens_cpu, chunk_indices, **kwargs
+        )
+    rows = _rows(where, cp_context, (initial_state is not None, output_final_state), x)
+    activation = "silu" if activation == "swish" else activation
+    y = _common.causal_conv1d(rows, weight, bias, activation, cp_context.sharding, cp_context.comm)[None]
+    return (y if residual is None else y + residual), None
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
+    cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
+):
+    """The gated delta rule of q, k: (1, rows, key heads, dim), v, g, beta: (1, rows, value heads, ...). Collective.
+
+    Returns (o, None), o as v. state_v_first says how states lie in memory, and has no effect where none are handed over.
+    """
+    where = "chunk_gated_delta_rule"
+    if cp_context is None:
+        return _peer(where).ops.gated_delta_rule.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices,
+            **kwargs
+        )
+    states = initial_state is not None, output_final_state
+    q, k, v, g, beta = (_rows(where, cp_context, states, x) for x in (q, k, v, g, beta))
+    if kwargs.get("use_gate_in_kernel"):
+        bias = kwargs.get("dt_bias")
+        g = -kwargs["A_log"].float().exp() * F.softplus(g.float() if bias is None else g.float() + bias)
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+    o = _common.gated_delta_rule(
+        q, k, v, g, beta, cp_context.sharding, cp_context.comm, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
+        chunk=kwargs.get("chunk_size", 64),
+    )
+    return o[None], None
+
+
+chunk_gdn = chunk_gated_delta_rule

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""miles: the relayout around a gated delta net (miles_plugins.models.hf_attention), and what Qwen3-VL's positions need.
+
+    from cpx.dropin.miles import zigzag_to_packed_shard as _zigzag_to_packed_shard
+    from cpx.dropin.miles import packed_shard_to_zigzag as _packed_shard_to_zigzag
+
+Sequences whose length 2 W divides are zigzag, the others sequential, as the padding behind each rank's rows is. A rank
+receives the rows that become its own, and no others; miles gathers all rows on all ranks.
+"""
+
+import torch
+
+import cpx
+
+from ._common import communicator, move, offsets, packed, sharding, zigzag
+
+
+def _by_length(batch, ranks):
+    return cpx.shard(batch, cpx.by_length(cpx.zigzag(ranks), cpx.sequential(ranks), 2 * ranks))
+
+
+def _between(where, cu_seqlens, cp_group, cp_rank, cp_size):
+    comm = communicator(cp_group)
+    if (comm.rank, comm.ranks) != (cp_rank, cp_size):
+        raise cpx.Error(where, "cp_rank and cp_size", f"{comm.rank}, {comm.ranks} of the group", f"{cp_rank}, {cp_size}")
+    cu = offsets(cu_seqlens)
+    return sharding(_by_length, cu, cp_size), sharding(packed, cu, cp_size), comm
+
+
+def zigzag_to_packed_shard(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
+    """Moves rows from zigzag to equal parts of the packed batch. Collective, as is its backward.
+
+    hidden_states: (rows, ...) of this rank; cu_seqlens: global offsets, padding included.
+    """
+    source, target, comm = _between("zigzag_to_packed_shard", cu_seqlens, cp_group, cp_rank, cp_size)
+    return move(hidden_states, source, target, comm)
+
+
+def packed_shard_to_zigzag(hidden_states, cu_seqlens, cp_group, cp_rank, cp_size):
+    """Moves rows back: the inverse of `zigzag_to_packed_shard`."""
+    source, target, comm = _between("packed_shard_to_zigzag", cu_seqlens, cp_group, cp_rank, cp_size)
+    return move(hidden_states, target, source, comm)
+
+
+def natural_to_zigzag_slice(t, cp_size, cp_rank, dim):
+    """Returns the entries of one whole sequence along `dim` that a rank holds zigzag; of any length. Local."""
+    own = sharding(zigzag, (0, t.shape[dim]), cp_size).global_rows(cp_rank)
+    return t.index_select(dim, torch.from_numpy(own).to(t.device))
+
+
+def reassemble_full_row(gathered, cu, cp_size):
+    """Returns a packed row in its own order, of the zigzag rows of all ranks; the inverse of slicing each sequence.
+
+    gathered: a list of (rows, ...), by rank. None, as in miles, if 2 cp_size does not divide some length. Local.
+    """
+    cu = offsets(cu)
+    if any((last - first) % (2 * cp_size) for first, last in zip(cu, cu[1:])):
+        return None
+    whole = gathered[0].new_empty((cu[-1], *gathered[0].shape[1:]))
+    for rank, rows in enumerate(gathered):
+        whole[torch.from_numpy(sharding(zigzag, cu, cp_size).global_rows(rank)).to(rows.device)] = rows
+    return whole

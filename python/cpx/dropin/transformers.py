@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Qwen3.5 (dense or mixture) or Qwen3-VL of Hugging Face transformers under context parallelism, its code untouched.
+
+    from cpx.dropin.transformers import context_parallel
+
+    with context_parallel(model, cu_seqlens, group) as part:    # this rank's rows of a packed batch, zigzag
+        logp = part.log_probs(ids[part.rows])                   # of every row's next token
+        (-logp.sum() / part.predicted).backward()               # weights' gradients are this rank's share: sum them
+
+Full attention sees the keys and values of all ranks, by one exchange a layer; linear attention runs on sequential rows,
+or in place on the zigzag ones; everything else in these models is of one token. Within `with`, which also holds the
+backward, the model is this rank's; behind it, it is as it was.
+"""
+
+import contextlib
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import cpx
+import cpx.torch
+
+from ._common import causal_conv1d, communicator, gated_delta_rule, move, offsets, packed
+
+_where = "context_parallel"
+
+
+class Part:
+    """One rank's part of a packed batch.
+
+    rows: the global row of each local one, int64 on the model's device. predicted: the tokens of the whole batch that
+    another one of their sequence precedes, padding aside: what a mean of log-probabilities is divided by.
+    """
+
+    def __init__(self, model, batch, comm, layout, linear):
+        self.model, self.comm, self.batch = model, comm, batch
+        rank = comm.rank
+        self.sharding = cpx.shard(batch, layout)
+        self.device = model.get_input_embeddings().weight.device
+        self.rows = self._tensor(self.sharding.global_rows(rank))
+        self.offsets, valid = batch.offsets.tolist(), batch.valid_lengths.tolist()
+        self.predicted = sum(max(length - 1, 0) for length in valid)
+        self.segments = self.sharding.segments(rank).tolist()
+        known = [row + i for s, token, row, count in self.segments for i in range(min(count, valid[s] - 1 - token))]
+        self.known = torch.tensor(known, dtype=torch.int64, device=self.device)  # local rows whose next token is known
+        self.everything = cpx.replicated(comm.ranks, batch)
+        if linear not in ("sequential", "in_place"):
+            raise cpx.Error(_where, "linear", '"sequential" or "in_place"', repr(linear))
+        self.linear = packed(batch, comm.ranks) if linear == "sequential" else self.sharding
+
+    def _tensor(self, array):
+        return torch.from_numpy(array).to(self.device)
+
+    def log_probs(self, input_ids, **inputs):
+        """Returns the log-probability of every local row's next token, 0 at the last one of a sequence: (rows,) float32.
+
+        input_ids: (rows,) of this rank. inputs: what the model takes beside: pixel_values with image_grid_thw,
+        pixel_values_videos with video_grid_thw, or mm_encoder_outputs with the grids, all of the whole batch, in its
+        order; each rank runs the tower and uses its own rows of the result. position_ids: (3, rows), if not the
+        model's own. Float64 of a model in float64. Collective.
+        """
+        if tuple(input_ids.shape) != tuple(self.rows.shape):
+            raise cpx.Error(_where, "shape of input_ids", tuple(self.rows.shape), tuple(input_ids.shape))
+        whole = move(input_ids[:, None], self.sharding, self.everything, self.comm)[:, 0]  # 8 bytes a token
+        positions = inputs.pop("position_ids", None)
+        if hasattr(self.model.model, "get_image_features"):
+            if positions is None:
+                positions = self._positions(whole, inputs.get("image_grid_thw"), inputs.get("video_grid_thw"))
+            inputs["mm_encoder_outputs"] = self._features(whole, inputs)
+        elif positions is None:
+            positions = self._tensor(self.sharding.positions(self.comm.rank)).expand(3, -1)
+        out = self.model(input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs)
+        logits = out.logits[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        following = whole[self.rows[self.known] + 1]
+        logp = logits[self.known].log_softmax(-1).gather(1, following[:, None])[:, 0]
+        return logits.new_zeros(len(self.rows)).index_copy(0, self.known, logp)
+
+    def _kinds(self, ids):
+        config = self.model.config
+        return {kind: ids == getattr(config, f"{kind}_token_id") for kind in ("image", "video")}
+
+    def _positions(self, whole, image_grid, video_grid):
+        """Returns what the model's own get_rope_index says of every sequence by itself: (3, rows)."""
+        types = sum(n * mask for n, mask in enumerate(self._kinds(whole).values(), 1)).int()
+        merge = self.model.config.vision_config.spatial_merge_size
+        grids = {"image_grid_thw": image_grid, "video_grid_thw": video_grid}
+        left = {name: 0 if grid is None else len(grid) for name, grid in grids.items()}
+        begin = {name: 0 for name in grids}
+        result = []
+        for first, last in zip(self.offsets, self.offsets[1:]):
+            if first == last:
+                continue
+            own = {}
+            for kind, (name, grid) in enumerate(grids.items(), 1):
+                tokens, end = int((types[first:last] == kind).sum()), begin[name]
+                while tokens > 0 and end < left[name]:
+                    tokens -= int(grid[end].prod()) // merge**2
+                    end += 1
+                if tokens != 0:
+                    raise cpx.Error(_where, name, "grids of as many rows as placeholders in each sequence", f"{-tokens} more")
+                own[name] = grid[begin[name] : end] if end > begin[name] else None
+                begin[name] = end
+            positions, _ = self.model.model.get_rope_index(whole[None, first:last], types[None, first:last], **own)
+            result.append(positions[:, 0])
+        return torch.cat(result, 1)[:, self.rows]
+
+    def _features(self, whole, inputs):
+        """Returns the tower's results, of the rows that are placeholders here; their order is that of the batch."""
+        tower = self.model.model
+        given = dict(inputs.pop("mm_encoder_outputs", None) or {})
+        pixels = {"image": inputs.pop("pixel_values", None), "video": inputs.pop("pixel_values_videos", None)}
+        for kind, mask in self._kinds(whole).items():
+            if given.get(kind) is None and pixels[kind] is not None:
+                run = getattr(tower, f"get_{kind}_features")
+                given[kind] = run(pixels[kind], inputs.get(f"{kind}_grid_thw"), return_dict=True)
+            if given.get(kind) is None:
+                continue
+            rows = (mask.cumsum(0) - 1)[self.rows[mask[self.rows]]]
+            count = int(mask.sum())
+
+            def mine(blocks):
+                blocks = blocks if isinstance(blocks, torch.Tensor) else torch.cat(list(blocks))
+                if len(blocks) != count:
+                    raise cpx.Error(_where, f"rows of {kind} features", f"{count}, a placeholder each", len(blocks))
+                return (blocks[rows],)
+
+            local = copy.copy(given[kind])
+            local.pooler_output = mine(local.pooler_output)
+            if getattr(local, "deepstack_features", None) is not None:
+                local.deepstack_features = [mine(f) for f in local.deepstack_features]
+            given[kind] = local
+        return given
+
+    def attention(self, module, query, key, value, scaling, dropout, window):
+        """Causal attention of the local rows to the keys of all ranks; (1, heads, rows, dim) each."""
+        if dropout or window is not None:
+            raise cpx.Error(_where, "attention", "no dropout and no sliding window", f"dropout {dropout}, window {window}")
+        pair = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # rows, 2, heads, dim
+        keys, values = move(pair, self.sharding, self.everything, self.comm).permute(1, 2, 0, 3)
+        outs = []
+        for sequence, token, row, count in self.segments:
+            first = self.offsets[sequence]
+            seen = slice(first, first + token + count)
+            outs.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, row : row + count], keys[None, :, seen], values[None, :, seen],
+                    attn_mask=causal_lower_right(count, token + count), scale=scaling, enable_gqa=True,
+                )
+            )
+        # No row of everything: where a rank has none, its backward still takes part in the exchange.
+        groups = query.shape[1] // keys.shape[0]
+        outs.append(values[None, :, :0].repeat_interleave(groups, 1))
+        return torch.cat(outs, 2).transpose(1, 2)
+
+    def linear_attention(self, layer, hidden):
+        """A gated delta net on hidden states (1, rows, hidden)."""
+        x = hidden[0]
+        if self.linear is not self.sharding:
+            x = move(x, self.sharding, self.linear, self.comm)
+        rows = len(x)
+        weight, bias = layer.conv1d.weight[:, 0], layer.conv1d.bias
+        mixed = causal_conv1d(layer.in_proj_qkv(x), weight, bias, "silu", self.linear, self.comm)
+        q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], 1)
+        q, k = (y.reshape(rows, -1, layer.head_k_dim) for y in (q, k))
+        v, z = (y.reshape(rows, -1, layer.head_v_dim) for y in (v, layer.in_proj_z(x)))
+        g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(x).float() + layer.dt_bias)
+        o = gated_delta_rule(q, k, v, g, layer.in_proj_b(x).sigmoid(), self.linear, self.comm)
+        y = layer.out_proj(layer.norm(o.flatten(0, 1), z.flatten(0, 1)).reshape(rows, -1))
+        return (y if self.linear is self.sharding else move(y, self.linear, self.sharding, self.comm))[None]
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, **kwargs):
+    part = module.__dict__.get("_cpx_part")
+    if part is None:
+        raise cpx.Error(_where, "attention", "a module within context_parallel", type(module).__name__)
+    return part.attention(module, query, key, value, scaling, dropout, sliding_window), None
+
+
+AttentionInterface.register("cpx", _attention)
+AttentionMaskInterface.register("cpx", lambda *args, **kwargs: None)  # what a row sees is said by its sequence
+
+
+def _linear_attention(part, layer):
+    def forward(hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        if cache_params is not None or attention_mask is not None:
+            raise cpx.Error(_where, "linear attention", "neither cache nor mask", "one of them")
+        return part.linear_attention(layer, hidden_states)
+
+    return forward
+
+
+_gated_delta_net = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
+
+
+@contextlib.contextmanager
+def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequential"):
+    """Puts a model with its language model's head under context parallelism, for one packed batch. Yields a `Part`.
+
+    model: ForCausalLM or ForConditionalGeneration of Qwen3.5, its mixture or Qwen3-VL, the same on every rank.
+    cu_seqlens: offsets of the batch's sequences, of any lengths, or a cpx.thd. group: a torch.distributed.ProcessGroup
+    or cpx.Communicator. layout: by default cpx.zigzag of its ranks. linear: "sequential", linear attention's rows are
+    relaid, or "in_place", its states and halos cross zigzag's cuts.
+    """
+    comm = communicator(group)
+    batch = cu_seqlens if isinstance(cu_seqlens, cpx.thd) else cpx.thd(list(offsets(cu_seqlens)))
+    layout = cpx.zigzag(comm.ranks) if layout is None else layout
+    part = Part(model, batch, comm, layout, linear)
+    language = getattr(model.model, "language_model", model.model)
+    attentions, nets = [], []
+    for module in language.modules():
+        name = type(module).__name__
+        if name.endswith("GatedDeltaNet"):
+            missing = [n for n in _gated_delta_net if not hasattr(module, n)]
+            if missing or module.activation not in ("silu", "swish"):
+                raise cpx.Error(_where, name, "the projections and silu of Qwen3.5", ", ".join(missing) or module.activation)
+            nets.append(module)
+        elif hasattr(module, "q_proj"):
+            attentions.append(module)
+    if not attentions and not nets:
+        raise cpx.Error(_where, "model", "one with attention of transformers' Qwen3.5 or Qwen3-VL", type(model).__name__)
+    config = language.config
+    before = config._attn_implementation
+    try:
+        config._attn_implementation = "cpx"
+        for module in attentions:
+            module.__dict__["_cpx_part"] = part
+        for module in nets:
+            module.forward = _linear_attention(part, module)
+        yield part
+    finally:
+        config._attn_implementation = before
+        for module in attentions:
+            module.__dict__.pop("_cpx_part", None)
+        for module in nets:
+            module.__dict__.pop("forward", None)
