@@ -52,12 +52,12 @@ def _computed(tensors):
 
 
 def causal_conv1d(x, weight, bias, activation, of, comm):
-    """cpx.torch.causal_conv1d of rows of the sharding `of`. x: (rows, channels), weight: (channels, K). As x in type."""
+    """cpx.torch.causal_conv1d on the sharding `of`. x: (rows, channels), weight: (channels, K). Returned as x."""
     a, w, b = _computed((x, weight, bias))
     return cpx.torch.causal_conv1d(a, w, cpx.torch.halo(of, comm, w.shape[1] - 1), comm, b, activation).to(x.dtype)
 
 
 def gated_delta_rule(q, k, v, g, beta, of, comm, **options):
-    """cpx.torch.gated_delta_rule of rows of the sharding `of`. (rows, heads, dim), (rows, heads). As v in type."""
+    """cpx.torch.gated_delta_rule on the sharding `of`. q, k, v: (rows, heads, dim), g, beta: (rows, heads). As v."""
     inputs = _computed((q, k, v, g, beta))
     return cpx.torch.gated_delta_rule(*inputs, cpx.torch.carry(of, comm), comm, **options).to(v.dtype)

@@ -131,7 +131,7 @@ def chunk_gated_delta_rule(
 ):
     """The gated delta rule of q, k: (1, rows, key heads, dim), v, g, beta: (1, rows, value heads, ...). Collective.
 
-    Returns (o, None), o as v. state_v_first says how states lie in memory, and has no effect where none are handed over.
+    Returns (o, None), o as v. state_v_first says how states lie in memory: here none are handed over.
     """
     where = "chunk_gated_delta_rule"
     if cp_context is None:

@@ -22,7 +22,8 @@ def _by_length(batch, ranks):
 def _between(where, cu_seqlens, cp_group, cp_rank, cp_size):
     comm = communicator(cp_group)
     if (comm.rank, comm.ranks) != (cp_rank, cp_size):
-        raise cpx.Error(where, "cp_rank and cp_size", f"{comm.rank}, {comm.ranks} of the group", f"{cp_rank}, {cp_size}")
+        expected = f"{comm.rank}, {comm.ranks} of the group"
+        raise cpx.Error(where, "cp_rank and cp_size", expected, f"{cp_rank}, {cp_size}")
     cu = offsets(cu_seqlens)
     return sharding(_by_length, cu, cp_size), sharding(packed, cu, cp_size), comm
 

@@ -41,7 +41,9 @@ class Part:
         self.sharding = cpx.shard(batch, layout)
         self.device = model.get_input_embeddings().weight.device
         self.rows = self._tensor(self.sharding.global_rows(rank))
-        self.offsets, valid = batch.offsets.tolist(), batch.valid_lengths.tolist()
+        self.offsets = [batch.offset(s) for s in range(batch.sequences + 1)]
+        counted = cpx.unpadded(batch).batch
+        valid = [counted.length(s) for s in range(batch.sequences)]
         self.predicted = sum(max(length - 1, 0) for length in valid)
         self.segments = self.sharding.segments(rank).tolist()
         known = [row + i for s, token, row, count in self.segments for i in range(min(count, valid[s] - 1 - token))]
@@ -55,7 +57,7 @@ class Part:
         return torch.from_numpy(array).to(self.device)
 
     def log_probs(self, input_ids, **inputs):
-        """Returns the log-probability of every local row's next token, 0 at the last one of a sequence: (rows,) float32.
+        """Returns the log-probability of every local row's next token, 0 at the last of a sequence: (rows,) float32.
 
         input_ids: (rows,) of this rank. inputs: what the model takes beside: pixel_values with image_grid_thw,
         pixel_values_videos with video_grid_thw, or mm_encoder_outputs with the grids, all of the whole batch, in its
@@ -101,7 +103,8 @@ class Part:
                     tokens -= int(grid[end].prod()) // merge**2
                     end += 1
                 if tokens != 0:
-                    raise cpx.Error(_where, name, "grids of as many rows as placeholders in each sequence", f"{-tokens} more")
+                    expected = "grids of as many rows as placeholders in each sequence"
+                    raise cpx.Error(_where, name, expected, f"{-tokens} more")
                 own[name] = grid[begin[name] : end] if end > begin[name] else None
                 begin[name] = end
             positions, _ = self.model.model.get_rope_index(whole[None, first:last], types[None, first:last], **own)
@@ -138,7 +141,8 @@ class Part:
     def attention(self, module, query, key, value, scaling, dropout, window):
         """Causal attention of the local rows to the keys of all ranks; (1, heads, rows, dim) each."""
         if dropout or window is not None:
-            raise cpx.Error(_where, "attention", "no dropout and no sliding window", f"dropout {dropout}, window {window}")
+            got = f"dropout {dropout}, window {window}"
+            raise cpx.Error(_where, "attention", "no dropout and no sliding window", got)
         pair = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # rows, 2, heads, dim
         keys, values = move(pair, self.sharding, self.everything, self.comm).permute(1, 2, 0, 3)
         outs = []
@@ -193,7 +197,9 @@ def _linear_attention(part, layer):
     return forward
 
 
-_gated_delta_net = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
+_gated_delta_net = (
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj"
+)
 
 
 @contextlib.contextmanager
@@ -216,12 +222,14 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
         if name.endswith("GatedDeltaNet"):
             missing = [n for n in _gated_delta_net if not hasattr(module, n)]
             if missing or module.activation not in ("silu", "swish"):
-                raise cpx.Error(_where, name, "the projections and silu of Qwen3.5", ", ".join(missing) or module.activation)
+                got = "none of " + ", ".join(missing) if missing else module.activation
+                raise cpx.Error(_where, name, "the projections and silu of Qwen3.5", got)
             nets.append(module)
         elif hasattr(module, "q_proj"):
             attentions.append(module)
     if not attentions and not nets:
-        raise cpx.Error(_where, "model", "one with attention of transformers' Qwen3.5 or Qwen3-VL", type(model).__name__)
+        expected = "one with attention of transformers' Qwen3.5 or Qwen3-VL"
+        raise cpx.Error(_where, "model", expected, type(model).__name__)
     config = language.config
     before = config._attn_implementation
     try:

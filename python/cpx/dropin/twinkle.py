@@ -25,7 +25,8 @@ def _comm(where, sequence_parallel):
 def _move(where, tensors, comm, to_heads):
     for x in tensors:
         if x.dim() != 4 or to_heads and x.shape[2] % comm.ranks:
-            raise cpx.Error(where, "shape", f"(batch, tokens, heads, dim), heads a multiple of {comm.ranks}", tuple(x.shape))
+            expected = f"(batch, tokens, heads, dim), heads a multiple of {comm.ranks}"
+            raise cpx.Error(where, "shape", expected, tuple(x.shape))
     count, tokens = tensors[0].shape[:2]
     shares, all_tokens = (1, tokens * comm.ranks) if to_heads else (comm.ranks, tokens)
     sections = tuple((x.shape[2] * shares, count * x.shape[3]) for x in tensors)  # a head's elements of all rows

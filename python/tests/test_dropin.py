@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-ins for trainers against what their peers define, on ranks that are threads."""
+
+import math
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cpx
+
+pytest.importorskip("cpx.torch")
+from cpx.dropin import fla, megatron, miles, twinkle
+
+batches = [(0, 8, 20), (0, 30, 50, 86), (0, 6, 16, 17), (0, 40, 40, 45), (0, 3)]
+# Multiples of what miles divides by, and a tail of padding that lies one rank's behind another's.
+padded = {1: (0, 5, 14), 2: (0, 12, 32, 38), 3: (0, 18, 48, 57), 4: (0, 24, 64, 76)}
+
+
+def rows_of(cu, width=3, seed=0):
+    return torch.randn((cu[-1], width), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def own(sharding, rank):
+    return torch.from_numpy(sharding.global_rows(rank))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_miles_rows_become_equal_parts_of_the_packed_batch_and_back(ranks):
+    cu = padded[ranks]
+    whole, upstream = rows_of(cu), rows_of(cu, seed=1)
+
+    def mine(rank):  # the peer's rule, written without a layout
+        rows = []
+        for first, last in zip(cu, cu[1:]):
+            n = last - first
+            if n % (2 * ranks) == 0:
+                half = n // (2 * ranks)
+                begins = (first + rank * half, first + (2 * ranks - 1 - rank) * half)
+                rows += [b + i for b in begins for i in range(half)]
+            else:
+                rows += [first + rank * (n // ranks) + i for i in range(n // ranks)]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def program(comm):
+        x = whole[mine(comm.rank)][:, None].requires_grad_()  # rows, batch, hidden
+        group = (torch.tensor(cu, dtype=torch.int32), comm, comm.rank, ranks)
+        y = miles.zigzag_to_packed_shard(x, *group)
+        each = cu[-1] // ranks
+        part = slice(comm.rank * each, (comm.rank + 1) * each)
+        assert torch.equal(y[:, 0], whole[part])
+        back = miles.packed_shard_to_zigzag(y, *group)
+        assert torch.equal(back, x)
+        y.backward(upstream[part][:, None])
+        assert torch.equal(x.grad[:, 0], upstream[mine(comm.rank)])
+
+    cpx.run(ranks, program)
+
+
+def test_a_whole_row_is_put_together_of_all_ranks_rows():
+    cu = [0, 8, 24, 24, 28]
+    whole = torch.arange(28)
+    rows = []
+    for rank in range(2):
+        cuts = [whole[a:b] for a, b in zip(cu, cu[1:])]
+        rows.append(torch.cat([miles.natural_to_zigzag_slice(x, 2, rank, dim=0) for x in cuts]))
+    assert rows[0].tolist()[:6] == [0, 1, 6, 7, 8, 9]
+    assert torch.equal(miles.reassemble_full_row(rows, cu, 2), whole)
+    assert miles.reassemble_full_row([rows[0][:3]] * 2, [0, 6], 2) is None
+    table = torch.arange(24).view(3, 8)
+    assert miles.natural_to_zigzag_slice(table, 2, 1, dim=1)[0].tolist() == [2, 3, 4, 5]
+
+
+def test_miles_group_is_the_one_it_says():
+    with pytest.raises(cpx.Error, match="cp_rank and cp_size: expected 0, 1 of the group, got 0, 2"):
+        cpx.run(1, lambda comm: miles.zigzag_to_packed_shard(torch.zeros(8, 1), [0, 8], comm, 0, 2))
+
+
+def reference_convolution(x, weight, bias, cu):
+    taps = weight.shape[1]
+    history = x.new_zeros(taps - 1, x.shape[1])
+    parts = [torch.cat([history, x[a:b]]).unfold(0, taps, 1) for a, b in zip(cu, cu[1:]) if a < b]
+    return torch.nn.functional.silu((torch.cat(parts) * weight).sum(-1) + bias)
+
+
+def reference_rule(q, k, v, g, beta, cu):
+    """The recurrence, token by token."""
+    groups, scale, out = v.shape[1] // q.shape[1], 1 / math.sqrt(q.shape[2]), []
+    q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+    for first, last in zip(cu, cu[1:]):
+        state = v.new_zeros(v.shape[1], q.shape[2], v.shape[2])
+        for t in range(first, last):
+            state = state * g[t].exp()[:, None, None]
+            error = (v[t] - torch.einsum("hkv,hk->hv", state, k[t])) * beta[t, :, None]
+            state = state + k[t, :, :, None] * error[:, None]
+            out.append(scale * torch.einsum("hkv,hk->hv", state, q[t]))
+    return torch.stack(out)
+
+
+def fla_inputs(tokens):
+    draw = lambda *shape: torch.randn(*shape, generator=made, dtype=torch.float64)
+    made = torch.Generator().manual_seed(3)
+    q, k = (torch.nn.functional.normalize(draw(tokens, 2, 4), dim=-1) for _ in range(2))
+    return q, k, draw(tokens, 4, 3), -draw(tokens, 4).exp(), draw(tokens, 4).sigmoid()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("cu", batches)
+def test_fla_convolution_and_delta_rule_are_those_of_the_whole_batch(cu, ranks):
+    tokens = cu[-1]
+    x, weight, bias, up = rows_of(cu, 6), rows_of((0, 6), 4, 1), rows_of((0, 6), 1, 2)[:, 0], rows_of(cu, 6, 4)
+    whole = [y.requires_grad_() for y in (x, weight, bias)]
+    wanted = reference_convolution(*whole, cu)
+    d_wanted = torch.autograd.grad(wanted, whole, up)
+    inputs = [y.requires_grad_() for y in fla_inputs(tokens)]
+    o = reference_rule(*inputs, cu)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(9), dtype=o.dtype)
+    d_inputs = torch.autograd.grad(o, inputs, do)
+
+    def program(comm):
+        context = fla.build_cp_context(torch.tensor(cu), comm, conv1d_kernel_size=4)
+        rows = own(context.sharding, comm.rank)
+        mine, w, b = (y.detach().clone().requires_grad_() for y in (x[rows][None], weight, bias))
+        y, state = fla.causal_conv1d(mine, w, b, activation="swish", cp_context=context)
+        assert state is None
+        torch.testing.assert_close(y[0], wanted[rows], rtol=1e-9, atol=1e-12)
+        d_mine, d_w, d_b = torch.autograd.grad(y, (mine, w, b), up[rows][None])
+        torch.testing.assert_close(d_mine[0], d_wanted[0][rows], rtol=1e-9, atol=1e-12)
+        local = [t.detach()[rows][None].requires_grad_() for t in inputs]
+        got, state = fla.chunk_gated_delta_rule(*local, cp_context=context)
+        assert state is None
+        torch.testing.assert_close(got[0], o[rows], rtol=1e-9, atol=1e-12)
+        for name, found, right in zip("qkvgb", torch.autograd.grad(got, local, do[rows][None]), d_inputs):
+            torch.testing.assert_close(found[0], right[rows], rtol=1e-8, atol=1e-10, msg=lambda m: f"d{name}: {m}")
+        return d_w, d_b
+
+    for found, right in zip((sum(d) for d in zip(*cpx.run(ranks, program))), d_wanted[1:]):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+
+
+def test_fla_gates_are_computed_where_it_says_so():
+    q, k, v, g, beta = (x.float()[None] for x in fla_inputs(12))
+    a_log, bias = torch.linspace(-1, 1, 4), torch.linspace(0, 1, 4)
+
+    def program(comm):
+        context = fla.build_cp_context(torch.tensor([0, 12]), comm)
+        decay = -a_log.exp() * torch.nn.functional.softplus(g + bias)
+        raw, _ = fla.chunk_gated_delta_rule(
+            q, k, v, g, beta, use_gate_in_kernel=True, A_log=a_log, dt_bias=bias, use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=True, cp_context=context,
+        )
+        made, _ = fla.chunk_gated_delta_rule(q, k, v, decay, 2 * beta.sigmoid(), cp_context=context)
+        torch.testing.assert_close(raw, made)
+        half, _ = fla.chunk_gated_delta_rule(*(x.bfloat16() for x in (q, k, v, g, beta)), cp_context=context)
+        assert half.dtype == torch.bfloat16
+
+    cpx.run(1, program)
+
+
+@pytest.mark.parametrize(
+    "cu, ranks, rank, local, before, behind, tokens",
+    [
+        ([0, 8, 20], 2, 0, [0, 8, 10], 0, 1, 0),
+        ([0, 8, 20], 2, 1, [0, 10], 1, 0, 2),
+        ([0, 5, 12], 3, 1, [0, 1, 4], 1, 1, 4),
+        ([0, 700, 1024], 4, 2, [0, 188, 256], 2, 1, 512),
+        ([0, 257, 258, 511, 768, 769, 1022, 1024], 4, 1, [0, 1, 2, 255, 256], 1, 1, 256),
+    ],
+)
+def test_fla_context_says_what_the_peers_says(cu, ranks, rank, local, before, behind, tokens):
+    context = fla.get_cp_cu_seqlens(torch.tensor(cu), world_size=ranks, rank=rank)
+    assert context.cu_seqlens.tolist() == local and context.cu_seqlens.dtype == torch.int32
+    assert (context.pre_num_ranks, context.post_num_ranks, context.pre_num_conv_tokens) == (before, behind, tokens)
+    assert context.is_first_rank == (before == 0) and context.is_last_rank == (behind == 0)
+
+
+def test_fla_refuses_states_and_batches_by_name():
+    def program(comm):
+        context = fla.build_cp_context([0, 12], comm)
+        inputs = [x[None] for x in fla_inputs(12)]
+        with pytest.raises(cpx.Error, match="chunk_gated_delta_rule: states"):
+            fla.chunk_gated_delta_rule(*inputs, output_final_state=True, cp_context=context)
+        with pytest.raises(cpx.Error, match="causal_conv1d: shape"):
+            fla.causal_conv1d(torch.zeros(2, 6, 4), torch.zeros(4, 4), cp_context=context)
+        alone = fla.get_cp_cu_seqlens([0, 12], world_size=1, rank=0)
+        with pytest.raises(cpx.Error, match="cp_context: expected one of a group"):
+            fla.causal_conv1d(torch.zeros(1, 12, 4), torch.zeros(4, 4), cp_context=alone)
+
+    cpx.run(1, program)
+
+
+sections = (8, 8, 4, 16, 32, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("cu", [(0, 32, 64), (0, 16, 48, 80), (0, 5, 19)])
+def test_megatron_exchanges_all_sections_of_a_packed_batch_at_once(cu, ranks):
+    whole = rows_of(cu, sum(sections))[:, None]
+    zigzag = cpx.shard(cpx.thd(list(cu)), cpx.zigzag(ranks))
+    params = types.SimpleNamespace(qkv_format="thd")
+
+    def program(comm):
+        x = whole[own(zigzag, comm.rank)].requires_grad_()
+        y, back = megatron.a2a_cp_to_hp(x, sections, ranks, comm, torch.tensor(cu), cu[-1], params)
+        share = [p.chunk(ranks, -1)[comm.rank] for p in whole.split(sections, -1)]
+        wanted = whole[own(zigzag, 0)] if ranks == 1 else torch.cat(share, -1)  # of one rank the peer moves nothing
+        assert torch.equal(y, wanted)
+        v = share[3].clone().requires_grad_()
+        norm = megatron.a2a_hp_to_cp(v, ranks, comm, params, back)
+        assert torch.equal(norm, x[..., 20:36])
+        norm.backward(whole[own(zigzag, comm.rank)][..., 20:36])
+        assert torch.equal(v.grad, share[3])
+        y.backward(y.detach())
+        assert torch.equal(x.grad, x)
+
+    cpx.run(ranks, program)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_megatron_rows_of_one_length_keep_their_batch(balanced):
+    whole = rows_of((0, 12), 2 * 24).view(12, 2, 24)
+    layout = cpx.zigzag(2) if balanced else cpx.sequential(2)
+    sharding = cpx.shard(cpx.thd([0, 12]), layout)
+
+    def program(comm):
+        x = whole[own(sharding, comm.rank)]
+        y = megatron.tensor_a2a_cp2hp(x, 0, -1, comm, [8, 16], undo_attention_load_balancing=balanced)
+        share = torch.cat([p.chunk(2, -1)[comm.rank] for p in whole.split([8, 16], -1)], -1)
+        assert torch.equal(y, share)
+        z = megatron.tensor_a2a_hp2cp(y, 0, -1, comm, [4, 8], redo_attention_load_balancing=balanced)
+        assert torch.equal(z, x)
+        with pytest.raises(cpx.Error, match=r"tensor_a2a_cp2hp: sections: expected multiples of 2 ranks, got \[9\]"):
+            megatron.tensor_a2a_cp2hp(x[..., :9], 0, -1, comm)
+        with pytest.raises(cpx.Error, match="seq_dim, head_dim"):
+            megatron.tensor_a2a_cp2hp(x, 1, -1, comm)
+
+    cpx.run(2, program)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_twinkle_heads_of_several_tensors_come_in_one_exchange(ranks):
+    tokens = 4 * ranks
+    draw = torch.Generator().manual_seed(1)
+    whole = [torch.randn(2, tokens, h, d, generator=draw) for h, d in ((4, 3), (4, 3), (8, 2), (8, 1))]
+
+    def program(comm):
+        context = types.SimpleNamespace(sp_world_size=ranks, rp_world_size=1, _sp_group=comm)
+        part = slice(4 * comm.rank, 4 * comm.rank + 4)
+        mine = [x[:, part].clone().requires_grad_() for x in whole]
+        heads = twinkle.seq_to_head_shards(mine, context)
+        for x, y, z in zip(whole, mine, heads):
+            assert torch.equal(z, x.chunk(ranks, 2)[comm.rank])
+            assert torch.equal(z, twinkle.seq_to_head_shard(y, context))
+            back = twinkle.head_to_seq_shard(z, context)
+            assert torch.equal(back, y)
+            back.backward(2 * y.detach())
+            assert torch.equal(y.grad, 2 * y)
+
+    cpx.run(ranks, program)
+
+
+def test_twinkle_wants_heads_for_every_rank_and_no_ring():
+    def program(comm):
+        context = types.SimpleNamespace(sp_world_size=2, rp_world_size=1, _sp_group=comm)
+        with pytest.raises(cpx.Error, match="heads a multiple of 2"):
+            twinkle.seq_to_head_shard(torch.zeros(1, 4, 3, 2), context)
+        context.rp_world_size = 2
+        with pytest.raises(cpx.Error, match="rp_world_size: expected 1"):
+            twinkle.seq_to_head_shard(torch.zeros(1, 4, 4, 2), context)
+
+    cpx.run(2, program)
