@@ -52,6 +52,7 @@ def in_threads(ranks, program):
     """Runs program(rank) on as many threads, each a rank of a process group of threads and of one of cpx."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+    torch.set_num_threads(1)  # each rank would have as many of its own, and they wait for each other spinning
     store, found = dist.HashStore(), cpx.torch.communicator
     threaded._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
