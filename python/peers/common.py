@@ -113,7 +113,8 @@ class _Put:
         if report.skipped:
             reason = report.longrepr[2]
         elif report.failed:
-            reason = str(report.longrepr).strip().split("\n")[-1]
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message.split("\n")[0] if crash else str(report.longrepr).strip().split("\n")[-1]
             otherwise = next((why for begin, why in self.differs.items() if begin in name), None)
             if otherwise:
                 outcome, reason = "differs", otherwise

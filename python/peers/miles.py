@@ -4,11 +4,14 @@
     python3 python/peers/miles.py CHECKOUT
 
 and compares the relayout with miles' own functions, in bits, on every rank, with its gradient. Megatron-LM is not
-needed: what miles imports of it is empty.
+needed: what miles imports of it is empty. Between GPUs, the test of the relayout alone:
+
+    torchrun --nproc-per-node 2 python/peers/miles.py CHECKOUT
 """
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 
@@ -87,6 +90,8 @@ if __name__ == "__main__":
     sys.modules["miles_plugins.models.qwen3_vl"] = stand_in(
         _reassemble_full_row=dropin.reassemble_full_row, _natural_to_zigzag_slice=dropin.natural_to_zigzag_slice
     )
+    if "RANK" in os.environ:
+        sys.exit(common.load(checkout / relayout_test, "peer_relayout").main())
     failed = 0
     for ranks in (2, 4):
         failed += common.report(f"{relayout_test} of {ranks} ranks", lambda: relayout(ranks))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-ins for trainers against what their peers define, on ranks that are threads."""
 
+import importlib
 import math
+import pathlib
+import re
 import types
 
 import pytest
@@ -13,6 +16,7 @@ import cpx
 pytest.importorskip("cpx.torch")
 from cpx.dropin import fla, megatron, miles, twinkle
 
+page = pathlib.Path(__file__).parents[2] / "docs" / "trainers.md"
 batches = [(0, 8, 20), (0, 30, 50, 86), (0, 6, 16, 17), (0, 40, 40, 45), (0, 3)]
 # Multiples of what miles divides by, and a tail of padding that lies one rank's behind another's.
 padded = {1: (0, 5, 14), 2: (0, 12, 32, 38), 3: (0, 18, 48, 57), 4: (0, 24, 64, 76)}
@@ -270,3 +274,13 @@ def test_twinkle_wants_heads_for_every_rank_and_no_ring():
             twinkle.seq_to_head_shard(torch.zeros(1, 4, 4, 2), context)
 
     cpx.run(2, program)
+
+
+def test_every_import_on_the_page_for_trainers_is_there():
+    imports = re.findall(r"^from (cpx\.dropin\.\w+) import ([^#\n]*)", page.read_text(), re.MULTILINE)
+    assert {module for module, _ in imports} >= {f"cpx.dropin.{n}" for n in ("miles", "fla", "megatron", "twinkle")}
+    for module, names in imports:
+        if module.endswith("transformers"):
+            pytest.importorskip("transformers")
+        for name in names.split(","):
+            assert callable(getattr(importlib.import_module(module), name.split(" as ")[0].strip()))

@@ -15,6 +15,7 @@ backward, the model is this rank's; behind it, it is as it was.
 import contextlib
 import copy
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -43,11 +44,13 @@ class Part:
         self.rows = self._tensor(self.sharding.global_rows(rank))
         self.offsets = [batch.offset(s) for s in range(batch.sequences + 1)]
         counted = cpx.unpadded(batch).batch
-        valid = [counted.length(s) for s in range(batch.sequences)]
-        self.predicted = sum(max(length - 1, 0) for length in valid)
-        self.segments = self.sharding.segments(rank).tolist()
-        known = [row + i for s, token, row, count in self.segments for i in range(min(count, valid[s] - 1 - token))]
-        self.known = torch.tensor(known, dtype=torch.int64, device=self.device)  # local rows whose next token is known
+        valid = numpy.array([counted.length(s) for s in range(batch.sequences)], numpy.int64)
+        self.predicted = int((valid - 1).clip(0).sum())
+        segments = self.sharding.segments(rank)
+        self.segments = segments.tolist()
+        length = numpy.repeat(valid[segments[:, 0]], segments[:, 3])  # of the sequence of each local row
+        known = numpy.nonzero(self.sharding.positions(rank) + 1 < length)[0]
+        self.known = self._tensor(known)  # local rows whose next token is known
         self.everything = cpx.replicated(comm.ranks, batch)
         if linear not in ("sequential", "in_place"):
             raise cpx.Error(_where, "linear", '"sequential" or "in_place"', repr(linear))
