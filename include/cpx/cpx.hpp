@@ -4,6 +4,7 @@
 
 #include <cpx/core/activation.hpp>
 #include <cpx/core/config.hpp> // version
+#include <cpx/core/element.hpp>
 #include <cpx/core/element_name.hpp>
 #include <cpx/core/elements.hpp>
 #include <cpx/core/error.hpp>

@@ -235,6 +235,96 @@ inline void require_activation(char const* where, activation act, caller here) {
 
 } // namespace cpx
 
+// cpx/core/refused.hpp
+// How a call that fits no function is refused in one sentence.
+
+// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
+// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
+namespace cpx::detail {
+
+/// A parameter that takes any argument, lists in braces too, where no other overload does.
+struct any {
+    any() = default;
+    template <class X>
+    constexpr any(X const&) {}
+    constexpr any(std::initializer_list<any>) {}
+};
+
+/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
+struct refused {
+    int const* begin() const { return nullptr; }
+    int const* end() const { return nullptr; }
+    template <class... X>
+    refused operator()(X const&...) const {
+        return {};
+    }
+    template <class X>
+    refused& operator=(X const&) {
+        return *this;
+    }
+};
+
+/// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
+///
+/// For functions of rows, which any argument would fit no worse than the function itself: rows of T become rows of
+/// T const.
+template <class F, class... X>
+inline constexpr bool takes = false;
+template <class... P, class... X>
+inline constexpr bool takes<void(P...), X...> =
+    std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
+
+/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
+template <class X>
+inline constexpr bool never = std::same_as<X, refused>;
+
+} // namespace cpx::detail
+
+// cpx/core/element.hpp
+// What tensors are made of.
+
+namespace cpx {
+
+/// An element of a tensor, which ranks send each other as bytes: a number, or a struct of numbers.
+///
+/// Not bool: a vector of them has no address to send from, and other bytes than 0 and 1 are none.
+template <class T>
+concept element = std::is_object_v<T> && !std::is_array_v<T> && std::same_as<T, std::remove_cv_t<T>> &&
+                  !std::same_as<T, bool> && std::is_trivially_copyable_v<T> && std::is_default_constructible_v<T>;
+
+namespace detail {
+
+/// Stands for elements that are not told.
+struct untold {
+    untold() = delete;
+};
+
+/// Whether T is an element. Says what one is, unless it is.
+template <class T>
+struct checked_element {
+    static constexpr bool value = element<T>, told = !std::same_as<T, untold>;
+    static_assert(value || !told,
+                  "cpx: an element of a tensor is sent as bytes: a number or a struct of numbers, trivially copyable and "
+                  "default constructible, not const; instead of bool take unsigned char");
+    static_assert(told, "cpx: a tensor cannot tell its elements from these; write make_tensor<float>(sharding, rank, "
+                        "width), and of a movement make_movement<float>(from, to, width, capacity, comm)");
+};
+
+/// The elements of what stands in place of a class that has refused T, so that nothing more is said of it.
+template <class T>
+struct stand_in {
+    using type = std::conditional_t<std::same_as<std::remove_cv_t<T>, bool>, unsigned char, refused>;
+};
+template <class T>
+    requires element<std::remove_cvref_t<T>>
+struct stand_in<T> {
+    using type = std::remove_cvref_t<T>;
+};
+
+} // namespace detail
+
+} // namespace cpx
+
 // cpx/core/element_name.hpp
 // The name by which ranks agree on the type of what they exchange.
 
@@ -466,47 +556,6 @@ void for_each_element(host_memory, index_t count, index_t width, F const& f, cal
 }
 
 } // namespace cpx
-
-// cpx/core/refused.hpp
-// How a call that fits no function is refused in one sentence.
-
-// Beside what can be called stands an overload `template <class X> f(X const&, any = {}, ...)` that any call fits, but
-// no better than the function itself. It asserts `never<X>`: name, what is wanted, how to get it.
-namespace cpx::detail {
-
-/// A parameter that takes any argument, lists in braces too, where no other overload does.
-struct any {
-    any() = default;
-    template <class X>
-    constexpr any(X const&) {}
-    constexpr any(std::initializer_list<any>) {}
-};
-
-/// The result of a call that has been refused. Loops over it and calls of it are no second mistake.
-struct refused {
-    int const* begin() const { return nullptr; }
-    int const* end() const { return nullptr; }
-    template <class... X>
-    refused operator()(X const&...) const {
-        return {};
-    }
-};
-
-/// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.
-///
-/// For functions of rows, which any argument would fit no worse than the function itself: rows of T become rows of
-/// T const.
-template <class F, class... X>
-inline constexpr bool takes = false;
-template <class... P, class... X>
-inline constexpr bool takes<void(P...), X...> =
-    std::is_invocable_v<void (*)(P...), X...> || std::is_invocable_v<void (*)(P..., caller), X...>;
-
-/// False, but only where the template that asserts it is used. Of what has been refused before, nothing more is said.
-template <class X>
-inline constexpr bool never = std::same_as<X, refused>;
-
-} // namespace cpx::detail
 
 // cpx/core/extent.hpp
 // A size that is known at compile time or only at run time, under one name.
@@ -3018,6 +3067,19 @@ private:
     [[no_unique_address]] M memory_;
     typename M::template block<T> values_;
 };
+
+/// Says what elements are, and holds others in their place.
+template <class T, any_sharding S, any_memory M>
+    requires(!element<T>)
+class tensor<T, S, M> : public tensor<typename detail::stand_in<T>::type, S, M> {
+public:
+    static_assert(detail::checked_element<T>::value || true);
+    template <class... X>
+    tensor(X const&...) : tensor<typename detail::stand_in<T>::type, S, M>(detail::refused()) {}
+};
+template <class X>
+tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> tensor<detail::untold, sharding<sequential<1>>>;
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`; of another memory than the
 /// host's if it is given one.
@@ -6698,16 +6760,18 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
 /// `by`: the function whose exchange it is, which errors name, and other ranks, too.
 template <class A, class B, class Comm>
 void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
-    require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
-    check_buffer(by, "source", from, p.source_rows, p.source_width, here);
-    check_buffer(by, "target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
-            here);
-    require_apart(by, {{"target", to}}, {{"source", from}}, here);
-    constexpr bool addable = requires(B sum, B const term) { sum += term; };
-    require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
-            "a type with +=", std::string(type_name<B>()), here);
-    run_plan(p, from, to, comm, here, by);
+    if constexpr (checked_element<B>::value) {
+        require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
+        check_buffer(by, "source", from, p.source_rows, p.source_width, here);
+        check_buffer(by, "target", to, p.target_rows, p.target_width, here);
+        require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
+                here);
+        require_apart(by, {{"target", to}}, {{"source", from}}, here);
+        constexpr bool addable = requires(B sum, B const term) { sum += term; };
+        require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
+                "a type with +=", std::string(type_name<B>()), here);
+        run_plan(p, from, to, comm, here, by);
+    }
 }
 
 } // namespace detail
@@ -6726,7 +6790,8 @@ void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     constexpr bool fits = elements_of<A, B>;
     static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
                         "the elements of the source");
-    if constexpr (fits) detail::exchange_rows(p, from, to, comm, here);
+    if constexpr (fits)
+        if constexpr (detail::checked_element<B>::value) detail::exchange_rows(p, from, to, comm, here);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded, and in which memory; otherwise as above.
@@ -6747,7 +6812,7 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
     static_assert(!writes || there,
                   "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
                   "with make_tensor<T>(sharding, comm, width)");
-    if constexpr (source && target && writes && there) {
+    if constexpr (source && target && writes && there && detail::checked_element<element_of<X>>::value) {
         auto const x = from.view();
         auto const y = to.view();
         detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
@@ -6765,7 +6830,7 @@ tensor<element_of<X>, To, memory_of<X>> exchange(relayout_plan<From, To> const& 
                                                  caller here = caller::here()) {
     index_t const width = p.target_width ? p.target_width : from.view().data().width();
     tensor<element_of<X>, To, memory_of<X>> to(p.to, p.rank, width, from.view().memory(), here);
-    exchange(p, from, to, comm, here);
+    if constexpr (element<element_of<X>>) exchange(p, from, to, comm, here);
     return to;
 }
 
@@ -7109,6 +7174,15 @@ private:
     capacity most_;
     rank_memory_of<Comm> memory_;
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;
+};
+
+/// Says what elements are, and moves others in their place.
+template <class T, class Plan, any_transport Comm>
+    requires(!element<T>)
+class movement<T, Plan, Comm> : public movement<typename detail::stand_in<T>::type, Plan, Comm> {
+public:
+    static_assert(detail::checked_element<T>::value || true);
+    using movement<typename detail::stand_in<T>::type, Plan, Comm>::movement;
 };
 
 /// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it

@@ -29,6 +29,10 @@ struct refused {
     refused operator()(X const&...) const {
         return {};
     }
+    template <class X>
+    refused& operator=(X const&) {
+        return *this;
+    }
 };
 
 /// Whether a function of these parameters, and perhaps a `caller`, takes arguments X.

@@ -2,6 +2,7 @@
 // One rank's rows of a sharded tensor, with their memory.
 #pragma once
 
+#include <cpx/core/element.hpp>
 #include <cpx/layout/sharded.hpp>
 
 #include <span>
@@ -143,6 +144,19 @@ private:
     [[no_unique_address]] M memory_;
     typename M::template block<T> values_;
 };
+
+/// Says what elements are, and holds others in their place.
+template <class T, any_sharding S, any_memory M>
+    requires(!element<T>)
+class tensor<T, S, M> : public tensor<typename detail::stand_in<T>::type, S, M> {
+public:
+    static_assert(detail::checked_element<T>::value || true);
+    template <class... X>
+    tensor(X const&...) : tensor<typename detail::stand_in<T>::type, S, M>(detail::refused()) {}
+};
+template <class X>
+tensor(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> tensor<detail::untold, sharding<sequential<1>>>;
 
 /// Returns a tensor of zeros of any sharding: `make_tensor<float>(sharding, rank, width)`; of another memory than the
 /// host's if it is given one.

@@ -130,16 +130,18 @@ void run_plan(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, 
 /// `by`: the function whose exchange it is, which errors name, and other ranks, too.
 template <class A, class B, class Comm>
 void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
-    require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
-    check_buffer(by, "source", from, p.source_rows, p.source_width, here);
-    check_buffer(by, "target", to, p.target_rows, p.target_width, here);
-    require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
-            here);
-    require_apart(by, {{"target", to}}, {{"source", from}}, here);
-    constexpr bool addable = requires(B sum, B const term) { sum += term; };
-    require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
-            "a type with +=", std::string(type_name<B>()), here);
-    run_plan(p, from, to, comm, here, by);
+    if constexpr (checked_element<B>::value) {
+        require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
+        check_buffer(by, "source", from, p.source_rows, p.source_width, here);
+        check_buffer(by, "target", to, p.target_rows, p.target_width, here);
+        require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
+                here);
+        require_apart(by, {{"target", to}}, {{"source", from}}, here);
+        constexpr bool addable = requires(B sum, B const term) { sum += term; };
+        require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
+                "a type with +=", std::string(type_name<B>()), here);
+        run_plan(p, from, to, comm, here, by);
+    }
 }
 
 } // namespace detail
@@ -158,7 +160,8 @@ void exchange(Plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here =
     constexpr bool fits = elements_of<A, B>;
     static_assert(fits, "cpx: exchange between elements of two types, or into elements that are const; give the target "
                         "the elements of the source");
-    if constexpr (fits) detail::exchange_rows(p, from, to, comm, here);
+    if constexpr (fits)
+        if constexpr (detail::checked_element<B>::value) detail::exchange_rows(p, from, to, comm, here);
 }
 
 /// Runs a relayout between tensors whose types say how they are sharded, and in which memory; otherwise as above.
@@ -179,7 +182,7 @@ void exchange(relayout_plan<From, To> const& p, X const& from, Y&& to, Comm& com
     static_assert(!writes || there,
                   "cpx: exchange of tensors in another memory than that of the transport's ranks; make them "
                   "with make_tensor<T>(sharding, comm, width)");
-    if constexpr (source && target && writes && there) {
+    if constexpr (source && target && writes && there && detail::checked_element<element_of<X>>::value) {
         auto const x = from.view();
         auto const y = to.view();
         detail::require_place("exchange", "the source", x, p.from, p.rank, "the plan's", here);
@@ -197,7 +200,7 @@ tensor<element_of<X>, To, memory_of<X>> exchange(relayout_plan<From, To> const& 
                                                  caller here = caller::here()) {
     index_t const width = p.target_width ? p.target_width : from.view().data().width();
     tensor<element_of<X>, To, memory_of<X>> to(p.to, p.rank, width, from.view().memory(), here);
-    exchange(p, from, to, comm, here);
+    if constexpr (element<element_of<X>>) exchange(p, from, to, comm, here);
     return to;
 }
 

@@ -325,6 +325,15 @@ private:
     typename detail::prepared_by<T, Plan, Comm>::type prepared_;
 };
 
+/// Says what elements are, and moves others in their place.
+template <class T, class Plan, any_transport Comm>
+    requires(!element<T>)
+class movement<T, Plan, Comm> : public movement<typename detail::stand_in<T>::type, Plan, Comm> {
+public:
+    static_assert(detail::checked_element<T>::value || true);
+    using movement<typename detail::stand_in<T>::type, Plan, Comm>::movement;
+};
+
 /// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
 /// has returned or one of them is called: where a pair of layers wants several, that saves the host a launch for each.
 template <class Comm, class F>
