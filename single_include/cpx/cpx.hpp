@@ -287,7 +287,8 @@ namespace cpx {
 
 /// An element of a tensor, which ranks send each other as bytes: a number, or a struct of numbers.
 ///
-/// Not bool: a vector of them has no address to send from, and other bytes than 0 and 1 are none.
+/// Not bool: a vector of them has no address to send from, and other bytes than 0 and 1 are none. CUDA's `__half2` has
+/// copies of its own; its numbers, `__half`, are elements.
 template <class T>
 concept element = std::is_object_v<T> && !std::is_array_v<T> && std::same_as<T, std::remove_cv_t<T>> &&
                   !std::same_as<T, bool> && std::is_trivially_copyable_v<T> && std::is_default_constructible_v<T>;
@@ -303,11 +304,11 @@ struct untold {
 template <class T>
 struct checked_element {
     static constexpr bool value = element<T>, told = !std::same_as<T, untold>;
-    static_assert(value || !told,
-                  "cpx: an element of a tensor is sent as bytes: a number or a struct of numbers, trivially copyable and "
-                  "default constructible, not const; instead of bool take unsigned char");
-    static_assert(told, "cpx: a tensor cannot tell its elements from these; write make_tensor<float>(sharding, rank, "
-                        "width), and of a movement make_movement<float>(from, to, width, capacity, comm)");
+    static_assert(
+        value || !told,
+        "cpx: an element of a tensor is sent as bytes: a number or a struct of numbers, trivially copyable and "
+        "default constructible, not const; instead of bool take unsigned char");
+    static_assert(told, "cpx: a tensor cannot tell its elements; write make_tensor<float>(sharding, rank, width)");
 };
 
 /// The elements of what stands in place of a class that has refused T, so that nothing more is said of it.
@@ -6269,8 +6270,8 @@ inline void copy(outgoing const& from, incoming const& to) {
 /// - No wait is without end: the call throws `cpx::error` when a rank that it waits for has failed, has left the group,
 ///   or does not come within a deadline. A rank whose program fails therefore tells the others, or is seen to be gone.
 ///   After an error targets hold anything, and the transport may stay broken: then every later call throws.
-/// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is empty at first and lives
-///   as long as the group.
+/// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is each rank's own. It is
+///   empty in every new group, lives as long as that, and keeps between calls what is put there.
 ///
 /// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
 /// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and
@@ -7184,6 +7185,19 @@ public:
     static_assert(detail::checked_element<T>::value || true);
     using movement<typename detail::stand_in<T>::type, Plan, Comm>::movement;
 };
+/// What a movement is deduced to be, which cannot tell its elements.
+template <class Untold>
+class movement<Untold, Untold, detail::no_transport> : public detail::refused {
+public:
+    static_assert(detail::never<Untold>,
+                  "cpx: a movement cannot tell its elements; write make_movement<float>(from, to, "
+                  "width, capacity, comm), or of a plan make_movement<float>(plan, width, ...)");
+    template <class... X>
+    movement(X const&...) {}
+};
+template <class X>
+movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> movement<detail::untold, detail::untold, detail::no_transport>;
 
 /// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
 /// has returned or one of them is called: where a pair of layers wants several, that saves the host a launch for each.

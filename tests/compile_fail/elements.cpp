@@ -2,6 +2,7 @@
 #include <cpx/cpx.hpp>
 
 #include <complex>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -86,6 +87,11 @@ void moves_references(cpx::threads& comm) {
     auto x = move.make_tensor(zigzag);
     move(x, x);
 }
-// expect: a tensor cannot tell its elements from these
+// expect: a tensor cannot tell its elements
 cpx::tensor const untold(zigzag, 0, 2);
+// expect: a movement cannot tell its elements
+void moves_untold(cpx::threads& comm) {
+    cpx::movement move(zigzag, zigzag, comm);
+    auto x = move(zigzag);
+}
 #endif

@@ -37,6 +37,7 @@ chrono chrono chrono_literals
 cctype isalnum isalpha isdigit isprint isspace tolower toupper
 cmath abs ceil copysign cos exp exp2 expm1 floor fma fmod hypot ilogb isfinite isinf isnan ldexp log log1p log2 lrint
 cmath nan nanf nextafter pow round signbit sin sqrt tan tanh
+complex complex
 compare partial_ordering strong_ordering
 concepts constructible_from convertible_to copy_constructible copyable default_initializable derived_from
 concepts equality_comparable floating_point integral invocable move_constructible predicate regular same_as
@@ -92,9 +93,9 @@ system_error errc error_code generic_category system_category system_error
 thread jthread this_thread thread
 tuple apply forward_as_tuple get ignore make_tuple tie tuple tuple_element_t tuple_size_v
 type_traits add_const_t common_type_t conditional_t decay_t enable_if_t false_type integral_constant invoke_result_t
-type_traits is_arithmetic_v is_base_of_v is_const_v is_constant_evaluated is_constructible_v is_convertible_v
+type_traits is_arithmetic_v is_array_v is_base_of_v is_const_v is_constant_evaluated is_constructible_v is_convertible_v
 type_traits is_class_v is_default_constructible_v is_empty_v is_enum_v is_floating_point_v is_integral_v is_invocable_v
-type_traits is_lvalue_reference_v
+type_traits is_lvalue_reference_v is_object_v
 type_traits is_nothrow_move_constructible_v is_pointer_v is_same is_same_v is_signed_v is_trivially_copyable_v
 type_traits is_unsigned_v is_void_v make_signed_t make_unsigned_t remove_const_t remove_cv_t remove_cvref_t
 type_traits remove_pointer_t remove_reference_t true_type type_identity type_identity_t underlying_type_t void_t

@@ -56,17 +56,23 @@ std::vector<std::string> errors(int ranks, std::chrono::milliseconds deadline, F
 
 bool holds(std::string const& text, std::string const& passage) { return text.find(passage) != std::string::npos; }
 
-enum class fault { deadline, no_ids, ids_of_agreements, byte };
+enum class fault { deadline, no_ids, ids_of_agreements, byte, forgets, one_forgets, outlives };
 
-/// Threads that wait too long, hide the ids of exchanges or which are agreements, or change a byte of what arrives.
+/// Threads that wait too long, hide the ids of exchanges or which are agreements, change a byte of what arrives, or
+/// whose `agreed()` is forgotten in calls, by all ranks or by one, or outlives the group.
 struct faulty_threads {
     cpx::threads& comm;
     fault what;
 
     int rank() const { return comm.rank(); }
     int ranks() const { return comm.ranks(); }
-    std::unordered_set<std::uint64_t>& agreed() { return comm.agreed(); }
+    std::unordered_set<std::uint64_t>& agreed() {
+        static std::array<std::unordered_set<std::uint64_t>, 3> of_process;
+        if (what == fault::outlives) return of_process.at(static_cast<std::size_t>(rank()));
+        return comm.agreed();
+    }
     void transfer(cpx::identity id, std::span<cpx::outgoing const> sends, std::span<cpx::incoming const> receives) {
+        if (what == fault::forgets || (what == fault::one_forgets && rank() == 0)) comm.agreed().clear();
         if (what == fault::no_ids) id = {};
         if (what == fault::ids_of_agreements) id[cpx::identity::agreement] = 0;
         comm.transfer(id, sends, receives);
@@ -276,11 +282,16 @@ TEST_SUITE("transport") {
         };
         CHECK(wrong_with(fault::no_ids) == "ranks in different exchanges are told so");
         CHECK(wrong_with(fault::ids_of_agreements) == "ranks whose plans differ can compare them");
+        std::string const kept = "agreed() is empty at first, is this rank's own, and keeps what is put there",
+                          anew = "agreed() is empty again in the next group";
+        CHECK(wrong_with(fault::forgets) == kept + "; " + anew);
+        CHECK(wrong_with(fault::one_forgets) == kept + "; " + anew + "; plans run there and back, and once more");
+        CHECK(wrong_with(fault::outlives) == anew);
         CHECK(wrong_with(fault::deadline) ==
               "a rank that does not come is an error within the deadline; which names it");
         CHECK(wrong_with(fault::byte)
-                  .starts_with("messages of any rows, columns and strides arrive, and nothing else is written; "
-                               "messages without bytes"));
+                  .find("messages of any rows, columns and strides arrive, and nothing else is written; "
+                        "messages without bytes") != std::string::npos);
     }
 
     TEST_CASE("the test of transports says so where no rank has run") {

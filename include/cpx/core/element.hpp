@@ -11,7 +11,8 @@ namespace cpx {
 
 /// An element of a tensor, which ranks send each other as bytes: a number, or a struct of numbers.
 ///
-/// Not bool: a vector of them has no address to send from, and other bytes than 0 and 1 are none.
+/// Not bool: a vector of them has no address to send from, and other bytes than 0 and 1 are none. CUDA's `__half2` has
+/// copies of its own; its numbers, `__half`, are elements.
 template <class T>
 concept element = std::is_object_v<T> && !std::is_array_v<T> && std::same_as<T, std::remove_cv_t<T>> &&
                   !std::same_as<T, bool> && std::is_trivially_copyable_v<T> && std::is_default_constructible_v<T>;
@@ -31,8 +32,7 @@ struct checked_element {
         value || !told,
         "cpx: an element of a tensor is sent as bytes: a number or a struct of numbers, trivially copyable and "
         "default constructible, not const; instead of bool take unsigned char");
-    static_assert(told, "cpx: a tensor cannot tell its elements from these; write make_tensor<float>(sharding, rank, "
-                        "width), and of a movement make_movement<float>(from, to, width, capacity, comm)");
+    static_assert(told, "cpx: a tensor cannot tell its elements; write make_tensor<float>(sharding, rank, width)");
 };
 
 /// The elements of what stands in place of a class that has refused T, so that nothing more is said of it.

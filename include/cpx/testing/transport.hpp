@@ -91,6 +91,19 @@ verdict without_barrier(Comm& comm) {
     return {};
 }
 
+/// Leaves a number of its own in `agreed()`, which must be there alone before a call and after it.
+template <class Comm>
+verdict keeps_agreed(Comm& comm) {
+    bool const fresh = comm.agreed().empty();
+    auto const own = static_cast<std::uint64_t>(comm.rank());
+    comm.agreed().insert(own);
+    auto const problem = transfer(comm, 0, [](int, int) { return bytes(8); });
+    if (!problem.empty()) return {problem, ""};
+    if (!fresh) return {"it is not empty in a new group", ""};
+    if (!comm.agreed().contains(own)) return {"it has lost in a call what was put there before", ""};
+    return {comm.agreed().size() == 1 ? "" : "it has what this rank has not put there", ""};
+}
+
 /// Runs plans there and back, some of which add.
 template <class Comm>
 verdict plans(Comm& comm) {
@@ -104,9 +117,11 @@ verdict plans(Comm& comm) {
     }();
     auto const returns = [&](auto const& b, index_t factor) {
         auto const there = relayout(a, b, comm.rank());
-        auto const y = exchange(there.transposed(), exchange(there, x, comm), comm);
-        for (index_t i = 0; i < x.data().count() * 6; ++i)
-            if (y.data().data()[i] != factor * x.data().data()[i]) return false;
+        for (int turn = 0; turn < 2; ++turn) { // what ranks have agreed on is not compared again
+            auto const y = exchange(there.transposed(), exchange(there, x, comm), comm);
+            for (index_t i = 0; i < x.data().count() * 6; ++i)
+                if (y.data().data()[i] != factor * x.data().data()[i]) return false;
+        }
         return true;
     };
     bool const all = returns(shard(batch, sequential<>(comm.ranks())), 1) &&
@@ -170,6 +185,8 @@ verdict courtesy_of(F&& call) {
 
 enum class property {
     numbers,
+    agreed,
+    agreed_anew,
     rectangles,
     no_bytes,
     no_barrier,
@@ -187,13 +204,15 @@ struct description {
     property tested;
     char const *duty, *courtesy; ///< null: nothing is tested as one
 };
-inline constexpr std::array<description, 12> descriptions{{
-    {property::numbers, "ranks are numbered from 0, and agreed() is empty and remembers", nullptr},
+inline constexpr std::array<description, 14> descriptions{{
+    {property::numbers, "ranks are numbered from 0", nullptr},
+    {property::agreed, "agreed() is empty at first, is this rank's own, and keeps what is put there", nullptr},
+    {property::agreed_anew, "agreed() is empty again in the next group", nullptr},
     {property::rectangles, "messages of any rows, columns and strides arrive, and nothing else is written", nullptr},
     {property::no_bytes, "messages without bytes and calls without messages come to an end", nullptr},
     {property::no_barrier, "calls of some ranks do not wait for the others", nullptr},
     {property::large, "messages of 2 MiB pass each other", nullptr},
-    {property::plans, "plans run there and back", nullptr},
+    {property::plans, "plans run there and back, and once more", nullptr},
     {property::disagreement, "ranks whose plans differ can compare them", nullptr},
     {property::throws, "a rank that throws ends the others", "they are told at once, and which rank it was"},
     {property::returns, "a rank that returns early ends the others", "they are told at once, and which rank it was"},
@@ -218,11 +237,11 @@ verdict test(property tested, Comm& comm, milliseconds deadline) {
     bool const last = rank == ranks - 1, alone = ranks == 1;
     switch (tested) {
     case property::numbers: {
-        bool const fresh = comm.agreed().empty();
-        comm.agreed().insert(7);
-        bool const good = rank >= 0 && rank < ranks && fresh && comm.agreed().contains(7);
+        bool const good = rank >= 0 && rank < ranks;
         return {good ? "" : "rank " + std::to_string(rank) + " of " + std::to_string(ranks), ""};
     }
+    case property::agreed:
+    case property::agreed_anew: return keeps_agreed(comm);
     case property::rectangles: return any_rectangles(comm, 1);
     case property::no_bytes: return any_rectangles(comm, 0);
     case property::no_barrier: return alone ? verdict{} : without_barrier(comm);

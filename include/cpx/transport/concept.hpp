@@ -124,8 +124,8 @@ inline void copy(outgoing const& from, incoming const& to) {
 /// - No wait is without end: the call throws `cpx::error` when a rank that it waits for has failed, has left the group,
 ///   or does not come within a deadline. A rank whose program fails therefore tells the others, or is seen to be gone.
 ///   After an error targets hold anything, and the transport may stay broken: then every later call throws.
-/// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is empty at first and lives
-///   as long as the group.
+/// - `agreed()`, in which cpx keeps the fingerprints of plans that all ranks have compared, is each rank's own. It is
+///   empty in every new group, lives as long as that, and keeps between calls what is put there.
 ///
 /// These are courtesies: to name the rank at fault in the error, at once, and to check the id. The ranks of one call
 /// have the same id, or all compare their plans (see `identity::agreement`). A transport that sends the id along and

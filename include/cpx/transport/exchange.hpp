@@ -2,6 +2,7 @@
 // Runs a plan over a transport.
 #pragma once
 
+#include <cpx/core/element.hpp>
 #include <cpx/core/overlap.hpp>
 #include <cpx/layout/tensor.hpp>
 #include <cpx/plan/relayout.hpp>

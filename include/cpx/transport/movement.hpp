@@ -333,6 +333,19 @@ public:
     static_assert(detail::checked_element<T>::value || true);
     using movement<typename detail::stand_in<T>::type, Plan, Comm>::movement;
 };
+/// What a movement is deduced to be, which cannot tell its elements.
+template <class Untold>
+class movement<Untold, Untold, detail::no_transport> : public detail::refused {
+public:
+    static_assert(detail::never<Untold>,
+                  "cpx: a movement cannot tell its elements; write make_movement<float>(from, to, "
+                  "width, capacity, comm), or of a plan make_movement<float>(plan, width, ...)");
+    template <class... X>
+    movement(X const&...) {}
+};
+template <class X>
+movement(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+    -> movement<detail::untold, detail::untold, detail::no_transport>;
 
 /// Calls `f()`, which sets movements of `comm`. On devices the tables of those of one batch are made at once, when it
 /// has returned or one of them is called: where a pair of layers wants several, that saves the host a launch for each.
