@@ -8,9 +8,11 @@ _package = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def _place() -> str:
-    """Returns "file.py:12: " of the innermost caller that is not of this package, or nothing if there is none."""
+    """Returns "file.py:12: " of the innermost caller, or nothing if there is none: not of this package, nor of torch."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    between = (_package, os.path.dirname(torch) + os.sep) if torch else (_package,)
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_package):
+    while frame is not None and frame.f_code.co_filename.startswith(between):
         frame = frame.f_back
     if frame is None:
         return ""

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints what a call of cpx.torch costs beyond that of package cpx on the same memory: one rank, tiny tensors, CPU."""
+
+import os
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+import cpx  # noqa: E402
+import cpx.torch as ct  # noqa: E402
+
+
+def microseconds(call, calls=2000, times=9):
+    """Returns the time of the processor for one call, the least of several."""
+    call()
+    best = float("inf")
+    for _ in range(times):
+        begin = time.thread_time()
+        for _ in range(calls):
+            call()
+        best = min(best, time.thread_time() - begin)
+    return best / calls * 1e6
+
+
+def main(comm):
+    batch = cpx.thd([0, 7, 20])
+    source, target = cpx.shard(batch, cpx.zigzag(1)), cpx.shard(batch, cpx.sequential(1))
+    mine = ct.communicator(comm)
+    relayout, halo, carry = ct.relayout(source, target, mine), ct.halo(source, mine, 3), ct.carry(source, mine)
+    x, weight = torch.randn(20, 8), torch.randn(8, 4)
+    q, g = torch.randn(20, 2, 4), -torch.rand(20, 2)
+    delta = [q, q, q, g, -g]
+    a, w, d, y = x.numpy(), weight.numpy(), [t.numpy() for t in delta], torch.empty_like(x).numpy()
+    o = torch.empty_like(q).numpy()
+    rows = {
+        "exchange": (lambda: cpx.exchange(relayout.of, a, comm, y), lambda x: ct.exchange(x, relayout, mine), x),
+        "causal_conv1d": (
+            lambda: cpx.causal_conv1d(halo.of, a, w, comm, out=y),
+            lambda x: ct.causal_conv1d(x, weight, halo, mine), x
+        ),
+        "gated_delta_rule": (
+            lambda: cpx.gated_delta_rule(carry.of, *d, comm, out=o),
+            lambda q: ct.gated_delta_rule(q, *delta[1:], carry, mine), q
+        ),
+    }
+    print(f"microseconds a call          cpx   more in cpx.torch   more with autograd   torch {torch.__version__}")
+    for name, (plain, torched, given) in rows.items():
+        wanted = given.clone().requires_grad_()
+        of_cpx, of_torch, of_autograd = (
+            microseconds(f) for f in (plain, lambda: torched(given), lambda: torched(wanted))
+        )
+        print(f"{name:22} {of_cpx:9.1f} {of_torch - of_cpx:19.1f} {of_autograd - of_cpx:20.1f}")
+    print(f"{'relayout, kept':22} {microseconds(lambda: ct.relayout(source, target, mine)):9.1f}")
+
+
+if __name__ == "__main__":
+    cpx.run(1, main)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communicators of torch's process groups."""
+
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+import cpx
+from cpx import _ext
+from cpx._error import Error
+
+from ._objects import Communicator
+
+_where = "communicator"
+_made = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def communicator(group=None):
+    """Returns the communicator of this rank, which every operator takes.
+
+    group: what `cpx.run` hands to a rank that is a thread, for tensors on the CPU; or a group of torch.distributed, by
+    default that of all, for tensors on the current CUDA device. Its own NCCL communicator is used where torch gives it
+    (2.8 and later), else one is made over its store, which is collective. A second call returns the first one's.
+    Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if isinstance(group, cpx.Communicator):
+        return Communicator(group)
+    wanted = "what cpx.run hands to a rank, or a group of torch.distributed"
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise Error(_where, "group", wanted, "None, and torch.distributed is not initialized")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise Error(_where, "group", wanted, type(group).__name__)
+    with _making:
+        if group not in _made:
+            _made[group] = Communicator(_of(group))
+        return _made[group]
+
+
+def _of(group):
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        backend = None
+    if backend is None or "nccl" not in backend.name().lower():
+        if group.size() == 1:
+            return cpx.threads(1)[0]
+        raise Error(_where, "backend of the group", "nccl; ranks with tensors on the CPU are threads, of cpx.run",
+                    dist.get_backend(group))
+    if not hasattr(_ext, "nccl_adopt"):
+        raise Error(_where, "cpx of this process", "one with CUDA: pip install ./python -C cmake.define.CPX_CUDA=ON",
+                    "one that was built without")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if hasattr(backend, "_comm_ptr"):
+        backend.eager_connect_single_device(device)
+        return _ext.nccl_adopt(backend._comm_ptr(), group.rank(), group.size(), device.index)
+    store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
+    if group.rank() == 0:
+        store.set(key, _ext.nccl_id())
+    return _ext.nccl_make(store.get(key), group.rank(), group.size(), device.index)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communicators and plans as torch's operators take them: by numbers, which torch.compile sees through.
+
+An operator gets the handle of an object, a number, and every size that its result depends on, as numbers beside it. So
+what is compiled for one packing serves all others. Handles hold weakly: an object lives as long as its caller, a cache
+or a graph of autograd has it, and whose object is gone raises cpx.Error.
+"""
+
+import collections
+import itertools
+import weakref
+
+import torch
+
+import cpx
+from cpx._error import Error, require
+
+_objects = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+cached_plans = 256  # of one communicator: more than one step uses, with plans of the steps before
+
+
+class _Held:
+    """What has a handle. `of` is the object of package cpx."""
+
+    def __init__(self, of):
+        self.of = of
+        self.handle = next(_handles)
+        _objects[self.handle] = self
+
+
+def held(where, what, handle):
+    """Returns the object of a handle. Raises cpx.Error if it is gone."""
+    found = _objects.get(handle)
+    if found is None:
+        raise Error(where, what, "one that lives until the last backward of its calls", "one that is gone")
+    return found
+
+
+class Communicator(_Held):
+    """One rank's end of a group of ranks. `communicator` makes it."""
+
+    def __init__(self, of):
+        super().__init__(of)
+        self.rank, self.ranks, self.device = of.rank, of.ranks, torch.device(of.device)
+        self._plans = collections.OrderedDict()
+
+    def plan(self, kind, *key):
+        """Returns kind(*key), the one of an earlier call if there is one."""
+        at = kind, *key
+        found = self._plans.get(at)
+        if found is None:
+            found = self._plans[at] = kind(*key)
+            if len(self._plans) > cached_plans:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(at)
+        return found
+
+    def __repr__(self):
+        return f"cpx.torch.{self.of!r}".replace("cpx.torch.cpx.", "cpx.torch.")
+
+
+class Relayout(_Held):
+    """A plan between two shardings, for one rank, and its transposed. `relayout` makes it."""
+
+    def __init__(self, of):
+        super().__init__(of)
+        self.rank, self.ranks = of.rank, of.ranks
+        self.source_rows, self.target_rows = of.source_rows, of.target_rows
+        self.source_width, self.target_width = of.source_width, of.target_width
+        self._back = None
+
+    @property
+    def back(self):
+        """The plan of package cpx that moves everything back."""
+        if self._back is None:
+            self._back = self.of.transposed()
+        return self._back
+
+    def transposed(self):
+        """Returns the plan that moves everything back."""
+        made = Relayout(self.back)
+        made._back = self.of
+        return made
+
+
+class Halo(_Held):
+    """The rows beside a rank's segments, on both sides. `halo` makes it."""
+
+    def __init__(self, of):
+        super().__init__(of)
+        self.rank, self.ranks, self.reach, self.side = of.rank, of.ranks, of.reach, of.side
+        self._back = None
+
+    @property
+    def back(self):
+        """The plan of package cpx of the other side."""
+        if self._back is None:
+            other = "before" if self.side == "after" else "after"
+            self._back = cpx.halo(self.of.sharding, self.rank, self.reach, other)
+        return self._back
+
+
+class Carry(_Held):
+    """How recurrent states are handed along the segments of a sequence. `carry` makes it."""
+
+    def __init__(self, of, heads=None):
+        super().__init__(of)
+        self.rank, self.segments, self.sequences = of.rank, of.segments, of.sharding.batch.sequences
+        self.maps = of.maps if of.how == "scan" and not of.sharding.every_row else 0
+        self.heads, self.value_heads = None, 0
+        if heads is not None:
+            require(len(heads) == 4, "carry", "heads", "Heads(key_heads, value_heads, key_dim, value_dim)", heads)
+            self.heads = tuple(int(n) for n in heads)
+            first, last = of.sharding.heads(self.rank, self.heads[1])
+            self.value_heads = last - first
+        elif of.sharding.sections:
+            self.value_heads = -1
+
+
+def _taken(where, what, given, kind, base):
+    """Returns an object of this module. One of package cpx gets a handle that lives as long as this call needs it."""
+    if isinstance(given, kind):
+        return given
+    made_by = f"cpx.torch.{kind.__name__.lower()}"
+    if torch.compiler.is_compiling():
+        raise Error(where, what, f"one of {made_by}, made outside of what is compiled", "another object")
+    if not isinstance(given, base):
+        raise Error(where, what, f"one of {made_by} or of cpx.{kind.__name__.lower()}", type(given).__name__)
+    return kind(given)
+
+
+def taken_comm(where, given):
+    return given if isinstance(given, Communicator) else _taken(where, "comm", given, Communicator, cpx.Communicator)
+
+
+def taken_plan(where, given, kind):
+    return given if isinstance(given, kind) else _taken(where, "plan", given, kind, getattr(cpx, kind.__name__))
+
+
+def relayout(source, target, comm):
+    """Returns the plan by which this rank and all others move a tensor from one sharding to another.
+
+    Pure: no communication. Kept by the communicator: a second call of the same shardings costs a look-up.
+    """
+    comm = taken_comm("relayout", comm)
+    return comm.plan(_relayout, source, target, comm.rank)
+
+
+def halo(sharding, comm, reach, side="before"):
+    """Returns the plan by which this rank gets the `reach` rows beside each of its segments. Kept as of `relayout`.
+
+    Of a convolution of K taps: reach K - 1, "before".
+    """
+    comm = taken_comm("halo", comm)
+    return comm.plan(_halo, sharding, comm.rank, reach, side)
+
+
+def carry(sharding, comm, how="scan", heads=None):
+    """Returns the plan by which this rank hands recurrent states on: how as of `cpx.carry`. Kept as of `relayout`.
+
+    heads: Heads(...) of all ranks, where a rank holds a share of the heads; else they are those of q and v.
+    """
+    comm = taken_comm("carry", comm)
+    return comm.plan(_carry, sharding, comm.rank, how, None if heads is None else tuple(heads))
+
+
+def _relayout(source, target, rank):
+    return Relayout(cpx.relayout(source, target, rank))
+
+
+def _halo(sharding, rank, reach, side):
+    return Halo(cpx.halo(sharding, rank, reach, side))
+
+
+def _carry(sharding, rank, how, heads):
+    return Carry(cpx.carry(sharding, rank, how), heads)

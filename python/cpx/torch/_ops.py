@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of torch: each is registered with its fake kernel and its gradient, and has a function for users.
+
+Kernels get handles; fakes get sizes and look nothing up.
+"""
+
+import math
+
+import torch
+
+import cpx
+from cpx._error import Error, require
+
+from ._objects import Carry, Communicator, Halo, Relayout, held, taken_comm, taken_plan
+from ._operator import array, backward_operator, keep, operator, wants_gradient
+
+
+def _check(where, comm, **tensors):
+    """Raises cpx.Error unless all are tensors where the ranks of comm have theirs, and of one dtype."""
+    first = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        require(isinstance(x, torch.Tensor), where, name, "a torch.Tensor", type(x).__name__)
+        require(x.layout == torch.strided, where, f"layout of {name}", "torch.strided", x.layout)
+        if x.device != comm.device:
+            raise Error(where, f"device of {name}", f"{comm.device}, as the communicator's", str(x.device))
+        if first is None:
+            first = x
+        elif x.dtype != first.dtype:
+            raise Error(where, f"dtype of {name}", f"{first.dtype}, as the others", str(x.dtype))
+
+
+def _held(where, plan, comm):
+    return held(where, "plan", plan), held(where, "communicator", comm).of
+
+
+def _rows(where, x):
+    require(x.dim() > 0, where, "x", "an array of rows", "a number")
+    return list(x.shape[1:])
+
+
+# exchange
+
+
+def _exchange(x, plan, comm, shape):
+    p, c = _held("exchange", plan, comm)
+    y = x.new_empty(shape)
+    cpx.exchange(p.of, array(x), c, out=array(y))
+    return y
+
+
+def _exchange_backward(dy, plan, comm, shape):
+    p, c = _held("exchange_backward", plan, comm)
+    dx = dy.new_empty(shape)
+    cpx.exchange(p.back, array(dy.contiguous()), c, out=array(dx))
+    return dx
+
+
+def _save_exchange(ctx, args, y):
+    x, plan, comm, _ = args
+    keep(ctx, "exchange", plan, comm)
+    ctx.shape = x.shape
+
+
+def _exchange_gradient(ctx, dy):
+    return _exchange_back(dy, ctx.plan, ctx.comm, ctx.shape), None, None, None
+
+
+_exchange_back = backward_operator(
+    "exchange_backward(Tensor dy, SymInt plan, SymInt comm, SymInt[] shape) -> Tensor",
+    _exchange_backward, lambda dy, plan, comm, shape: dy.new_empty(shape),
+)
+_exchange_op = operator(
+    "exchange(Tensor x, SymInt plan, SymInt comm, SymInt[] shape) -> Tensor",
+    _exchange, lambda x, plan, comm, shape: x.new_empty(shape), _save_exchange, _exchange_gradient,
+)
+
+
+def exchange(x, plan, comm):
+    """Moves this rank's rows of x to where they belong on all ranks. Collective, as is its backward.
+
+    x: (plan.source_rows, ...), of any dtype that cpx moves. plan: of `relayout`. Returns (plan.target_rows, ...), in
+    bits as they were. The gradient comes back by the transposed plan: it is added where rows were copied.
+    Raises cpx.Error before anything moves if a tensor does not fit or ranks' plans differ; later, within the deadline,
+    if a rank fails or does not come.
+    """
+    where = "exchange"
+    comm, plan = taken_comm(where, comm), taken_plan(where, plan, Relayout)
+    _check(where, comm, x=x)
+    row = _rows(where, x)
+    if plan.target_width and plan.target_width != math.prod(row):
+        row = [plan.target_width]
+    y = _exchange_op(x, plan.handle, comm.handle, [plan.target_rows, *row])
+    return y
+
+
+# shift_rows
+
+
+def _shift(x, plan, comm, fill):
+    p, c = _held("shift_rows", plan, comm)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    cpx.shift_rows(p.of, array(x), c, fill, out=array(y))
+    return y
+
+
+def _shift_backward(dy, plan, comm):
+    p, c = _held("shift_rows_backward", plan, comm)
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    cpx.shift_rows(p.back, array(dy.contiguous()), c, 0, out=array(dx))
+    return dx
+
+
+def _contiguous_like(x, *_):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_shift_back = backward_operator(
+    "shift_rows_backward(Tensor dy, SymInt plan, SymInt comm) -> Tensor", _shift_backward, _contiguous_like
+)
+_shift_op = operator(
+    "shift_rows(Tensor x, SymInt plan, SymInt comm, float fill) -> Tensor", _shift, _contiguous_like,
+    lambda ctx, args, y: keep(ctx, "shift_rows", args[1], args[2]),
+    lambda ctx, dy: (_shift_back(dy, ctx.plan, ctx.comm), None, None, None),
+)
+
+
+def shift_rows(x, plan, comm, fill=0.0):
+    """Returns for every token the row of the token plan.reach behind it ("after") or before it ("before"). Collective.
+
+    plan: of `halo`. x: (rows, ...). `fill` where either is no valid token of the sequence: labels are tokens' ids
+    shifted by halo(..., 1, "after").
+    """
+    where = "shift_rows"
+    comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
+    _check(where, comm, x=x)
+    _rows(where, x)
+    return _shift_op(x, plan.handle, comm.handle, float(fill))
+
+
+# sum_over_ranks
+
+
+def _sum(x, comm):
+    c = held("sum_over_ranks", "communicator", comm).of
+    y = x.clone(memory_format=torch.contiguous_format)
+    cpx.sum_over_ranks(array(y), c)
+    return y
+
+
+def _keep_comm(ctx, args, y):
+    ctx.comm = args[1]
+    if isinstance(ctx.comm, int):
+        ctx.held = held("sum_over_ranks", "communicator", ctx.comm)
+
+
+_sum_back = backward_operator("sum_over_ranks_backward(Tensor dy, SymInt comm) -> Tensor", _sum, _contiguous_like)
+_sum_op = operator(
+    "sum_over_ranks(Tensor x, SymInt comm) -> Tensor", _sum, _contiguous_like,
+    _keep_comm, lambda ctx, dy: (_sum_back(dy, ctx.comm), None),
+)
+
+
+def sum_over_ranks(x, comm):
+    """Returns the sums over all ranks of x, of any shape, added in rank order. Collective.
+
+    Its gradient is that of the sum of what the ranks differentiate: on every rank the sum of all ranks' gradients.
+    """
+    comm = taken_comm("sum_over_ranks", comm)
+    _check("sum_over_ranks", comm, x=x)
+    return _sum_op(x, comm.handle)
+
+
+# causal_conv1d
+
+
+def _conv(x, weight, bias, activation, order, plan, comm):
+    p, c = _held("causal_conv1d", plan, comm)
+    y = _contiguous_like(x)
+    cpx.causal_conv1d(p.of, array(x), array(weight), c, array(bias), activation, out=array(y))
+    return y
+
+
+def _conv_backward(x, weight, bias, dy, activation, order, plan, comm):
+    p, c = _held("causal_conv1d_backward", plan, comm)
+    dx = _contiguous_like(x)
+    dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    dbias = weight.new_zeros(0 if bias is None else bias.shape)
+    cpx.causal_conv1d_backward(
+        p.of, p.back, array(x), array(weight), array(dy.contiguous()), c, array(bias), activation, order=order,
+        dx=array(dx), dweight=array(dweight), dbias=None if bias is None else array(dbias),
+    )
+    return dx, dweight, dbias
+
+
+def _conv_backward_fake(x, weight, bias, dy, activation, order, plan, comm):
+    return _contiguous_like(x), _contiguous_like(weight), weight.new_empty(0 if bias is None else bias.shape)
+
+
+def _save_conv(ctx, args, y):
+    x, weight, bias, ctx.activation, ctx.order, plan, comm = args
+    keep(ctx, "causal_conv1d", plan, comm)
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _conv_gradient(ctx, dy):
+    x, weight, bias = ctx.saved_tensors
+    dx, dweight, dbias = _conv_back(x, weight, bias, dy, ctx.activation, ctx.order, ctx.plan, ctx.comm)
+    return dx, dweight, None if bias is None else dbias, None, None, None, None
+
+
+_conv_back = backward_operator(
+    "causal_conv1d_backward(Tensor x, Tensor weight, Tensor? bias, Tensor dy, str? activation, str order, SymInt plan, "
+    "SymInt comm) -> (Tensor, Tensor, Tensor)",
+    _conv_backward, _conv_backward_fake,
+)
+_conv_op = operator(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, str? activation, str order, SymInt plan, SymInt comm) "
+    "-> Tensor",
+    _conv, _contiguous_like, _save_conv, _conv_gradient,
+)
+
+
+def causal_conv1d(x, weight, plan, comm, bias=None, activation=None, *, order="by_rank"):
+    """Causal depthwise convolution: y_t = activation(bias + sum_j weight_j x_{t-K+1+j}), zeros before a sequence.
+
+    x: (rows, channels); weight: (channels, K); bias: (channels); plan: halo(sharding, comm, K - 1); activation: None or
+    "silu". Returns y as x, bitwise the same on every sharding. Collective, as is its backward.
+    The gradients of weight and bias are this rank's share, as of any other layer. order: "by_row" adds them in the
+    order of the batch: then their sums over the ranks are bitwise the same on every sharding.
+    """
+    where = "causal_conv1d"
+    comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
+    _check(where, comm, x=x, weight=weight, bias=bias)
+    return _conv_op(x, weight, bias, activation, order, plan.handle, comm.handle)
+
+
+# recurrences
+
+_map_width = {
+    "gated_delta_rule": lambda dim: dim * dim,
+    "kimi_delta_attention": lambda dim: dim * dim,
+    "channel_decay_attention": lambda dim: dim,
+    "head_decay_attention": lambda dim: 1,
+}
+_recurrences = {}
+
+
+def _saved_shapes(name, heads, sizes):
+    """Returns the shapes of initial or final states, of saved starts and of saved maps."""
+    segments, maps, sequences, value_heads = sizes
+    state = value_heads * heads[2] * heads[3]
+    return (sequences, state), (segments, state), (maps, value_heads * _map_width[name](heads[2]))
+
+
+def _make_recurrence(name):
+    """Registers a recurrence and its gradient. sizes: segments, maps, sequences and value heads of this rank."""
+    forward, backward = getattr(cpx, name), getattr(cpx, name + "_backward")
+    takes_beta = name in ("gated_delta_rule", "kimi_delta_attention")
+
+    def results(make, v, initial, save, final, heads, sizes):
+        whole, starts, maps = _saved_shapes(name, heads, sizes)
+        return (
+            _contiguous_like(v),
+            make(whole) if final else v.new_empty(0),
+            v.new_empty(starts if save else 0),
+            v.new_empty(maps if save else 0),
+        )
+
+    def options(chunk, qk_l2norm, scale, heads):
+        norm = {"qk_l2norm": qk_l2norm} if takes_beta else {}
+        return {"heads": heads, "chunk": chunk, "scale": scale, **norm}
+
+    def inputs(q, k, v, g, beta):
+        return [array(x) for x in ((q, k, v, g, beta) if takes_beta else (q, k, v, g))]
+
+    def run(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
+        p, c = _held(name, plan, comm)
+        made = o, last, starts, maps = results(v.new_zeros, v, initial, save, final, heads, sizes)
+        forward(
+            p.of, *inputs(q, k, v, g, beta), c, initial=array(initial), final=array(last) if final else None,
+            saved=(array(starts), array(maps)) if save else None, out=array(o), **options(chunk, qk_l2norm, scale, heads)
+        )
+        return made
+
+    def fake(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
+        return results(v.new_empty, v, initial, save, final, heads, sizes)
+
+    def gradients(make, q, k, v, g, beta, dinitial, heads, sizes):
+        whole, _, _ = _saved_shapes(name, heads, sizes)
+        return (
+            *(_contiguous_like(x) for x in (q, k, v, g)),
+            q.new_empty(0) if beta is None else _contiguous_like(beta),
+            make(whole) if dinitial else q.new_empty(0),
+        )
+
+    def run_back(
+        q, k, v, g, beta, do, dfinal, starts, maps, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm
+    ):
+        p, c = _held(name + "_backward", plan, comm)
+        made = gradients(q.new_zeros, q, k, v, g, beta, dinitial, heads, sizes)
+        backward(
+            p.of, *inputs(q, k, v, g, beta), array(do.contiguous()), (array(starts), array(maps)), c,
+            dfinal=None if dfinal is None else array(dfinal.contiguous()),
+            dinitial=array(made[5]) if dinitial else None, out=[array(d) for d in made[:5 if takes_beta else 4]],
+            **options(chunk, qk_l2norm, scale, heads)
+        )
+        return made
+
+    def fake_back(
+        q, k, v, g, beta, do, dfinal, starts, maps, dinitial, chunk, qk_l2norm, scale, heads, sizes, plan, comm
+    ):
+        return gradients(q.new_empty, q, k, v, g, beta, dinitial, heads, sizes)
+
+    back = backward_operator(
+        f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor do, Tensor? dfinal, "
+        "Tensor starts, Tensor maps, bool dinitial, SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, "
+        "SymInt[] sizes, SymInt plan, SymInt comm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        run_back, fake_back,
+    )
+
+    def save_inputs(ctx, args, made):
+        q, k, v, g, beta, initial, save, _, *ctx.options, plan, comm = args
+        keep(ctx, name, plan, comm)
+        require(save, name, "save", "True where a gradient is wanted", save)
+        ctx.dinitial = initial is not None and initial.requires_grad
+        ctx.mark_non_differentiable(made[2], made[3])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, made[2], made[3])
+
+    def gradient(ctx, do, dfinal, *_):
+        q, k, v, g, beta, starts, maps = ctx.saved_tensors
+        if do is None:
+            do = torch.zeros_like(v)
+        *made, dbeta, dinitial = back(
+            q, k, v, g, beta, do, dfinal, starts, maps, ctx.dinitial, *ctx.options, ctx.plan, ctx.comm
+        )
+        return *made, None if beta is None else dbeta, dinitial if ctx.dinitial else None, *[None] * 9
+
+    _recurrences[name] = operator(
+        f"{name}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, bool save, bool final, "
+        "SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        run, fake, save_inputs, gradient,
+    )
+
+
+for _name in _map_width:
+    _make_recurrence(_name)
+
+
+def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final):
+    comm, plan = taken_comm(name, comm), taken_plan(name, plan, Carry)
+    _check(name, comm, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
+    heads, value_heads = plan.heads, plan.value_heads
+    if heads is None:
+        if value_heads < 0 or q.dim() != 3 or v.dim() != 3:
+            got = f"{tuple(q.shape)} and {tuple(v.shape)}"
+            raise Error(name, "heads", "q and v as (rows, heads, dim) of all heads, or carry(..., heads=Heads(...))", got)
+        heads, value_heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2]), v.shape[1]
+    save = wants_gradient((q, k, v, g, beta, initial))
+    sizes = [plan.segments, plan.maps, plan.sequences, value_heads]
+    o, last, _, _ = _recurrences[name](
+        q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale or 0.0, list(heads), sizes, plan.handle,
+        comm.handle
+    )
+    return (o, last) if final else o
+
+
+def gated_delta_rule(
+    q, k, v, g, beta, plan, comm, *, chunk=64, qk_l2norm=True, scale=None, initial=None, final=False
+):
+    """The gated delta rule in place on any sharding: S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o = scale S^T q.
+
+    q, k: (rows, key heads, key_dim), v: (rows, value heads, value_dim), g: log decay, and beta: (rows, value heads).
+    plan: carry(sharding, comm, "scan" or "serial"). scale: by default 1 / sqrt(key_dim). qk_l2norm: q and k are divided
+    by sqrt(sum of squares + 1e-6) first. Returns o, as v. Collective, as is its backward.
+    initial: (sequences, value heads * key_dim * value_dim), on every rank, before the batch. final: returns (o, states
+    behind the batch), of a sequence on the rank where it ends, and zeros on the others. Both have gradients.
+    """
+    return _recur("gated_delta_rule", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
+
+
+def kimi_delta_attention(
+    q, k, v, g, beta, plan, comm, *, chunk=64, qk_l2norm=True, scale=None, initial=None, final=False
+):
+    """The delta rule with a decay a channel, g: (rows, value heads, key_dim). All else as of `gated_delta_rule`."""
+    return _recur("kimi_delta_attention", q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final)
+
+
+def head_decay_attention(q, k, v, g, plan, comm, *, chunk=64, scale=None, initial=None, final=False):
+    """Linear attention with a decay a head: S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t.
+
+    g: (rows, value heads). All else as of `gated_delta_rule`.
+    """
+    return _recur("head_decay_attention", q, k, v, g, None, plan, comm, chunk, True, scale, initial, final)
+
+
+def channel_decay_attention(q, k, v, g, plan, comm, *, chunk=64, scale=None, initial=None, final=False):
+    """Linear attention with a decay a channel, g: (rows, value heads, key_dim). As of `head_decay_attention`."""
+    return _recur("channel_decay_attention", q, k, v, g, None, plan, comm, chunk, True, scale, initial, final)

@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cpx.torch on ranks that are threads: results and gradients against one rank, torch.compile, checkpoints, errors."""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks are threads: those of torch beside them cost more than they bring
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.utils.checkpoint  # noqa: E402
+
+import cpx  # noqa: E402
+import cpx.torch as ct  # noqa: E402
+import ranks  # noqa: E402
+
+batch = cpx.thd([0, 5, 5, 6, 70, 147])
+heads = cpx.Heads(2, 4, 8, 6)
+recurrences = ["gated_delta_rule", "kimi_delta_attention", "head_decay_attention", "channel_decay_attention"]
+within = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def whole(sharding, parts):
+    return torch.from_numpy(ranks.whole(sharding, [p.detach().numpy() for p in parts]))
+
+
+def share(sharding, comm, x):
+    """Returns the rank's rows of x, which want a gradient."""
+    return x[torch.from_numpy(sharding.global_rows(comm.rank))].detach().clone().requires_grad_(x.is_floating_point())
+
+
+def numbers(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def near(a, b, dtype):
+    scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+    assert (a - b).abs().max().item() <= within[dtype] * scale if b.numel() else a.shape == b.shape
+
+
+def delta_inputs(name, dtype=torch.float64):
+    tokens, (key_heads, value_heads, key_dim, value_dim) = batch.tokens, heads
+    g = (tokens, value_heads, key_dim) if name in ("kimi_delta_attention", "channel_decay_attention") else (
+        tokens, value_heads
+    )
+    made = [
+        numbers(tokens, key_heads, key_dim, dtype=dtype, seed=1),
+        numbers(tokens, key_heads, key_dim, dtype=dtype, seed=2),
+        numbers(tokens, value_heads, value_dim, dtype=dtype, seed=3),
+        -numbers(*g, dtype=dtype, seed=4).abs(),
+    ]
+    return made + [numbers(tokens, value_heads, dtype=dtype, seed=5).sigmoid()] * ("delta" in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_exchange_moves_the_bits_of_any_type(world, dtype):
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.striped(world), scope="batch")
+    x = (numbers(batch.tokens, 3, 2) * 100).to(dtype)
+
+    def program(comm):
+        y = ct.exchange(share(source, comm, x), ct.relayout(source, target, comm), comm)
+        return torch.equal(y, share(target, comm, x)) and y.dtype == dtype
+
+    assert all(cpx.run(world, program))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_gradient_of_an_exchange_comes_back_and_is_added_where_rows_were_copied(world):
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+    every = cpx.replicated(world, batch)
+    x, by = numbers(batch.tokens, 4), numbers(batch.tokens, 4, seed=1)
+
+    def program(comm):
+        a = share(source, comm, x)
+        (ct.exchange(a, ct.relayout(source, target, comm), comm) * share(target, comm, by)).sum().backward()
+        b = share(source, comm, x)
+        ct.exchange(b, ct.relayout(source, every, comm), comm).sum().backward()
+        return torch.equal(a.grad, share(source, comm, by)) and torch.equal(b.grad, torch.full_like(b, world))
+
+    assert all(cpx.run(world, program))
+
+
+def test_an_exchange_from_tokens_to_heads_has_rows_of_another_width():
+    world, sections = 2, [(4, 3), (2, 5)]
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.head_sharded(world, batch, sections)
+    x = numbers(batch.tokens, 22)
+
+    def program(comm):
+        mine = share(source, comm, x)
+        y = ct.exchange(mine, ct.relayout(source, target, comm), comm)
+        (y * y).sum().backward()
+        right = torch.from_numpy(ranks.shard(target, comm.rank, x.numpy()))
+        return torch.equal(y, right) and torch.equal(mine.grad, 2 * mine.detach())
+
+    assert all(cpx.run(world, program))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shifted_rows_and_sums_have_their_gradients(world):
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x, by = numbers(batch.tokens, 2), numbers(batch.tokens, 2, seed=1)
+
+    def program(w):
+        s = cpx.shard(batch, cpx.zigzag(w))
+
+        def rank(comm):
+            mine = share(s, comm, x)
+            y = ct.shift_rows(mine, ct.halo(s, comm, 2, "after"), comm, fill=7)
+            total = ct.sum_over_ranks((y * share(s, comm, by)).sum(0), comm)
+            (total * total).sum().backward()
+            return y, mine.grad / w, total.detach()  # the loss is on every rank: its sum is differentiated
+
+        return cpx.run(w, rank)
+
+    one, many = program(1), program(world)
+    assert torch.equal(whole(sharding, [r[0] for r in many]), one[0][0])
+    torch.testing.assert_close(whole(sharding, [r[1] for r in many]), one[0][1], rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(r[2], many[0][2]) for r in many)
+
+
+def convolved(world, dtype, order):
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    x, by = numbers(batch.tokens, 6, dtype=dtype), numbers(batch.tokens, 6, dtype=dtype, seed=1)
+
+    def program(comm):
+        weight = numbers(6, 4, dtype=dtype, seed=2).requires_grad_()
+        bias = numbers(6, dtype=dtype, seed=3).requires_grad_()
+        mine = share(sharding, comm, x)
+        plan = ct.halo(sharding, comm, 3)
+        y = ct.causal_conv1d(mine, weight, plan, comm, bias, "silu", order=order)
+        (y * share(sharding, comm, by)).sum().backward()
+        return y, mine.grad, cpx.sum_over_ranks(weight.grad, comm.of), cpx.sum_over_ranks(bias.grad, comm.of)
+
+    made = cpx.run(world, lambda comm: program(ct.communicator(comm)))
+    return [whole(sharding, [r[0] for r in made]), whole(sharding, [r[1] for r in made]), made[0][2], made[0][3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_convolution_is_that_of_one_rank(world, dtype):
+    for a, b in zip(convolved(world, dtype, "by_rank"), convolved(1, dtype, "by_rank")):
+        near(a, b, dtype)
+    for a, b in zip(convolved(world, dtype, "by_row"), convolved(1, dtype, "by_row")):
+        assert torch.equal(a, b)
+
+
+def recurred(name, world, dtype, how, cut, start=False):
+    sharding = cpx.shard(batch, cpx.zigzag(world), cut=cut)
+    inputs, by = delta_inputs(name, dtype), numbers(batch.tokens, *heads[1::2], dtype=dtype, seed=6)
+    states = numbers(batch.sequences, heads.value_heads * heads.key_dim * heads.value_dim, dtype=dtype, seed=7)
+
+    def program(comm):
+        mine = [share(sharding, comm, x) for x in inputs]
+        plan = ct.carry(sharding, comm, how)
+        run = getattr(ct, name)
+        if not start:
+            o = run(*mine, plan, comm, chunk=8)
+            (o * share(sharding, comm, by)).sum().backward()
+            return [o, *(x.grad for x in mine)], []
+        initial = states.clone().requires_grad_()
+        o, final = run(*mine, plan, comm, chunk=8, initial=initial, final=True)
+        ((o * share(sharding, comm, by)).sum() + (final * final).sum()).backward()
+        return [o, *(x.grad for x in mine)], [final.detach(), initial.grad]
+
+    made = cpx.run(world, lambda comm: program(ct.communicator(comm)))
+    rows = [whole(sharding, parts) for parts in zip(*(r[0] for r in made))]
+    return rows + [sum(parts) for parts in zip(*(r[1] for r in made))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", recurrences)
+def test_a_recurrence_is_that_of_one_rank(name, dtype):
+    for a, b in zip(recurred(name, 2, dtype, "scan", cpx.balanced), recurred(name, 1, dtype, "scan", cpx.balanced)):
+        near(a, b, dtype)
+
+
+@pytest.mark.parametrize("name", recurrences)
+def test_a_serial_recurrence_on_aligned_cuts_is_bitwise_that_of_one_rank(name):
+    for a, b in zip(
+        recurred(name, 3, torch.float32, "serial", cpx.aligned(8)),
+        recurred(name, 1, torch.float32, "serial", cpx.aligned(8)),
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", recurrences)
+def test_states_before_and_behind_the_batch_have_gradients(name):
+    for a, b in zip(
+        recurred(name, 2, torch.float64, "scan", cpx.balanced, start=True),
+        recurred(name, 1, torch.float64, "scan", cpx.balanced, start=True),
+    ):
+        near(a, b, torch.float64)
+
+
+def test_a_recurrence_runs_on_a_share_of_the_heads():
+    inputs = delta_inputs("gated_delta_rule")
+    one = recurred("gated_delta_rule", 1, torch.float64, "serial", cpx.balanced)[0]
+
+    def program(comm):
+        def mine(x, n):
+            first, last = sharding.heads(comm.rank, n)
+            return x[:, first:last].contiguous().requires_grad_()
+
+        sharding = cpx.head_sharded(2, batch, [(2, 8), (2, 8), (4, 6)])
+        plan = ct.carry(sharding, comm, "serial", heads)
+        o = ct.gated_delta_rule(*(mine(x, n) for x, n in zip(inputs, (2, 2, 4, 4, 4))), plan, comm, chunk=8)
+        o.sum().backward()
+        return torch.equal(o, mine(one, 4))
+
+    assert all(cpx.run(2, program))
+
+
+def one_rank(program):
+    return cpx.run(1, lambda comm: program(ct.communicator(comm)))[0]
+
+
+small = cpx.thd([0, 3, 3, 10])
+
+
+def calls(comm):
+    """Returns (operator, its arguments) of every operator, and of gradients, on one rank."""
+    zigzag, sequential = cpx.shard(small, cpx.zigzag(1)), cpx.shard(small, cpx.sequential(1))
+    relayout, halo = ct.relayout(zigzag, sequential, comm), ct.halo(sequential, comm, 3)
+    x = numbers(10, 4).requires_grad_()
+    weight, bias = numbers(4, 4, seed=1).requires_grad_(), numbers(4, seed=2).requires_grad_()
+    ops = torch.ops.cpx
+    yield ops.exchange, (x, relayout.handle, comm.handle, [10, 4])
+    yield ops.exchange_backward, (x.detach(), relayout.handle, comm.handle, [10, 4])
+    yield ops.shift_rows, (x, halo.handle, comm.handle, 1.0)
+    yield ops.shift_rows_backward, (x.detach(), halo.handle, comm.handle)
+    yield ops.sum_over_ranks, (x, comm.handle)
+    yield ops.causal_conv1d, (x, weight, bias, "silu", "by_rank", halo.handle, comm.handle)
+    yield ops.causal_conv1d, (x, weight, None, None, "by_row", halo.handle, comm.handle)
+    yield ops.causal_conv1d_backward, (
+        x.detach(), weight.detach(), None, x.detach(), None, "by_row", halo.handle, comm.handle
+    )
+    for name in recurrences:
+        plan = ct.carry(sequential, comm)
+        wide = (10, 2, 3) if name in ("kimi_delta_attention", "channel_decay_attention") else (10, 2)
+        beta = numbers(10, 2, seed=3).sigmoid().requires_grad_() if "delta" in name else None
+        q, k, v = (numbers(10, 2, 3, seed=s).requires_grad_() for s in (4, 5, 6))
+        g = (-numbers(*wide, seed=7).abs()).requires_grad_()
+        initial = numbers(3, 2 * 3 * 3, seed=8).requires_grad_()
+        sizes = [plan.segments, plan.maps, plan.sequences, 2]
+        yield getattr(ops, name), (
+            q, k, v, g, beta, initial, True, True, 4, True, 0.0, [2, 2, 3, 3], sizes, plan.handle, comm.handle
+        )
+
+
+def test_torch_itself_finds_nothing_wrong_with_the_operators():
+    def program(comm):
+        for op, args in calls(comm):
+            assert set(torch.library.opcheck(op.default, args).values()) == {"SUCCESS"}
+
+    one_rank(program)
+
+
+def test_gradients_are_those_of_differences():
+    def program(comm):
+        sharding = cpx.shard(small, cpx.zigzag(1))
+        relayout, halo = ct.relayout(sharding, cpx.shard(small, cpx.sequential(1)), comm), ct.halo(sharding, comm, 3)
+        carry, check = ct.carry(sharding, comm), torch.autograd.gradcheck
+        x, weight = numbers(10, 4).requires_grad_(), numbers(4, 4, seed=1).requires_grad_()
+        check(lambda x: ct.exchange(x, relayout, comm), x)
+        check(lambda x: ct.shift_rows(x, halo, comm), x)
+        check(lambda x: ct.sum_over_ranks(x, comm), x)
+        check(lambda x, w: ct.causal_conv1d(x, w, halo, comm, w[0], "silu"), (x, weight))
+        for name in recurrences:
+            *tensors, initial = next(a for op, a in calls(comm) if op is getattr(torch.ops.cpx, name))[:6]
+            tensors = [t for t in tensors if t is not None]
+            run = getattr(ct, name)
+            check(lambda s, *t: run(*t, carry, comm, chunk=4, initial=s, final=True), (initial, *tensors))
+
+    one_rank(program)
+
+
+class Layer:
+    """Several operators, as a model has them; plans and communicator are arguments."""
+
+    def __init__(self, world, of=batch):
+        self.zigzag, self.sequential = cpx.shard(of, cpx.zigzag(world)), cpx.shard(of, cpx.sequential(world))
+        self.weight = numbers(12, 4, dtype=torch.float32, seed=9)
+
+    def plans(self, comm):
+        there, back = ct.relayout(self.zigzag, self.sequential, comm), ct.relayout(self.sequential, self.zigzag, comm)
+        return there, back, ct.halo(self.sequential, comm, 3), ct.carry(self.sequential, comm, "serial")
+
+    @staticmethod
+    def forward(x, weight, there, back, halo, carry, comm):
+        y = ct.causal_conv1d(ct.exchange(torch.sin(x), there, comm), weight, halo, comm, activation="silu")
+        q, k, v = (t.reshape(-1, 2, 2) for t in y.split(4, dim=1))
+        o = ct.gated_delta_rule(q.contiguous(), k.contiguous(), v.contiguous(), -v[..., 0].exp(), k[..., 1].sigmoid(),
+                                carry, comm)
+        return ct.exchange(o.reshape(-1, 4), back, comm) + x[:, :4]
+
+    def gradients(self, comm, call):
+        x = share(self.zigzag, comm, numbers(self.zigzag.batch.tokens, 12, dtype=torch.float32))
+        weight = self.weight.clone().requires_grad_()
+        y = call(x, weight, *self.plans(comm), comm)
+        y.square().sum().backward()
+        return y.detach(), x.grad, weight.grad
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_it_gives_the_same_bits_and_new_packings_do_not_compile_again(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(Layer.forward, fullgraph=True, backend=backend)
+    packings = [cpx.thd([0, n, 2 * n, 64 + n]) for n in (5, 9, 21, 33, 17, 40)]
+
+    def program(comm):
+        for of in packings[:3]:
+            layer = Layer(1, of)
+            assert same(layer.gradients(comm, compiled), layer.gradients(comm, Layer.forward))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for of in packings[3:]:
+                layer = Layer(1, of)
+                assert same(layer.gradients(comm, compiled), layer.gradients(comm, Layer.forward))
+
+    one_rank(program)
+
+
+def test_compiled_it_runs_on_ranks_that_are_threads():
+    torch._dynamo.reset()
+    compiled = torch.compile(Layer.forward, fullgraph=True, backend="aot_eager")
+    layer = Layer(2)
+
+    def program(comm):
+        comm = ct.communicator(comm)
+        plain = layer.gradients(comm, Layer.forward)
+        return all(same(layer.gradients(comm, compiled), plain) for _ in range(3))
+
+    assert cpx.run(2, program, deadline=60) == [True, True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_the_same_bits_again(reentrant):
+    layer = Layer(2)
+
+    def program(comm):
+        comm = ct.communicator(comm)
+
+        def call(*args):
+            return torch.utils.checkpoint.checkpoint(Layer.forward, *args, use_reentrant=reentrant)
+
+        return same(layer.gradients(comm, call), layer.gradients(comm, Layer.forward))
+
+    assert all(cpx.run(2, program))
+
+
+def test_a_double_backward_is_refused_by_name():
+    def program(comm):
+        zigzag = cpx.shard(small, cpx.zigzag(1))
+        halo, weight = ct.halo(zigzag, comm, 3), numbers(4, 4, seed=1)
+        for name, call in {
+            "exchange": lambda x: ct.exchange(x, ct.relayout(zigzag, zigzag, comm), comm),
+            "causal_conv1d": lambda x: ct.causal_conv1d(x, weight, halo, comm),
+            "gated_delta_rule": lambda x: ct.gated_delta_rule(
+                *(x.reshape(10, 2, 2) for _ in range(3)), -x[:, :2].exp(), x[:, 2:].sigmoid().contiguous(),
+                ct.carry(zigzag, comm), comm
+            ),
+        }.items():
+            x = numbers(10, 4).requires_grad_()
+            gradient = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)[0]
+            with pytest.raises(cpx.Error, match=f"^test_torch.py:[0-9]+: {name}: double backward"):
+                gradient.sum().backward()
+
+    one_rank(program)
+
+
+def wrong_calls(comm):
+    zigzag = cpx.shard(small, cpx.zigzag(1))
+    relayout, halo, carry = ct.relayout(zigzag, zigzag, comm), ct.halo(zigzag, comm, 3), ct.carry(zigzag, comm)
+    x, w = torch.zeros(10, 4), torch.zeros(4, 4)
+    delta = [torch.zeros(10, 2, 3)] * 3 + [torch.zeros(10, 2)] * 2
+    yield "exchange: device of x: expected cpu.*got meta", lambda: ct.exchange(x.to("meta"), relayout, comm)
+    yield "exchange: x: expected a torch.Tensor, got ndarray", lambda: ct.exchange(x.numpy(), relayout, comm)
+    yield "exchange: layout of x", lambda: ct.exchange(x.to_sparse(), relayout, comm)
+    yield "exchange: dtype of x.*complex64", lambda: ct.exchange(x.to(torch.complex64), relayout, comm)
+    yield "exchange: x: expected an array of rows", lambda: ct.exchange(torch.tensor(1.0), relayout, comm)
+    yield "exchange, source: rows.*10.*9", lambda: ct.exchange(x[:9], relayout, comm)
+    yield "exchange: memory of x.*side by side", lambda: ct.exchange(torch.zeros(4, 10).t(), relayout, comm)
+    yield "exchange: plan: expected one of cpx.torch.relayout", lambda: ct.exchange(x, halo, comm)
+    yield "exchange: comm: .*got int", lambda: ct.exchange(x, relayout, 3)
+    yield "causal_conv1d: dtype of weight.*float64", lambda: ct.causal_conv1d(x, w.double(), halo, comm)
+    yield "causal_conv1d: dtype of x.*float16", lambda: ct.causal_conv1d(x.half(), w.half(), halo, comm)
+    yield "causal_conv1d: shape of weight", lambda: ct.causal_conv1d(x, torch.zeros(5, 4), halo, comm)
+    yield "causal_conv1d: activation.*relu", lambda: ct.causal_conv1d(x, w, halo, comm, activation="relu")
+    yield "gated_delta_rule: dtype of beta", lambda: ct.gated_delta_rule(*delta[:4], delta[4].double(), carry, comm)
+    flat = [t.reshape(10, -1) for t in delta]
+    yield "gated_delta_rule: heads", lambda: ct.gated_delta_rule(*flat, carry, comm)
+    yield "gated_delta_rule: shape of g", lambda: ct.gated_delta_rule(*delta[:3], torch.zeros(10, 3), delta[4], carry, comm)
+    yield "gated_delta_rule: .*initial", lambda: ct.gated_delta_rule(*delta, carry, comm, initial=torch.zeros(3, 2))
+    yield "exchange: plan.*is gone", lambda: torch.ops.cpx.exchange(x, -1, comm.handle, [10, 4])
+
+
+def test_a_mistake_is_named_with_the_line_of_the_caller():
+    def program(comm):
+        for text, call in wrong_calls(comm):
+            with pytest.raises(cpx.Error, match="^test_torch.py:[0-9]+: " + text):
+                call()
+
+    one_rank(program)
+
+
+def test_a_group_that_has_no_communicator_is_named():
+    with pytest.raises(cpx.Error, match="communicator: group: .*not initialized"):
+        ct.communicator()
+    with pytest.raises(cpx.Error, match="communicator: group: .*got int"):
+        ct.communicator(3)
+
+
+def test_the_backend_of_a_process_group_is_named(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        comm = ct.communicator()
+        assert (comm.rank, comm.ranks) == (0, 1) and ct.communicator(dist.group.WORLD) is comm
+        x, s = torch.ones(10, 1), cpx.shard(small, cpx.zigzag(1))
+        assert torch.equal(ct.exchange(x, ct.relayout(s, s, comm), comm), x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_disagree_are_named_and_none_hangs():
+    zigzag, sequential = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
+
+    def program(comm):
+        target = zigzag if comm.rank == 0 else sequential
+        ct.exchange(torch.zeros(sequential.rows(comm.rank), 1), ct.relayout(sequential, target, comm), comm)
+
+    with pytest.raises(cpx.Error, match="target"):
+        cpx.run(2, program, deadline=20)
+
+
+def test_an_exception_in_the_backward_of_one_rank_ends_the_others():
+    layer = Layer(2)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise RuntimeError("out of luck")
+
+    def program(comm):
+        def call(x, weight, *args):
+            y = Layer.forward(x, weight, *args)
+            return Layer.forward(torch.cat([Fails.apply(y) if comm.rank == 1 else y] * 3, 1), weight, *args)
+
+        layer.gradients(ct.communicator(comm), call)
+
+    begin = time.monotonic()
+    with pytest.raises(cpx.Error, match="rank 1 failed: RuntimeError: out of luck"):
+        cpx.run(2, program, deadline=30)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_plan_lives_until_the_backward_of_its_calls():
+    def program(comm):
+        s = cpx.shard(small, cpx.zigzag(1))
+        x = torch.ones(10, 2, requires_grad=True)
+        y = ct.exchange(x, cpx.relayout(s, s, 0), comm.of)  # of package cpx: nothing else keeps it
+        gc.collect()
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.ones(10, 2))
+
+    one_rank(program)
+
+
+def test_plans_are_kept_by_shardings_and_forgotten_with_their_communicator():
+    from cpx.torch import _objects
+
+    def program(comm):
+        comm = ct.communicator(comm)
+        a, b = cpx.shard(small, cpx.zigzag(1)), cpx.shard(small, cpx.sequential(1))
+        again = cpx.shard(cpx.thd([0, 3, 3, 10]), cpx.zigzag(1))
+        assert ct.relayout(a, b, comm) is ct.relayout(again, b, comm) is not ct.relayout(b, a, comm)
+        for n in range(2 * _objects.cached_plans):
+            s = cpx.shard(cpx.thd([0, n]), cpx.zigzag(1))
+            ct.halo(s, comm, 1)
+        assert len(_objects._objects) - before <= _objects.cached_plans + 1
+
+    gc.collect()
+    before = len(_objects._objects)
+    cpx.run(1, program)
+    gc.collect()
+    assert len(_objects._objects) == before
+
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ten_thousand_calls_leak_nothing():
+    layer = Layer(1, small)
+
+    def program(comm):
+        x, weight = numbers(10, 12, dtype=torch.float32).requires_grad_(), layer.weight.clone().requires_grad_()
+        plans = layer.plans(comm)
+
+        def step(n):
+            for _ in range(n):
+                Layer.forward(x, weight, *plans, comm).sum().backward()
+
+        step(300)
+        gc.collect()
+        objects, memory = len(gc.get_objects()), resident()
+        step(2500)  # of 4 operators, each with its backward
+        gc.collect()
+        objects, memory = len(gc.get_objects()) - objects, resident() - memory
+        tracemalloc.start()
+        step(10)
+        gc.collect()
+        first = tracemalloc.get_traced_memory()[0]
+        step(200)
+        gc.collect()
+        traced = tracemalloc.get_traced_memory()[0] - first
+        tracemalloc.stop()
+        return objects, traced, memory
+
+    objects, traced, memory = one_rank(program)
+    assert objects < 100 and traced < 20_000 and memory < 8 << 20
+
+
+@pytest.mark.parametrize("end", ["", "del comm, plan", "del x, y", "del cpx", "y.sum().backward()"])
+def test_the_interpreter_ends_cleanly_with_whatever_is_alive(end):
+    program = f"""
+import cpx, cpx.torch, torch
+comm = cpx.torch.communicator(cpx.threads(1)[0])
+s = cpx.shard(cpx.thd([0, 10]), cpx.zigzag(1))
+plan = cpx.torch.relayout(s, s, comm)
+x = torch.ones(10, 2, requires_grad=True)
+y = cpx.torch.exchange(x, plan, comm)
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
