@@ -7,6 +7,9 @@
 Every step has a packing of its own. Rows are sharded in zigzag all the way: the delta net runs on them in place, its
 convolution by a halo and its recurrence by a carry; attention has them exchanged to whole sequences of some heads, and
 back. All else, from embedding to loss, works on rows alone and is plain torch.
+
+Losses are the same but for the order in which gradients are summed. Training multiplies any such difference, so it is
+seen best in float64: below 1e-9 after 200 steps. In float32 it begins at 1e-7 and ends below 0.02.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import cpx.torch as ct  # noqa: E402
 hidden, heads, dim, taps = 64, 4, 16, 4
 layers = ["delta", "delta", "attention", "delta"]
 ignored = -100  # a label that does not count
-rate = 2e-3
+rate = 1e-3
 wide = heads * dim
 
 
@@ -197,29 +200,34 @@ def plot(runs, path):
     path.write_text("\n".join(parts) + "\n")
 
 
+def named(ranks):
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of threads, a run of each")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "float64"], help="float64 on the CPU, float32 on devices")
     parser.add_argument("--plot", type=pathlib.Path, default="train_hybrid.svg")
     args = parser.parse_args()
+    on_devices = "RANK" in os.environ
 
     written = pathlib.Path(__file__).with_name("text.txt").read_text()
     letters = sorted(set(written))
     text = torch.tensor([letters.index(letter) for letter in written])
     torch.manual_seed(0)
-    model = Hybrid(len(letters)).to(getattr(torch, args.dtype))
-    if "RANK" in os.environ:
+    model = Hybrid(len(letters)).to(getattr(torch, args.dtype or ("float32" if on_devices else "float64")))
+    if on_devices:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
         comm = ct.communicator()
-        runs, speaks = {f"{comm.ranks} ranks": train(comm, model, text, args.steps)}, comm.rank == 0
+        runs = {named(comm.ranks): train(comm, model, text, args.steps)}
         torch.distributed.destroy_process_group()
+        if comm.rank > 0:
+            return
     else:
-        runs, speaks = {f"{n} rank{'s' * (n > 1)}": cpx.run(n, train, model, text, args.steps)[0] for n in args.ranks}, True
-    if not speaks:
-        return
+        runs = {named(n): cpx.run(n, train, model, text, args.steps)[0] for n in args.ranks}
     for name, losses in runs.items():
         print(f"{name}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} after {args.steps} steps")
     first = next(iter(runs.values()))

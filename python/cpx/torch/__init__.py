@@ -19,8 +19,9 @@ packings. Every rank makes the same calls in the same order, in the backward, to
 `torch.ops.cpx.NAME`. They have no double backward: asked for one they raise cpx.Error.
 """
 
+from ._attention import attention, attention_plan, rotary
 from ._group import communicator
-from ._objects import Carry, Communicator, Halo, Relayout, carry, halo, relayout
+from ._objects import Attention, Carry, Communicator, Halo, Relayout, carry, halo, relayout
 from ._ops import (
     causal_conv1d,
     channel_decay_attention,
@@ -33,10 +34,13 @@ from ._ops import (
 )
 
 __all__ = [
+    "Attention",
     "Carry",
     "Communicator",
     "Halo",
     "Relayout",
+    "attention",
+    "attention_plan",
     "carry",
     "causal_conv1d",
     "channel_decay_attention",
@@ -47,6 +51,7 @@ __all__ = [
     "head_decay_attention",
     "kimi_delta_attention",
     "relayout",
+    "rotary",
     "shift_rows",
     "sum_over_ranks",
 ]

@@ -120,6 +120,16 @@ class Carry(_Held):
             self.value_heads = -1
 
 
+class Attention(_Held):
+    """The shardings of queries and keys, and heads. `attention_plan` makes it."""
+
+    def __init__(self, queries, keys, heads, rank):
+        super().__init__(None)
+        self.queries, self.keys, self.heads, self.rank = queries, keys, heads, rank
+        first, last = queries.heads(rank, heads[0])
+        self.query_heads = last - first
+
+
 def _taken(where, what, given, kind, base):
     """Returns an object of this module. One of package cpx gets a handle that lives as long as this call needs it."""
     if isinstance(given, kind):

@@ -7,7 +7,7 @@ costs twenty microseconds more a call.
 
 import torch
 
-from cpx._error import Error
+from cpx._error import Error, require
 
 from ._objects import held
 
@@ -26,6 +26,26 @@ def array(x):
     if x.requires_grad:
         x = x.detach()
     return x.numpy() if x.is_cpu and x.dtype in _numpy_knows else x
+
+
+def contiguous_like(x, *_):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def check(where, device, **tensors):
+    """Raises cpx.Error unless all are tensors of one dtype on that device. None is none."""
+    first = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        require(isinstance(x, torch.Tensor), where, name, "a torch.Tensor", type(x).__name__)
+        require(x.layout == torch.strided, where, f"layout of {name}", "torch.strided", x.layout)
+        if x.device != device:
+            raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
+        if first is None:
+            first = x
+        elif x.dtype != first.dtype:
+            raise Error(where, f"dtype of {name}", f"{first.dtype}, as of the others", str(x.dtype))
 
 
 def keep(ctx, where, plan, comm):

@@ -11,24 +11,8 @@ import torch
 import cpx
 from cpx._error import Error, require
 
-from ._objects import Carry, Communicator, Halo, Relayout, held, taken_comm, taken_plan
-from ._operator import array, backward_operator, keep, operator, wants_gradient
-
-
-def _check(where, comm, **tensors):
-    """Raises cpx.Error unless all are tensors where the ranks of comm have theirs, and of one dtype."""
-    first = None
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        require(isinstance(x, torch.Tensor), where, name, "a torch.Tensor", type(x).__name__)
-        require(x.layout == torch.strided, where, f"layout of {name}", "torch.strided", x.layout)
-        if x.device != comm.device:
-            raise Error(where, f"device of {name}", f"{comm.device}, as the communicator's", str(x.device))
-        if first is None:
-            first = x
-        elif x.dtype != first.dtype:
-            raise Error(where, f"dtype of {name}", f"{first.dtype}, as the others", str(x.dtype))
+from ._objects import Carry, Halo, Relayout, held, taken_comm, taken_plan
+from ._operator import array, backward_operator, check, contiguous_like, keep, operator, wants_gradient
 
 
 def _held(where, plan, comm):
@@ -87,12 +71,11 @@ def exchange(x, plan, comm):
     """
     where = "exchange"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Relayout)
-    _check(where, comm, x=x)
+    check(where, comm.device, x=x)
     row = _rows(where, x)
     if plan.target_width and plan.target_width != math.prod(row):
         row = [plan.target_width]
-    y = _exchange_op(x, plan.handle, comm.handle, [plan.target_rows, *row])
-    return y
+    return _exchange_op(x, plan.handle, comm.handle, [plan.target_rows, *row])
 
 
 # shift_rows
@@ -112,15 +95,11 @@ def _shift_backward(dy, plan, comm):
     return dx
 
 
-def _contiguous_like(x, *_):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 _shift_back = backward_operator(
-    "shift_rows_backward(Tensor dy, SymInt plan, SymInt comm) -> Tensor", _shift_backward, _contiguous_like
+    "shift_rows_backward(Tensor dy, SymInt plan, SymInt comm) -> Tensor", _shift_backward, contiguous_like
 )
 _shift_op = operator(
-    "shift_rows(Tensor x, SymInt plan, SymInt comm, float fill) -> Tensor", _shift, _contiguous_like,
+    "shift_rows(Tensor x, SymInt plan, SymInt comm, float fill) -> Tensor", _shift, contiguous_like,
     lambda ctx, args, y: keep(ctx, "shift_rows", args[1], args[2]),
     lambda ctx, dy: (_shift_back(dy, ctx.plan, ctx.comm), None, None, None),
 )
@@ -134,7 +113,7 @@ def shift_rows(x, plan, comm, fill=0.0):
     """
     where = "shift_rows"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
-    _check(where, comm, x=x)
+    check(where, comm.device, x=x)
     _rows(where, x)
     return _shift_op(x, plan.handle, comm.handle, float(fill))
 
@@ -155,9 +134,9 @@ def _keep_comm(ctx, args, y):
         ctx.held = held("sum_over_ranks", "communicator", ctx.comm)
 
 
-_sum_back = backward_operator("sum_over_ranks_backward(Tensor dy, SymInt comm) -> Tensor", _sum, _contiguous_like)
+_sum_back = backward_operator("sum_over_ranks_backward(Tensor dy, SymInt comm) -> Tensor", _sum, contiguous_like)
 _sum_op = operator(
-    "sum_over_ranks(Tensor x, SymInt comm) -> Tensor", _sum, _contiguous_like,
+    "sum_over_ranks(Tensor x, SymInt comm) -> Tensor", _sum, contiguous_like,
     _keep_comm, lambda ctx, dy: (_sum_back(dy, ctx.comm), None),
 )
 
@@ -168,7 +147,7 @@ def sum_over_ranks(x, comm):
     Its gradient is that of the sum of what the ranks differentiate: on every rank the sum of all ranks' gradients.
     """
     comm = taken_comm("sum_over_ranks", comm)
-    _check("sum_over_ranks", comm, x=x)
+    check("sum_over_ranks", comm.device, x=x)
     return _sum_op(x, comm.handle)
 
 
@@ -177,14 +156,14 @@ def sum_over_ranks(x, comm):
 
 def _conv(x, weight, bias, activation, order, plan, comm):
     p, c = _held("causal_conv1d", plan, comm)
-    y = _contiguous_like(x)
+    y = contiguous_like(x)
     cpx.causal_conv1d(p.of, array(x), array(weight), c, array(bias), activation, out=array(y))
     return y
 
 
 def _conv_backward(x, weight, bias, dy, activation, order, plan, comm):
     p, c = _held("causal_conv1d_backward", plan, comm)
-    dx = _contiguous_like(x)
+    dx = contiguous_like(x)
     dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     dbias = weight.new_zeros(0 if bias is None else bias.shape)
     cpx.causal_conv1d_backward(
@@ -195,7 +174,7 @@ def _conv_backward(x, weight, bias, dy, activation, order, plan, comm):
 
 
 def _conv_backward_fake(x, weight, bias, dy, activation, order, plan, comm):
-    return _contiguous_like(x), _contiguous_like(weight), weight.new_empty(0 if bias is None else bias.shape)
+    return contiguous_like(x), contiguous_like(weight), weight.new_empty(0 if bias is None else bias.shape)
 
 
 def _save_conv(ctx, args, y):
@@ -218,7 +197,7 @@ _conv_back = backward_operator(
 _conv_op = operator(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, str? activation, str order, SymInt plan, SymInt comm) "
     "-> Tensor",
-    _conv, _contiguous_like, _save_conv, _conv_gradient,
+    _conv, contiguous_like, _save_conv, _conv_gradient,
 )
 
 
@@ -232,7 +211,7 @@ def causal_conv1d(x, weight, plan, comm, bias=None, activation=None, *, order="b
     """
     where = "causal_conv1d"
     comm, plan = taken_comm(where, comm), taken_plan(where, plan, Halo)
-    _check(where, comm, x=x, weight=weight, bias=bias)
+    check(where, comm.device, x=x, weight=weight, bias=bias)
     return _conv_op(x, weight, bias, activation, order, plan.handle, comm.handle)
 
 
@@ -262,7 +241,7 @@ def _make_recurrence(name):
     def results(make, v, initial, save, final, heads, sizes):
         whole, starts, maps = _saved_shapes(name, heads, sizes)
         return (
-            _contiguous_like(v),
+            contiguous_like(v),
             make(whole) if final else v.new_empty(0),
             v.new_empty(starts if save else 0),
             v.new_empty(maps if save else 0),
@@ -280,7 +259,8 @@ def _make_recurrence(name):
         made = o, last, starts, maps = results(v.new_zeros, v, initial, save, final, heads, sizes)
         forward(
             p.of, *inputs(q, k, v, g, beta), c, initial=array(initial), final=array(last) if final else None,
-            saved=(array(starts), array(maps)) if save else None, out=array(o), **options(chunk, qk_l2norm, scale, heads)
+            saved=(array(starts), array(maps)) if save else None, out=array(o),
+            **options(chunk, qk_l2norm, scale, heads)
         )
         return made
 
@@ -290,8 +270,8 @@ def _make_recurrence(name):
     def gradients(make, q, k, v, g, beta, dinitial, heads, sizes):
         whole, _, _ = _saved_shapes(name, heads, sizes)
         return (
-            *(_contiguous_like(x) for x in (q, k, v, g)),
-            q.new_empty(0) if beta is None else _contiguous_like(beta),
+            *(contiguous_like(x) for x in (q, k, v, g)),
+            q.new_empty(0) if beta is None else contiguous_like(beta),
             make(whole) if dinitial else q.new_empty(0),
         )
 
@@ -352,12 +332,12 @@ for _name in _map_width:
 
 def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final):
     comm, plan = taken_comm(name, comm), taken_plan(name, plan, Carry)
-    _check(name, comm, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
+    check(name, comm.device, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
     heads, value_heads = plan.heads, plan.value_heads
     if heads is None:
         if value_heads < 0 or q.dim() != 3 or v.dim() != 3:
-            got = f"{tuple(q.shape)} and {tuple(v.shape)}"
-            raise Error(name, "heads", "q and v as (rows, heads, dim) of all heads, or carry(..., heads=Heads(...))", got)
+            wanted = "q and v as (rows, heads, dim) of all heads, or carry(..., heads=Heads(...))"
+            raise Error(name, "heads", wanted, f"{tuple(q.shape)} and {tuple(v.shape)}")
         heads, value_heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2]), v.shape[1]
     save = wants_gradient((q, k, v, g, beta, initial))
     sizes = [plan.segments, plan.maps, plan.sequences, value_heads]
@@ -371,7 +351,9 @@ def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial,
 def gated_delta_rule(
     q, k, v, g, beta, plan, comm, *, chunk=64, qk_l2norm=True, scale=None, initial=None, final=False
 ):
-    """The gated delta rule in place on any sharding: S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, o = scale S^T q.
+    """The gated delta rule in place on any sharding.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = scale S_t^T q_t
 
     q, k: (rows, key heads, key_dim), v: (rows, value heads, value_dim), g: log decay, and beta: (rows, value heads).
     plan: carry(sharding, comm, "scan" or "serial"). scale: by default 1 / sqrt(key_dim). qk_l2norm: q and k are divided

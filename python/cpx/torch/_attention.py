@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and rotary embedding as operators of torch."""
+
+import torch
+
+import cpx
+from cpx._error import Error, require
+
+from ._objects import Attention, held, taken_comm
+from ._operator import array, backward_operator, check, contiguous_like, keep, operator
+
+
+def _attention(q, k, v, scale, heads, plan, comm):
+    p = held("attention", "plan", plan)
+    o, lse = contiguous_like(q), q.new_empty(q.shape[0], heads)
+    cpx.attention(
+        p.queries, p.keys, p.rank, array(q), array(k), array(v), p.heads, scale=scale, lse=array(lse), out=array(o)
+    )
+    return o, lse
+
+
+def _attention_backward(q, k, v, o, do, lse, scale, plan, comm):
+    where = "attention_backward"
+    p, c = held(where, "plan", plan), held(where, "communicator", comm).of
+    made = dq, dk, dv = contiguous_like(q), contiguous_like(k), contiguous_like(v)
+    cpx.attention_backward(
+        p.queries, p.keys, array(q), array(k), array(v), array(o), array(do.contiguous()), array(lse), p.heads, c,
+        scale=scale, dq=array(dq), dk=array(dk), dv=array(dv)
+    )
+    return made
+
+
+def _save_attention(ctx, args, made):
+    q, k, v, ctx.scale, _, plan, comm = args
+    keep(ctx, "attention", plan, comm)
+    ctx.mark_non_differentiable(made[1])
+    ctx.save_for_backward(q, k, v, *made)
+
+
+def _attention_gradient(ctx, do, _):
+    q, k, v, o, lse = ctx.saved_tensors
+    return *_attention_back(q, k, v, o, do, lse, ctx.scale, ctx.plan, ctx.comm), None, None, None, None
+
+
+_attention_back = backward_operator(
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor lse, float? scale, SymInt plan, "
+    "SymInt comm) -> (Tensor, Tensor, Tensor)",
+    _attention_backward,
+    lambda q, k, v, *_: (contiguous_like(q), contiguous_like(k), contiguous_like(v)),
+)
+_attention_op = operator(
+    "attention(Tensor q, Tensor k, Tensor v, float? scale, SymInt heads, SymInt plan, SymInt comm) -> (Tensor, Tensor)",
+    _attention,
+    lambda q, k, v, scale, heads, plan, comm: (contiguous_like(q), q.new_empty(q.shape[0], heads)),
+    _save_attention, _attention_gradient,
+)
+
+
+def attention_plan(queries, keys, heads, comm):
+    """Returns what `attention` needs. Kept as of `relayout`.
+
+    queries: the sharding of q and o; keys: that of k and v, where every rank holds every row: replicated, or the same
+    head_sharded as q. heads: AttentionHeads(...) over all ranks.
+    """
+    comm = taken_comm("attention_plan", comm)
+    require(len(heads) == 3, "attention_plan", "heads", "AttentionHeads(query_heads, key_heads, dim)", heads)
+    return comm.plan(Attention, queries, keys, tuple(int(n) for n in heads), comm.rank)
+
+
+def attention(q, k, v, plan, comm, *, scale=None):
+    """Causal softmax attention: o = softmax(scale q K^T) V over the keys of a query's sequence up to its own token.
+
+    q: (rows, query heads, dim), k, v: (tokens, key heads, dim), of the heads that the rank holds, as plan says, of
+    `attention_plan`. scale: by default 1 / sqrt(dim). Returns o, as q. Exchange q, k and v first: k and v to
+    `replicated` have the gradients of all ranks' queries added on their way back. No communication, but for the
+    gradients of keys of which several ranks have query heads.
+    """
+    where = "attention"
+    comm = taken_comm(where, comm)
+    if not isinstance(plan, Attention):
+        raise Error(where, "plan", "one of cpx.torch.attention_plan", type(plan).__name__)
+    check(where, comm.device, q=q, k=k, v=v)
+    require(q.dim() > 0, where, "q", "an array of rows", "a number")
+    return _attention_op(q, k, v, scale, plan.query_heads, plan.handle, comm.handle)[0]
+
+
+def _rotate(x, positions, frequencies, head_dim, axes, rounding):
+    y = contiguous_like(x)
+    cpx.rotary(array(x), array(positions), head_dim, array(frequencies), axes, rounding, out=array(y))
+    return y
+
+
+def _rotate_back(dy, positions, frequencies, head_dim, axes, rounding):
+    dx = contiguous_like(dy)
+    dy = array(dy.contiguous())
+    cpx.rotary_backward(dy, array(positions), head_dim, array(frequencies), axes, rounding, out=array(dx))
+    return dx
+
+
+def _save_rotary(ctx, args, y):
+    _, positions, frequencies, *ctx.options = args
+    ctx.save_for_backward(positions, frequencies)
+
+
+def _rotary_gradient(ctx, dy):
+    return _rotary_back(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+_rotary_back = backward_operator(
+    "rotary_backward(Tensor dy, Tensor positions, Tensor frequencies, SymInt head_dim, int[]? axes, str rounding) "
+    "-> Tensor",
+    _rotate_back, contiguous_like,
+)
+_rotary_op = operator(
+    "rotary(Tensor x, Tensor positions, Tensor frequencies, SymInt head_dim, int[]? axes, str rounding) -> Tensor",
+    _rotate, contiguous_like, _save_rotary, _rotary_gradient,
+)
+
+
+def rotary(x, positions, frequencies, head_dim=None, *, axes=None, rounding="fp32_inside"):
+    """Rotates channel i of every head with channel i + D by the angle positions * frequencies[i], D frequencies.
+
+    x: (rows, heads, head_dim), or (rows, heads * head_dim) with head_dim. positions: (rows,) int64, such as
+    torch.from_numpy(sharding.positions(rank)), or (3, rows), of which pair i takes axes[i], of `cpx.rotary_axes`.
+    frequencies: of `cpx.rotary_frequencies`, float32, of float64 for x of float64. They have no gradient. rounding as
+    of `cpx.rotary`. Bitwise the same on every sharding. No communication.
+    """
+    where = "rotary"
+    check(where, getattr(x, "device", None), x=x)
+    check(where, x.device, positions=positions)
+    check(where, x.device, frequencies=frequencies)
+    if head_dim is None:
+        require(x.dim() == 3, where, "x without head_dim", "(rows, heads, head_dim)", tuple(x.shape))
+        head_dim = x.shape[2]
+    if torch.is_grad_enabled() and frequencies.requires_grad:
+        raise Error(where, "frequencies", "a tensor that wants no gradient", "one that does")
+    return _rotary_op(x, positions, frequencies, head_dim, None if axes is None else list(axes), rounding)
