@@ -8,7 +8,7 @@ _package = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def _place() -> str:
-    """Returns "file.py:12: " of the innermost caller, or nothing if there is none: not of this package, nor of torch."""
+    """Returns "file.py:12: " of the innermost caller that is not of this package, nor of torch; or nothing."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     between = (_package, os.path.dirname(torch) + os.sep) if torch else (_package,)
     frame = sys._getframe(1)
