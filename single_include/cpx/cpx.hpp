@@ -566,7 +566,7 @@ namespace cpx {
 /// Stands for "known at run time only" where a size is a template argument.
 inline constexpr int dynamic = -1;
 
-/// A positive int: a type when `N` is given, one stored number when it is `dynamic`.
+/// A positive int: a type when `N` is given, one stored number when it is `dynamic`, 0 until it is told.
 ///
 /// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
 template <int N>
@@ -590,7 +590,7 @@ struct extent<dynamic> {
     CPX_HOST_DEVICE constexpr int get() const { return value; }
     friend constexpr bool operator==(extent, extent) = default;
 
-    int value = 1;
+    int value = 0; ///< not told: what is made of it says so
 };
 
 } // namespace cpx
@@ -1714,11 +1714,12 @@ namespace detail {
 
 inline constexpr int most_chunks = std::numeric_limits<int>::max();
 
-/// Returns `ranks`. Throws `cpx::error`, on the host, if `chunks` chunks for each of them are too many to count.
+/// Returns `ranks`. Throws `cpx::error`, on the host, if there are none, or if `chunks` chunks for each of them are too
+/// many to count.
 CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
-    if (int const most = most_chunks / chunks; ranks > most) {
+    if (int const most = most_chunks / chunks; ranks > most || ranks < 1) {
 #ifndef __CUDA_ARCH__
-        require(false, layout, "ranks", "at most " + std::to_string(most), ranks, here);
+        require(false, layout, "ranks", ranks < 1 ? "at least 1" : "at most " + std::to_string(most), ranks, here);
 #endif
     }
     return ranks;
@@ -1964,15 +1965,27 @@ inline constexpr bool chooses = layout<A> && layout<B> && std::predicate<Rule, i
 /// `Rule` must be copyable and give the same answer on every rank.
 template <class A, class B, class Rule>
 struct by_length {
-    static_assert(detail::chooses<A, B, Rule>,
-                  "cpx: by_length{a, b, rule} wants two layouts, and which lengths are cut by the first: "
-                  "[](cpx::index_t n) { return n % 8 == 0; }");
     A first;
     B second;
     Rule rule;
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
     CPX_HOST_DEVICE constexpr auto at(index_t n) const { return either<A, B>{first, second, rule(n)}; }
+};
+
+/// Says what is wanted, and is a layout, so that nothing more is said.
+template <class A, class B, class Rule>
+    requires(!detail::chooses<A, B, Rule>)
+struct by_length<A, B, Rule> {
+    static_assert(detail::never<by_length>,
+                  "cpx: by_length{a, b, rule} wants two layouts, and which lengths are cut by the first: "
+                  "[](cpx::index_t n) { return n % 8 == 0; }");
+    template <class... X>
+    constexpr by_length(X const&...) {}
+
+    constexpr int ranks() const { return 1; }
+    constexpr int chunks() const { return 1; }
+    constexpr int owner(int) const { return 0; }
 };
 
 template <class A, class B = detail::any, class Rule = detail::any>
@@ -2593,7 +2606,8 @@ namespace cpx {
 template <int W = dynamic>
 struct sequential : private extent<W> {
     constexpr sequential() = default;
-    CPX_HOST_DEVICE constexpr explicit sequential(int ranks) : extent<W>(ranks) {}
+    CPX_HOST_DEVICE constexpr explicit sequential(int ranks, caller here = caller::here())
+        : extent<W>(detail::ranks_with(1, ranks, "sequential", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
@@ -4587,6 +4601,12 @@ consteval auto routes() {
     } else {
         return std::array<route, 0>{};
     }
+}
+
+/// The same of two layouts that are given: `routes(zigzag<4>{}, sequential<4>{})`.
+template <class From, class To>
+constexpr auto routes(From const&, To const&) {
+    return routes<From, To>();
 }
 
 /// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
@@ -7365,6 +7385,9 @@ namespace cpx {
 /// returns and one that runs another plan. No wait outlasts the deadline; then who keeps the others waiting is named.
 class threads {
 public:
+    /// The most ranks of a group: each two of them take 24 bytes.
+    static constexpr int most_ranks = 1 << 13;
+
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
     /// the others in one exchange; at most a year.
     ///
@@ -7383,6 +7406,9 @@ public:
     }
 
     class group;
+
+    template <class X>
+    explicit threads(X const&, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
 
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
@@ -7426,10 +7452,18 @@ public:
 private:
     struct world;
 
+    template <class X>
+    static threads const& unstarted() {
+        static_assert(detail::never<X>,
+                      "cpx: threads of one process are started together, threads::run(ranks, program) "
+                      "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");
+        throw;
+    }
+
     /// As `run`, compiled once for all programs.
     static void run_all(int ranks, std::function<void(threads&)> const& program, std::chrono::milliseconds deadline,
                         caller here) {
-        detail::require_ranks("threads::run", "ranks", ranks, here);
+        require_ranks("threads::run", ranks, here);
         world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
         std::vector<std::thread> members;
         std::string refusal;
@@ -7444,6 +7478,12 @@ private:
         require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
                 std::to_string(ranks) + ", one a rank", std::to_string(members.size()) + ", then: " + refusal, here);
         shared.rethrow(here);
+    }
+
+    static void require_ranks(char const* where, int ranks, caller here) {
+        detail::require_ranks(where, "ranks", std::min(ranks, most_ranks), here);
+        require(ranks <= most_ranks, where, "ranks", "at most " + std::to_string(most_ranks) + ", one thread each",
+                ranks, here);
     }
 
     static void run_rank(world& shared, std::function<void(threads&)> const& program, int rank) {
@@ -7614,7 +7654,7 @@ public:
     /// `deadline` as of `run`. Throws `cpx::error` if there are no ranks, or too many.
     explicit group(int ranks, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                    caller here = caller::here())
-        : world_((detail::require_ranks("threads::group", "ranks", ranks, here), ranks),
+        : world_((require_ranks("threads::group", ranks, here), ranks),
                  detail::checked_deadline("threads::group", deadline, here), here) {
         for (int rank = 0; rank < ranks; ++rank) members_.push_back(threads(world_, rank));
     }

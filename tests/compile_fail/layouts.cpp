@@ -52,6 +52,8 @@ constexpr auto found = moved;
 constexpr auto moved = cpx::routes<cpx::zigzag<4>, cpx::sequential<2>>();
 constexpr auto found = cpx::routes<cpx::zigzag<>, cpx::sequential<4>>();
 #endif
+constexpr auto of_values = cpx::routes(cpx::zigzag<4>{}, cpx::sequential<4>{});
+static_assert(of_values == cpx::routes<cpx::zigzag<4>, cpx::sequential<4>>());
 
 // Memory that ends with the expression is not viewed.
 // expect: rows of a vector that ends with the expression
@@ -151,12 +153,18 @@ auto const edges = cpx::edges_of(sharding);
 cpx::head_sharded<4> const of_sections_first({{2, 4}}, cpx::thd());
 // expect: by_length{a, b, rule} wants two layouts
 cpx::by_length const rule_first{[](cpx::index_t) { return true; }, cpx::zigzag<4>{}, cpx::sequential<4>{}};
+// expect: by_length{a, b, rule} wants two layouts
+auto const cut_by_number = cpx::shard(cpx::thd({0, 4}), cpx::by_length(4));
 // expect: media.images, videos, options. wants two vectors of media_grid
 cpx::media const of_text("i4x4");
 // expect: rotary_axes.section, order, pairs. wants mrope_section
 auto const axes = cpx::rotary_axes(3, cpx::axis_order::interleaved);
 // expect: a view of a tensor that ends with the expression
 auto const columns = cpx::make_tensor<short>(sharding, 0, 1).columns(0, 1);
+// expect: threads of one process are started together
+cpx::threads alone(0, 4);
+// expect: routes between layouts that are known at run time only
+auto const of_run_time = cpx::routes(cpx::striped<>(4), cpx::sequential<>(4));
 // expect: threads::run.ranks, program. wants a program that takes its rank
 void run() {
     cpx::threads::run(4, [](int) {});

@@ -408,6 +408,7 @@ void of_one_rank(held_twice x, std::vector<int> const& labels, std::vector<float
 }
 
 // expect: rotary_frequencies<T>.options. wants the type of the numbers
+// expect: rotary_frequencies<T>.options. wants the type of the numbers
 // expect: rotary_table<T>.positions, axes, frequencies, cos, sin. wants rows or a span
 // expect: attend_head<T>.q, positions, k, v, scale, o. wants rows of T
 // expect: convolve_segment<T>.history, x, weight, bias, activation, y. wants rows of T
@@ -415,6 +416,7 @@ void of_one_rank(held_twice x, std::vector<int> const& labels, std::vector<float
 // expect: delta_rule_backward<T>.q, k, v, g, beta, first, options, state, dout, dstate, gradients. wants rows of T
 void of_one_head(held_twice x, labels_of positions, std::vector<float>& out) {
     cpx::rotary_frequencies(64);
+    cpx::rotary_frequencies({.rotary_dim = 8});
     cpx::rotary_table(out, 4);
     cpx::attend_head(x, positions, x, x, 1, x);
     cpx::convolve_segment(x.data(), x.data(), out, out, silu, x.data());

@@ -12,7 +12,7 @@ static_assert(std::is_trivially_copyable_v<cpx::extent<4>> && std::is_trivially_
 static_assert(sizeof(cpx::extent<cpx::dynamic>) == sizeof(int));
 static_assert(cpx::extent<4>{}.get() == 4);
 static_assert(cpx::extent<cpx::dynamic>{7}.get() == 7);
-static_assert(cpx::extent<cpx::dynamic>{}.get() == 1);
+static_assert(cpx::extent<cpx::dynamic>{}.get() == 0);
 static_assert(cpx::extent<cpx::dynamic>{3} == cpx::extent<cpx::dynamic>{3});
 static_assert(cpx::extent<cpx::dynamic>{3} != cpx::extent<cpx::dynamic>{4});
 static_assert(!std::is_convertible_v<int, cpx::extent<cpx::dynamic>>);

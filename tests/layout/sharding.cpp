@@ -185,9 +185,14 @@ TEST_SUITE("layout") {
 
     TEST_CASE("a sharding rejects layouts without ranks or chunks, and owners that are no ranks") {
         auto const batch = lengths({8, 5});
-        rejects({"sharding: ranks of the layout: expected at least 1, got 0"},
-                [&] { cpx::shard(batch, cpx::zigzag<>{0}); });
-        rejects({"sharding: ranks of the layout", "got -2"}, [&] { cpx::shard(batch, cpx::sequential<>{-2}); });
+        rejects({"sharding.cpp", "sharding: ranks of the layout: expected at least 1, got 0"},
+                [&] { cpx::shard(batch, cpx::zigzag<>{}); });
+        rejects({"sharding.cpp", "sharding: unit of the cut: expected at least 1, got 0"},
+                [&] { cpx::shard(batch, cpx::zigzag<4>{}, cpx::aligned<cpx::dynamic>{}); });
+        rejects({"sharding.cpp", "zigzag: ranks: expected at least 1, got 0"}, [] { cpx::zigzag<>{0}; });
+        rejects({"sharding.cpp", "zigzag: ranks: expected at least 1, got -1"}, [] { cpx::zigzag<>{-1}; });
+        rejects({"sharding.cpp", "sequential: ranks: expected at least 1, got -2"}, [] { cpx::sequential<>{-2}; });
+        rejects({"sharding.cpp", "striped: ranks: expected at least 1, got 0"}, [] { cpx::striped<>{0}; });
         rejects({"sharding: chunks of the layout: expected at least 1, got 0"}, [&] {
             cpx::shard(batch, layout_of{2, 0, 0});
         });

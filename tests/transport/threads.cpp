@@ -148,8 +148,8 @@ TEST_SUITE("transport") {
         auto const nothing = [](cpx::threads&) {};
         rejects({"threads.cpp", "threads::run: ranks: expected at least 1, got 0"},
                 [&] { cpx::threads::run(0, nothing); });
-        rejects({"threads::run: ranks: expected at most 2^20, got 1073741824"},
-                [&] { cpx::threads::run(1 << 30, nothing); });
+        rejects({"threads.cpp", "threads::run: ranks: expected at most 8192, one thread each, got 1000000"},
+                [&] { cpx::threads::run(1'000'000, nothing); });
     }
 
     TEST_CASE("a rank that returns before an exchange is named by the others") {
@@ -327,6 +327,7 @@ TEST_SUITE("transport") {
         rejects({"threads::group::leave: rank", "got -1"}, [&] { ranks.leave(-1); });
         rejects({"threads::group::fail: rank", "got 7"}, [&] { ranks.fail(7, "why"); });
         rejects({"threads::group: ranks", "at least 1"}, [] { cpx::threads::group none(0); });
+        rejects({"threads::group: ranks", "at most 8192", "got 8193"}, [] { cpx::threads::group many(8193); });
         rejects({"threads::group: deadline, ms", "got 0"}, [] { cpx::threads::group hasty(2, 0ms); });
     }
 

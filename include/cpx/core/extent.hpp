@@ -10,7 +10,7 @@ namespace cpx {
 /// Stands for "known at run time only" where a size is a template argument.
 inline constexpr int dynamic = -1;
 
-/// A positive int: a type when `N` is given, one stored number when it is `dynamic`.
+/// A positive int: a type when `N` is given, one stored number when it is `dynamic`, 0 until it is told.
 ///
 /// Meant as a private or public base class, so that a static size takes no room (`zigzag<4>` is an empty type).
 template <int N>
@@ -34,7 +34,7 @@ struct extent<dynamic> {
     CPX_HOST_DEVICE constexpr int get() const { return value; }
     friend constexpr bool operator==(extent, extent) = default;
 
-    int value = 1;
+    int value = 0; ///< not told: what is made of it says so
 };
 
 } // namespace cpx

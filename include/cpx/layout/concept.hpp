@@ -76,11 +76,12 @@ namespace detail {
 
 inline constexpr int most_chunks = std::numeric_limits<int>::max();
 
-/// Returns `ranks`. Throws `cpx::error`, on the host, if `chunks` chunks for each of them are too many to count.
+/// Returns `ranks`. Throws `cpx::error`, on the host, if there are none, or if `chunks` chunks for each of them are too
+/// many to count.
 CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
-    if (int const most = most_chunks / chunks; ranks > most) {
+    if (int const most = most_chunks / chunks; ranks > most || ranks < 1) {
 #ifndef __CUDA_ARCH__
-        require(false, layout, "ranks", "at most " + std::to_string(most), ranks, here);
+        require(false, layout, "ranks", ranks < 1 ? "at least 1" : "at most " + std::to_string(most), ranks, here);
 #endif
     }
     return ranks;

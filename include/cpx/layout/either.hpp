@@ -2,6 +2,7 @@
 // One of two layouts, chosen for each run by its length.
 #pragma once
 
+#include <cpx/core/refused.hpp>
 #include <cpx/layout/concept.hpp>
 
 namespace cpx {
@@ -46,15 +47,27 @@ inline constexpr bool chooses = layout<A> && layout<B> && std::predicate<Rule, i
 /// `Rule` must be copyable and give the same answer on every rank.
 template <class A, class B, class Rule>
 struct by_length {
-    static_assert(detail::chooses<A, B, Rule>,
-                  "cpx: by_length{a, b, rule} wants two layouts, and which lengths are cut by the first: "
-                  "[](cpx::index_t n) { return n % 8 == 0; }");
     A first;
     B second;
     Rule rule;
 
     CPX_HOST_DEVICE constexpr int ranks() const { return first.ranks(); }
     CPX_HOST_DEVICE constexpr auto at(index_t n) const { return either<A, B>{first, second, rule(n)}; }
+};
+
+/// Says what is wanted, and is a layout, so that nothing more is said.
+template <class A, class B, class Rule>
+    requires(!detail::chooses<A, B, Rule>)
+struct by_length<A, B, Rule> {
+    static_assert(detail::never<by_length>,
+                  "cpx: by_length{a, b, rule} wants two layouts, and which lengths are cut by the first: "
+                  "[](cpx::index_t n) { return n % 8 == 0; }");
+    template <class... X>
+    constexpr by_length(X const&...) {}
+
+    constexpr int ranks() const { return 1; }
+    constexpr int chunks() const { return 1; }
+    constexpr int owner(int) const { return 0; }
 };
 
 template <class A, class B = detail::any, class Rule = detail::any>

@@ -10,7 +10,8 @@ namespace cpx {
 template <int W = dynamic>
 struct sequential : private extent<W> {
     constexpr sequential() = default;
-    CPX_HOST_DEVICE constexpr explicit sequential(int ranks) : extent<W>(ranks) {}
+    CPX_HOST_DEVICE constexpr explicit sequential(int ranks, caller here = caller::here())
+        : extent<W>(detail::ranks_with(1, ranks, "sequential", here)) {}
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }

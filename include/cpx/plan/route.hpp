@@ -80,6 +80,12 @@ consteval auto routes() {
     }
 }
 
+/// The same of two layouts that are given: `routes(zigzag<4>{}, sequential<4>{})`.
+template <class From, class To>
+constexpr auto routes(From const&, To const&) {
+    return routes<From, To>();
+}
+
 /// Returns how many messages one exchange between the layouts takes in all: the pairs of ranks between which cells
 /// move.
 template <class From, class To>

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cpx/core/error.hpp>
+#include <cpx/core/refused.hpp>
 #include <cpx/transport/concept.hpp>
 #include <cpx/transport/mpi_environment.hpp>
 #include <cpx/transport/mpi_notes.hpp>
 
 #include <algorithm>
 #include <chrono>
+#include <concepts>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -34,9 +36,16 @@ class mpi {
 public:
     static constexpr std::chrono::milliseconds default_deadline = std::chrono::minutes(10);
 
+private:
+    template <class... X> // what may follow the program of `run`
+    static constexpr bool fits = detail::takes<void(), X...> || detail::takes<void(std::chrono::milliseconds), X...> ||
+                                 detail::takes<void(std::chrono::milliseconds, MPI_Comm), X...>;
+
+public:
     /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the other ranks are told why.
     /// Collective.
     template <class F>
+        requires std::invocable<F&, mpi&>
     static void run(F&& program, std::chrono::milliseconds deadline = default_deadline, MPI_Comm group = MPI_COMM_WORLD,
                     caller here = caller::here()) {
         mpi comm("mpi::run", std::nullopt, group, deadline, here);
@@ -52,6 +61,15 @@ public:
         }
     }
 
+    template <class X, class... More>
+        requires(!std::invocable<X&, mpi&> || !fits<More...>)
+    static void run(X const&, More const&...) {
+        static_assert(
+            detail::never<X>,
+            "cpx: mpi::run(program, deadline, group) wants a program that takes its rank, [&](cpx::mpi& comm) "
+            "{ ... }, and then perhaps milliseconds and an MPI_Comm; MPI starts the ranks");
+    }
+
     /// Duplicates `group`, which is not needed afterwards. `deadline` is the longest that a rank waits for the others,
     /// here and in one exchange. Collective. Throws `cpx::error` on a deadline that is not positive, and if not all
     /// ranks come in time (MPI does not say who).
@@ -64,6 +82,14 @@ public:
     static mpi split(int color, MPI_Comm group = MPI_COMM_WORLD, std::chrono::milliseconds deadline = default_deadline,
                      caller here = caller::here()) {
         return {"mpi::split", color, group, deadline, here};
+    }
+    template <class X, class... More>
+        requires(!detail::takes<void(int), X, More...> && !detail::takes<void(int, MPI_Comm), X, More...> &&
+                 !detail::takes<void(int, MPI_Comm, std::chrono::milliseconds), X, More...>)
+    static mpi split(X const&, More const&...) {
+        static_assert(detail::never<X>, "cpx: mpi::split(color, group, deadline) wants a number, and then perhaps an "
+                                        "MPI_Comm and milliseconds, in this order");
+        throw;
     }
 
     mpi(mpi const&) = delete;

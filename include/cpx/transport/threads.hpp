@@ -23,6 +23,9 @@ namespace cpx {
 /// returns and one that runs another plan. No wait outlasts the deadline; then who keeps the others waiting is named.
 class threads {
 public:
+    /// The most ranks of a group: each two of them take 24 bytes.
+    static constexpr int most_ranks = 1 << 13;
+
     /// Calls `program(comm)` on `ranks` threads and waits for them all. `deadline` is the longest that a rank waits for
     /// the others in one exchange; at most a year.
     ///
@@ -41,6 +44,9 @@ public:
     }
 
     class group;
+
+    template <class X>
+    explicit threads(X const&, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
 
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
@@ -84,10 +90,18 @@ public:
 private:
     struct world;
 
+    template <class X>
+    static threads const& unstarted() {
+        static_assert(detail::never<X>,
+                      "cpx: threads of one process are started together, threads::run(ranks, program) "
+                      "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");
+        throw;
+    }
+
     /// As `run`, compiled once for all programs.
     static void run_all(int ranks, std::function<void(threads&)> const& program, std::chrono::milliseconds deadline,
                         caller here) {
-        detail::require_ranks("threads::run", "ranks", ranks, here);
+        require_ranks("threads::run", ranks, here);
         world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
         std::vector<std::thread> members;
         std::string refusal;
@@ -102,6 +116,12 @@ private:
         require(refusal.empty(), "threads::run", "threads that the system starts (its limits: ulimit -u, ulimit -v)",
                 std::to_string(ranks) + ", one a rank", std::to_string(members.size()) + ", then: " + refusal, here);
         shared.rethrow(here);
+    }
+
+    static void require_ranks(char const* where, int ranks, caller here) {
+        detail::require_ranks(where, "ranks", std::min(ranks, most_ranks), here);
+        require(ranks <= most_ranks, where, "ranks", "at most " + std::to_string(most_ranks) + ", one thread each",
+                ranks, here);
     }
 
     static void run_rank(world& shared, std::function<void(threads&)> const& program, int rank) {
@@ -272,7 +292,7 @@ public:
     /// `deadline` as of `run`. Throws `cpx::error` if there are no ranks, or too many.
     explicit group(int ranks, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                    caller here = caller::here())
-        : world_((detail::require_ranks("threads::group", "ranks", ranks, here), ranks),
+        : world_((require_ranks("threads::group", ranks, here), ranks),
                  detail::checked_deadline("threads::group", deadline, here), here) {
         for (int rank = 0; rank < ranks; ++rank) members_.push_back(threads(world_, rank));
     }

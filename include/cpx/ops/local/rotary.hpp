@@ -37,6 +37,13 @@ detail::refused rotary_frequencies(X const&, detail::any = {}) {
                                     "rotary_options: rotary_frequencies<float>({.rotary_dim = 64})");
     return {};
 }
+template <class T = void>
+    requires std::same_as<T, void>
+detail::refused rotary_frequencies(rotary_options) {
+    static_assert(detail::never<T>, "cpx: rotary_frequencies<T>(options) wants the type of the numbers, as well: "
+                                    "rotary_frequencies<float>({.rotary_dim = 64})");
+    return {};
+}
 
 /// What turns the pairs of every head, made once a model. T: that of the elements, float for elements of 16 bits.
 template <class T>
