@@ -125,6 +125,10 @@ mistakes = {
         lambda: cpx.attention(one(), one(), 0, *[np.zeros((20, 1, 2))] * 3, cpx.AttentionHeads(1, 1, 2)),
         "attention: sharding of keys and values: expected replicated or head_sharded.*got zigzag",
     ),
+    "no query heads": (
+        lambda: cpx.attention(one(), cpx.replicated(1, batch), 0, *[np.zeros((20, 1, 2))] * 3, (0, 1, 2)),
+        "attention: query heads: expected at least 1, got 0",
+    ),
     "experts that are none": (
         lambda: cpx.ExpertExchange(np.full((20, 1), 4), 4, np.arange(20), alone()),
         "expert_exchange: chosen expert: expected 0 to 3, got 4",
@@ -307,6 +311,102 @@ def fuzzed(random_state):
     )
 
 
+def calls_that_fit():
+    """Returns calls with arguments that fit each other, to be spoiled."""
+    s, everywhere, comm = one(), cpx.replicated(1, batch), alone()
+    halo, after, carry = cpx.halo(s, 0, 3), cpx.halo(s, 0, 3, "after"), cpx.carry(s, 0)
+    x, w, b = np.ones((20, 4)), np.ones((4, 4)), np.ones(4)
+    q, v, g = np.ones((20, 1, 4)), np.ones((20, 2, 3)), -np.ones((20, 2))
+    ids, of = np.arange(20), cpx.Heads(1, 2, 4, 3)
+    saved = cpx.saved_states(carry, q, of)
+    media, text = cpx.media([(1, 4, 4)]), np.array([9] * 4 + [1] * 16)
+    positions = cpx.mrope_positions(media, s, text, comm, 9)
+    net = cpx.gated_delta_net(s, 0, 4, of)
+    shapes = [(14, 4), (6, 4), (2, 4), (2, 4), (14, 4), (2,), (2,), (3,), (4, 6)]
+    weights = {name: np.ones(shape) for name, shape in zip(net.parameters, shapes)}
+    kept = net.new_saved()
+    net(weights, x, comm, saved=kept)
+    heads = cpx.AttentionHeads(2, 1, 2)
+    a, k, lse, logits = np.ones((20, 2, 2)), np.ones((20, 1, 2)), np.ones((20, 2)), np.ones((20, 6))
+    chosen, of_choices = cpx.choose_experts(logits, 2)
+    at = cpx.ExpertExchange(chosen, 6, ids, comm)
+    packing = cpx.packing_from_mask(np.ones((2, 3), bool))
+    return [
+        (cpx.thd, [[0, 7, 20], [6, 13]]),
+        (cpx.thd_from_positions, [np.array([0, 1, 0]), "own_sequence", 3]),
+        (cpx.packing_from_mask, [np.ones((2, 3), bool), np.array([[0, 1, 2]] * 2), "any", 3]),
+        (cpx.thd_from_cu_seqlens, [[0, 3], [0, 4], 4, 2]),
+        (cpx.packing, [batch, [0, 7], 30]),
+        (cpx.pack, [packing, np.ones((6, 2))]),
+        (cpx.unpack, [packing, np.ones((6, 2))]),
+        (cpx.shard, [batch, cpx.zigzag(2), "batch", cpx.aligned(4)]),
+        (cpx.head_sharded, [2, batch, [(4, 2), (2, 1)]]),
+        (cpx.piecewise, [2, batch, [(0, 7, 0), (7, 20, 1)]]),
+        (cpx.table, [2, [0, 1, 1, 0]]),
+        (cpx.by_length, [cpx.zigzag(2), cpx.sequential(2), 4]),
+        (cpx.relayout, [s, everywhere, 0]),
+        (s.heads, [0, 4]),
+        (s.is_exact, ["serial", 64]),
+        (cpx.relayout(s, everywhere, 0).bytes_matrix, [4, 2]),
+        (cpx.exchange, [cpx.relayout(s, everywhere, 0), x, comm, x.copy()]),
+        (cpx.shift_rows, [after, x, comm, -1, x.copy()]),
+        (cpx.sum_over_ranks, [x.copy(), comm]),
+        (cpx.causal_conv1d, [halo, x, w, comm, b, "silu"]),
+        (cpx.causal_conv1d_backward, [halo, after, x, w, x, comm, b, "silu"]),
+        (cpx.saved_states, [carry, q, of]),
+        (cpx.gated_delta_rule, [carry, q, q, v, g, g, comm]),
+        (cpx.gated_delta_rule_backward, [carry, q, q, v, g, g, v, saved, comm]),
+        (cpx.kimi_delta_attention, [carry, q, q, v, np.ones((20, 2, 4)), g, comm]),
+        (cpx.head_decay_attention, [carry, q, q, v, g, comm]),
+        (cpx.head_decay_attention_backward, [carry, q, q, v, g, v, saved, comm]),
+        (cpx.channel_decay_attention, [carry, q, q, v, np.ones((20, 2, 4)), comm]),
+        (cpx.gated_delta_net, [s, 0, 4, of, "scan", 4, 64]),
+        (net, [weights, x, comm]),
+        (net.backward, [weights, x, kept, x, comm]),
+        (cpx.attention, [s, everywhere, 0, a, k, k, heads]),
+        (cpx.attention_backward, [s, everywhere, a, k, k, a, a, lse, heads, comm]),
+        (cpx.next_token_labels, [after, ids, comm]),
+        (cpx.mean_token_loss, [s, b.repeat(5), ids, comm]),
+        (cpx.mean_token_loss_backward, [s, 0, (1.0, 20.0), ids, b.repeat(5)]),
+        (cpx.ExpertExchange, [chosen, 6, ids, comm]),
+        (at.to_experts, [x, 4]),
+        (at.to_tokens, [np.ones((40, 4))]),
+        (cpx.expert_linear, [at.begins, np.ones((40, 4)), np.ones((6, 3, 4))]),
+        (cpx.expert_linear_backward, [at.begins, np.ones((40, 4)), np.ones((6, 3, 4)), np.ones((40, 3))]),
+        (cpx.choose_experts, [logits, 2]),
+        (cpx.weigh_experts, [logits, chosen]),
+        (cpx.choose_experts_backward, [logits, chosen, of_choices, of_choices]),
+        (cpx.rotary, [x, ids, 4, np.ones(2)]),
+        (cpx.rotary_backward, [x, np.ones((3, 20), int), 4, np.ones(2), [0, 1]]),
+        (cpx.rotary_frequencies, [1e4, 4, np.float32]),
+        (cpx.rotary_axes, [(1, 1, 2), "sectioned"]),
+        (cpx.linear, [x, w]),
+        (cpx.linear_backward, [x, w, x]),
+        (cpx.rms_norm, [x, b]),
+        (cpx.rms_norm_backward, [x, b, x]),
+        (cpx.gated_rms_norm, [x, x, b]),
+        (cpx.gated_rms_norm_backward, [x, x, b, x]),
+        (cpx.log_probabilities, [logits, ids % 6]),
+        (cpx.log_probabilities_backward, [logits, ids % 6, b.repeat(5)]),
+        (cpx.media, [[(1, 4, 4)], [], "qwen3_vl", 2, 2, []]),
+        (cpx.mrope_positions, [media, s, text, comm, 9]),
+        (cpx.batch_mrope_positions, [media, batch, text, 9]),
+        (cpx.features_by_item, [media, "image", [1]]),
+        (cpx.put_features, [positions, "image", np.ones((4, 4)), x.copy()]),
+        (cpx.put_features_backward, [positions, "image", x.copy(), np.ones((4, 4))]),
+        (cpx.add_features, [positions, "image", np.ones((4, 4)), x.copy()]),
+        (cpx.add_features_backward, [positions, "image", x.copy(), np.ones((4, 4))]),
+        (cpx.Movement, [s, everywhere, 4, 20, 2, comm]),
+        (cpx.Sharded, [x, s, 0]),
+        (cpx.threads, [2, 1.0]),
+    ]
+
+
+def test_calls_that_fit_do_not_raise():
+    for call, arguments in calls_that_fit():
+        call(*arguments)
+
+
 def test_no_argument_ends_the_interpreter():
     """Any call with any arguments returns or raises; in another process, whose end would be seen."""
     program = """
@@ -337,6 +437,26 @@ for _ in range(6000):
         pass
     try:
         f(*[test_errors.fuzzed(r) for _ in range(max(count, 0))])
+    except MemoryError:
+        pass
+    except Exception as e:
+        raised += 1
+fitting = test_errors.calls_that_fit()
+for _ in range(6000):
+    f, arguments = r.choice(fitting)
+    arguments = list(arguments)
+    for i in r.sample(range(len(arguments)), r.choice([1, 1, 2]) if len(arguments) > 1 else 1):
+        a = arguments[i]
+        if isinstance(a, np.ndarray) and r.random() < 0.5:
+            others = [a[1:], a[:-1], a.T, a[..., :1], a.astype("f4"), a.astype("i8"), a * 0 - 5, a * 0 + 2**40, a[None]]
+            a = r.choice(others)
+        elif isinstance(a, tuple) and all(isinstance(n, int) for n in a):
+            a = tuple(r.choice([n, n, n, 0, -1, 2**40]) for n in a)
+        else:
+            a = test_errors.fuzzed(r)
+        arguments[i] = a
+    try:
+        f(*arguments)
     except MemoryError:
         pass
     except Exception as e:

@@ -109,6 +109,31 @@ del wait, holder
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
+def test_an_interrupt_ends_all_ranks():
+    program = """
+import os, signal, threading, time, numpy as np, cpx
+batch = cpx.thd([0, 7, 20])
+source, target = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
+stop = threading.Event()
+def program(comm):
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        return stop.wait(60)
+    try:
+        cpx.exchange(cpx.relayout(source, target, 0), np.zeros((source.rows(0), 1)), comm)
+    except cpx.Error as e:
+        stop.set()
+        print(e)
+try:
+    cpx.run(2, program)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "failed: KeyboardInterrupt" in done.stdout and "interrupted\n" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
 def test_an_interpreter_that_exits_with_waiting_ranks_ends_within_the_deadline():
     program = """
 import threading, numpy as np, cpx

@@ -124,6 +124,7 @@ TEST_SUITE("ops") {
         };
         rejects("query heads: expected a multiple of the key heads 3, got 4", call(q, k, k, o, {4, 3, 2}));
         rejects("key heads: expected at least 1, got 0", call(q, k, k, o, {4, 0, 2}));
+        rejects("query heads: expected at least 1, got 0", call(q, k, k, o, {0, 2, 2}));
         index_t const big = index_t{1} << 32;
         rejects("query heads: expected 0 to 2147483647, got 4294967296", call(q, k, k, o, {big, 1, 2}));
         rejects("query heads x dim: expected less than 2^62", call(q, k, k, o, {4, 2, index_t{1} << 61}));

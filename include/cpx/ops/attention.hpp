@@ -39,6 +39,7 @@ concept attended = sharded_anywhere<X> && attends<memory_of<X>, element_of<X>>;
 template <class T, any_sharding Q, class A, any_sharding K, any_memory M>
 attended_heads require_heads(char const* where, sharded<T, Q, M> const& q, sharded<A, K, M> const& k,
                              attention_heads const& heads, caller here) {
+    require(heads.query_heads > 0, where, "query heads", "at least 1", heads.query_heads, here);
     require_groups(where, "query heads", heads.query_heads, "key heads", heads.key_heads, here);
     product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
     Q const& queries = q.sharding();
