@@ -9,12 +9,13 @@ import math
 from typing import NamedTuple
 
 from . import _ext
+from ._ext import Carry, Communicator, Halo, Relayout, Sharding
 from ._array import empty_like, finish, result as _result, shape_of as _shape
 from ._error import Error, require
 from ._sharded import bare, labelled
 
 
-def exchange(plan, x, comm, out=None):
+def exchange(plan: Relayout, x, comm: Communicator, out=None):
     """Runs a plan of `relayout`: moves this rank's rows of x to where they belong on all ranks. Collective.
 
     x: (plan.source_rows, ...), of any dtype that is moved, or added where the plan sums: bfloat16 and float16 too.
@@ -31,7 +32,7 @@ def exchange(plan, x, comm, out=None):
     return labelled(x, finish(rows, y), plan.target, plan.rank)
 
 
-def shift_rows(plan, x, comm, fill=0, out=None):
+def shift_rows(plan: Halo, x, comm: Communicator, fill=0, out=None):
     """Returns for every token the row of the token plan.reach behind it ("after") or before it ("before"). Collective.
 
     plan: of `halo`. `fill` where either is no valid token of the sequence. The backward is the same by the other side.
@@ -43,7 +44,7 @@ def shift_rows(plan, x, comm, fill=0, out=None):
     return labelled(x, finish(rows, y), *place)
 
 
-def sum_over_ranks(values, comm):
+def sum_over_ranks(values, comm: Communicator):
     """Replaces values, an array of any shape, on every rank by their sums over all ranks, added in rank order.
 
     Collective. Each rank sends 2 (W - 1) / W times the values. Returns values.
@@ -52,7 +53,9 @@ def sum_over_ranks(values, comm):
     return values
 
 
-def causal_conv1d(plan, x, weight, comm, bias=None, activation=None, *, initial=None, final=None, out=None):
+def causal_conv1d(
+    plan: Halo, x, weight, comm: Communicator, bias=None, activation=None, *, initial=None, final=None, out=None
+):
     """Causal depthwise convolution: y_t = activation(bias + sum_j weight_j x_{t-K+1+j}), zeros before a sequence.
 
     plan: halo(sharding, rank, K - 1). x: (rows, channels) of its sharding; weight: (channels, K); bias: (channels);
@@ -68,12 +71,12 @@ def causal_conv1d(plan, x, weight, comm, bias=None, activation=None, *, initial=
 
 
 def causal_conv1d_backward(
-    before,
-    after,
+    before: Halo,
+    after: Halo,
     x,
     weight,
     dy,
-    comm,
+    comm: Communicator,
     bias=None,
     activation=None,
     *,
@@ -123,7 +126,7 @@ _map_width = {
 }
 
 
-def _heads(where, plan, q, v, heads) -> Heads:
+def _heads(where, plan: Carry, q, v, heads) -> Heads:
     if heads is not None:
         require(len(heads) == 4, where, "heads", "Heads(key_heads, value_heads, key_dim, value_dim)", heads)
         return Heads(*(int(n) for n in heads))
@@ -133,7 +136,7 @@ def _heads(where, plan, q, v, heads) -> Heads:
     return Heads(a[1], b[1], a[2], b[2])
 
 
-def saved_states(plan, like, heads, recurrence="gated_delta_rule") -> Saved:
+def saved_states(plan: Carry, like, heads, recurrence="gated_delta_rule") -> Saved:
     """Returns memory for what the backward of a recurrence needs, in the framework, dtype and device of `like`."""
     require(recurrence in _map_width, "saved_states", "recurrence", ", ".join(_map_width), recurrence)
     heads = Heads(*heads)
@@ -147,7 +150,7 @@ def saved_states(plan, like, heads, recurrence="gated_delta_rule") -> Saved:
     )
 
 
-def _recur(name, plan, inputs, comm, heads, chunk, norm, scale, initial, final, saved, out):
+def _recur(name, plan, inputs, comm: Communicator, heads, chunk, norm, scale, initial, final, saved, out):
     given, place = inputs[2], (plan.sharding, plan.rank)
     inputs = [bare(name, of, x, *place) for of, x in zip(_input_names, inputs)]
     q, v = inputs[0], inputs[2]
@@ -158,7 +161,9 @@ def _recur(name, plan, inputs, comm, heads, chunk, norm, scale, initial, final, 
     return labelled(given, finish(v, o), *place)
 
 
-def _recur_backward(name, plan, inputs, do, saved, comm, heads, chunk, norm, scale, dfinal, dinitial, gradients):
+def _recur_backward(
+    name, plan, inputs, do, saved, comm: Communicator, heads, chunk, norm, scale, dfinal, dinitial, gradients
+):
     where, place, of_inputs = name + "_backward", (plan.sharding, plan.rank), inputs
     inputs = [bare(where, of, x, *place) for of, x in zip(_input_names, inputs)]
     do = bare(where, "do", do, *place)
@@ -173,13 +178,13 @@ def _recur_backward(name, plan, inputs, do, saved, comm, heads, chunk, norm, sca
 
 
 def gated_delta_rule(
-    plan,
+    plan: Carry,
     q,
     k,
     v,
     g,
     beta,
-    comm,
+    comm: Communicator,
     *,
     heads=None,
     chunk=64,
@@ -207,7 +212,7 @@ def gated_delta_rule(
 
 
 def gated_delta_rule_backward(
-    plan,
+    plan: Carry,
     q,
     k,
     v,
@@ -215,7 +220,7 @@ def gated_delta_rule_backward(
     beta,
     do,
     saved,
-    comm,
+    comm: Communicator,
     *,
     heads=None,
     chunk=64,
@@ -247,13 +252,13 @@ def gated_delta_rule_backward(
 
 
 def kimi_delta_attention(
-    plan,
+    plan: Carry,
     q,
     k,
     v,
     g,
     beta,
-    comm,
+    comm: Communicator,
     *,
     heads=None,
     chunk=64,
@@ -282,7 +287,7 @@ def kimi_delta_attention(
 
 
 def kimi_delta_attention_backward(
-    plan,
+    plan: Carry,
     q,
     k,
     v,
@@ -290,7 +295,7 @@ def kimi_delta_attention_backward(
     beta,
     do,
     saved,
-    comm,
+    comm: Communicator,
     *,
     heads=None,
     chunk=64,
@@ -320,12 +325,39 @@ def kimi_delta_attention_backward(
 
 def _linear(name):
     def forward(
-        plan, q, k, v, g, comm, *, heads=None, chunk=64, scale=None, initial=None, final=None, saved=None, out=None
+        plan: Carry,
+        q,
+        k,
+        v,
+        g,
+        comm: Communicator,
+        *,
+        heads=None,
+        chunk=64,
+        scale=None,
+        initial=None,
+        final=None,
+        saved=None,
+        out=None,
     ):
         return _recur(name, plan, [q, k, v, g], comm, heads, chunk, True, scale, initial, final, saved, out)
 
     def backward(
-        plan, q, k, v, g, do, saved, comm, *, heads=None, chunk=64, scale=None, dfinal=None, dinitial=None, out=None
+        plan: Carry,
+        q,
+        k,
+        v,
+        g,
+        do,
+        saved,
+        comm: Communicator,
+        *,
+        heads=None,
+        chunk=64,
+        scale=None,
+        dfinal=None,
+        dinitial=None,
+        out=None,
     ):
         return _recur_backward(
             name, plan, [q, k, v, g], do, saved, comm, heads, chunk, True, scale, dfinal, dinitial, out
@@ -361,11 +393,11 @@ class gated_delta_net:
 
     parameters = _ext.net_parameters  #: names of the weights, in a checkpoint of transformers
 
-    def __init__(self, sharding, rank, hidden, heads, carry="scan", kernel=4, chunk=64, eps=1e-6):
+    def __init__(self, sharding: Sharding, rank: int, hidden, heads, carry="scan", kernel=4, chunk=64, eps=1e-6):
         self._net = _ext.Net(sharding, rank, hidden, tuple(heads), carry, kernel, chunk, eps)
         self.sharding, self.rank = sharding, rank
 
-    def __call__(self, weights, x, comm, *, conv=None, recurrent=None, saved=None, out=None):
+    def __call__(self, weights, x, comm: Communicator, *, conv=None, recurrent=None, saved=None, out=None):
         """Returns y of x: (rows, hidden) of float32 or float64. Collective.
 
         weights: a dict by `parameters`, whole on every rank, shaped as in the checkpoint: projections (out, in), conv
@@ -383,7 +415,7 @@ class gated_delta_net:
         """Returns what takes what the backward needs; of one layer and rank."""
         return _ext.NetSaved()
 
-    def backward(self, weights, x, saved, dy, comm, *, order="by_rank", dx=None, dweights=None):
+    def backward(self, weights, x, saved, dy, comm: Communicator, *, order="by_rank", dx=None, dweights=None):
         """Returns (dx, dweights), a dict: the weights' gradients of this rank's rows.
 
         `sum_over_ranks` completes these. A dweights that is given is added to. order: "by_row" adds in the
@@ -423,7 +455,7 @@ def _scale(scale, heads):
     return 1 / math.sqrt(heads[2]) if scale is None else scale
 
 
-def attention(queries, keys, rank, q, k, v, heads, *, scale=None, lse=None, out=None):
+def attention(queries: Sharding, keys: Sharding, rank: int, q, k, v, heads, *, scale=None, lse=None, out=None):
     """Causal softmax attention: o = softmax(scale q K^T) V over the keys of a query's sequence up to its own token.
 
     queries: the sharding of q and o, any; keys: that of k and v, where every rank holds every row: replicated, or the
@@ -438,7 +470,23 @@ def attention(queries, keys, rank, q, k, v, heads, *, scale=None, lse=None, out=
     return labelled(given, finish(q, o), queries, rank)
 
 
-def attention_backward(queries, keys, q, k, v, o, do, lse, heads, comm, *, scale=None, dq=None, dk=None, dv=None):
+def attention_backward(
+    queries: Sharding,
+    keys: Sharding,
+    q,
+    k,
+    v,
+    o,
+    do,
+    lse,
+    heads,
+    comm: Communicator,
+    *,
+    scale=None,
+    dq=None,
+    dk=None,
+    dv=None,
+):
     """The gradients of `attention`: (dq, dk, dv). Arguments as there; do: the gradient of o.
 
     dk and dv are this rank's share of all keys' gradients where queries are sharded by tokens: the transposed plan of
@@ -461,7 +509,7 @@ def attention_backward(queries, keys, q, k, v, o, do, lse, heads, comm, *, scale
     return labelled(of_q, finish(q, to_q), queries, rank), *of_keys
 
 
-def next_token_labels(plan, tokens, comm, out=None):
+def next_token_labels(plan: Halo, tokens, comm: Communicator, out=None):
     """Returns the token that follows every row's, and cpx.ignored behind the last valid one. Collective.
 
     plan: halo(sharding, rank, 1, "after"), or of k rows for the token k ahead; tokens: (rows,) int64.
@@ -480,7 +528,7 @@ class TokenLoss(NamedTuple):
     weight: float
 
 
-def mean_token_loss(sharding, logp, labels, comm, weights=None):
+def mean_token_loss(sharding: Sharding, logp, labels, comm: Communicator, weights=None):
     """Returns TokenLoss of all rows of the batch that have a label. logp, labels, weights: (rows,). Collective.
 
     Bitwise the same on every sharding and any number of ranks.
@@ -490,7 +538,7 @@ def mean_token_loss(sharding, logp, labels, comm, weights=None):
     return TokenLoss(*_ext.mean_token_loss(sharding, logp, labels, comm, weights))
 
 
-def mean_token_loss_backward(sharding, rank, loss, labels, like, upstream=1.0, weights=None, out=None):
+def mean_token_loss_backward(sharding: Sharding, rank: int, loss, labels, like, upstream=1.0, weights=None, out=None):
     """Returns dlogp of `mean_token_loss`, like `like`: -upstream w_i / sum w_i, and 0 in rows that do not count."""
     dlogp = _result(like, out, _shape("mean_token_loss_backward", "labels", labels))
     _ext.mean_token_loss_backward(sharding, rank, tuple(loss), labels, upstream, dlogp, weights)
@@ -531,13 +579,13 @@ class Movement:
     call and `transposed`, the backward of a call.
     """
 
-    def __init__(self, source, target, width, rows, sequences, comm):
+    def __init__(self, source: Sharding, target: Sharding, width, rows, sequences, comm: Communicator):
         self.comm, self.width, self.rows, self.sequences = comm, width, rows, sequences
         self._like = source, target
         self._source = self._target = None
         self.set(source, target)
 
-    def set(self, source, target):
+    def set(self, source: Sharding, target: Sharding):
         """Takes another batch, of shardings over as many ranks with the sections of the first."""
         if source is self._source and target is self._target:
             return

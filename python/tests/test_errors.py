@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A caller's mistake is a cpx.Error that names it, before anything moves; a rank's failure ends the others."""
 
+import ctypes
 import pickle
 import queue
 import subprocess
@@ -259,6 +260,35 @@ def test_an_array_of_another_sharding_is_refused():
         cpx.Sharded(np.ones((9, 2)), zigzag, 0)
     with pytest.raises(cpx.Error, match="exchange: rank of x: expected 0, got 1"):
         cpx.exchange(cpx.relayout(zigzag, sequential, 0), cpx.Sharded(np.ones((10, 2)), zigzag, 1), cpx.threads(2)[0])
+
+
+class OnDevice:
+    """An array that says that it is a GPU's: its DLPack capsule does."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **options):
+        capsule = self.x.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        device_type = pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        ctypes.c_int32.from_address(device_type).value = 2
+        return capsule
+
+
+def test_an_array_of_a_device_is_refused_by_name():
+    x = np.zeros((20, 4))
+    expected = "memory of {}: expected the host's, where the ranks of this call are, got cuda:0"
+    with pytest.raises(cpx.Error, match="exchange: " + expected.format("x")):
+        cpx.exchange(cpx.relayout(one(), one(), 0), OnDevice(x), alone())
+    with pytest.raises(cpx.Error, match="causal_conv1d: " + expected.format("weight")):
+        cpx.causal_conv1d(cpx.halo(one(), 0, 3), x, OnDevice(np.zeros((4, 4))), alone())
+    with pytest.raises(cpx.Error, match="sum_over_ranks: " + expected.format("values")):
+        cpx.sum_over_ranks(OnDevice(x), alone())
 
 
 def fuzzed(random_state):
