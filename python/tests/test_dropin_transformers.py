@@ -13,7 +13,9 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 
 import cpx
 
-dropin = pytest.importorskip("cpx.dropin.transformers")
+pytest.importorskip("cpx.torch")
+from cpx.dropin import transformers as dropin
+
 BaseModelOutputWithPooling = transformers.modeling_outputs.BaseModelOutputWithPooling
 
 torch.set_num_threads(1)  # each rank would have as many of its own, and they wait for each other spinning
@@ -31,15 +33,25 @@ def golden(request):
     return model, load_file(directory / "reference.safetensors")
 
 
-def tower_results(reference, leaves):
+def pixels_of(model, grid):
+    vision = model.config.vision_config
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return torch.randn(int(grid.prod(1).sum()), patch, generator=torch.Generator().manual_seed(0))
+
+
+def tower_results(model, leaves):
     """The features of the file in the form in which the tower returns them."""
-    results = {}
+    results, grid = {}, torch.tensor([[1, 4, 4]])
+    with torch.no_grad():
+        like = model.model.get_image_features(pixels_of(model, grid), grid, return_dict=True)
+    deep = getattr(like, "deepstack_features", None) or [()]
+    in_form = (lambda x: x) if isinstance(deep[0], torch.Tensor) else (lambda x: (x,))
     for kind in ("image", "video"):
         if f"{kind}_features" not in leaves:
             continue
         results[kind] = BaseModelOutputWithPooling(pooler_output=(leaves[f"{kind}_features"],))
         deep = [leaves[n] for n in sorted(leaves) if n.startswith(f"deepstack_{kind}.")]
-        results[kind].deepstack_features = [(x,) for x in deep]
+        results[kind].deepstack_features = [in_form(x) for x in deep]
     return results
 
 
@@ -52,7 +64,7 @@ def train_step(comm, model, reference, options):
     model, leaves = copy.deepcopy(model), leaves_of(reference)
     more = {n: reference[n] for n in ("image_grid_thw", "video_grid_thw") if n in reference}
     if leaves:
-        more["mm_encoder_outputs"] = tower_results(reference, leaves)
+        more["mm_encoder_outputs"] = tower_results(model, leaves)
     with dropin.context_parallel(model, reference["cu_seqlens"], comm, **options) as part:
         logp = part.log_probs(reference["input_ids"][part.rows], **more)
         (-logp.sum() / part.predicted).backward()
@@ -105,10 +117,8 @@ def test_positions_are_those_of_the_rows(golden):
 @with_images
 def test_the_models_own_tower_is_run_and_every_rank_uses_its_rows(golden):
     model, _ = golden
-    config, vision = model.config, model.config.vision_config
-    grid = torch.tensor([[1, 4, 4], [1, 4, 6]])
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(int(grid.prod(1).sum()), patch, generator=torch.Generator().manual_seed(0))
+    config, grid = model.config, torch.tensor([[1, 4, 4], [1, 4, 6]])
+    pixels = pixels_of(model, grid)
     first = [5, config.vision_start_token_id, *[config.image_token_id] * 4, 7, 8, 9]
     second = [3, *[config.image_token_id] * 6, 11, 12]
     lengths, ids = [len(first), 5, len(second)], torch.tensor([*first, 1, 2, 3, 4, 5, *second])
@@ -209,18 +219,17 @@ def test_what_does_not_fit_is_named(golden):
         with pytest.raises(cpx.Error, match='linear: expected "sequential" or "in_place"'):
             with dropin.context_parallel(model, [0, 24], comm, linear="other"):
                 pass
+        with pytest.raises(cpx.Error, match="model: expected one for causal or conditional generation, got Linear"):
+            with dropin.context_parallel(torch.nn.Linear(1, 1), [0, 24], comm):
+                pass
+        other = torch.nn.Module()
+        other.model = other.lm_head = torch.nn.Embedding(2, 2)
+        other.get_input_embeddings = lambda: other.model
         with pytest.raises(cpx.Error, match="model: expected one with attention"):
-            with dropin.context_parallel(types_of_another(), [0, 24], comm):
+            with dropin.context_parallel(other, [0, 24], comm):
                 pass
         with dropin.context_parallel(copy.deepcopy(model), [0, 24], comm) as part:
             with pytest.raises(cpx.Error, match="shape of input_ids"):
                 part.log_probs(torch.zeros(7, dtype=torch.int64))
 
     cpx.run(1, program)
-
-
-def types_of_another():
-    config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8)
-    model = transformers.GPT2LMHeadModel(config)
-    model.model = model.transformer
-    return model

@@ -27,6 +27,20 @@ import cpx.torch
 from ._common import causal_conv1d, communicator, gated_delta_rule, move, offsets, packed
 
 _where = "context_parallel"
+_pixels = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+@contextlib.contextmanager
+def _instead(attributes):
+    """Gives modules attributes of their own, {module: {name: value}}, and takes them away again."""
+    try:
+        for module, values in attributes.items():
+            module.__dict__.update(values)
+        yield
+    finally:
+        for module, values in attributes.items():
+            for name in values:
+                module.__dict__.pop(name, None)
 
 
 class Part:
@@ -71,13 +85,17 @@ class Part:
             raise cpx.Error(_where, "shape of input_ids", tuple(self.rows.shape), tuple(input_ids.shape))
         whole = move(input_ids[:, None], self.sharding, self.everything, self.comm)[:, 0]  # 8 bytes a token
         positions = inputs.pop("position_ids", None)
-        if hasattr(self.model.model, "get_image_features"):
+        tower, towers = self.model.model, {}
+        if hasattr(tower, "get_image_features"):
             if positions is None:
                 positions = self._positions(whole, inputs.get("image_grid_thw"), inputs.get("video_grid_thw"))
-            inputs["mm_encoder_outputs"] = self._features(whole, inputs)
+            features = self._features(whole, inputs)
+            towers = {f"get_{kind}_features": lambda *a, of=of, **k: of for kind, of in features.items()}
+            inputs |= {_pixels[kind]: of.pooler_output[0] for kind, of in features.items()}  # that it is there, no more
         elif positions is None:
             positions = self._tensor(self.sharding.positions(self.comm.rank)).expand(3, -1)
-        out = self.model(input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs)
+        with _instead({tower: towers}):
+            out = self.model(input_ids=input_ids[None], position_ids=positions[:, None], use_cache=False, **inputs)
         logits = out.logits[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         following = whole[self.rows[self.known] + 1]
@@ -90,9 +108,11 @@ class Part:
 
     def _positions(self, whole, image_grid, video_grid):
         """Returns what the model's own get_rope_index says of every sequence by itself: (3, rows)."""
+        whole = whole.cpu()  # what follows reads single numbers
         types = sum(n * mask for n, mask in enumerate(self._kinds(whole).values(), 1)).int()
         merge = self.model.config.vision_config.spatial_merge_size
         grids = {"image_grid_thw": image_grid, "video_grid_thw": video_grid}
+        grids = {name: None if grid is None else grid.cpu() for name, grid in grids.items()}
         left = {name: 0 if grid is None else len(grid) for name, grid in grids.items()}
         begin = {name: 0 for name in grids}
         result = []
@@ -112,34 +132,33 @@ class Part:
                 begin[name] = end
             positions, _ = self.model.model.get_rope_index(whole[None, first:last], types[None, first:last], **own)
             result.append(positions[:, 0])
-        return torch.cat(result, 1)[:, self.rows]
+        return torch.cat(result, 1).to(self.device)[:, self.rows]
 
     def _features(self, whole, inputs):
         """Returns the tower's results, of the rows that are placeholders here; their order is that of the batch."""
         tower = self.model.model
-        given = dict(inputs.pop("mm_encoder_outputs", None) or {})
-        pixels = {"image": inputs.pop("pixel_values", None), "video": inputs.pop("pixel_values_videos", None)}
+        given, local_of = inputs.pop("mm_encoder_outputs", None) or {}, {}
         for kind, mask in self._kinds(whole).items():
-            if given.get(kind) is None and pixels[kind] is not None:
+            whole_of, pixels = given.get(kind), inputs.get(_pixels[kind])
+            if whole_of is None and pixels is not None:
                 run = getattr(tower, f"get_{kind}_features")
-                given[kind] = run(pixels[kind], inputs.get(f"{kind}_grid_thw"), return_dict=True)
-            if given.get(kind) is None:
+                whole_of = run(pixels, inputs.get(f"{kind}_grid_thw"), return_dict=True)
+            if whole_of is None:
                 continue
             rows = (mask.cumsum(0) - 1)[self.rows[mask[self.rows]]]
             count = int(mask.sum())
 
-            def mine(blocks):
-                blocks = blocks if isinstance(blocks, torch.Tensor) else torch.cat(list(blocks))
+            def mine(given):  # a tensor, or a tuple of one an image, as this version of transformers has it
+                blocks = given if isinstance(given, torch.Tensor) else torch.cat(list(given))
                 if len(blocks) != count:
                     raise cpx.Error(_where, f"rows of {kind} features", f"{count}, a placeholder each", len(blocks))
-                return (blocks[rows],)
+                return blocks[rows] if blocks is given else (blocks[rows],)
 
-            local = copy.copy(given[kind])
+            local = local_of[kind] = copy.copy(whole_of)
             local.pooler_output = mine(local.pooler_output)
             if getattr(local, "deepstack_features", None) is not None:
                 local.deepstack_features = [mine(f) for f in local.deepstack_features]
-            given[kind] = local
-        return given
+        return local_of
 
     def attention(self, module, query, key, value, scaling, dropout, window):
         """Causal attention of the local rows to the keys of all ranks; (1, heads, rows, dim) each."""
@@ -217,9 +236,12 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
     comm = communicator(group)
     batch = cu_seqlens if isinstance(cu_seqlens, cpx.thd) else cpx.thd(list(offsets(cu_seqlens)))
     layout = cpx.zigzag(comm.ranks) if layout is None else layout
+    inner = getattr(model, "model", None)
+    language = getattr(inner, "language_model", inner)
+    if language is None or not hasattr(model, "lm_head"):
+        raise cpx.Error(_where, "model", "one for causal or conditional generation", type(model).__name__)
     part = Part(model, batch, comm, layout, linear)
-    language = getattr(model.model, "language_model", model.model)
-    attentions, nets = [], []
+    attributes = {}
     for module in language.modules():
         name = type(module).__name__
         if name.endswith("GatedDeltaNet"):
@@ -227,24 +249,17 @@ def context_parallel(model, cu_seqlens, group, *, layout=None, linear="sequentia
             if missing or module.activation not in ("silu", "swish"):
                 got = "none of " + ", ".join(missing) if missing else module.activation
                 raise cpx.Error(_where, name, "the projections and silu of Qwen3.5", got)
-            nets.append(module)
+            attributes[module] = {"forward": _linear_attention(part, module)}
         elif hasattr(module, "q_proj"):
-            attentions.append(module)
-    if not attentions and not nets:
+            attributes[module] = {"_cpx_part": part}
+    if not attributes:
         expected = "one with attention of transformers' Qwen3.5 or Qwen3-VL"
         raise cpx.Error(_where, "model", expected, type(model).__name__)
     config = language.config
     before = config._attn_implementation
     try:
         config._attn_implementation = "cpx"
-        for module in attentions:
-            module.__dict__["_cpx_part"] = part
-        for module in nets:
-            module.forward = _linear_attention(part, module)
-        yield part
+        with _instead(attributes):
+            yield part
     finally:
         config._attn_implementation = before
-        for module in attentions:
-            module.__dict__.pop("_cpx_part", None)
-        for module in nets:
-            module.__dict__.pop("forward", None)
