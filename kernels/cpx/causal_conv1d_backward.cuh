@@ -90,10 +90,11 @@ __device__ __forceinline__ void add_terms(float const (&dz)[V], F&& token, float
 }
 
 /// Writes what the strips of a block add up to, in their order: of dweight and dbias, of V channels from `channel` on.
-template <int V, int Window>
-__device__ __forceinline__ void write_sums(float const (&dweight)[Window][V], float const (&dbias)[V],
-                                           float (&block_sums)[(Window + 1) * V][128], int taps, std::int64_t channels,
-                                           float* sums, std::int64_t block, std::int64_t channel, bool beyond) {
+/// dweight: [Window][V], dbias: [V], block_sums: [(Window + 1) * V][128].
+template <int V, int Window, class Weights, class Bias, class Sums>
+__device__ __forceinline__ void write_sums(Weights const& dweight, Bias const& dbias, Sums& block_sums, int taps,
+                                           std::int64_t channels, float* sums, std::int64_t block, std::int64_t channel,
+                                           bool beyond) {
     __syncthreads();
     for (unsigned strip = 0; strip < blockDim.y; ++strip, __syncthreads()) // one after the other: always the same bits
         if (threadIdx.y == strip)
