@@ -91,7 +91,7 @@ void shift_rows(halo_value const& plan, nb::object source, nb::object target, co
 } // namespace
 
 void bind_exchange(nb::module_& m) {
-    nb::class_<communicator>(m, "Communicator", R"(One rank's end of a group of ranks.
+    nb::class_<communicator>(m, "Communicator", nb::is_weak_referenceable(), R"(One rank's end of a group of ranks.
 
 One thread at a time calls with it. Its end, or `leave`, tells the others that this rank calls no more.)")
         .def_prop_ro("rank", &communicator::rank)

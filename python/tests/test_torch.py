@@ -564,6 +564,7 @@ def test_plans_are_kept_by_shardings_and_forgotten_with_their_communicator():
         a, b = cpx.shard(small, cpx.zigzag(1)), cpx.shard(small, cpx.sequential(1))
         again = cpx.shard(cpx.thd([0, 3, 3, 10]), cpx.zigzag(1))
         assert ct.relayout(a, b, comm) is ct.relayout(again, b, comm) is not ct.relayout(b, a, comm)
+        assert ct.relayout(a, b, comm.of) is ct.relayout(a, b, ct.communicator(comm.of)) is ct.relayout(a, b, comm)
         for n in range(2 * _objects.cached_plans):
             s = cpx.shard(cpx.thd([0, n]), cpx.zigzag(1))
             ct.halo(s, comm, 1)

@@ -21,7 +21,7 @@ def _attention(q, k, v, scale, heads, plan, comm):
 
 def _attention_backward(q, k, v, o, do, lse, scale, plan, comm):
     where = "attention_backward"
-    p, c = held(where, "plan", plan), held(where, "communicator", comm).of
+    p, c = held(where, "plan", plan), held(where, "communicator", comm)
     made = dq, dk, dv = contiguous_like(q), contiguous_like(k), contiguous_like(v)
     cpx.attention_backward(
         p.queries, p.keys, array(q), array(k), array(v), array(o), array(do.contiguous()), array(lse), p.heads, c,

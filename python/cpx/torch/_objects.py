@@ -16,6 +16,7 @@ import cpx
 from cpx._error import Error, require
 
 _objects = weakref.WeakValueDictionary()
+_known = weakref.WeakKeyDictionary()  # of communicators of package cpx: handle and plans
 _handles = itertools.count(1)
 
 cached_plans = 256  # of one communicator: more than one step uses, with plans of the steps before
@@ -26,8 +27,13 @@ class _Held:
 
     def __init__(self, of):
         self.of = of
-        self.handle = next(_handles)
-        _objects[self.handle] = self
+        self.handle = _handle_of(self)
+
+
+def _handle_of(thing):
+    handle = next(_handles)
+    _objects[handle] = thing
+    return handle
 
 
 def held(where, what, handle):
@@ -38,13 +44,16 @@ def held(where, what, handle):
     return found
 
 
-class Communicator(_Held):
-    """One rank's end of a group of ranks. `communicator` makes it."""
+class Communicator:
+    """One rank's end of a group of ranks. `communicator` makes it; all that are made of one share handle and plans."""
 
     def __init__(self, of):
-        super().__init__(of)
+        self.of = of
         self.rank, self.ranks, self.device = of.rank, of.ranks, torch.device(of.device)
-        self._plans = collections.OrderedDict()
+        known = _known.get(of)
+        if known is None:
+            known = _known[of] = _handle_of(of), collections.OrderedDict()
+        self.handle, self._plans = known
 
     def plan(self, kind, *key):
         """Returns kind(*key), the one of an earlier call if there is one."""

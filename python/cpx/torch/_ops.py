@@ -16,7 +16,7 @@ from ._operator import array, backward_operator, check, contiguous_like, keep, o
 
 
 def _held(where, plan, comm):
-    return held(where, "plan", plan), held(where, "communicator", comm).of
+    return held(where, "plan", plan), held(where, "communicator", comm)
 
 
 def _rows(where, x):
@@ -122,7 +122,7 @@ def shift_rows(x, plan, comm, fill=0.0):
 
 
 def _sum(x, comm):
-    c = held("sum_over_ranks", "communicator", comm).of
+    c = held("sum_over_ranks", "communicator", comm)
     y = x.clone(memory_format=torch.contiguous_format)
     cpx.sum_over_ranks(array(y), c)
     return y
