@@ -20,6 +20,7 @@ import torch.utils.checkpoint  # noqa: E402
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
 import ranks  # noqa: E402
+from cpx.torch import _group, _objects  # noqa: E402
 
 batch = cpx.thd([0, 5, 5, 6, 70, 147])
 heads = cpx.Heads(2, 4, 8, 6)
@@ -495,7 +496,23 @@ def test_a_group_that_has_no_communicator_is_named():
         ct.communicator(3)
 
 
-def test_the_backend_of_a_process_group_is_named(tmp_path):
+@pytest.mark.skipif(hasattr(cpx._ext, "nccl_adopt"), reason="this cpx has CUDA")
+def test_a_group_on_devices_without_cuda_is_named():
+    class OfNccl:
+        def size(self):
+            return 2
+
+        def name(self):
+            return "nccl"
+
+        def _get_backend(self, device):
+            return self
+
+    with pytest.raises(cpx.Error, match="communicator: cpx of this process: expected one that is built with CUDA"):
+        _group._of(OfNccl())
+
+
+def test_a_process_group_of_one_rank_has_a_communicator(tmp_path):
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -557,8 +574,6 @@ def test_a_plan_lives_until_the_backward_of_its_calls():
 
 
 def test_plans_are_kept_by_shardings_and_forgotten_with_their_communicator():
-    from cpx.torch import _objects
-
     def program(comm):
         comm = ct.communicator(comm)
         a, b = cpx.shard(small, cpx.zigzag(1)), cpx.shard(small, cpx.sequential(1))

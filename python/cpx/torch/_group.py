@@ -54,8 +54,8 @@ def _of(group):
         raise Error(_where, "backend of the group", "nccl; ranks with tensors on the CPU are threads, of cpx.run",
                     dist.get_backend(group))
     if not hasattr(_ext, "nccl_adopt"):
-        raise Error(_where, "cpx of this process", "one with CUDA: pip install ./python -C cmake.define.CPX_CUDA=ON",
-                    "one that was built without")
+        raise Error(_where, "cpx of this process", "one that is built with CUDA, as python/README.md says",
+                    "one for the host's memory")
     device = torch.device("cuda", torch.cuda.current_device())
     if hasattr(backend, "_comm_ptr"):
         backend.eager_connect_single_device(device)
