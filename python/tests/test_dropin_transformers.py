@@ -233,3 +233,30 @@ def test_what_does_not_fit_is_named(golden):
                 part.log_probs(torch.zeros(7, dtype=torch.int64))
 
     cpx.run(1, program)
+
+
+@of_text
+@pytest.mark.parametrize("linear", ["sequential", "in_place"])
+def test_a_linear_attention_layer_has_the_gradients_of_one_rank(golden, linear):
+    model, reference = golden
+    tokens, hidden = len(reference["input_ids"]), model.config.hidden_size
+    x, up = (torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+
+    def program(comm):
+        layer = copy.deepcopy(model)
+        with dropin.context_parallel(layer, reference["cu_seqlens"], comm, linear=linear) as part:
+            net, mine = layer.model.layers[0].linear_attn, x[part.rows][None].requires_grad_()
+            y = net(mine)
+            y.backward(up[part.rows][None])
+        return part.rows, y.detach()[0], mine.grad[0], [p.grad for p in net.parameters()]
+
+    def whole(results):
+        rows = torch.cat([r[0] for r in results]).argsort()
+        of_rows = [torch.cat([r[i] for r in results])[rows] for i in (1, 2)]
+        return of_rows + [sum(g) for g in zip(*(r[3] for r in results))]
+
+    wanted = whole(cpx.run(1, program))
+    for ranks in (2, 3):
+        errors = [(a - b).norm() / b.norm() for a, b in zip(whole(cpx.run(ranks, program)), wanted)]
+        print(f"{ranks} ranks: {max(errors):.1e}")
+        assert max(errors) < 1e-5

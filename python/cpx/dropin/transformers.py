@@ -56,9 +56,7 @@ class Part:
         self.sharding = cpx.shard(batch, layout)
         self.device = model.get_input_embeddings().weight.device
         self.rows = self._tensor(self.sharding.global_rows(rank))
-        self.offsets = [batch.offset(s) for s in range(batch.sequences + 1)]
-        counted = cpx.unpadded(batch).batch
-        valid = numpy.array([counted.length(s) for s in range(batch.sequences)], numpy.int64)
+        self.offsets, valid = batch.offsets.tolist(), batch.valid_lengths
         self.predicted = int((valid - 1).clip(0).sum())
         segments = self.sharding.segments(rank)
         self.segments = segments.tolist()
