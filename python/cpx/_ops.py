@@ -15,6 +15,11 @@ from ._error import Error, require
 from ._sharded import bare, labelled
 
 
+def _require_plan(where, plan, kind):
+    if not isinstance(plan, kind):
+        raise Error(where, "plan", f"what cpx.{kind.__name__.lower()} returns", type(plan).__name__)
+
+
 def exchange(plan: Relayout, x, comm: Communicator, out=None):
     """Runs a plan of `relayout`: moves this rank's rows of x to where they belong on all ranks. Collective.
 
@@ -23,6 +28,7 @@ def exchange(plan: Relayout, x, comm: Communicator, out=None):
     Raises cpx.Error before anything moves if an array does not fit or ranks' plans differ; later, within the deadline,
     if a rank fails or does not come.
     """
+    _require_plan("exchange", plan, Relayout)
     rows = bare("exchange", "x", x, plan.source, plan.rank)
     row = _shape("exchange", "x", rows)[1:]
     if plan.target_width and plan.target_width != math.prod(row):
@@ -37,6 +43,7 @@ def shift_rows(plan: Halo, x, comm: Communicator, fill=0, out=None):
 
     plan: of `halo`. `fill` where either is no valid token of the sequence. The backward is the same by the other side.
     """
+    _require_plan("shift_rows", plan, Halo)
     place = plan.sharding, plan.rank
     rows = bare("shift_rows", "x", x, *place)
     y = _result(rows, bare("shift_rows", "out", out, *place), _shape("shift_rows", "x", rows))
@@ -63,6 +70,7 @@ def causal_conv1d(
     initial, final: (sequences, K * channels), the newest K rows before and behind the batch, for decoding; `final` is
     written on the rank where a sequence ends; they may be one array.
     """
+    _require_plan("causal_conv1d", plan, Halo)
     where, place = "causal_conv1d", (plan.sharding, plan.rank)
     rows = bare(where, "x", x, *place)
     y = _result(rows, bare(where, "out", out, *place), _shape(where, "x", rows))
@@ -91,6 +99,8 @@ def causal_conv1d_backward(
     share, which `sum_over_ranks` completes; arrays that are given for them are added to. dbias is None without bias.
     order: "by_row" adds weights' gradients in the order of the batch, bitwise the same on every sharding.
     """
+    for plan in (before, after):
+        _require_plan("causal_conv1d_backward", plan, Halo)
     where, place = "causal_conv1d_backward", (before.sharding, before.rank)
     given, x, dy = x, bare(where, "x", x, *place), bare(where, "dy", dy, *place)
     to_x = _result(x, bare(where, "dx", dx, *place), _shape(where, "x", x))
@@ -151,6 +161,7 @@ def saved_states(plan: Carry, like, heads, recurrence="gated_delta_rule") -> Sav
 
 
 def _recur(name, plan, inputs, comm: Communicator, heads, chunk, norm, scale, initial, final, saved, out):
+    _require_plan(name, plan, Carry)
     given, place = inputs[2], (plan.sharding, plan.rank)
     inputs = [bare(name, of, x, *place) for of, x in zip(_input_names, inputs)]
     q, v = inputs[0], inputs[2]
@@ -164,6 +175,7 @@ def _recur(name, plan, inputs, comm: Communicator, heads, chunk, norm, scale, in
 def _recur_backward(
     name, plan, inputs, do, saved, comm: Communicator, heads, chunk, norm, scale, dfinal, dinitial, gradients
 ):
+    _require_plan(name + "_backward", plan, Carry)
     where, place, of_inputs = name + "_backward", (plan.sharding, plan.rank), inputs
     inputs = [bare(where, of, x, *place) for of, x in zip(_input_names, inputs)]
     do = bare(where, "do", do, *place)
@@ -514,6 +526,7 @@ def next_token_labels(plan: Halo, tokens, comm: Communicator, out=None):
 
     plan: halo(sharding, rank, 1, "after"), or of k rows for the token k ahead; tokens: (rows,) int64.
     """
+    _require_plan("next_token_labels", plan, Halo)
     where, place = "next_token_labels", (plan.sharding, plan.rank)
     rows = bare(where, "tokens", tokens, *place)
     labels = _result(rows, bare(where, "out", out, *place), _shape(where, "tokens", rows))

@@ -107,6 +107,22 @@ private:
 using any_tokens = any_of<false>; ///< every row on one rank
 using any_rows = any_of<true>;    ///< every row on every rank
 
+} // namespace binding
+
+// What ranks read in errors of plans that operators make themselves.
+template <>
+inline std::string const& cpx::detail::sharding_name<binding::any_tokens>() {
+    static std::string const name = "rows by tokens";
+    return name;
+}
+template <>
+inline std::string const& cpx::detail::sharding_name<binding::any_rows>() {
+    static std::string const name = "every row";
+    return name;
+}
+
+namespace binding {
+
 /// A sharding of Python.
 struct any_layout {
     std::variant<any_tokens, any_rows> real;

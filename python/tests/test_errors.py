@@ -126,6 +126,10 @@ mistakes = {
         lambda: cpx.attention(one(), one(), 0, *[np.zeros((20, 1, 2))] * 3, cpx.AttentionHeads(1, 1, 2)),
         "attention: sharding of keys and values: expected replicated or head_sharded.*got zigzag",
     ),
+    "another plan": (
+        lambda: cpx.causal_conv1d(cpx.relayout(one(), one(), 0), np.zeros((20, 4)), np.zeros((4, 4)), alone()),
+        "causal_conv1d: plan: expected what cpx.halo returns, got Relayout",
+    ),
     "no query heads": (
         lambda: cpx.attention(one(), cpx.replicated(1, batch), 0, *[np.zeros((20, 1, 2))] * 3, (0, 1, 2)),
         "attention: query heads: expected at least 1, got 0",
