@@ -47,10 +47,11 @@ private:
 /// first offset, or else valid length.
 class difference {
 public:
-    difference(identity const& mine, identity const& theirs) : field_(mine.first_difference(theirs)) {
+    difference(identity const& mine, identity const& theirs)
+        : field_(mine.first_difference(theirs)), batch_(mine.numbers[identity::cu_seqlens]) {
         if (field_ < 0) return;
         name_ = mine.name(field_);
-        if (field_ != identity::texts + static_cast<int>(identity::cu_seqlens)) return;
+        if (!of_hash()) return;
         auto const a = batch_of(mine), b = batch_of(theirs);
         if (!a || !b) return;
         for (bool const valid : {false, true})
@@ -66,12 +67,14 @@ public:
     std::string const& name() const { return name_; }
     /// Returns what a plan has there.
     std::string value(identity const& of) const {
+        if (of_hash() && !number_) return of.numbers[identity::cu_seqlens] == batch_ ? "one batch" : "another";
         if (!number_) return of.value(field_);
         auto const batch = batch_of(of);
         return batch ? value(*batch, *number_, valid_) : "another";
     }
 
 private:
+    bool of_hash() const { return field_ == identity::texts + static_cast<int>(identity::cu_seqlens); }
     static std::optional<thd> batch_of(identity const& id) {
         return known_batches::find(id.numbers[identity::cu_seqlens]);
     }
@@ -81,6 +84,7 @@ private:
     }
 
     int field_;
+    std::uint64_t batch_; ///< its hash
     std::string name_ = {};
     std::optional<index_t> number_ = {}; ///< of the offset, or valid length
     bool valid_ = false;

@@ -71,7 +71,7 @@ struct identity {
         "offset 6 of cu_seqlens",
         "offset 7 of cu_seqlens",
         "offset 8 of cu_seqlens",
-        "an offset of cu_seqlens after the eighth, or a valid length (hash)",
+        "an offset of cu_seqlens after the eighth, or a valid length",
         "source sharding",
         "target sharding",
         "source width",
