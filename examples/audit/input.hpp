@@ -2,6 +2,7 @@
 // Reads the shards of a model and audits them: by the config.json beside them if there is one.
 #pragma once
 
+#include "../common/hf_files.hpp"
 #include "../common/numbers.hpp"
 #include "../common/shard_files.hpp"
 
@@ -26,6 +27,7 @@ struct input {
     cpx::shard_weights weights;
     std::vector<cpx::audit_shard> shards;
     std::string config{}; ///< the file that tells which weights the model has; empty: shards alone do
+    std::string record{}; ///< the file that tells which tensors they were made of; empty: there is none
     std::vector<cpx::audit_problem> problems{}; ///< what they tell differently of the model; the first is believed
 };
 
@@ -54,18 +56,25 @@ inline input read(std::vector<std::string> const& files) {
         }
         in.shards.push_back({path, header.cell, cpx::audit_records(file)});
     }
-    auto const beside = std::filesystem::path(in.shards.front().where).parent_path() / "config.json";
-    std::error_code failure;
-    if (std::filesystem::exists(beside, failure)) in.config = beside.string();
+    auto const beside = [&](char const* name) {
+        auto const place = std::filesystem::path(in.shards.front().where).parent_path() / name;
+        std::error_code failure;
+        return std::filesystem::exists(place, failure) ? place.string() : std::string();
+    };
+    in.config = beside("config.json");
+    in.record = beside(examples::record_name);
     return in;
 }
 
-/// Audits them. Their config.json is believed more than they are. Throws `cpx::error` if it cannot be read.
+/// Audits them. Their config.json, and beside it the record of what they were made of, are believed more than they are.
+/// Throws `cpx::error` if these cannot be read.
 inline cpx::audit_report examine(input& in) {
     auto problems = in.problems;
     if (!in.config.empty()) {
         auto const settings = cpx::hf_config::read(in.config);
-        auto const found = cpx::audit_weights(settings, in.sizes, in.weights);
+        std::vector<std::string> tensors;
+        if (!in.record.empty()) tensors = examples::tensors_of(examples::read_files(in.record));
+        auto const found = cpx::audit_weights(settings, in.sizes, in.weights, tensors);
         problems.insert(problems.end(), found.begin(), found.end());
         in.sizes.tied = settings.tie_word_embeddings.value();
     }

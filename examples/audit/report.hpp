@@ -66,6 +66,7 @@ inline nlohmann::json json_of(input const& in, cpx::audit_report const& report) 
               {"vpp", in.sizes.pipeline.chunks}}},
             {"shards", in.shards.size()},
             {"config", in.config.empty() ? nlohmann::json() : nlohmann::json(in.config)},
+            {"record", in.record.empty() ? nlohmann::json() : nlohmann::json(in.record)},
             {"problems",
              list(report.problems,
                   [](auto const& p) {
@@ -101,13 +102,22 @@ inline std::string pattern_of(std::string const& name) {
     return text;
 }
 
+/// Returns what is complete where nothing is wrong: of which weights somebody else than the shards tells.
+inline char const* text_of_whole(input const& in) {
+    if (in.config.empty()) return "every weight of the shards' own list";
+    if (!in.record.empty()) return "every weight of the checkpoint";
+    return "every weight of the language model, and what shards list of others, such as a tower's,";
+}
+
 inline void print(input const& in, cpx::audit_report const& report) {
     auto const& m = in.sizes.mesh;
     std::printf("%zu shards of %d ranks: tp %d, pp %d, vpp %d, ep %d, etp %d; %lld layers, %lld experts\n",
                 in.shards.size(), m.world, m.tp, m.pp, in.sizes.pipeline.chunks, m.ep, m.etp,
                 static_cast<long long>(in.sizes.pipeline.layers), static_cast<long long>(in.sizes.experts));
-    std::printf("weights that the model has: those of %s\n\n",
-                in.config.empty() ? "the shards' own list, for there is no config.json" : in.config.c_str());
+    std::string const known = in.config.empty()   ? "the shards' own list, for there is no config.json"
+                              : in.record.empty() ? in.config + "; of a tower those of the shards' own list"
+                                                  : in.config + " and " + in.record;
+    std::printf("weights that the model has: those of %s\n\n", known.c_str());
     std::printf("%-24s %8s %14s %15s  %s\n", "layer", "weights", "elements", "bytes", "checksum");
     for (auto const& l : report.layers)
         std::printf("%-24s %8lld %14lld %15lld  %s\n", l.name.c_str(), static_cast<long long>(l.weights),
@@ -137,7 +147,7 @@ inline void print(input const& in, cpx::audit_report const& report) {
     for (auto const& [fault, count] : times)
         if (count > listed) std::printf("%s: and %d more\n", std::string(name_of(fault)).c_str(), count - listed);
     if (report.good())
-        std::printf("complete: every weight is at its owners and nowhere else, and copies are equal\n");
+        std::printf("complete: %s is at its owners and nowhere else, and copies are equal\n", text_of_whole(in));
     else
         std::printf("problems: %zu\n", report.problems.size());
 }

@@ -2,12 +2,12 @@
 // A checkpoint as Hugging Face's library keeps it: config.json, one or several files of tensors, perhaps their index.
 #pragma once
 
+#include "../common/hf_files.hpp"
+
 #include <cpx/core/error.hpp>
 #include <cpx/core/printable.hpp>
 #include <cpx/model/json.hpp>
 #include <cpx/model/safetensors.hpp>
-
-#include <nlohmann/json.hpp>
 
 #include <filesystem>
 #include <functional>
@@ -21,55 +21,11 @@ namespace convert {
 
 namespace fs = std::filesystem;
 using dtype = cpx::safetensors::dtype;
+using examples::hf_files;
 
 inline constexpr char const* config_name = "config.json";
 inline constexpr char const* weights_name = "model.safetensors";
 inline constexpr char const* index_name = "model.safetensors.index.json";
-inline constexpr char const* record_name = "hf_files.json";
-inline constexpr cpx::json_limits large{.bytes = 100'000'000};
-
-/// Throws `cpx::error` unless `name` is that of a file in the same folder.
-inline void require_plain(std::string const& name, std::string const& where) {
-    bool const plain = name.find_first_of("/\\") == std::string::npos && name.ends_with(".safetensors") &&
-                       !name.starts_with('.') && name.find('\0') == std::string::npos;
-    cpx::require(plain, where.c_str(), "name of a file", "NAME.safetensors, in the same folder",
-                 [&] { return cpx::quote(name); });
-}
-
-/// What is in one file: the texts of its header, and the dtypes of its tensors.
-struct hf_file {
-    std::map<std::string, std::string, std::less<>> metadata;
-    std::map<std::string, dtype, std::less<>> tensors;
-};
-/// The files of a checkpoint by their names. Shards of it keep this, so that the way back ends where it began.
-using hf_files = std::map<std::string, hf_file>;
-
-inline std::string to_json(hf_files const& files) {
-    auto all = nlohmann::json::object();
-    for (auto const& [name, file] : files) {
-        auto tensors = nlohmann::json::object();
-        for (auto const& [tensor, type] : file.tensors) tensors[tensor] = cpx::safetensors::name_of(type);
-        all[name] = {{"metadata", file.metadata}, {"tensors", std::move(tensors)}};
-    }
-    return all.dump();
-}
-
-/// Throws `cpx::error` that names the file if it is not such a record.
-inline hf_files read_files(fs::path const& path) {
-    auto const document = cpx::json_value::read(path, large);
-    hf_files files;
-    for (auto const& name : document.keys()) {
-        require_plain(name, document.where());
-        auto const from = document.at(name), texts = from.at("metadata"), tensors = from.at("tensors");
-        for (auto const& key : texts.keys()) files[name].metadata[key] = texts.get<std::string>(key);
-        for (auto const& tensor : tensors.keys()) {
-            auto const type = cpx::safetensors::dtype_of(tensors.get<std::string>(tensor));
-            if (!type) tensors.at(tensor).fail("a dtype of safetensors");
-            files[name].tensors[tensor] = *type;
-        }
-    }
-    return files;
-}
 
 /// The tensors of a checkpoint, in whichever file they are.
 class hf_folder {
@@ -79,11 +35,11 @@ public:
         auto const index = folder / index_name;
         std::map<std::string, std::string, std::less<>> wanted; // by tensor
         if (fs::exists(index)) {
-            auto const document = cpx::json_value::read(index, large);
+            auto const document = cpx::json_value::read(index, examples::large);
             auto const map = document.at("weight_map");
             for (auto const& tensor : map.keys()) wanted[tensor] = map.get<std::string>(tensor);
             for (auto const& [tensor, file] : wanted) {
-                require_plain(file, document.where());
+                examples::require_plain(file, document.where());
                 if (!files_.contains(file)) files_.emplace(file, cpx::safetensors(folder / file));
             }
         } else {

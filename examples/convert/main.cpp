@@ -13,6 +13,7 @@
 #include "../common/run.hpp"
 
 #include <cpx/core/error.hpp>
+#include <cpx/core/index.hpp>
 #include <cpx/mesh/mesh.hpp>
 #include <cpx/model/hf_config.hpp>
 #include <cpx/model/hf_names.hpp>
@@ -21,6 +22,7 @@
 #include <cpx/model/pipeline.hpp>
 #include <cpx/model/shard.hpp>
 
+#include <algorithm>
 #include <iterator>
 #include <string>
 #include <vector>
@@ -78,7 +80,9 @@ int main(int argc, char** argv) {
                                   .pipeline = mesh.split(std::ssize(sizes.layers)),
                                   .experts = sizes.num_experts,
                                   .tied = sizes.tie_word_embeddings};
-        division.pipeline.mtp = std::ssize(sizes.mtp);
+        // As check_config counts them where config.json tells: of weights there may be none.
+        division.pipeline.mtp = std::max<cpx::index_t>(
+            std::ssize(sizes.mtp), config.family.predicts ? config.mtp_num_hidden_layers.value_or(0) : 0);
         examples::blame(division.pipeline.layout ? "--pipeline-layout" : "layers over --mesh",
                         [&] { return cpx::pipeline(division.pipeline); });
         auto const owners = examples::blame("experts over --mesh", [&] {

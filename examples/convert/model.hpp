@@ -50,14 +50,6 @@ inline bool owns(cpx::naming const& owners, std::string const& name, cpx::shard_
     return (!owner.stage || owner.stage->rank == cell.pp) && (!owner.ep || *owner.ep == cell.ep);
 }
 
-/// Returns whether a tensor that is no weight of the language model may be in its checkpoint, and is copied whole: what
-/// looks like a layer's may not.
-inline bool passes(std::string_view name) {
-    for (auto const* layers : {"model.layers.", "model.language_model.layers.", "mtp.", "decoder.", "language_model."})
-        if (name.starts_with(layers)) return false;
-    return true;
-}
-
 inline constexpr std::size_t block = 1 << 20;
 
 /// Calls `f(first, bytes)` for all bytes of a tensor, some at a time.

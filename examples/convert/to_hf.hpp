@@ -100,7 +100,7 @@ private:
         auto const where = from_.path().string();
         if (!w) {
             auto const mapped = names_.to_hf(name);
-            cpx::require(!mapped.empty() || passes(name), where.c_str(), "shards",
+            cpx::require(!mapped.empty() || cpx::beside_model(name), where.c_str(), "shards",
                          "weights that the model of config.json has", [&] { return cpx::quote(name); });
             others_.emplace(mapped.empty() ? name : mapped.front(), name);
             return;
@@ -115,6 +115,7 @@ private:
         return cpx::share_of(*w.rule, names_.sizes(), {rank, from_.ranks(w.rule->expert)},
                              std::max<index_t>(w.expert, 0), std::max<index_t>(unit, 1));
     }
+    static std::string text_of(dtype type) { return std::string(cpx::safetensors::name_of(type)); }
     /// Puts a tensor together from the shares that have some of it.
     cpx::weight_bytes assemble(std::string const& name, std::optional<dtype> wanted) const {
         auto const& parts = parts_.at(name);
@@ -125,7 +126,11 @@ private:
         auto const element = static_cast<index_t>(cpx::safetensors::size_of(type));
         cpx::weight_bytes whole{type, {}};
         whole.bytes.resize(static_cast<std::size_t>(cpx::weight_rows(shape) * columns * element));
-        for (auto const& p : parts)
+        for (auto const& p : parts) {
+            auto const same = from_.weights().find(p.shard)->second.dtype; // audit has seen to it
+            cpx::require(
+                same == type, p.shard.c_str(), "dtype", [&] { return text_of(type) + ", as of " + first.shard; },
+                [&] { return text_of(same); });
             for (int rank = 0; rank < from_.ranks(p.weight.rule->expert); ++rank) {
                 auto const share = share_of(p.shard, p.weight, rank);
                 auto const& file = from_.share(p.shard, p.weight.rule->expert, rank);
@@ -137,6 +142,7 @@ private:
                     });
                 if (share.replicated) break;
             }
+        }
         return cpx::to_hf(*first.weight.rule, std::move(whole), wanted);
     }
 
@@ -149,14 +155,12 @@ private:
 /// Writes a checkpoint into a new folder, of shards that are those of the config.json beside them: if they were made of
 /// a checkpoint, with the same files, dtypes and texts.
 inline void to_hf(shard_folder const& from, std::string const& out) {
-    auto const config = from.path() / config_name, record = from.path() / record_name;
+    auto const config = from.path() / config_name, record = from.path() / examples::record_name;
     auto const settings = cpx::hf_config::read(config);
     auto sizes = cpx::sizes_of(settings);
     hf_files files;
-    if (fs::exists(record)) files = read_files(record);
-    std::vector<std::string> names; // that tell how Hugging Face's side is written
-    for (auto const& [file, held] : files)
-        for (auto const& [name, type] : held.tensors) names.push_back(name);
+    if (fs::exists(record)) files = examples::read_files(record);
+    auto const names = examples::tensors_of(files); // which tell how Hugging Face's side is written
     auto style = cpx::style_of(names, sizes);
     if (files.empty()) style = cpx::style_of(from.weights(), settings, sizes);
     cpx::hf_names const model(sizes, style);

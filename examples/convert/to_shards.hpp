@@ -9,6 +9,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/index.hpp>
 #include <cpx/core/printable.hpp>
+#include <cpx/model/audit_config.hpp>
 #include <cpx/model/hf_config.hpp>
 #include <cpx/model/hf_names.hpp>
 #include <cpx/model/hf_sizes.hpp>
@@ -122,8 +123,9 @@ private:
         auto const& megatron = mapped.empty() ? name : mapped.front();
         auto const back = names_.to_hf(megatron);
         bool const returns = back.empty() ? megatron == name : back == std::vector{name};
-        cpx::require(passes(name) && returns, from_.file(name).where().c_str(), ("tensor " + cpx::quote(name)).c_str(),
-                     "one of the model of config.json, or of its tower", "another");
+        cpx::require(cpx::beside_model(name) && returns, from_.file(name).where().c_str(),
+                     ("tensor " + cpx::quote(name)).c_str(), "one of the model of config.json, or of its tower",
+                     "another");
         others_.emplace(megatron, name);
     }
     cpx::weight_bytes gather(cpx::model_weight const& w, cpx::weight_share const& share) const {
@@ -179,7 +181,7 @@ inline void to_shards(hf_folder const& from, cpx::hf_names const& names, cpx::sh
     }
     copy_whole(from.path() / config_name, folder / config_name);
     if (fs::exists(from.path() / index_name)) copy_whole(from.path() / index_name, folder / index_name);
-    write_file(folder / record_name, to_json(from.record()));
+    write_file(folder / examples::record_name, examples::to_json(from.record()));
     folder.commit();
 }
 

@@ -3,6 +3,7 @@
 #include <examples/program.hpp>
 #include <model/shards_of.hpp>
 
+#include <cpx/model/safetensors.hpp>
 #include <cpx/model/safetensors_writer.hpp>
 
 #include <support/files.hpp>
@@ -11,6 +12,7 @@
 #include <cstddef>
 #include <functional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -109,7 +111,8 @@ TEST_SUITE("examples") {
         for (char const* passage :
              {"8 shards of 8 ranks: tp 2, pp 2, vpp 2, ep 4, etp 1; 4 layers, 4 experts", "\ndecoder.layers.3 ",
               "decoder.layers.*.mlp.router.weight", "output_layer.weight = embedding.word_embeddings.weight",
-              "\ncomplete: every weight is at its owners and nowhere else, and copies are equal\n"})
+              "\ncomplete: every weight of the shards' own list is at its owners and nowhere else, and copies are "
+              "equal\n"})
             CHECK_MESSAGE(text.out.find(passage) != std::string::npos, passage);
     }
 
@@ -220,7 +223,7 @@ TEST_SUITE("examples") {
         folder const home;
         auto const data = fs::path(support::source_dir) / "examples/data";
         fs::path const shards = home / "shards", good = home / "good";
-        auto const made = [&](char const* name, char const* sizes) {
+        auto const made = [&](fs::path const& name, char const* sizes) {
             fs::remove_all(good);
             REQUIRE(run({(data / name).string(), good.string(), "--mesh", sizes}, "", "convert").code == 0);
             CHECK(run_json({good.string()}).at("good") == true);
@@ -239,8 +242,8 @@ TEST_SUITE("examples") {
                 a.metadata["cpx.shard"] = sizes.dump();
                 a.save(entry.path());
             }
-            CHECK_MESSAGE(told(wrong({shards.string()})).find(problem) != std::string::npos,
-                          problem << " in " << told(wrong({shards.string()})));
+            auto const report = told(wrong({shards.string()}));
+            CHECK_MESSAGE(report.find(problem) != std::string::npos, problem << " in " << report);
             auto const back = run({"--to", "hf", shards.string(), (home / "back").string()}, "", "convert");
             CHECK(back.code == 2);
             CHECK(back.out == run({shards.string()}).out);
@@ -298,6 +301,123 @@ TEST_SUITE("examples") {
                 if (a.tensors.contains("output_layer.weight")) a.tensors["output_layer.weight"].bytes[0] ^= 1;
             },
             "different output_layer.weight ");
+
+        // What no rule divides.
+        std::string const tower = "vision_model.blocks.0.attn.qkv.weight";
+        damaged(
+            [&](archive& a, json& weights, json& sizes) {
+                half_rows(tower)(a, weights, sizes);
+                weights[tower][2] = true;
+            },
+            "other_shape " + tower + " expected on all ranks, as no rule divides it, got divided\n");
+
+        // A weight under two names, and one that nobody knows.
+        auto const again = [](std::string const& name, std::string const& other) {
+            return [=](archive& a, json& weights, json&) {
+                weights[other] = weights[name];
+                if (a.tensors.contains(name)) a.tensors[other] = a.tensors[name];
+            };
+        };
+        std::string const norm = layer + "self_attention.linear_qkv.layer_norm_weight";
+        std::pair<std::string, std::string> const twice[] = {{norm, "module." + norm}, // as they are, and again
+                                                             {norm, layer + "input_layernorm.weight"},
+                                                             {words, "language_model." + words},
+                                                             {"output_layer.weight", "module.output_layer.weight"},
+                                                             {tower, "module." + tower}};
+        for (auto const& [name, other] : twice)
+            damaged(again(name, other),
+                    "tensor_twice " + std::max(name, other) + " listed as " + std::min(name, other) + ", too\n");
+        damaged(again(norm, "foo.bar"), "unexpected foo.bar the checkpoint that shards were made of has no foo.bar\n");
+        damaged(again(norm, "language_model.bar"),
+                "unexpected language_model.bar the model of config.json has no such weight\n");
+
+        // A tower of which no shard tells, or not of all: who knows its weights?
+        auto const forget = [](std::string const& passage) {
+            return [=](archive& a, json& weights, json&) {
+                arguments names;
+                for (auto const& [name, w] : weights.items())
+                    if (name.find(passage) != std::string::npos) names.push_back(name);
+                for (auto const& name : names) weights.erase(name), a.tensors.erase(name);
+            };
+        };
+        damaged(forget(tower), "no_weight model.visual.blocks.0.attn.qkv.weight of the checkpoint ");
+        CHECK(run({good.string()}).out.find("\ncomplete: every weight of the checkpoint is at") != std::string::npos);
+        fs::remove(good / "hf_files.json");
+        CHECK(run({good.string()}).out.find("\ncomplete: every weight of the language model, and what shards list") !=
+              std::string::npos);
+        damaged(forget("vision_model."), "no_weight vision_model config.json has vision_config, and no shard tells ");
+
+        // So of multi-token prediction.
+        fs::path const predicts = home / "predicts";
+        fs::copy(data / "tiny_qwen3_5_moe", predicts);
+        auto config = json::parse(read(predicts / "config.json"));
+        config["mtp_num_hidden_layers"] = 1;
+        write(predicts / "config.json", config.dump());
+        made(predicts, "tp=2"); // of a checkpoint that has none
+        fs::remove(good / "hf_files.json");
+        damaged([](archive&, json&, json&) {},
+                "no_weight mtp mtp_num_hidden_layers of config.json is 1, and no shard tells of its weights\n");
+        CHECK(run({good.string()}).code == 2);
+    }
+
+    // Hugging Face's tensor of all experts of a layer has one dtype.
+    TEST_CASE("experts of several dtypes do not become one tensor") {
+        folder const home;
+        fs::path const from = home / "from", shards = home / "shards", out = home / "out";
+        fs::copy(fs::path(support::source_dir) / "examples/data/tiny_qwen3_5_moe", from);
+        archive stacked(from / "model.safetensors");
+        for (std::string layer = "0"; layer < "4"; ++layer[0]) {
+            std::string const experts = "model.layers." + layer + ".mlp.experts.";
+            auto gate_up = stacked.tensors.at(experts + "0.gate_proj.weight");
+            auto down = stacked.tensors.at(experts + "0.down_proj.weight");
+            auto const shape = [](auto const& t, int rows) {
+                return json{8, rows * t.shape[0].template get<int>(), t.shape[1]};
+            };
+            gate_up.shape = shape(gate_up, 2);
+            down.shape = shape(down, 1);
+            gate_up.bytes.clear();
+            down.bytes.clear();
+            for (std::string e = "0"; e < "8"; ++e[0]) {
+                for (auto const* part : {"gate", "up", "down"}) {
+                    auto const name = experts + e + '.' + part + "_proj.weight";
+                    (part == std::string("down") ? down : gate_up).bytes += stacked.tensors.at(name).bytes;
+                    stacked.tensors.erase(name);
+                }
+            }
+            stacked.tensors[experts + "gate_up_proj"] = gate_up;
+            stacked.tensors[experts + "down_proj"] = down;
+        }
+        stacked.save(from / "model.safetensors");
+        REQUIRE(run({from.string(), shards.string(), "--mesh", "tp=2,dp=2,ep=2"}, "", "convert").code == 0);
+        REQUIRE(run({"--to", "hf", shards.string(), out.string()}, "", "convert").code == 0);
+        cpx::safetensors const back(out / "model.safetensors");
+        for (auto const& [name, t] : stacked.tensors) {
+            auto const bytes = back.read_bytes(name);
+            CHECK(std::ranges::equal(bytes, std::as_bytes(std::span(t.bytes))));
+        }
+        fs::remove_all(out);
+        std::string const layer = "decoder.layers.1.mlp.experts.linear_fc1.weight";
+        for (auto const& entry : fs::directory_iterator(shards)) {
+            if (entry.path().extension() != ".safetensors") continue;
+            archive a(entry.path());
+            auto weights = json::parse(a.metadata["cpx.weights"].get<std::string>());
+            weights[layer + '0'][0] = "BF16";
+            a.metadata["cpx.weights"] = weights.dump();
+            if (a.tensors.contains(layer + '0')) {
+                auto& t = a.tensors[layer + '0'];
+                t.dtype = "BF16";
+                t.bytes.resize(t.bytes.size() / 2);
+            }
+            a.save(entry.path());
+        }
+        auto const report = told(wrong({shards.string()}));
+        CHECK(report.find("other_shape " + layer + "1 expected BF16, as of " + layer +
+                          "0, for both are of model.layers.1.mlp.experts.gate_up_proj, got F32\n") !=
+              std::string::npos);
+        CHECK(run({"--to", "hf", shards.string(), out.string()}, "", "convert").code == 2);
+        CHECK(!fs::exists(out));
+        fs::remove(shards / "hf_files.json"); // then each expert has a tensor of its own
+        CHECK(run({shards.string()}).code == 0);
     }
 
     TEST_CASE("of very many problems the first of a kind are listed, and how many more there are") {

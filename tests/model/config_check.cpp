@@ -643,15 +643,41 @@ TEST_SUITE("model") {
                   ""},
                  {"Qwen3-VL-2B",
                   {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*4|t*24mL"}},
-                  "pipeline_model_parallel_layout/num_layers"},
+                  "pipeline_model_parallel_layout/mtp_num_layers"},
                  {"Qwen3-Next-80B-A3B",
                   {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*24|t*24L"}},
+                  "pipeline_model_parallel_layout/mtp_num_layers"},
+                 {"Qwen3-VL-2B",
+                  {{"pipeline_model_parallel_size", 2},
+                   {"virtual_pipeline_model_parallel_size", 3},
+                   {"pipeline_model_parallel_layout", "Et*4|t*24L"}},
+                  "pipeline_model_parallel_layout/virtual_pipeline_model_parallel_size"},
+                 {"Qwen3-VL-2B",
+                  {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*4|t*23|tL"}},
+                  "pipeline_model_parallel_layout/pipeline_model_parallel_size"},
+                 {"Qwen3-VL-2B",
+                  {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*4|t*23L"}},
                   "pipeline_model_parallel_layout/num_layers"},
+                 {"Qwen3-VL-2B",
+                  {{"pipeline_model_parallel_size", 1}, {"decoder_first_pipeline_num_layers", 99}},
+                  "pipeline_model_parallel_size/decoder_first_pipeline_num_layers"},
+                 {"Qwen3-VL-2B",
+                  {{"pipeline_model_parallel_size", 1}, {"decoder_last_pipeline_num_layers", 27}},
+                  "pipeline_model_parallel_size/num_layers"},
+                 {"Qwen3-VL-2B", {{"pipeline_model_parallel_size", 1}, {"decoder_first_pipeline_num_layers", 28}}, ""},
              }) {
             CAPTURE(r.name);
             CAPTURE(r.train.dump());
             CHECK(fields(with(preset(r.name), {}, r.train)) == r.fields);
         }
+        // Where training does not say how many layers of multi-token prediction there are, config.json does.
+        auto silent = with(preset("Qwen3.5-35B-A3B"), {},
+                           {{"pipeline_model_parallel_size", 2}, {"pipeline_model_parallel_layout", "Et*20|t*20L"}});
+        silent.train.erase("mtp_num_layers");
+        auto const report = check(silent);
+        CHECK(fields(report) == "pipeline_model_parallel_layout/mtp_num_hidden_layers");
+        CHECK(report.mismatches.at(0).other.file == "config.json");
+        CHECK(report.mismatches.at(0).other.value == 1);
     }
 
     TEST_CASE("a config.json that is at odds with itself agrees with nothing") {

@@ -174,6 +174,9 @@ TEST_SUITE("model") {
         for (cpx::index_t i = 0; i < 8; ++i) CHECK(c.moe(i) == (i == 1 || i == 5 || i == 7));
         settings["num_experts"] = 0;
         CHECK(!config_of(settings).moe());
+        settings["num_experts"] = nullptr;
+        CHECK(!config_of(settings).moe());
+        CHECK(!config_of(settings).moe(1));
         auto const dense = config_of(family("qwen3"));
         for (cpx::index_t i = 0; i < 8; ++i) CHECK(!dense.moe(i));
     }

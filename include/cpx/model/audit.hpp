@@ -53,7 +53,7 @@ enum class audit_fault {
     unknown_name, ///< the model has no such layer or expert, or a name is a rank's buffer of experts
     no_weight,    ///< a layer has none, or of its experts some are not among the model's weights
     missing,      ///< a cell that owns a weight does not have it
-    tensor_twice, ///< a shard has a tensor twice
+    tensor_twice, ///< a shard has a tensor twice, or the list of weights one under two names
     unexpected,   ///< a tensor is none of the model's weights
     misplaced,    ///< a cell has a weight that it does not own, so that it is there twice
     other_shape,  ///< or another dtype, than the model's weight has

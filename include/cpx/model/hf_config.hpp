@@ -56,7 +56,7 @@ struct hf_config {
     setting<bool> tie_word_embeddings; // beside text_config if it is there, else in it
     setting<std::string> hidden_act;
 
-    setting<index_t> num_experts; // mixture of experts; 0 is none
+    setting<index_t> num_experts; // mixture of experts; 0 and null are none
     setting<index_t> num_experts_per_tok, moe_intermediate_size;
     setting<index_t> shared_expert_intermediate_size; // 0 is none
     setting<bool> norm_topk_prob;
@@ -90,7 +90,7 @@ struct hf_config {
     /// Returns whether the file states `key`, with other keys before it: "text_config.rope_parameters.rope_theta".
     bool states(std::string_view key) const { return std::ranges::binary_search(present, key); }
     /// Returns whether MLPs are mixtures of experts.
-    bool moe() const { return family.experts && num_experts.value_or(1) > 0; }
+    bool moe() const { return family.experts && !num_experts.null() && num_experts.value_or(1) > 0; }
     /// Returns whether text_config has the language model's settings, beside which a tower may stand or not: the names
     /// of its weights then begin with "model.language_model.".
     bool nested() const { return !inside.empty(); }

@@ -143,6 +143,21 @@ inline pipeline_sizes pipeline_sizes_of(hf_config const& c, train_config const& 
     return sizes;
 }
 
+/// Returns what a refused pipeline is at odds with: the side that says what was refused, such as how many chunks there
+/// are or layers of multi-token prediction; else the one that says how many layers.
+inline config_side side_of_refusal(error const& refused, hf_config const& c, train_config const& t,
+                                   setting<index_t> const& layers) {
+    auto const chunks = stated_chunks(t, layers.value_or(0));
+    if (refused.problem() == "chunks" && !chunks.empty()) return chunks.front().second;
+    if (refused.problem() == "stages of the layout") return side_of(t.pipeline_model_parallel_size);
+    if (refused.problem() == "first") return side_of(t.decoder_first_pipeline_num_layers);
+    if (refused.problem() == "last") return side_of(t.decoder_last_pipeline_num_layers);
+    if (refused.problem() != pipeline::mtp_of_layout) return side_of(layers);
+    if (t.mtp_num_layers.has_value() || t.mtp_num_layers.null()) return side_of(t.mtp_num_layers);
+    if (c.family.predicts) return side_of(c.mtp_num_hidden_layers);
+    return {c.where, c.mtp_num_hidden_layers.key(), 0, c.model_type.source()};
+}
+
 inline void check_stages(config_report& report, hf_config const& c, train_config const& t) {
     bool const by_layout = t.pipeline_model_parallel_layout.has_value();
     auto const& layers = t.num_layers.has_value() ? t.num_layers : c.num_hidden_layers;
@@ -153,9 +168,12 @@ inline void check_stages(config_report& report, hf_config const& c, train_config
                 report.expect(other->first == chunks.front().first, chunks.front().second, other->second,
                               std::to_string(other->first) +
                                   (other->second.field == each.key() ? " chunks of so many layers of a rank" : ""));
-    if (t.pipeline_model_parallel_size.value_or(1) == 1 && !by_layout) return;
+    bool const uneven =
+        t.decoder_first_pipeline_num_layers.has_value() || t.decoder_last_pipeline_num_layers.has_value();
+    if (t.pipeline_model_parallel_size.value_or(1) == 1 && !by_layout && !uneven) return;
     if (!layers.has_value()) return;
-    auto const split = by_layout ? side_of(t.pipeline_model_parallel_layout) : side_of(t.pipeline_model_parallel_size);
+    auto const split = by_layout ? side_of(t.pipeline_model_parallel_layout)
+                                 : side_of(t.pipeline_model_parallel_size, t.pipeline_model_parallel_size.value_or(1));
     if (each.has_value()) {
         auto const ranks = side_of(t.pipeline_model_parallel_size, t.pipeline_model_parallel_size.value_or(1));
         auto const all = product_of(each, ranks);
@@ -171,7 +189,7 @@ inline void check_stages(config_report& report, hf_config const& c, train_config
         report.expect(c.deepstack_layers() <= first.size(), side_of(c.deepstack_visual_indexes, c.deepstack_layers()),
                       split, "at most the layers of the first stage, " + std::to_string(first.size()));
     } catch (error const& refused) { // what Megatron refuses, too
-        report.expect(false, split, side_of(layers),
+        report.expect(false, split, side_of_refusal(refused, c, t, layers),
                       "a pipeline whose " + refused.problem() + " is " + refused.expected() + ", not " + refused.got());
     }
 }

@@ -56,6 +56,8 @@ struct pipeline_place {
 class pipeline {
 public:
     static constexpr index_t most_stages = 65536, most_layers = 1'000'000;
+    /// What errors call a layout's m's that are too few, too many, or not where Megatron wants them.
+    static constexpr char const* mtp_of_layout = "layers of mtp (m) of the layout";
 
     /// Throws `cpx::error` where Megatron refuses sizes: those that do not divide, accounts beside first or last, and
     /// layouts that do not have E first and L last, each once, as many stages for every rank, m behind every t and in
@@ -159,10 +161,10 @@ private:
         all("embeddings (E) of the layout", 'E', 1);
         all("losses (L) of the layout", 'L', 1);
         all("layers (t) of the layout", 't', sizes.layers);
-        if (sizes.mtp) all("layers of mtp (m) of the layout", 'm', *sizes.mtp);
+        if (sizes.mtp) all(mtp_of_layout, 'm', *sizes.mtp);
         std::size_t const mtp = signs.find('m');
-        require(mtp == std::string::npos || mtp > signs.rfind('t'), "pipeline", "layers of mtp (m) of the layout",
-                "behind every t", "one before", here);
+        require(mtp == std::string::npos || mtp > signs.rfind('t'), "pipeline", mtp_of_layout, "behind every t",
+                "one before", here);
         pipeline_stage stage;
         for (char const c : signs + '|') {
             stage.layers.last += c == 't';
@@ -170,8 +172,8 @@ private:
             stage.embedding = stage.embedding || c == 'E';
             stage.loss = stage.loss || c == 'L';
             if (c != '|') continue;
-            require(stage.mtp == 0 || stage.mtp == count('m'), "pipeline", "layers of mtp (m) of the layout",
-                    "all in one stage", "several", here);
+            require(stage.mtp == 0 || stage.mtp == count('m'), "pipeline", mtp_of_layout, "all in one stage", "several",
+                    here);
             require(
                 stage.mtp == 0 || static_cast<index_t>(stages_.size()) >= stages - ranks_, "pipeline",
                 "layers of mtp (m) of the layout", "in the last chunk of a rank",
