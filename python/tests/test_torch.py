@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks are threads: those of tor
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.utils.checkpoint  # noqa: E402
+from torch import library  # noqa: E402
 
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
@@ -318,7 +319,7 @@ def calls(comm):
 def test_torch_itself_finds_nothing_wrong_with_the_operators():
     def program(comm):
         for op, args in calls(comm):
-            assert set(torch.library.opcheck(op.default, args).values()) == {"SUCCESS"}
+            assert set(library.opcheck(op.default, args).values()) == {"SUCCESS"}
 
     one_rank(program)
 

