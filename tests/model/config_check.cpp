@@ -172,7 +172,7 @@ TEST_SUITE("model") {
     }
 
     // vision_and_names 4.1, "MoE rule history"
-    TEST_CASE("intermediate_size is compared where a file states it, but of mixtures of Qwen3.5") {
+    TEST_CASE("intermediate_size is compared where a file states it, but of mixtures of Qwen3.5, and no default") {
         auto const p = preset("Qwen3.5-35B-A3B");
         json text = p.hf["text_config"];
         text["tie_word_embeddings"] = false;
@@ -187,6 +187,19 @@ TEST_SUITE("model") {
         auto const next = preset("Qwen3-Next-80B-A3B");
         CHECK(fields(with(next, {}, {{"ffn_hidden_size", 512}})) == "intermediate_size/ffn_hidden_size");
         CHECK(fields(with(next, {{"moe_intermediate_size", 768}})) == "moe_intermediate_size/moe_ffn_hidden_size");
+        for (auto const* const family : {"Qwen3-Next-80B-A3B", "Qwen3-30B-A3B"})
+            for (int const size : {512, 5120}) {
+                auto const defaults =
+                    with(preset(family), {{"intermediate_size", 5632}, {"moe_intermediate_size", 512}},
+                         {{"ffn_hidden_size", size}, {"moe_ffn_hidden_size", 512}});
+                auto const report = check(defaults);
+                CHECK(report.agrees());
+                CHECK(contains(cpx::to_text(report), "ffn_hidden_size (train.json): 5632 beside experts of 512 is"));
+                CHECK(fields(with(defaults, {{"intermediate_size", 5631}})) == "intermediate_size/ffn_hidden_size");
+                CHECK(contains(fields(with(defaults, {{"mlp_only_layers", {1}}})), "intermediate_size/ffn_hidden"));
+                CHECK(fields(with(defaults, {}, {{"moe_ffn_hidden_size", 768}})) ==
+                      "moe_intermediate_size/moe_ffn_hidden_size");
+            }
         auto const dense = with(next, {{"mlp_only_layers", {1}}}, {{"ffn_hidden_size", 512}});
         CHECK(contains(fields(dense), "intermediate_size/ffn_hidden_size"));
         CHECK(contains(fields(dense), "moe_layer_freq/experts"));

@@ -125,12 +125,20 @@ void check_equal(config_report& report, hf_config const& c, train_config const& 
             compare(report, said(c.*rule.hf), said(t.*rule.train), rule.opposite);
 }
 
-/// Compares intermediate_size with ffn_hidden_size, of mixtures of experts too, but of Qwen3.5's: its files leave
-/// intermediate_size out, and transformers 4.57 wrote 5632 from a default. Source: miles, hf_validate_args.
+/// Returns whether intermediate_size is what transformers 4.57 wrote into files that left it out, 5632 beside experts of
+/// 512: the defaults of one class, which others inherit. Where a layer has a dense MLP, it is that one's size.
+inline bool inherited_inner_size(hf_config const& c) {
+    return !with_dense_mlps(c) && c.intermediate_size == 5632 && c.moe_intermediate_size == 512;
+}
+
+/// Compares intermediate_size with ffn_hidden_size, of mixtures of experts too, unless it is a default; of Qwen3.5's
+/// never, whose files leave it out. Source: miles, hf_validate_args.
 inline void check_inner_size(config_report& report, hf_config const& c, train_config const& t) {
     std::string reason;
     if (c.family.name == "qwen3_5_moe")
         reason = "of a qwen3_5_moe it is nobody's";
+    else if (inherited_inner_size(c))
+        reason = "5632 beside experts of 512 is a default of transformers, and no layer has a dense MLP";
     else if (t.moe_ffn_hidden_size.null() && !with_dense_mlps(c))
         reason = "ffn_hidden_size is that of experts where moe_ffn_hidden_size is null";
     if (reason.empty()) return compare(report, said(c.intermediate_size), said(t.ffn_hidden_size));
