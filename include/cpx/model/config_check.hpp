@@ -125,8 +125,8 @@ void check_equal(config_report& report, hf_config const& c, train_config const& 
             compare(report, said(c.*rule.hf), said(t.*rule.train), rule.opposite);
 }
 
-/// Returns whether intermediate_size is what transformers 4.57 wrote into files that left it out, 5632 beside experts of
-/// 512: the defaults of one class, which others inherit. Where a layer has a dense MLP, it is that one's size.
+/// Returns whether intermediate_size is what transformers 4.57 wrote into files that left it out: 5632 beside experts
+/// of 512, the defaults of one class, which others inherit. Where a layer has a dense MLP, it is that one's size.
 inline bool inherited_inner_size(hf_config const& c) {
     return !with_dense_mlps(c) && c.intermediate_size == 5632 && c.moe_intermediate_size == 512;
 }
