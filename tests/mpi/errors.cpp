@@ -266,6 +266,70 @@ TEST_SUITE("mpi") {
                             " (relayout zigzag<> over sequence, balanced -> sequential<> over sequence, balanced)"});
     }
 
+    TEST_CASE("ranks that have not seen the batch of another are told the first offset or valid length that differs") {
+        if (alone()) return;
+        auto const padded = [](index_t tenth) {
+            std::vector<index_t> valid(12, 100);
+            valid[9] = tenth;
+            return cpx::thd(cpx::thd::uniform(12, 100).offsets(), valid);
+        };
+        auto const cut = [](index_t tenth, index_t twelfth = 1) {
+            return lengths({1, 1, 1, 1, 1, 1, 1, 1, 1, tenth, 100 - tenth, twelfth});
+        };
+        auto const step = [](cpx::thd const& of, cpx::mpi& comm) { // each two ranks have rows for each other
+            auto const x = cpx::make_tensor<float>(cpx::shard(of, cpx::striped<>{comm.ranks()}), comm, 2);
+            cpx::exchange(x, cpx::shard(of, cpx::sequential<>{comm.ranks()}), comm);
+        };
+        auto const started = std::chrono::steady_clock::now();
+        for (int turn = 0; turn < 6; ++turn) {
+            auto const n = [turn](int number) { return std::to_string(number + turn); }; // other batches every turn
+            struct {
+                cpx::thd usual, of_rank_1;
+                std::string what, usual_value, its_value;
+            } const cases[] = {{padded(90), padded(3 + turn), "the valid length of sequence 9", "90", n(3)},
+                               {cut(50), cut(3 + turn), "offset 10 of cu_seqlens", "59", n(12)},
+                               {cut(50), cut(50, 2 + turn), "offset 12 of cu_seqlens", "110", n(111)},
+                               {lengths({40}), lengths({40, 3 + turn}), "offset 2 of cu_seqlens", "none", n(43)}};
+            for (auto const& c : cases) {
+                auto const text = error(60s, [&](cpx::mpi& comm) {
+                    step(c.usual, comm);
+                    for (int i = 0; turn == 0 && i < 130; ++i) // more than a process remembers
+                        step(lengths({1, 1000 + i}), comm);
+                    step(comm.rank() == 1 ? c.of_rank_1 : c.usual, comm);
+                });
+                std::string const problem = "different exchanges: " + c.what + ": expected ";
+                bool const rank_1_told = holds(text, problem + c.its_value + " as on rank 1 (") &&
+                                         holds(text, ", got " + c.usual_value + " on rank ");
+                bool const another_told = holds(text, problem + c.usual_value + " as on rank ") &&
+                                          holds(text, ", got " + c.its_value + " on rank 1 (");
+                CHECK_MESSAGE((rank_1_told || another_told), c.what << ": " << text);
+            }
+        }
+        CHECK(std::chrono::steady_clock::now() - started < 60s);
+    }
+
+    TEST_CASE("who waits to hear in what another's batch differs waits no longer than the deadline") {
+        if (alone()) return;
+        auto const started = std::chrono::steady_clock::now();
+        auto const text = error(400ms, [](cpx::mpi& comm) {
+            cpx::identity id;
+            id.set_batch(comm.rank() == 1 ? cpx::thd({0, 8, 18}, {8, 7}) : cpx::thd({0, 8, 18}, {8, 6}));
+            int value = 1;
+            auto const send = cpx::consecutive<std::byte const>(0, reinterpret_cast<std::byte*>(&value), sizeof value);
+            auto const receive = cpx::consecutive(1, reinterpret_cast<std::byte*>(&value), sizeof value);
+            if (comm.rank() == 0) comm.transfer(id, {}, {&receive, 1});
+            if (comm.rank() != 1) return;
+            comm.transfer(id, {&send, 1}, {});
+            std::this_thread::sleep_for(1s); // and says nothing
+        });
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+        if (world_rank() == 0)
+            check_passages(text,
+                           {"ranks are in different exchanges: an offset of cu_seqlens after the eighth, or a valid "
+                            "length: expected one batch as on rank 0",
+                            "another on rank 1"});
+    }
+
     TEST_CASE("a rank that leaves its transport alone for longer than the deadline breaks nothing by itself") {
         auto const text = error(300ms, [&](cpx::mpi& comm) {
             send_all(comm);

@@ -337,7 +337,9 @@ TEST_SUITE("transport") {
                             lengths({1, 1, 1, 1, 1, 1, 1, 1, 1, 4, 4, 4}), // behind those that an identity has
                             "offset 10 of cu_seqlens: expected 1"},
                            {cpx::thd({0, 17, 30, 40}, {17, 13, 10}), cpx::thd({0, 17, 30, 40}, {17, 12, 10}),
-                            "the valid length of sequence 1: expected 1"}};
+                            "the valid length of sequence 1: expected 1"},
+                           {lengths({17, 13, 10}), lengths({17, 13, 11}), "offset 3 of cu_seqlens: expected 4"},
+                           {lengths({17, 13}), lengths({17, 13, 10}), "offset 3 of cu_seqlens: expected "}};
         for (auto const& c : cases)
             for (bool const both : {false, true}) { // whether all have taken the other one before, too
                 auto const text = message([&] {
@@ -348,6 +350,7 @@ TEST_SUITE("transport") {
                         };
                         step(c.first);
                         if (both) step(c.then);
+                        for (int i = 0; i < 130; ++i) step(lengths({1, 1000 + i})); // more than a process remembers
                         step(comm.rank() == 1 ? c.first : c.then);
                     });
                 });

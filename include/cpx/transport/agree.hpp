@@ -98,8 +98,8 @@ void compare(char const* where, identity const& mine, thd const& batch, int rank
 template <transport Comm>
 void agree(Comm& comm, identity const& mine, plan const& of, caller here = caller::here(),
            char const* by = "exchange") {
-    if (comm.agreed().contains(mine.fingerprint())) return;
     detail::known_batches::note(of.batch);
+    if (comm.agreed().contains(mine.fingerprint())) return;
     identity id = mine;
     id[identity::agreement] = 1;
     std::string where = by; // ranks are counted as `comm` counts them

@@ -200,7 +200,8 @@ tensor<T, S, rank_memory_of<Comm>> make_tensor(S const& sharding, Comm const& co
 }
 
 /// Throws `cpx::error`, which names both ranks and the first field in which their plans differ, unless the exchange
-/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name.
+/// `mine`, which `rank` is in, is that of a message from `peer`. `where` is the transport's name. Of batches it names
+/// the first offset, or valid length, if this process has exchanged rows of both.
 inline void require_same_exchange(char const* where, identity const& mine, int rank, identity const& theirs, int peer) {
     if (mine.same_exchange(theirs)) return;
     detail::difference const first(mine, theirs);

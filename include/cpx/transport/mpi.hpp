@@ -260,14 +260,14 @@ private:
         auto const last_ask = end - std::min<clock::duration>(deadline_ / 4, std::chrono::seconds(1));
         auto next_ask = start + std::min<clock::duration>(deadline_ / 4, std::chrono::milliseconds(200));
         for (int round = 0;; ++round) {
-            if (std::erase_if(open, [&](shipment* t) { return advance(*t, id); }) > 0) round = 0;
+            if (std::erase_if(open, [&](shipment* t) { return advance(*t, id, end); }) > 0) round = 0;
             if (open.empty()) return;
             auto const now = clock::now();
             if (round % 16 == 0 || now > end) {
                 detail::mpi_wait mine{{}, id};
                 for (shipment const* t : open) (t->target ? mine.silent : mine.deaf).push_back(t->peer);
                 read_notes(&mine);
-                if (auto const in = notes_->locked(mine); !in.empty()) throw stuck(mine, in);
+                if (auto const in = notes_->locked(mine); !in.empty()) throw stuck(mine, in, end);
                 if (now > end) throw detail::late("mpi", rank_, id, mine, notes_->missing(), deadline_);
                 if (now > next_ask) {
                     notes_->ask(mine);
@@ -279,11 +279,24 @@ private:
         }
     }
 
-    error stuck(detail::mpi_wait const& mine, std::vector<identity const*> const& in) const {
+    error stuck(detail::mpi_wait const& mine, std::vector<identity const*> const& in, clock::time_point end) {
         auto const other =
             std::ranges::find_if(in, [&](identity const* id) { return id && !mine.id.same_exchange(*id); });
-        return other == in.end() ? detail::late("mpi", rank_, mine.id, mine, {}, deadline_)
-                                 : detail::apart("mpi", mine.id, **other, in);
+        if (other == in.end()) return detail::late("mpi", rank_, mine.id, mine, {}, deadline_);
+        find_difference(mine.id, **other, static_cast<int>(other - in.begin()), end);
+        return detail::apart("mpi", mine.id, **other, in);
+    }
+
+    /// Returns at once if this rank can say in what two exchanges differ. Else they are of batches of which it knows
+    /// one: it tells that to the rank of the other, waits for its error and throws that, or returns if none comes.
+    void find_difference(identity const& mine, identity const& theirs, int peer, clock::time_point end) {
+        if (mine.same_exchange(theirs) || detail::difference(mine, theirs).exact()) return;
+        notes_->tell_batch(peer, mine, theirs);
+        detail::mpi_wait const waiting{{{peer}, {}}, mine};
+        for (int round = 0; clock::now() < end; ++round) {
+            read_notes(&waiting);
+            pause(round);
+        }
     }
 
     void send(shipment& t, identity const& id, outgoing const& parcel) {
@@ -298,12 +311,12 @@ private:
     }
 
     /// Returns whether a message has been taken, or has arrived and been delivered.
-    bool advance(shipment& t, identity const& id) {
+    bool advance(shipment& t, identity const& id, clock::time_point end) {
         if (!t.target) return is_done(t);
         if (!has_arrived(t)) return false;
         if (t.size < header_bytes) throw detail::gone("mpi", rank_, id, t.peer); // its last words
         notes_->count_received(t.peer);
-        deliver(t, id);
+        deliver(t, id, end);
         t.data.reset();
         return true;
     }
@@ -337,8 +350,9 @@ private:
         std::memcpy(&head, t.data.get(), sizeof head);
         return head;
     }
-    void deliver(shipment const& t, identity const& id) const {
+    void deliver(shipment const& t, identity const& id, clock::time_point end) {
         header const head = header_of(t);
+        find_difference(id, head.id, t.peer, end);
         require_same_exchange("mpi", id, rank_, head.id, t.peer);
         require(head.bytes == t.target->bytes(), "mpi", "bytes of a message", t.target->bytes(), head.bytes);
         unpack(t.data.get() + header_bytes, *t.target);

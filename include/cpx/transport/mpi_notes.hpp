@@ -6,6 +6,7 @@
 #include <cpx/transport/mpi_environment.hpp>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -22,7 +23,8 @@ struct mpi_wait : waits {
     identity id;
 };
 
-/// Notes from rank to rank, read while a rank waits: that one fails; and, when another asks, what it waits for.
+/// Notes from rank to rank, read while a rank waits: that one fails; when another asks, what it waits for; and the
+/// batch of one that does not know in what another's differs.
 class mpi_notes {
 public:
     static constexpr std::size_t longest = 3000; ///< any MPI takes so much without a receiver
@@ -49,6 +51,18 @@ public:
             if (peer != rank_ && !at(known_, peer).has_left) write(peer, "failed " + what.substr(0, longest));
     }
 
+    /// Tells `peer`, which has sent a message of exchange `theirs`, of which batch `mine` is, so that it can say in
+    /// what the two differ, and fails.
+    void tell_batch(int peer, identity const& mine, identity const& theirs) {
+        auto const batch = known_batches::find(mine.numbers[identity::cu_seqlens]).value_or(thd());
+        std::string text = "batch " + std::to_string(batch.sequences());
+        for (index_t const offset : batch.offsets()) text += ' ' + std::to_string(offset);
+        for (index_t s = 0; s < batch.sequences(); ++s) text += ' ' + std::to_string(batch.valid(s));
+        text += ' ';
+        for (identity const* id : {&mine, &theirs}) text.append(reinterpret_cast<char const*>(id), sizeof *id);
+        write(peer, std::move(text));
+    }
+
     /// Tells all others that this rank writes no more, and how many notes each is to read.
     void tell_end() {
         for (int peer = 0; peer < ranks(); ++peer)
@@ -69,7 +83,7 @@ public:
     }
 
     /// Reads what has come, and answers who asks with `mine`, unless that is null. Returns what has failed on another
-    /// rank, or "".
+    /// rank, or "". Throws if one is in an exchange of another batch.
     std::string read(mpi_wait const* mine) {
         for (;;) {
             int come = 0, size = 0;
@@ -86,6 +100,7 @@ public:
             std::uint64_t question = 0;
             words >> kind;
             if (kind == "failed") return text.substr(kind.size() + 1);
+            if (kind == "batch") compare_with(from, words, text);
             words >> question;
             if (kind == "ask" && mine)
                 write(from, "answer " + std::to_string(question) + state(*mine));
@@ -191,6 +206,19 @@ private:
             for (std::uint64_t& count : *counts) words >> count;
         std::memcpy(&r.waits->id, text.data() + text.size() - sizeof(identity), sizeof(identity));
         ask_on(*r.waits);
+    }
+
+    /// Throws in what an exchange of this rank differs from that of a rank that has told its batch.
+    void compare_with(int from, std::istringstream& words, std::string const& text) const {
+        index_t sequences = 0;
+        words >> sequences;
+        std::vector<index_t> offsets(static_cast<std::size_t>(sequences) + 1), valid(offsets.size() - 1);
+        for (auto* list : {&offsets, &valid})
+            for (index_t& number : *list) words >> number;
+        known_batches::note(thd(std::move(offsets), std::move(valid)));
+        std::array<identity, 2> of; // the other rank's, and this one's
+        std::memcpy(of.data(), text.data() + text.size() - sizeof of, sizeof of);
+        require_same_exchange("mpi", of[1], rank_, of[0], from);
     }
 
     void write(int peer, std::string text) {
