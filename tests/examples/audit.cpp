@@ -346,6 +346,7 @@ TEST_SUITE("examples") {
         CHECK(run({good.string()}).out.find("\ncomplete: every weight of the language model, and what shards list") !=
               std::string::npos);
         damaged(forget("vision_model."), "no_weight vision_model config.json has vision_config, and no shard tells ");
+        damaged(again(norm, "foo.bar"), "unexpected foo.bar the model of config.json has no such weight\n");
 
         // So of multi-token prediction.
         fs::path const predicts = home / "predicts";
@@ -358,6 +359,12 @@ TEST_SUITE("examples") {
         damaged([](archive&, json&, json&) {},
                 "no_weight mtp mtp_num_hidden_layers of config.json is 1, and no shard tells of its weights\n");
         CHECK(run({good.string()}).code == 2);
+
+        // A model without pictures has no tower.
+        made(data / "tiny_qwen3_5_moe", "tp=2");
+        fs::remove(good / "hf_files.json");
+        damaged(again("decoder.final_layernorm.weight", tower),
+                "unexpected " + tower + " the model of config.json has no such weight\n");
     }
 
     // Hugging Face's tensor of all experts of a layer has one dtype.

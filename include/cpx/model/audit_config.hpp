@@ -90,8 +90,10 @@ inline std::optional<std::string> listed_wrongly(hf_names const& model, model_we
 /// Holds a list of weights against a model, and against the Hugging Face tensors of which shards were made, if known.
 class listing_check {
 public:
-    listing_check(hf_names const& model, shard_sizes const& told, std::vector<std::string> const& tensors)
-        : model_(model), told_(told), tensors_(tensors.begin(), tensors.end()) {}
+    /// `pictures` is whether the model may have a tower.
+    listing_check(hf_names const& model, shard_sizes const& told, std::vector<std::string> const& tensors,
+                  bool pictures)
+        : model_(model), told_(told), tensors_(tensors.begin(), tensors.end()), pictures_(pictures) {}
 
     void take(shard_weights const& weights) {
         for (auto const& [name, weight] : weights)
@@ -144,10 +146,11 @@ private:
         auto const mapped = model_.to_hf(name);
         auto const& source = mapped.empty() ? name : mapped.front();
         auto const family = parse_parameter_name(name).family;
+        bool const of_tower = source.starts_with("model.visual.") || family == name_family::vision;
         if (family == name_family::decoder || family == name_family::mtp || !beside_model(source) ||
-            !model_.from_hf(source).empty())
+            !model_.from_hf(source).empty() || (tensors_.empty() && !(of_tower && pictures_)))
             return add(audit_fault::unexpected, name, "the model of config.json has no such weight");
-        tower_ = tower_ || source.starts_with("model.visual.") || family == name_family::vision;
+        tower_ = tower_ || of_tower;
         note(source, name, -1);
         note_dtype(source, name, weight.dtype);
         if (!tensors_.empty() && !tensors_.contains(source))
@@ -175,7 +178,7 @@ private:
     std::set<std::pair<std::string, index_t>> whole_;                          // by Hugging Face's name, and expert
     std::map<std::pair<std::string, index_t>, std::string> names_;             // the name that is listed first
     std::map<std::string, std::pair<safetensors::dtype, std::string>> dtypes_; // and of which weight
-    bool copy_ = false, tower_ = false;
+    bool pictures_, copy_ = false, tower_ = false;
     std::string before_; // what stands before names
     std::vector<audit_problem> problems_;
 };
@@ -190,8 +193,8 @@ private:
 ///
 /// `tensors` are the names of the Hugging Face tensors of which the shards were made, if they are known: these, and no
 /// others, are wanted. Else multi-token prediction is wanted whole where the list has some of it; some of it where
-/// config.json has mtp_num_hidden_layers; and some of a tower, whose single weights nothing tells, where it has
-/// vision_config.
+/// config.json has mtp_num_hidden_layers; some of a tower, whose single weights nothing tells, where it has
+/// vision_config; and nothing beside these.
 ///
 /// Throws `cpx::error` for settings that tell of no model.
 inline std::vector<audit_problem> audit_weights(hf_config const& settings, shard_sizes const& told,
@@ -210,7 +213,7 @@ inline std::vector<audit_problem> audit_weights(hf_config const& settings, shard
     same("num_hidden_layers", told.pipeline.layers, static_cast<index_t>(sizes.layers.size()));
     same("num_experts", told.experts, sizes.num_experts);
     same("tie_word_embeddings", told.tied, sizes.tie_word_embeddings);
-    detail::listing_check listing(model, told, tensors);
+    detail::listing_check listing(model, told, tensors, settings.multimodal());
     listing.take(weights);
     listing.finish();
     if (tensors.empty() && settings.family.predicts && settings.mtp_num_hidden_layers.value_or(0) > 0 &&
