@@ -189,7 +189,10 @@ inline void to_hf(shard_folder const& from, std::string const& out) {
         std::vector<cpx::safetensors_writer::tensor_info> declared;
         for (auto const& [name, type] : held.tensors) declared.push_back(source.info(name, type));
         cpx::safetensors_writer to(folder / file, declared, held.metadata);
-        for (auto const& [name, type] : held.tensors) source.write(name, type, to);
+        for (auto const& [name, type] : held.tensors) {
+            folder.go_on();
+            source.write(name, type, to);
+        }
         to.finish();
     }
     copy_whole(config, folder / config_name);

@@ -176,7 +176,10 @@ inline void to_shards(hf_folder const& from, cpx::hf_names const& names, cpx::sh
         }
         texts["cpx.shard"] = cpx::shard_metadata(sizes, cell, {}).at("cpx.shard");
         cpx::safetensors_writer file(folder / shard_name(sizes, cell), declared, texts);
-        for (auto const& name : own) source.write(name, rank_of(name, cell), file);
+        for (auto const& name : own) {
+            folder.go_on();
+            source.write(name, rank_of(name, cell), file);
+        }
         file.finish();
     }
     copy_whole(from.path() / config_name, folder / config_name);

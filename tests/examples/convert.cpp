@@ -13,8 +13,13 @@
 
 #include <examples/program.hpp>
 
+#include <signal.h>
+
 #include <algorithm>
+#include <csignal>
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <set>
 
@@ -460,4 +465,29 @@ TEST_CASE("what does not fit is refused in a line, and leaves nothing") {
     fs::remove(out / "kept");
     succeeds({"--to", "hf", from.string(), out.string()});
     CHECK(read(out / "model.safetensors") == read(models / "tiny_qwen3_vl/model.safetensors"));
+}
+
+TEST_CASE("a signal that ends the program leaves nothing of the folder") {
+    folder const home;
+    auto const program = fs::path(std::getenv("CPX_PROGRAM")).string();
+    auto const from = (models / "tiny_qwen3_5").string(), out = (home / "out").string();
+    auto const child = ::fork();
+    REQUIRE(child >= 0);
+    if (child == 0) { // the signal waits from the program's start on
+        ::sigset_t waiting;
+        ::sigemptyset(&waiting);
+        ::sigaddset(&waiting, SIGTERM);
+        ::sigprocmask(SIG_BLOCK, &waiting, nullptr);
+        ::raise(SIGTERM);
+        if (std::freopen((home / "told").c_str(), "w", stderr))
+            ::execl(program.c_str(), "convert", from.c_str(), out.c_str(), "--mesh", "tp=2", nullptr);
+        ::_exit(127);
+    }
+    int status = 0;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    REQUIRE(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 1);
+    CHECK(read(home / "told") == "convert: OUT: not written, for a signal ends the program\n");
+    fs::remove(home / "told");
+    CHECK(fs::is_empty(home.path()));
 }
