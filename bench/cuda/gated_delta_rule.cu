@@ -2,6 +2,7 @@
 // Times the gated delta rule and a decay a head on one GPU, forward and backward, against what they have to move and to
 // multiply.
 #include "../../harness/graph.hpp"
+#include "random.hpp"
 #include "timing.hpp"
 
 #include <cpx/cuda/delta_rule_step.hpp>
@@ -13,30 +14,11 @@
 namespace {
 
 using cpx::index_t, cpx::rows;
+using timing::random;
 namespace gpu = cpx::cuda;
 using element = __nv_bfloat16;
 
 constexpr index_t dim = 128;
-
-/// Fills rows of `dim` with numbers of mean square 1 / dim, or all with numbers from `low` to `high`.
-template <class T>
-__global__ void fill(T* to, index_t count, std::uint64_t seed, float low, float high) {
-    for (index_t i = static_cast<index_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-         i += index_t{gridDim.x} * blockDim.x) {
-        std::uint64_t z = (static_cast<std::uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull * (2 * seed + 1);
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-        z ^= z >> 31;
-        to[i] = static_cast<T>(low + (high - low) * static_cast<float>(z >> 40) * 0x1p-24f);
-    }
-}
-
-template <class T>
-gpu::buffer<T> random(index_t count, std::uint64_t seed, float low, float high) {
-    gpu::buffer<T> b(count);
-    fill<<<1024, 256>>>(b.data(), count, seed, low, high);
-    gpu::check(cudaDeviceSynchronize(), "fill");
-    return b;
-}
 
 /// What is timed: a decay a head erases nothing.
 struct work {
