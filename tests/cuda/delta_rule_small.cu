@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every kernel of the gated delta rule and of a decay a head on few tokens, so that compute-sanitizer is soon through:
+// tensor cores against the plain path. Workspaces are not written before.
+#include <cpx/cuda/delta_rule_fold.hpp>
+#include <cpx/cuda/delta_rule_step.hpp>
+#include <cpx/cuda/gated_delta_rule.hpp>
+#include <cpx/cuda/head_decay_attention.hpp>
+
+#include "gpus.hpp"
+#include "packed_heads.hpp"
+
+#include <algorithm>
+
+namespace {
+
+using namespace packed_heads;
+namespace gpu = cpx::cuda;
+using element = __nv_bfloat16;
+
+/// A problem on a device, its results there, and the calls of one member of the family.
+template <bool Erases>
+class small {
+public:
+    explicit small(problem const& p) : p_(p) {}
+
+    results forward(gated_delta_rule_shape const& shape) {
+        index_t const tokens = p_.tokens(), sequences = p_.sequences();
+        auto const o = poisoned<element>(p_.v.size());
+        auto const last = poisoned<float>(p_.state.size());
+        rows<element> const to(o.data(), tokens, p_.values());
+        results r;
+        if constexpr (Erases) {
+            saved_ = buffer<char>(gpu::gated_delta_rule_saved<element>(shape, tokens, sequences));
+            buffer<char> const space(gpu::gated_delta_rule_workspace<element>(shape, tokens, sequences, saves()));
+            r.path = gpu::gated_delta_rule<element>(shape, input(true), to, all(last), all(space), stream_);
+            stream_.synchronize();
+        } else {
+            buffer<char> const space(gpu::head_decay_attention_workspace<element>(shape, tokens, sequences));
+            r.path = gpu::head_decay_attention<element>(shape, input(), to, all(last), all(space), stream_);
+            stream_.synchronize();
+        }
+        r.o = widen(o.read()), r.last = widen(last.read());
+        return r;
+    }
+
+    /// `saves`: from what the forward before has saved, where something is erased.
+    void backward(gated_delta_rule_shape const& shape, bool saves, results& r) const {
+        index_t const tokens = p_.tokens(), sequences = p_.sequences();
+        auto const dq = poisoned<element>(p_.q.size()), dk = poisoned<element>(p_.q.size()),
+                   dv = poisoned<element>(p_.v.size());
+        auto const dg = poisoned<float>(p_.g.size()), dbeta = poisoned<float>(p_.g.size()),
+                   dstate = poisoned<float>(p_.state.size());
+        rows<element> const of_q(dq.data(), tokens, p_.keys()), of_k(dk.data(), tokens, p_.keys()),
+            of_v(dv.data(), tokens, p_.values());
+        rows<float> const of_g(dg.data(), tokens, heads()), of_beta(dbeta.data(), tokens, heads());
+        rows<element const> const of_o(dout_.data(), tokens, p_.values());
+        if constexpr (Erases) {
+            saves = saves && this->saves();
+            buffer<char> const space(
+                gpu::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences, saves));
+            gpu::gated_delta_rule_backward<element>(shape, input(saves), of_o, all(dlast_),
+                                                    {of_q, of_k, of_v, of_g, of_beta, all(dstate)}, all(space),
+                                                    stream_);
+            stream_.synchronize();
+            r.dbeta = widen(dbeta.read());
+        } else {
+            buffer<char> const space(gpu::head_decay_attention_backward_workspace<element>(shape, tokens, sequences));
+            gpu::head_decay_attention_backward<element>(shape, input(), of_o, all(dlast_),
+                                                        {of_q, of_k, of_v, of_g, all(dstate)}, all(space), stream_);
+            stream_.synchronize();
+        }
+        r.dq = widen(dq.read()), r.dk = widen(dk.read()), r.dv = widen(dv.read());
+        r.dg = widen(dg.read()), r.dstate = widen(dstate.read());
+    }
+
+    /// Returns the maps and the ends of the sequences' steps, and what outputs alone make the gradients before them.
+    std::vector<numbers> fold(gated_delta_rule_shape const& shape) const {
+        index_t const tokens = p_.tokens(), sequences = p_.sequences();
+        auto const maps = poisoned<float>(static_cast<std::size_t>(sequences * heads() * (Erases ? 128 * 128 : 1)));
+        auto const ends = poisoned<float>(p_.state.size()), back = poisoned<float>(p_.state.size());
+        rows<element const> const of_o(dout_.data(), tokens, p_.values());
+        auto in = input();
+        in.state = {};
+        if constexpr (Erases) {
+            buffer<char> const space(gpu::gated_delta_rule_fold_workspace<element>(shape, tokens, sequences));
+            gpu::gated_delta_rule_fold<element>(shape, in, all(maps), all(ends), all(space), stream_);
+            gpu::gated_delta_rule_backward_fold<element>(shape, in, of_o, all(back), all(space), stream_);
+            stream_.synchronize();
+        } else {
+            buffer<char> const space(gpu::head_decay_attention_fold_workspace<element>(shape, tokens, sequences));
+            gpu::head_decay_attention_fold<element>(shape, in, all(maps), all(ends), all(space), stream_);
+            gpu::head_decay_attention_backward_fold<element>(shape, in, of_o, all(back), all(space), stream_);
+            stream_.synchronize();
+        }
+        return {widen(maps.read()), widen(ends.read()), widen(back.read())};
+    }
+
+private:
+    index_t heads() const { return p_.shape.value_heads; }
+    bool saves() const { return saved_.size() > 0; }
+    auto input(bool saves = false) const {
+        index_t const tokens = p_.tokens();
+        rows<element const> const q(q_.data(), tokens, p_.keys()), k(k_.data(), tokens, p_.keys()),
+            v(v_.data(), tokens, p_.values());
+        rows<float const> const g(g_.data(), tokens, heads()), beta(beta_.data(), tokens, heads());
+        if constexpr (Erases)
+            return gpu::gated_delta_rule_input<element>{
+                q, k, v, g, beta, all(offsets_), all(state_), {}, {}, saves ? all(saved_) : std::span<char>()};
+        else
+            return gpu::head_decay_input<element>{q, k, v, g, all(offsets_), all(state_)};
+    }
+
+    problem const& p_;
+    gpu::stream stream_;
+    buffer<element> q_ = upload<element>(p_.q), k_ = upload<element>(p_.k), v_ = upload<element>(p_.v),
+                    dout_ = upload<element>(p_.dout);
+    buffer<float> g_ = upload<float>(p_.g), beta_ = upload<float>(p_.beta), state_ = upload<float>(p_.state),
+                  dlast_ = upload<float>(p_.dlast);
+    buffer<index_t> offsets_{std::span<index_t const>(p_.offsets)};
+    buffer<char> saved_;
+};
+
+/// Checks the two paths of a member against each other.
+template <bool Erases>
+void check_paths(problem const& p) {
+    small<Erases> of(p);
+    auto plain = p.shape;
+    plain.path = delta_rule_path::plain;
+    auto expected = of.forward(plain);
+    of.backward(plain, false, expected);
+    auto const folded = of.fold(plain);
+    for (index_t const stretch : {index_t{0}, index_t{2}})
+        for (bool const scan : {false, true}) {
+            CAPTURE(stretch);
+            CAPTURE(scan);
+            auto shape = p.shape;
+            shape.stretch = stretch, shape.scan = scan;
+            auto got = of.forward(shape);
+            of.backward(shape, stretch > 0, got);
+            check_close(got, expected, 6e-3, 6e-3, 8e-3);
+        }
+    char const* const names[] = {"maps", "ends", "dstates"};
+    auto const got = of.fold(p.shape);
+    for (std::size_t i = 0; i < got.size(); ++i) check_close(names[i], got[i], folded[i], 6e-3);
+}
+
+} // namespace
+
+TEST_SUITE("cuda") {
+    TEST_CASE_TEMPLATE("every kernel on few tokens: tensor cores and the plain path are within rounding", Erases,
+                       std::true_type, std::false_type) {
+        if (!has_gpus()) return;
+        check_paths<Erases::value>(make<element>({65, 0, 200, 64, 330}, 1, 2, 128, 128, kind::mild, 31));
+        std::vector<index_t> crowd(64); // of so many that the backward walks along both halves of a head in one block
+        crowd[3] = 130, crowd[40] = 64, crowd[63] = 1;
+        check_paths<Erases::value>(make<element>(crowd, 1, 1, 128, 128, kind::mild, 32));
+    }
+
+    TEST_CASE("a step of decoding of few sequences is the plain path's of one token each") {
+        if (!has_gpus()) return;
+        auto const p = make<element>({1, 1, 1}, 1, 2, 128, 128, kind::mild, 33);
+        auto plain = p.shape;
+        plain.path = delta_rule_path::plain;
+        auto const expected = small<true>(p).forward(plain);
+        gpu::stream const stream;
+        buffer<element> const q = upload<element>(p.q), k = upload<element>(p.k), v = upload<element>(p.v),
+                              o = poisoned<element>(p.v.size());
+        buffer<float> const g = upload<float>(p.g), beta = upload<float>(p.beta), states = upload<float>(p.state);
+        gpu::gated_delta_rule_step<element>(p.shape,
+                                            {{q.data(), 3, p.keys()},
+                                             {k.data(), 3, p.keys()},
+                                             {v.data(), 3, p.values()},
+                                             {g.data(), 3, 2},
+                                             {beta.data(), 3, 2}},
+                                            rows<element>(o.data(), 3, p.values()), all(states), stream);
+        stream.synchronize();
+        check_close("o", widen(o.read()), expected.o, 3e-3);
+        check_close("states", widen(states.read()), expected.last, 1e-5);
+    }
+}
