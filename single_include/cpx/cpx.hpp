@@ -2092,6 +2092,9 @@ public:
     explicit sharding(thd batch, P policy = {}, Cut cut = {}, caller here = caller::here())
         : batch_(std::move(batch)), policy_(policy), cut_(cut) {
         detail::require_ranks("sharding", "ranks of the layout", policy_.ranks(), here);
+        if constexpr (requires { policy_.second.ranks(); }) // of by_length: also where no run of this batch takes it
+            require(policy_.second.ranks() == ranks(), "sharding", "ranks of the second layout of by_length", ranks(),
+                    policy_.second.ranks(), here);
         if constexpr (requires { cut_.unit(); })
             require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit(), here);
         if constexpr (layout<P>) check(policy_, here);
@@ -7428,16 +7431,19 @@ public:
                     caller here = caller::here()) {
         run_all(ranks, std::ref(program), deadline, here);
     }
-    template <class X>
-    static void run(X const&, detail::any = {}, detail::any = {}) {
+    template <class X = detail::any>
+    static void run(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: threads::run(ranks, program) wants a program that takes its rank: "
                                         "[&](cpx::threads& comm) { ... }");
     }
 
     class group;
 
-    template <class X>
-    explicit threads(X const&, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
+    threads(threads&&) = default;
+    threads(threads const&) = delete; // a copy would not know what its rank has agreed on afterwards
+    threads& operator=(threads const&) = delete;
+    template <class X = detail::any>
+    explicit threads(X const& = {}, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
 
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
@@ -7482,7 +7488,7 @@ private:
     struct world;
 
     template <class X>
-    static threads const& unstarted() {
+    static threads&& unstarted() {
         static_assert(detail::never<X>,
                       "cpx: threads of one process are started together, threads::run(ranks, program) "
                       "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");

@@ -163,11 +163,17 @@ auto const axes = cpx::rotary_axes(3, cpx::axis_order::interleaved);
 auto const columns = cpx::make_tensor<short>(sharding, 0, 1).columns(0, 1);
 // expect: threads of one process are started together
 cpx::threads alone(0, 4);
+// expect: threads of one process are started together
+cpx::threads nobody;
 // expect: routes between layouts that are known at run time only
 auto const of_run_time = cpx::routes(cpx::striped<>(4), cpx::sequential<>(4));
 // expect: threads::run.ranks, program. wants a program that takes its rank
+// expect: threads::run.ranks, program. wants a program that takes its rank
+// expect: threads::run.ranks, program. wants a program that takes its rank
 void run() {
     cpx::threads::run(4, [](int) {});
+    cpx::threads::run(4L, [](cpx::threads) {}); // a copy, that would not know what its rank has agreed on
+    cpx::threads::run();
 }
 // expect: lower_bound.from, to, width. wants two shardings
 auto const no_bound = cpx::lower_bound(sharding, 4, sharding);

@@ -21,16 +21,20 @@ void fits() {
 // expect: mpi::run.program, deadline, group. wants a program that takes its rank
 // expect: mpi::run.program, deadline, group. wants a program that takes its rank
 // expect: mpi::run.program, deadline, group. wants a program that takes its rank
+// expect: mpi::run.program, deadline, group. wants a program that takes its rank
 void runs() {
+    cpx::mpi::run();
     cpx::mpi::run([](cpx::mpi&) {}, MPI_COMM_WORLD, soon);
     cpx::mpi::run(3, program);
     cpx::mpi::run([](int) {});
 }
 // expect: mpi::split.color, group, deadline. wants a number
 // expect: mpi::split.color, group, deadline. wants a number
+// expect: mpi::split.color, group, deadline. wants a number
 void splits() {
+    cpx::mpi const none = cpx::mpi::split();
     cpx::mpi const late = cpx::mpi::split(0, soon);
     cpx::mpi const first = cpx::mpi::split(MPI_COMM_WORLD, 0);
-    static_cast<void>(late.rank() + first.rank());
+    static_cast<void>(late.rank() + first.rank() + none.rank());
 }
 #endif

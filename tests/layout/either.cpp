@@ -55,10 +55,17 @@ TEST_SUITE("layout") {
     }
 
     TEST_CASE("layouts over other numbers of ranks do not go together") {
-        auto const rule = [](index_t n) { return n > 4; };
-        support::rejects({"either.cpp", "sharding: owner of chunk 2: expected a rank from 0 to 1, got 2"}, [&] {
-            cpx::shard(lengths({8, 4}), cpx::by_length{cpx::zigzag<>{2}, cpx::sequential<>{4}, rule});
-        });
+        for (index_t const longest : {4, 0, 100}) { // of one layout or the other, or both
+            auto const rule = [longest](index_t n) { return n > longest; };
+            auto const over = [&](int first, int second) {
+                return [=] {
+                    cpx::shard(lengths({8, 4}), cpx::by_length{cpx::zigzag<>{first}, cpx::sequential<>{second}, rule});
+                };
+            };
+            std::string const text = "sharding: ranks of the second layout of by_length: expected ";
+            support::rejects({"either.cpp", text + "2, got 4"}, over(2, 4));
+            support::rejects({"either.cpp", text + "4, got 2"}, over(4, 2)); // two ranks would never have rows of it
+        }
     }
 }
 

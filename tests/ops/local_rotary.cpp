@@ -240,6 +240,11 @@ TEST_SUITE("ops") {
         std::vector<size> const positions = {0};
         scattered<float> y(1, 8);
         CHECK_THROWS_AS(cpx::rotary<float>(x, 8, positions, {.theta = 1e4, .rotary_dim = 3}, y.view()), cpx::error);
+        for (char const* const dim : {"3", "-2"})
+            support::rejects({"local_rotary.cpp", "rotary_frequencies: rotary_dim: expected 0, 2, 4 or another even "
+                                                  "number, got " +
+                                                      std::string(dim)},
+                             [&] { cpx::rotary_frequencies<float>({.rotary_dim = std::stoi(dim)}); });
         for (cpx::index_t const dim : {cpx::index_t{6}, cpx::index_t{1} << 60})
             support::rejects({"local_rotary.cpp", "rotary: rotary_dim: expected at most head_dim, 4"},
                              [&] { cpx::rotary<float>(x, 4, positions, {.theta = 1e4, .rotary_dim = dim}, y.view()); });

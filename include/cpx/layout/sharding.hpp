@@ -107,6 +107,9 @@ public:
     explicit sharding(thd batch, P policy = {}, Cut cut = {}, caller here = caller::here())
         : batch_(std::move(batch)), policy_(policy), cut_(cut) {
         detail::require_ranks("sharding", "ranks of the layout", policy_.ranks(), here);
+        if constexpr (requires { policy_.second.ranks(); }) // of by_length: also where no run of this batch takes it
+            require(policy_.second.ranks() == ranks(), "sharding", "ranks of the second layout of by_length", ranks(),
+                    policy_.second.ranks(), here);
         if constexpr (requires { cut_.unit(); })
             require(cut_.unit() > 0, "sharding", "unit of the cut", "at least 1", cut_.unit(), here);
         if constexpr (layout<P>) check(policy_, here);

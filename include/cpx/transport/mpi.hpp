@@ -61,9 +61,9 @@ public:
         }
     }
 
-    template <class X, class... More>
+    template <class X = detail::any, class... More>
         requires(!std::invocable<X&, mpi&> || !fits<More...>)
-    static void run(X const&, More const&...) {
+    static void run(X const& = {}, More const&...) {
         static_assert(
             detail::never<X>,
             "cpx: mpi::run(program, deadline, group) wants a program that takes its rank, [&](cpx::mpi& comm) "
@@ -83,10 +83,10 @@ public:
                      caller here = caller::here()) {
         return {"mpi::split", color, group, deadline, here};
     }
-    template <class X, class... More>
+    template <class X = detail::any, class... More>
         requires(!detail::takes<void(int), X, More...> && !detail::takes<void(int, MPI_Comm), X, More...> &&
                  !detail::takes<void(int, MPI_Comm, std::chrono::milliseconds), X, More...>)
-    static mpi split(X const&, More const&...) {
+    static mpi split(X const& = {}, More const&...) {
         static_assert(detail::never<X>, "cpx: mpi::split(color, group, deadline) wants a number, and then perhaps an "
                                         "MPI_Comm and milliseconds, in this order");
         throw;

@@ -37,16 +37,19 @@ public:
                     caller here = caller::here()) {
         run_all(ranks, std::ref(program), deadline, here);
     }
-    template <class X>
-    static void run(X const&, detail::any = {}, detail::any = {}) {
+    template <class X = detail::any>
+    static void run(X const& = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: threads::run(ranks, program) wants a program that takes its rank: "
                                         "[&](cpx::threads& comm) { ... }");
     }
 
     class group;
 
-    template <class X>
-    explicit threads(X const&, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
+    threads(threads&&) = default;
+    threads(threads const&) = delete; // a copy would not know what its rank has agreed on afterwards
+    threads& operator=(threads const&) = delete;
+    template <class X = detail::any>
+    explicit threads(X const& = {}, detail::any = {}, detail::any = {}) : threads(unstarted<X>()) {}
 
     int rank() const { return rank_; }
     int ranks() const { return static_cast<int>(world_.members.size()); }
@@ -91,7 +94,7 @@ private:
     struct world;
 
     template <class X>
-    static threads const& unstarted() {
+    static threads&& unstarted() {
         static_assert(detail::never<X>,
                       "cpx: threads of one process are started together, threads::run(ranks, program) "
                       "with [&](cpx::threads& comm) { ... }, or are ranks of a threads::group");

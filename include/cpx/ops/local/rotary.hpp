@@ -24,7 +24,7 @@ struct rotary_options {
 template <class T>
 std::vector<T> rotary_frequencies(rotary_options options, caller here = caller::here()) {
     index_t const dim = options.rotary_dim;
-    require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "an even number", dim, here);
+    require(dim >= 0 && dim % 2 == 0, "rotary_frequencies", "rotary_dim", "0, 2, 4 or another even number", dim, here);
     auto result = detail::zeros<T>("rotary_frequencies", {dim / 2}, here);
     for (index_t i = 0; i < dim; i += 2)
         result[static_cast<std::size_t>(i / 2)] =
