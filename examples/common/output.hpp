@@ -4,7 +4,11 @@
 
 #include <cpx/core/error.hpp>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <csignal>
+#include <cstddef>
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
@@ -12,6 +16,7 @@
 #include <system_error>
 #include <utility>
 
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -30,7 +35,31 @@ inline void flush_output() {
     if (output_failed) throw cpx::error("stdout", "cannot be written" + reason());
 }
 
-/// A file that appears whole or not at all: it is written beside its place, where `commit` puts it.
+/// The file that `remove_unfinished` removes, or an empty path.
+inline std::array<char, 4096> unfinished{};
+
+/// Removes a file that is not in its place yet, then lets `signal` end the program, as it would have.
+inline void remove_unfinished(int signal) {
+    ::unlink(unfinished.data());
+    static_cast<void>(::raise(signal)); // its own action is the default one again
+}
+
+/// Has signals that would end the program remove the file `path` first: that of a reader who has gone, too.
+inline void remove_at_signals(std::string const& path) {
+    if (path.size() >= unfinished.size()) return;
+    std::ranges::copy(path, unfinished.begin());
+    unfinished[path.size()] = '\0';
+    for (int const one : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) {
+        struct ::sigaction now {};
+        if (::sigaction(one, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) continue;
+        now.sa_handler = remove_unfinished;
+        now.sa_flags = static_cast<int>(SA_RESETHAND);
+        static_cast<void>(::sigaction(one, &now, nullptr));
+    }
+}
+
+/// A file that appears whole or not at all: it is written beside its place, where `commit` puts it. There is one at a
+/// time.
 ///
 /// What is no regular file, such as a pipe or a terminal, is written at once, and so is /dev/stdout.
 class output_file {
@@ -56,6 +85,7 @@ public:
         int const file = place_.has_filename() ? ::mkstemp(beside.data()) : -1;
         if (file < 0) fail();
         beside_ = beside;
+        remove_at_signals(beside);
         ::mode_t const mask = ::umask(0);
         ::umask(mask);
         ::mode_t const mode = fs::exists(old) ? static_cast<::mode_t>(old.permissions()) & 0777 : 0666 & ~mask;
@@ -70,6 +100,7 @@ public:
     void commit() {
         if (!beside_.empty() && ::rename(beside_.c_str(), place_.c_str()) != 0) fail();
         beside_.clear();
+        unfinished[0] = '\0';
     }
 
 private:
@@ -81,6 +112,7 @@ private:
     void remove() {
         if (!beside_.empty()) ::unlink(beside_.c_str());
         beside_.clear();
+        unfinished[0] = '\0';
     }
     void write(std::FILE* file, std::string const& content) {
         if (!file) fail();
