@@ -14,11 +14,10 @@
 #include <examples/program.hpp>
 
 #include <signal.h>
+#include <stdio.h>
 
 #include <algorithm>
-#include <csignal>
 #include <cstddef>
-#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <set>
@@ -479,7 +478,7 @@ TEST_CASE("a signal that ends the program leaves nothing of the folder") {
         ::sigaddset(&waiting, SIGTERM);
         ::sigprocmask(SIG_BLOCK, &waiting, nullptr);
         ::raise(SIGTERM);
-        if (std::freopen((home / "told").c_str(), "w", stderr))
+        if (::freopen((home / "told").c_str(), "w", stderr))
             ::execl(program.c_str(), "convert", from.c_str(), out.c_str(), "--mesh", "tp=2", nullptr);
         ::_exit(127);
     }
