@@ -5,10 +5,23 @@
 #include <cpx/cuda/runtime.hpp>
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
 static __global__ void code_of_this_build() {}
 
-/// Returns how many GPUs can run this build's code, up to the first that cannot, at most `most`: tests take the first.
+/// Returns how many ranks a GPU has at most: two where NCCL is told to bear several, as it can from 2.30 on. More would
+/// be borne, but wait for each other for long.
+inline int ranks_of_a_gpu() {
+    char const* const told = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    return told && told == std::string_view("1") ? 2 : 1;
+}
+
+/// Returns the device of a rank of this host.
+inline int gpu_of(int rank) { return rank % std::max(1, cpx::cuda::devices()); }
+
+/// Returns how many ranks can have a GPU that runs this build's code, up to the first GPU that cannot, at most `most`:
+/// rank r takes `gpu_of(r)`.
 inline int usable_gpus(int most) {
     int const all = std::min(most, cpx::cuda::devices());
     if (all == 0) return 0;
@@ -26,5 +39,5 @@ inline int usable_gpus(int most) {
         cpx::cuda::check(result, "cudaFuncGetAttributes"); // a GPU that is broken is not one that is absent
     }
     cpx::cuda::use_device(before);
-    return count;
+    return count < cpx::cuda::devices() ? count : std::min(most, count * ranks_of_a_gpu());
 }

@@ -29,7 +29,7 @@ inline int wait_for(pid_t process) {
     return WTERMSIG(status) == SIGKILL ? was_killed : 128 + WTERMSIG(status);
 }
 
-/// Returns how many GPUs can run this build's code, without touching them in this process: what CUDA knows does not
+/// Returns how many ranks can have a GPU that runs this build's code, without touching them in this process: what CUDA knows does not
 /// survive a fork. Throws `cpx::error` if they cannot be counted; stderr says why.
 inline int gpus() {
     constexpr int most = 64, failed = most + 1;
@@ -67,7 +67,7 @@ inline std::vector<int> run(int ranks, std::function<std::string(int)> const& f)
             continue;
         }
         ::setenv("RANK", std::to_string(rank).c_str(), 1);
-        ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+        ::setenv("LOCAL_RANK", std::to_string(gpu_of(rank)).c_str(), 1);
         ::setenv("WORLD_SIZE", std::to_string(ranks).c_str(), 1);
         ::setenv("MASTER_ADDR", "127.0.0.1", 1);
         ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);

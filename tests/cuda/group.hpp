@@ -15,12 +15,12 @@
 #include <thread>
 #include <vector>
 
-/// The ranks of this process, one a GPU.
+/// The ranks of this process, one a GPU, or several, see `gpu_of`.
 class group {
 public:
     explicit group(int ranks, std::chrono::milliseconds deadline = std::chrono::seconds(60)) {
         std::vector<int> devices;
-        for (int d = 0; d < ranks; ++d) devices.push_back(d);
+        for (int d = 0; d < ranks; ++d) devices.push_back(gpu_of(d));
         comms_ = cpx::nccl::all(devices, deadline);
     }
     int ranks() const { return static_cast<int>(comms_.size()); }

@@ -141,7 +141,7 @@ std::string in_groups(int) {
 /// All ranks in one process, a thread a GPU.
 std::string in_one_process(int) {
     std::vector<int> devices;
-    for (int d = 0; d < cpx::cuda::devices() && d < 4; ++d) devices.push_back(d);
+    for (int rank = 0, all = usable_gpus(4); rank < all; ++rank) devices.push_back(gpu_of(rank));
     auto comms = cpx::nccl::all(devices);
     int const ranks = static_cast<int>(devices.size());
     auto const batch = cpx::thd::from_lengths(std::vector<index_t>{300, 41, 7});
@@ -154,7 +154,7 @@ std::string in_one_process(int) {
         threads.emplace_back([&, rank] {
             std::string& problem = problems[static_cast<std::size_t>(rank)];
             try {
-                cpx::cuda::use_device(rank);
+                cpx::cuda::use_device(devices[static_cast<std::size_t>(rank)]);
                 member me(std::move(comms[static_cast<std::size_t>(rank)]));
                 auto const source = whole::take<float>(from, rank, plain), target = whole::take<float>(to, rank, plain);
                 cpx::cuda::buffer<float> const x{std::span<float const>(source)};

@@ -36,7 +36,7 @@ bool every_rank_has_a_gpu() {
     MPI_Allreduce(&fits, &all, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
     MPI_Comm_rank(MPI_COMM_WORLD, &world);
     if (all)
-        cpx::cuda::use_device(local);
+        cpx::cuda::use_device(gpu_of(local));
     else if (world == 0)
         std::printf("cpx: skipped, a GPU a rank, and two ranks, wanted; rank 0 of %d found %d\n", ranks, found);
     return all != 0;

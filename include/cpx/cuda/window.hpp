@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 namespace cpx::cuda {
 
@@ -61,11 +62,20 @@ public:
     }
 
     /// Returns how many blocks a kernel has that meets others here: as many as `wanted`; if that is 0, as many as pay,
-    /// up to 128. Throws `cpx::error` if the device has fewer multiprocessors.
+    /// up to 128. Ranks on one GPU, which NCCL bears from 2.30 on if it is told to, share its multiprocessors.
+    /// Collective. Throws `cpx::error` if there are fewer.
     static int resident(nccl& comm, int wanted, caller here = caller::here()) {
-        int most = 0; // a kernel's blocks wait for those of other ranks, so all of them must be resident
-        check(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, comm.device()), "cudaDeviceGetAttribute",
-              here);
+        cudaDeviceProp mine{};
+        check(cudaGetDeviceProperties(&mine, comm.device()), "cudaGetDeviceProperties", here);
+        std::vector<cudaUUID_t> all(static_cast<std::size_t>(comm.ranks()));
+        comm.gather(&mine.uuid, all.data(), sizeof mine.uuid, here);
+        std::ptrdiff_t sharers = 1; // of the GPU that has most ranks: all ranks have as many blocks
+        for (cudaUUID_t const& one : all)
+            sharers = std::max(sharers, std::ranges::count_if(all, [&](cudaUUID_t const& other) {
+                                   return std::memcmp(&other, &one, sizeof one) == 0;
+                               }));
+        // a kernel's blocks wait for those of other ranks, so all of them must be resident
+        int const most = mine.multiProcessorCount / static_cast<int>(sharers);
         if (wanted == 0) return std::min(128, most);
         require(wanted >= 1 && wanted <= most, "cuda::window", "blocks",
                 "1 to the multiprocessors, " + std::to_string(most), wanted, here);
