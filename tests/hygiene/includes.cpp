@@ -46,7 +46,8 @@ condition_variable condition_variable
 csignal raise signal
 cstddef byte max_align_t nullptr_t ptrdiff_t size_t
 cstdint int16_t int32_t int64_t int8_t intmax_t intptr_t uint16_t uint32_t uint64_t uint8_t uintmax_t uintptr_t
-cstdio FILE fclose ferror fflush fgets fopen fprintf fputs fread fwrite printf puts remove rename size_t snprintf
+cstdio FILE fclose ferror fflush fgets fopen fprintf fputs fread freopen fwrite printf puts remove rename size_t
+cstdio snprintf
 cstdlib _Exit abort abs exit free getenv malloc size_t strtod strtol system
 cstring memcmp memcpy memmove memset size_t strcmp strerror strlen
 deque begin data deque end erase erase_if initializer_list size ssize

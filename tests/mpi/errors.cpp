@@ -277,8 +277,8 @@ TEST_SUITE("mpi") {
             return lengths({1, 1, 1, 1, 1, 1, 1, 1, 1, tenth, 100 - tenth, twelfth});
         };
         auto const step = [](cpx::thd const& of, cpx::mpi& comm) { // each two ranks have rows for each other
-            auto const x = cpx::make_tensor<float>(cpx::shard(of, cpx::striped<>{comm.ranks()}), comm, 2);
-            cpx::exchange(x, cpx::shard(of, cpx::sequential<>{comm.ranks()}), comm);
+            auto const x = cpx::make_tensor<float>(cpx::shard(of, cpx::zigzag<>{comm.ranks()}), comm, comm.ranks());
+            cpx::exchange(x, cpx::head_sharded<>(comm.ranks(), of, {{comm.ranks(), 1}}), comm);
         };
         auto const started = std::chrono::steady_clock::now();
         for (int turn = 0; turn < 6; ++turn) {
