@@ -6342,7 +6342,12 @@ concept transport =
 /// A transport whose ranks have memory of their own kind, such as devices. What is asked of it is enqueued in a stream,
 /// that of `memory()`; it runs plans itself, after the checks that all transports share, and agrees on them as they do.
 ///
-/// `rows` that it is given are in that memory. Any elements that a plan can move, not float alone.
+/// `rows` that it is given are in that memory. Any elements that a plan can move, not float alone. All ranks make each
+/// call, which is no barrier either. `wait` returns when the stream has come to what was asked last; it throws
+/// `cpx::error` for what was found meanwhile, such as ranks that move rows of another batch, and when a rank has
+/// failed, has left the group or does not come within a deadline. `T::prepared<T, Plan>` is what a `movement` prepares.
+///
+/// `testing::check_transport` tests this, too.
 template <class T>
 concept device_transport =
     requires(T& t, plan const& p, rows<float const> const& from, rows<float> const& to, caller here) {
@@ -6351,6 +6356,7 @@ concept device_transport =
         requires any_memory<typename T::memory_type>;
         { t.memory() } -> std::convertible_to<typename T::memory_type>;
         t.exchange(p, from, to, here);
+        t.wait(here);
     };
 
 template <class T>

@@ -20,13 +20,17 @@ public:
     void exchange(cpx::plan const& p, cpx::rows<T const> const& from, cpx::rows<T> const& to,
                   cpx::caller here = cpx::caller::here()) {
         auto const span = [](auto const& r) {
-            return std::span(r.data(), static_cast<std::size_t>(r.count() * r.width()));
+            cpx::index_t const last = r.count() > 0 ? (r.count() - 1) * r.stride() + r.width() : 0;
+            return std::span(r.data(), static_cast<std::size_t>(last));
         };
         auto const given = memory_.read<T>(span(from), here);
         auto got = memory_.read<T>(span(to), here);
-        cpx::detail::exchange_rows(p, cpx::rows<T const>(given.data(), from.count(), from.width()),
-                                   cpx::rows<T>(got.data(), to.count(), to.width()), comm_, here);
+        cpx::detail::exchange_rows(p, cpx::rows<T const>(given.data(), from.count(), from.width(), from.stride()),
+                                   cpx::rows<T>(got.data(), to.count(), to.width(), to.stride()), comm_, here);
         memory_.write<T>(to.data(), got, here);
+    }
+    void wait(cpx::caller here = cpx::caller::here()) const {
+        cpx::cuda::check(cudaStreamSynchronize(memory_.stream()), "cudaStreamSynchronize", here);
     }
 
     template <class T, class Plan>

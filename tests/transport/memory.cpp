@@ -3,6 +3,7 @@
 #include <cpx/core/memory.hpp>
 
 #include <cpx/layout/zigzag.hpp>
+#include <cpx/testing/transport.hpp>
 #include <cpx/transport/movement.hpp>
 #include <cpx/transport/sum.hpp>
 #include <cpx/transport/threads.hpp>
@@ -53,6 +54,7 @@ public:
         ++plans;
         cpx::exchange(p, from, to, comm_, here);
     }
+    void wait(cpx::caller = cpx::caller::here()) const {} // no call returns before it is done
     int plans = 0;
 
     /// What a movement prepares: one plan at a time, of at most some runs.
@@ -86,6 +88,16 @@ public:
 
 private:
     cpx::threads& comm_;
+};
+
+/// Writes one element beside its target.
+struct careless : far_ranks {
+    using far_ranks::far_ranks;
+    template <class T>
+    void exchange(cpx::plan const& p, cpx::rows<T const> const& from, cpx::rows<T> const& to, cpx::caller here) {
+        far_ranks::exchange<T>(p, from, to, here);
+        if (to.count() > 0 && to.stride() > to.width()) *(to.row(0) + to.width()) = T{};
+    }
 };
 
 static_assert(cpx::any_memory<cpx::host_memory> && cpx::any_memory<far_memory>);
@@ -139,6 +151,41 @@ TEST_SUITE("transport") {
                     CHECK(here[2][i] == static_cast<float>(ranks * (static_cast<int>(i) + 1)));
             });
         }
+    }
+
+    TEST_CASE("ranks of any memory do all that a transport of devices owes") {
+        for (int const ranks : {1, 3}) {
+            auto const run = [&](auto const& program, auto deadline) {
+                cpx::threads::run(
+                    ranks,
+                    [&](cpx::threads& comm) {
+                        far_ranks far(comm);
+                        program(far);
+                    },
+                    deadline);
+            };
+            auto const found = cpx::testing::check_transport(run, std::chrono::milliseconds(200));
+            CHECK_MESSAGE((found.all_duties() && found.all_courtesies()), ranks << " ranks\n" << found.text());
+            CHECK(found.text().find("agreed") == std::string::npos); // which only transports of the host have
+            CHECK(found.findings.size() == 15);
+        }
+    }
+
+    TEST_CASE("the test of transports finds a device's that writes beside its target") {
+        auto const run = [](auto const& program, auto deadline) {
+            cpx::threads::run(
+                3,
+                [&](cpx::threads& comm) {
+                    careless far(comm);
+                    program(far);
+                },
+                deadline);
+        };
+        std::string list;
+        for (auto const& f : cpx::testing::check_transport(run, std::chrono::milliseconds(200)).findings)
+            if (!f.problem.empty()) list += f.property + "; ";
+        CHECK(list.starts_with("messages of any rows, columns and strides arrive, and nothing else is written; "));
+        CHECK(list.find("plans") == std::string::npos);
     }
 
     TEST_CASE("a movement made once moves every batch that comes, there and back, on ranks of any memory") {

@@ -285,7 +285,8 @@ TEST_SUITE("transport") {
         std::string const kept = "agreed() is empty at first, is this rank's own, and keeps what is put there",
                           anew = "agreed() is empty again in the next group";
         CHECK(wrong_with(fault::forgets) == kept + "; " + anew);
-        CHECK(wrong_with(fault::one_forgets) == kept + "; " + anew + "; plans run there and back, and once more");
+        CHECK(wrong_with(fault::one_forgets) == kept + "; " + anew + "; plans run there and back, and once more; " +
+                                                    "a movement runs there and back, for one batch after the other");
         CHECK(wrong_with(fault::outlives) == anew);
         CHECK(wrong_with(fault::deadline) ==
               "a rank that does not come is an error within the deadline; which names it");

@@ -7,6 +7,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -24,7 +25,7 @@ struct verdict {
 class board {
 public:
     static constexpr int most_ranks = 1024;
-    enum state { absent, begun, ended };
+    enum state { absent, begun, ended, not_asked };
 
     board()
         : notes_(static_cast<note*>(::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {
@@ -43,6 +44,11 @@ public:
         identity::set(notes_[rank].duty, v.duty);
         identity::set(notes_[rank].courtesy, v.courtesy);
         notes_[rank].progress = ended;
+    }
+    void leave_out(int rank) { notes_[rank].progress = not_asked; }
+    /// Returns whether ranks have been asked nothing.
+    bool left_out() const {
+        return std::any_of(notes_, notes_ + most_ranks, [](note const& n) { return n.progress == not_asked; });
     }
     /// Returns what ranks have said, each after its name. `thrown`: why none has run, if so.
     verdict read(std::string const& thrown) const {

@@ -8,7 +8,7 @@
 #include <cpx/layout/zigzag.hpp>
 #include <cpx/testing/board.hpp>
 #include <cpx/testing/messages.hpp>
-#include <cpx/transport/exchange.hpp>
+#include <cpx/transport/movement.hpp>
 
 #include <algorithm>
 #include <array>
@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -56,6 +57,8 @@ namespace detail {
 
 using std::chrono::milliseconds;
 
+inline constexpr index_t width = 6; // of rows that plans move
+
 /// Makes some calls in which any rank may have a message of any shape for another.
 template <class Comm>
 verdict any_rectangles(Comm& comm, index_t smallest_unit) {
@@ -74,14 +77,14 @@ verdict any_rectangles(Comm& comm, index_t smallest_unit) {
     return {};
 }
 
-/// Makes calls of two ranks each, which the others leave out or make without messages.
+/// Makes calls of two ranks each, which the others make without messages or, if they may, leave out.
 template <class Comm>
 verdict without_barrier(Comm& comm) {
     dice delay(static_cast<std::uint64_t>(comm.rank()));
     int const ranks = comm.ranks();
     for (int call = 0; call < 8 * ranks; ++call) {
         int const sender = call % ranks, receiver = (sender + 1 + call / ranks) % ranks;
-        if (comm.rank() != sender && comm.rank() != receiver && call % 2 == 0) continue;
+        if (transport<Comm> && comm.rank() != sender && comm.rank() != receiver && call % 2 == 0) continue;
         sleep_up_to(1000, delay);
         auto const problem = transfer(comm, call, [&](int from, int to) {
             return from == sender && to == receiver ? bytes(100 + call) : shape{};
@@ -104,30 +107,69 @@ verdict keeps_agreed(Comm& comm) {
     return {comm.agreed().size() == 1 ? "" : "it has what this rank has not put there", ""};
 }
 
+/// Waits for what has been asked of ranks whose memory is not the host's.
+template <class Comm>
+void settle(Comm& comm) {
+    if constexpr (device_transport<Comm>) comm.wait();
+}
+
+/// The rows of `rank`, of which every element tells its place in the batch, `factor` times.
+template <any_sharding S>
+std::vector<std::int64_t> numbers_of(S const& sharding, int rank, std::int64_t factor = 1) {
+    std::vector<std::int64_t> list;
+    sharding.for_each_piece(rank, [&](range piece) {
+        for (index_t i = piece.first * width; i < piece.last * width; ++i) list.push_back(factor * (i + 1));
+    });
+    return list;
+}
+template <any_sharding S, class Comm>
+auto tensor_of(S const& sharding, Comm& comm) {
+    auto made = make_tensor<std::int64_t>(sharding, comm, width);
+    made.write(numbers_of(sharding, comm.rank()));
+    return made;
+}
+
+inline verdict moves(bool well) { return {well ? "" : "rows are not where they belong", ""}; }
+
 /// Runs plans there and back, some of which add.
 template <class Comm>
 verdict plans(Comm& comm) {
     thd const batch({0, 7, 7, 20, 61});
     auto const a = shard(batch, zigzag<>(comm.ranks()));
-    auto const x = [&] {
-        auto filled = make_tensor<std::int64_t>(a, comm.rank(), 6);
-        for (index_t i = 0; i < filled.data().count() * 6; ++i)
-            filled.data().data()[i] = i * comm.ranks() + comm.rank();
-        return filled;
-    }();
-    auto const returns = [&](auto const& b, index_t factor) {
+    auto const x = tensor_of(a, comm);
+    auto const returns = [&](auto const& b, std::int64_t factor) {
         auto const there = relayout(a, b, comm.rank());
         for (int turn = 0; turn < 2; ++turn) { // what ranks have agreed on is not compared again
-            auto const y = exchange(there.transposed(), exchange(there, x, comm), comm);
-            for (index_t i = 0; i < x.data().count() * 6; ++i)
-                if (y.data().data()[i] != factor * x.data().data()[i]) return false;
+            auto const y = exchange(there, x, comm);
+            auto const z = exchange(there.transposed(), y, comm);
+            settle(comm);
+            if (y.read() != numbers_of(b, comm.rank()) || z.read() != numbers_of(a, comm.rank(), factor)) return false;
         }
         return true;
     };
-    bool const all = returns(shard(batch, sequential<>(comm.ranks())), 1) &&
-                     returns(shard<scope::batch>(batch, striped<>(comm.ranks())), 1) &&
-                     returns(replicated<>(comm.ranks(), batch), comm.ranks());
-    return {all ? "" : "rows do not come back as they went", ""};
+    return moves(returns(shard(batch, sequential<>(comm.ranks())), 1) &&
+                 returns(shard<scope::batch>(batch, striped<>(comm.ranks())), 1) &&
+                 returns(replicated<>(comm.ranks(), batch), comm.ranks()));
+}
+
+/// Runs one movement there and back for several batches.
+template <class Comm>
+verdict movements(Comm& comm) {
+    auto const a = [&](thd const& batch) { return shard(batch, zigzag<>(comm.ranks())); };
+    auto const b = [&](thd const& batch) { return shard(batch, sequential<>(comm.ranks())); };
+    thd const first({0, 7, 7, 20, 61});
+    auto move = make_movement<std::int64_t>(a(first), b(first), width, {61, 4}, comm);
+    auto y = move.make_tensor(b(first));
+    auto z = move.make_tensor(a(first));
+    for (thd const& batch : {first, thd({0, 33, 50}), thd({0, 61}), first}) {
+        auto const x = tensor_of(a(batch), comm);
+        y.hold(b(batch)), z.hold(a(batch));
+        move(x, y);
+        move.transposed(y, z);
+        settle(comm);
+        if (y.read() != numbers_of(b(batch), comm.rank()) || z.read() != x.read()) return moves(false);
+    }
+    return {};
 }
 
 /// Lets rank 0 have another batch than the others: their identities differ, and the transport carries them.
@@ -136,8 +178,7 @@ verdict disagreement(Comm& comm) {
     thd const batch({0, comm.rank() == 0 ? 9 : 8, 20});
     auto const a = shard(batch, zigzag<>(comm.ranks()));
     try {
-        exchange(relayout(a, shard(batch, sequential<>(comm.ranks())), comm.rank()),
-                 make_tensor<float>(a, comm.rank(), 1), comm);
+        exchange(relayout(a, shard(batch, sequential<>(comm.ranks())), comm.rank()), tensor_of(a, comm), comm);
     } catch (error const& e) {
         bool const told = e.problem().find("ranks disagree on offset 1 of cu_seqlens") != std::string::npos;
         return {told ? "" : "not that ranks disagree, but " + std::string(e.what()), ""};
@@ -152,6 +193,28 @@ inline bool names(std::string_view text, int rank) {
     for (auto at = text.find(number); at != std::string_view::npos; at = text.find(number, at + 1))
         if (!digit(at - 1) && !digit(at + number.size())) return true;
     return false;
+}
+
+/// Lets rank 0 move rows of another batch than the others, of messages as long as theirs.
+template <class Comm>
+verdict other_batches(Comm& comm) {
+    int const rank = comm.rank();
+    index_t const n = index_t{comm.ranks()} * comm.ranks();
+    auto const a = [&](thd const& batch) { return shard(batch, striped<>(comm.ranks())); }; // from all ranks to all
+    auto const b = [&](thd const& batch) { return shard(batch, sequential<>(comm.ranks())); };
+    thd const first({0, 3 * n}), batch({0, rank == 0 ? 2 * n : n, 3 * n});
+    auto move = make_movement<std::int64_t>(a(first), b(first), width, {3 * n, 2}, comm);
+    auto const x = tensor_of(a(batch), comm);
+    auto y = move.make_tensor(b(first));
+    y.hold(b(batch));
+    try {
+        move(x, y);
+        settle(comm);
+    } catch (error const& e) {
+        bool const told = rank == 0 || names(e.what(), 0);
+        return {told ? "" : std::string("another one is named: ") + e.what(), ""};
+    }
+    return {"no error", ""};
 }
 
 /// All ranks but the last wait for messages of all others. Says how that ends.
@@ -192,7 +255,9 @@ enum class property {
     no_barrier,
     large,
     plans,
+    movements,
     disagreement,
+    batches,
     throws,
     returns,
     stays_away,
@@ -204,7 +269,7 @@ struct description {
     property tested;
     char const *duty, *courtesy; ///< null: nothing is tested as one
 };
-inline constexpr std::array<description, 14> descriptions{{
+inline constexpr std::array<description, 16> descriptions{{
     {property::numbers, "ranks are numbered from 0", nullptr},
     {property::agreed, "agreed() is empty at first, is this rank's own, and keeps what is put there", nullptr},
     {property::agreed_anew, "agreed() is empty again in the next group", nullptr},
@@ -213,7 +278,9 @@ inline constexpr std::array<description, 14> descriptions{{
     {property::no_barrier, "calls of some ranks do not wait for the others", nullptr},
     {property::large, "messages of 2 MiB pass each other", nullptr},
     {property::plans, "plans run there and back, and once more", nullptr},
+    {property::movements, "a movement runs there and back, for one batch after the other", nullptr},
     {property::disagreement, "ranks whose plans differ can compare them", nullptr},
+    {property::batches, "ranks that move rows of another batch are named", nullptr},
     {property::throws, "a rank that throws ends the others", "they are told at once, and which rank it was"},
     {property::returns, "a rank that returns early ends the others", "they are told at once, and which rank it was"},
     {property::stays_away, "a rank that does not come is an error within the deadline", "which names it"},
@@ -221,33 +288,49 @@ inline constexpr std::array<description, 14> descriptions{{
     {property::lengths, nullptr, "a message of another length is an error"},
 }};
 
-/// Returns the deadline of the group that shows a property: `shortest` where that is what ends it.
+/// Returns the deadline of the group that shows a property: `shortest` where that is what ends it. One that ranks need
+/// not wait for is longer, but no hour: some transports tell no sooner.
 inline milliseconds deadline_for(property tested, milliseconds shortest) {
     switch (tested) {
     case property::stays_away: return shortest;
     case property::throws:
-    case property::returns: return 20 * shortest;
+    case property::returns: return std::clamp<milliseconds>(std::chrono::seconds(10), 4 * shortest, 20 * shortest);
     default: return std::chrono::minutes(1);
     }
 }
 
+/// Tests what only those do that move messages between ranks of the host.
 template <class Comm>
-verdict test(property tested, Comm& comm, milliseconds deadline) {
+verdict test_messages(property tested, Comm& comm) {
+    int const rank = comm.rank();
+    if (tested == property::agreed || tested == property::agreed_anew) return keeps_agreed(comm);
+    if (comm.ranks() == 1) return {};
+    if (tested == property::exchanges)
+        return courtesy_of(
+            [&] { static_cast<void>(transfer(comm, rank == 0 ? 0 : 1, [](int, int) { return bytes(8); })); });
+    auto const message = [&](int from, int to) { return from == 0 && to == 1 ? bytes(rank == 0 ? 8 : 4) : shape{}; };
+    verdict const v = courtesy_of([&] { static_cast<void>(transfer(comm, 0, message)); });
+    return rank == 1 ? v : verdict{}; // only the receiver must see it
+}
+
+/// Returns nothing where transports of this kind do not owe or offer that.
+template <class Comm>
+std::optional<verdict> test(property tested, Comm& comm, milliseconds deadline) {
     int const rank = comm.rank(), ranks = comm.ranks();
     bool const last = rank == ranks - 1, alone = ranks == 1;
     switch (tested) {
     case property::numbers: {
         bool const good = rank >= 0 && rank < ranks;
-        return {good ? "" : "rank " + std::to_string(rank) + " of " + std::to_string(ranks), ""};
+        return verdict{good ? "" : "rank " + std::to_string(rank) + " of " + std::to_string(ranks), ""};
     }
-    case property::agreed:
-    case property::agreed_anew: return keeps_agreed(comm);
     case property::rectangles: return any_rectangles(comm, 1);
     case property::no_bytes: return any_rectangles(comm, 0);
     case property::no_barrier: return alone ? verdict{} : without_barrier(comm);
-    case property::large: return {transfer(comm, 0, [](int, int) { return bytes(1 << 21); }), ""};
+    case property::large: return verdict{transfer(comm, 0, [](int, int) { return bytes(1 << 21); }), ""};
     case property::plans: return plans(comm);
+    case property::movements: return movements(comm);
     case property::disagreement: return alone ? verdict{} : disagreement(comm);
+    case property::batches: return alone ? verdict{} : other_batches(comm);
     case property::throws:
         if (last) throw error("testing", "thrown on purpose");
         return without_last(comm, 2 * deadline, deadline);
@@ -255,26 +338,18 @@ verdict test(property tested, Comm& comm, milliseconds deadline) {
     case property::stays_away:
         if (!last) return without_last(comm, 2 * deadline, 2 * deadline);
         if (!alone) std::this_thread::sleep_for(3 * deadline);
-        return {};
-    case property::exchanges:
-        if (alone) return {};
-        return courtesy_of(
-            [&] { static_cast<void>(transfer(comm, rank == 0 ? 0 : 1, [](int, int) { return bytes(8); })); });
-    case property::lengths: {
-        auto const message = [&](int from, int to) {
-            return from == 0 && to == 1 ? bytes(rank == 0 ? 8 : 4) : shape{};
-        };
-        verdict const v = courtesy_of([&] { static_cast<void>(transfer(comm, 0, message)); });
-        return rank == 1 ? v : verdict{}; // only the receiver must see it
+        return verdict{};
+    default: break;
     }
-    }
+    if constexpr (transport<Comm>) return test_messages(tested, comm);
     return {};
 }
 
 } // namespace detail
 
-/// Tests all that `transport` asks for. `run(program, deadline)` calls `program(comm)` on every rank of a new group,
-/// whose ranks wait for each other for `deadline`, and returns when all have ended; it may throw if they fail.
+/// Tests all that `transport` asks for, or `device_transport`. `run(program, deadline)` calls `program(comm)` on every
+/// rank of a new group, whose ranks wait for each other for `deadline`, and returns when all have ended; it may throw
+/// if they fail.
 ///
 /// Ranks may be threads, processes that `run` forks, or processes that all call this function and get a report each
 /// (MPI). Of fewer than 3 ranks it says less. `shortest`: the deadline of a group in which one rank does not come.
@@ -293,7 +368,8 @@ report check_transport(Run&& run, std::chrono::milliseconds shortest = std::chro
         auto const program = [&](auto& comm) {
             verdicts.begin(comm.rank());
             try {
-                verdicts.end(comm.rank(), detail::test(d.tested, comm, deadline));
+                auto const v = detail::test(d.tested, comm, deadline);
+                v ? verdicts.end(comm.rank(), *v) : verdicts.leave_out(comm.rank());
             } catch (std::exception const& e) {
                 bool const meant = d.tested == detail::property::throws && comm.rank() == comm.ranks() - 1;
                 verdicts.end(comm.rank(), {meant ? "" : e.what(), ""});
@@ -308,6 +384,7 @@ report check_transport(Run&& run, std::chrono::milliseconds shortest = std::chro
         } catch (std::exception const& e) {
             thrown = e.what();
         }
+        if (verdicts.left_out()) continue;
         detail::verdict const v = verdicts.read(thrown);
         if (d.duty) found.findings.push_back({d.duty, true, v.duty});
         if (d.courtesy) found.findings.push_back({d.courtesy, false, v.courtesy});
