@@ -29,8 +29,8 @@ inline int wait_for(pid_t process) {
     return WTERMSIG(status) == SIGKILL ? was_killed : 128 + WTERMSIG(status);
 }
 
-/// Returns how many ranks can have a GPU that runs this build's code, without touching them in this process: what CUDA knows does not
-/// survive a fork. Throws `cpx::error` if they cannot be counted; stderr says why.
+/// Returns how many ranks can have a GPU that runs this build's code, without touching them in this process: what CUDA
+/// knows does not survive a fork. Throws `cpx::error` if they cannot be counted; stderr says why.
 inline int gpus() {
     constexpr int most = 64, failed = most + 1;
     std::fflush(nullptr);

@@ -23,7 +23,8 @@ inline bool has_gpus(int wanted = 1) {
     return support::enough(wanted, usable_gpus(wanted), "GPUs that run this build's code");
 }
 
-/// Returns whether there are `wanted` GPUs, even if ranks could share one; if not, the test's program counts as skipped.
+/// Returns whether there are `wanted` GPUs, even if ranks could share one; if not, the test's program counts as
+/// skipped.
 inline bool has_gpus_apart(int wanted) {
     return support::enough(wanted, std::min(usable_gpus(wanted), cpx::cuda::devices()), "GPUs apart");
 }
