@@ -54,9 +54,10 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
         };
         meet();
         S const first(lengths({3, 1}), sharding.policy(), sharding.cut()); // then comes another batch
-        cuda::conv_exchange<T, S> by(cpx::halo(first, rank, p.taps - 1),
-                                     cpx::halo(first, rank, p.taps - 1, side::after), width, comm, width + gap,
-                                     {p.batch.tokens() + 4, p.batch.sequences() + 2});
+        cuda::communicator ranks(comm, stream);
+        cuda::conv_exchange<T, S> by(
+            cpx::halo(first, rank, p.taps - 1), cpx::halo(first, rank, p.taps - 1, side::after), width, ranks,
+            {.x_stride = width + gap, .most = {p.batch.tokens() + 4, p.batch.sequences() + 2}});
         meet();
         auto const formed = [&]<class R>(R const& result) {
             if constexpr (requires { result.stride(); })
@@ -320,7 +321,8 @@ TEST_SUITE("cuda") {
             auto const before = cpx::halo(sharding, rank, 3), after = cpx::halo(sharding, rank, 3, side::after);
             index_t const count = sharding.rows(rank);
             cuda::stream const stream, another_stream;
-            cuda::memory const device(stream);
+            cuda::communicator ranks(comm, stream);
+            cuda::memory const& device = ranks.memory();
             using view = sharded<float, S, cuda::memory>;
             cuda::buffer<float> const memory{std::span<float const>(std::vector<float>(1000))};
             cuda::use_device(neighbour);
@@ -331,20 +333,20 @@ TEST_SUITE("cuda") {
             using support::rejects;
             meet();
             rejects({"nccl_operators.cu", "cuda::conv_exchange: rank of the plan"},
-                    [&] { convolver(cpx::halo(sharding, neighbour, 3), 5, comm); });
+                    [&] { convolver(cpx::halo(sharding, neighbour, 3), 5, ranks); });
             rejects({"nccl_operators.cu", "ranks disagree on source width"},
-                    [&] { convolver(before, 5 + rank, comm); });
+                    [&] { convolver(before, 5 + rank, ranks); });
             meet();
             rejects({"nccl_operators.cu", "ranks disagree on operation"}, [&] {
                 if (rank == 0)
-                    convolver(before, 5, comm);
+                    convolver(before, 5, ranks);
                 else
-                    convolver(before, after, 5, comm);
+                    convolver(before, after, 5, ranks);
             });
             meet();
-            convolver forward(before, 5, comm);
+            convolver forward(before, 5, ranks);
             meet();
-            convolver by(before, after, 5, comm);
+            convolver by(before, after, 5, ranks);
             meet();
             auto const forwards = [&](view const& x, view const& y) {
                 return [&, x, y] { cuda::causal_conv1d(by, x, weight, {}, activation::silu, y); };

@@ -7,6 +7,7 @@
 #include <cpx/layout/table.hpp>
 #include <cpx/layout/zigzag.hpp>
 #include <cpx/plan/capacity.hpp>
+#include <cpx/plan/edges.hpp>
 
 #include <doctest/doctest.h>
 
@@ -117,7 +118,7 @@ int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
 
 TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of any packing") {
     splitmix numbers(29);
-    int relayouts = 0, halos = 0, carries = 0;
+    int relayouts = 0, halos = 0, edges = 0, carries = 0;
     for (int round = 0; round < 120; ++round) {
         int const ranks = static_cast<int>(numbers.between(1, 5));
         std::vector<index_t> list;
@@ -135,6 +136,9 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
             relayouts += check(cpx::relayout(from, to, rank), width);
             for (auto const where : {cpx::side::before, cpx::side::after})
                 halos += check(cpx::halo(from, rank, reach, where), width);
+            auto const after = cpx::halo(from, rank, reach, cpx::side::after);
+            edges +=
+                check(cpx::edges_of(after).exchange, cpx::edge_lanes(after).at(0), {width, width, width, width, 4});
             carries += check(cpx::carry<cpx::serial>(from, rank), {width, 0});
         };
         each(cpx::shard(batch, cpx::zigzag<>(ranks)), cpx::shard(batch, cpx::sequential<>(ranks)));
@@ -145,5 +149,6 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
     }
     CHECK(relayouts == 120 * 4 * 2);
     CHECK(halos > 500);
+    CHECK(edges > 200);
     CHECK(carries > 500);
 }

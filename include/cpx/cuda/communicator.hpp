@@ -72,6 +72,35 @@ private:
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
 };
 
+/// Exchanges of a `communicator`, by messages, of one batch after the other.
+template <class T>
+class batch_exchange {
+public:
+    /// As `exchange`. Collective.
+    batch_exchange(std::span<plan const> plans, index_t width, communicator& comm, exchange_options const& of,
+                   caller here)
+        : comm_(comm), by_(plans, width, comm.nccl_communicator(), of, here) {}
+
+    /// Makes ready for another batch, in stream order: by lanes, of plans of this `id`, or where there are none or they
+    /// do not tell what moves, by the plans that `list(use)` lists and gives to `use`. Else as `exchange::set`.
+    template <class F>
+    void set(std::span<lane_plan const> lanes, identity const& id, thd const& batch, F&& list, caller here) {
+        if (!lanes.empty() && by_.set(lanes, id, batch, comm_.tables(), here)) return;
+        comm_.tables().write(here); // of the batch before, perhaps
+        list([&](std::span<plan const> plans) { by_.set(plans, comm_.stream(), here); });
+    }
+    /// As `exchange`.
+    void operator()(rows<T const> from, rows<T> to, index_t number, bool back, caller here) {
+        comm_.tables().write(here);
+        by_(from, to, comm_.stream(), number, back, here);
+    }
+    std::pair<index_t, index_t> rows_of(index_t number, caller here) const { return by_.rows_of(number, here); }
+
+private:
+    communicator& comm_;
+    exchange<T> by_;
+};
+
 /// What a `cpx::movement` prepares on devices: to send and receive rows. `others`: ranks whose rows go from and to this
 /// one in another way.
 template <class T, class Plan>
@@ -95,8 +124,7 @@ public:
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
         bool const mirrored = back && !back_.by;
         if (back && !mirrored && !std::exchange(back_is_set_, true)) set(back_, now_, plan_of, true, here);
-        comm_.tables().write(here);
-        (*(back && !mirrored ? back_ : there_).by)(from, to, comm_.stream(), number, mirrored, here);
+        (*(back && !mirrored ? back_ : there_).by)(from, to, number, mirrored, here);
     }
     template <class F>
     std::pair<index_t, index_t> rows_of(F&&, index_t number, caller here) const {
@@ -107,26 +135,24 @@ public:
 private:
     /// What moves rows one way, by messages, and of which lanes: none if they do not tell what moves.
     struct one_way {
-        std::unique_ptr<exchange<T>> by = nullptr;
+        std::unique_ptr<batch_exchange<T>> by = nullptr;
         std::vector<lane_plan> lanes = {};
         identity id = {};
     };
     template <class F>
     void set(one_way& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
         thd const& batch = std::get<0>(of).batch();
-        bool const alike = !to.lanes.empty() && to.id != identity() && cpx::detail::cut_alike(of, first_);
+        bool const alike = to.id != identity() && cpx::detail::cut_alike(of, first_);
         to.id.set_batch(batch);
-        if (alike && to.by->set(to.lanes, to.id, batch, comm_.tables(), here)) return;
-        comm_.tables().write(here); // of the batch before, perhaps
-        kind::exchanges(plan_of(), width_, back,
-                        [&](std::span<plan const> plans) { to.by->set(plans, comm_.stream(), here); });
+        std::span const lanes(to.lanes.data(), alike ? to.lanes.size() : 0);
+        to.by->set(
+            lanes, to.id, batch, [&](auto&& use) { kind::exchanges(plan_of(), width_, back, use); }, here);
     }
     one_way ready(Plan const& p, bool back, capacity const& most, range others, caller here) const {
         exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
-            return one_way{
-                std::make_unique<exchange<T>>(plans, kind::row_width(width_), comm_.nccl_communicator(), of, here),
-                kind::lanes(p, back), plans.empty() ? identity() : plans[0].id};
+            return one_way{std::make_unique<batch_exchange<T>>(plans, kind::row_width(width_), comm_, of, here),
+                           kind::lanes(p, back), plans.empty() ? identity() : plans[0].id};
         });
     }
 

@@ -2,7 +2,7 @@
 // Rows beside segments as numbers, and the rows that segments elsewhere need without the rest of their rank's.
 #pragma once
 
-#include <cpx/plan/halo.hpp>
+#include <cpx/plan/capacity.hpp>
 
 #include <algorithm>
 #include <utility>
@@ -60,6 +60,14 @@ edge_rows edges_of(X const&, detail::any = {}) {
     static_assert(detail::never<X>, "cpx: edges_of wants a plan of rows after segments: "
                                     "halo(sharding, rank, reach, side::after)");
     return {};
+}
+
+/// Returns the lanes of the edge rows' exchange, of every batch; none where those of rows after segments are none.
+template <any_sharding S>
+std::vector<lane_plan> edge_lanes(halo_plan<S> const& p) {
+    auto list = detail::moved<halo_plan<S>>::lanes(p, false);
+    for (lane_plan& l : list) std::erase_if(l.sends, [](lane const& rows) { return rows.peer < 0; }); // no edge rows
+    return list;
 }
 
 /// What a causal convolution reads beside a rank's own rows.

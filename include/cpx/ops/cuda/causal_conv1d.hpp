@@ -33,7 +33,7 @@ void causal_conv1d(halo_plan<S> const& plan, X const& x, rows<element_of<Y> cons
         require(from.memory() == comm.memory(), "causal_conv1d", "memory of x", "the communicator's, in its stream",
                 "another", here);
         auto by = std::make_unique<cuda::conv_exchange<element_of<Y>, S>>(
-            plan, from.data().width(), comm.nccl_communicator(), from.data().stride(), capacity{}, here);
+            plan, from.data().width(), comm, cuda::conv_exchange_options{.x_stride = from.data().stride()}, here);
         cuda::causal_conv1d(*by, from, weight, bias, act, y, here);
         comm.keep(std::move(by), here);
     }
@@ -92,7 +92,8 @@ void causal_conv1d_backward(halo_plan<S> const& before, halo_plan<A> const& afte
         if (by_row && (dweight.data() || !to.dbias.empty()))
             detail::convolve_backward_by_row<T, S>(from, weight, bias, act, dy.view(), dweight, to.dbias, comm, here);
         auto by = std::make_unique<cuda::conv_exchange<T, S>>(
-            before, after, from.data().width(), comm.nccl_communicator(), from.data().stride(), capacity{}, here);
+            before, after, from.data().width(), comm, cuda::conv_exchange_options{.x_stride = from.data().stride()},
+            here);
         cuda::causal_conv1d_gradients<T, S> local{to.dx};
         if (!by_row) local.dweight = dweight, local.dbias = to.dbias;
         cuda::causal_conv1d_backward(*by, from, weight, bias, act, dy.view(), local, here);

@@ -3,57 +3,68 @@
 #pragma once
 
 #include <cpx/cuda/causal_conv1d.hpp>
-#include <cpx/cuda/exchange.hpp>
-#include <cpx/cuda/memory.hpp>
+#include <cpx/cuda/communicator.hpp>
 #include <cpx/layout/sharded.hpp>
-#include <cpx/transport/movement.hpp>
 
 #include <optional>
+#include <span>
+#include <string>
+#include <vector>
 
 namespace cpx::cuda {
+
+/// What a `conv_exchange` is made for beside its first batch.
+struct conv_exchange_options {
+    index_t x_stride = 0; ///< elements from row to row of x, 0 for dense
+    capacity most = {};   ///< the largest batch that a call may have later; none: all are the first one
+};
 
 /// What convolutions of elements T on sharding S need of one rank: plans, exchanges and device memory. Made once a
 /// batch, used by every layer; or once for every batch that comes.
 ///
-/// Belongs to the device of the communicator. Calls are collective, in the same order on all ranks, and in one stream
-/// or ordered by events, for they share its memory. No call leaves anything in it for another one: layers may come in
-/// any order, and the forward as often as activations are recomputed.
+/// Belongs to the communicator, which outlives it, and to its stream. Calls are collective, in the same order on all
+/// ranks. No call leaves anything in it for another one: layers may come in any order, and the forward as often as
+/// activations are recomputed.
 template <conv_element T, any_sharding S>
 class conv_exchange {
 public:
-    /// For the forward. `before`: `halo(sharding, rank, taps - 1)`; `channels`: those of this rank; `x_stride`:
-    /// elements from row to row of x, 0 for dense; `most`: the largest batch that a call may have later; none: all are
-    /// this one.
+    /// For the forward. `before`: `halo(sharding, rank, taps - 1)`; `channels`: those of this rank.
     ///
     /// Collective, unless every rank holds every row: first of all the ranks compare what they are about to run. Ranks
     /// that are threads of one process meet before and after, so that none allocates while another waits for it.
     /// Throws `cpx::error` if plan and communicator do not fit, if the ranks' plans differ, and what `conv_plan`
     /// throws.
-    conv_exchange(halo_plan<S> const& before, index_t channels, nccl& comm, index_t x_stride = 0, capacity most = {},
-                  caller here = caller::here())
-        : conv_exchange(before, static_cast<halo_plan<S> const*>(nullptr), channels, comm, x_stride, most, here) {}
+    conv_exchange(halo_plan<S> const& before, index_t channels, communicator& comm,
+                  conv_exchange_options const& of = {}, caller here = caller::here())
+        : conv_exchange(before, static_cast<halo_plan<S> const*>(nullptr), channels, comm, of, here) {}
     /// Also for the backward. `after`: `halo(sharding, rank, taps - 1, side::after)`.
-    conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index_t channels, nccl& comm,
-                  index_t x_stride = 0, capacity most = {}, caller here = caller::here())
-        : conv_exchange(before, &after, channels, comm, x_stride, most, here) {}
+    conv_exchange(halo_plan<S> const& before, halo_plan<S> const& after, index_t channels, communicator& comm,
+                  conv_exchange_options const& of = {}, caller here = caller::here())
+        : conv_exchange(before, &after, channels, comm, of, here) {}
 
     /// Makes the plans of another batch, in the order of the stream, unless this was made for one: no device memory is
     /// allocated, and nothing waits. Calls do so themselves. Throws `cpx::error` if there is no room for it; if ranks
     /// have different batches, the wait after the next call says so.
-    void set(S const& sharding, cudaStream_t in, caller here = caller::here()) {
+    void set(S const& sharding, caller here = caller::here()) {
         if (!later_ || sharding == sharding_) return;
-        auto const before = cpx::halo(sharding, rank_, plan_.taps() - 1, side::before, here);
+        index_t const reach = plan_.taps() - 1;
+        auto const before = cpx::halo(sharding, rank(), reach, side::before, here);
         std::optional<halo_plan<S>> after;
-        if (plan_.has_backward()) after.emplace(cpx::halo(sharding, rank_, plan_.taps() - 1, side::after, here));
-        plan_.set(before, after ? &*after : nullptr, in, here);
-        cpx::plan const& moved = before;
-        if (halo_exchange_) halo_exchange_->set({&moved, 1}, in, here);
-        if (edge_exchange_) edge_exchange_->set({&plan_.edge_exchange(), 1}, in, here);
+        if (plan_.has_backward()) after.emplace(cpx::halo(sharding, rank(), reach, side::after, here));
+        plan_.set(before, after ? &*after : nullptr, stream(), here);
+        auto const next = [&](auto& exchange, std::vector<lane_plan> const& lanes, cpx::plan const& moved) {
+            if (exchange)
+                exchange->set(
+                    lanes, moved.id, moved.batch, [&](auto&& use) { use(std::span(&moved, 1)); }, here);
+        };
+        next(halo_exchange_, cpx::detail::moved<halo_plan<S>>::lanes(before, false), before);
+        if (after) next(edge_exchange_, edge_lanes(*after), plan_.edge_exchange());
         sharding_ = sharding;
     }
 
     S const& sharding() const { return sharding_; }
-    int rank() const { return rank_; }
+    int rank() const { return comm_.rank(); }
+    cudaStream_t stream() const { return comm_.stream(); }
     conv_plan const& plan() const { return plan_; }
     index_t channels() const { return channels_; }
 
@@ -64,65 +75,67 @@ public:
     std::span<float> workspace() const { return {workspace_.data(), static_cast<std::size_t>(workspace_.size())}; }
 
     /// Fills `halo()` from everybody's x. Collective.
-    void exchange_halo(rows<T const> x, cudaStream_t in, caller here = caller::here()) {
-        if (halo_exchange_) (*halo_exchange_)(x, halo(), in, 0, false, here);
+    void exchange_halo(rows<T const> x, caller here = caller::here()) {
+        if (halo_exchange_) (*halo_exchange_)(x, halo(), 0, false, here);
     }
     /// Fills `dz_halo()` from everybody's `edge()`. Collective.
-    void exchange_edge(cudaStream_t in, caller here = caller::here()) {
-        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), in, 0, false, here);
+    void exchange_edge(caller here = caller::here()) {
+        if (edge_exchange_) (*edge_exchange_)(edge(), dz_halo(), 0, false, here);
     }
 
 private:
-    conv_exchange(halo_plan<S> const& before, halo_plan<S> const* after, index_t channels, nccl& comm, index_t x_stride,
-                  capacity most, caller here)
-        : sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", here)),
-          rank_(before.rank), later_(most.rows > 0),
-          beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, most, here) : 0),
-          plan_(before, after, {most.rows, later_ ? cpx::detail::most_segments(before.sharding, most, here) : 0}, here),
+    conv_exchange(halo_plan<S> const& before, halo_plan<S> const* after, index_t channels, communicator& comm,
+                  conv_exchange_options const& of, caller here)
+        : comm_(comm), sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", here)),
+          later_(of.most.rows > 0),
+          beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
+          plan_(before, after, {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0},
+                here),
           channels_(channels) {
         halo_ = buffer<T>(std::max(plan_.halo_rows(), beside_) * channels, here);
-        make(halo_exchange_, before, comm, x_stride, here);
+        make(halo_exchange_, before, of.x_stride, here);
         if (!after) return;
         edge_ = buffer<float>(std::max(plan_.edge_rows(), beside_) * channels, here);
         dz_halo_ = buffer<float>(std::max(plan_.dz_halo_rows(), beside_) * channels, here);
         workspace_ = buffer<float>(causal_conv1d_workspace(plan_, channels), here);
-        make(edge_exchange_, plan_.edge_exchange(), comm, 0, here);
+        make(edge_exchange_, plan_.edge_exchange(), 0, here);
     }
 
     /// Lets the ranks compare their plans, once for all exchanges: the plan of rows after follows from that of rows
     /// before. Returns the sharding.
-    static S const& compared(halo_plan<S> const& before, index_t channels, nccl& comm, char const* operation,
+    static S const& compared(halo_plan<S> const& before, index_t channels, communicator& comm, char const* operation,
                              caller here) {
         char const* const where = "cuda::conv_exchange";
+        int const device = comm.nccl_communicator().device();
         cpx::detail::require_own(where, "rank of the plan", before.rank, before.ranks(), comm.rank(), comm.ranks(),
                                  here);
         require(channels >= 0, where, "channels", "not negative", channels, here);
-        require(current_device() == comm.device(), where, "current device", comm.device(), current_device(), here);
+        require(current_device() == device, where, "current device", device, current_device(), here);
         if (before.local) return before.sharding;
         identity id = before.id.template for_elements<T>(channels);
         identity::set(id.operation, operation);
-        detail::agree(comm, id, before, here);
+        detail::agree(comm.nccl_communicator(), id, before, here);
         return before.sharding;
     }
     template <class U>
-    void make(std::optional<exchange<U>>& to, cpx::plan moved, nccl& comm, index_t stride, caller here) {
+    void make(std::optional<batch_exchange<U>>& to, cpx::plan moved, index_t stride, caller here) {
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
         exchange_options of{.from_stride = stride};
         if (later_) of.room = {2 * beside_, beside_};
-        to.emplace(moved, channels_, comm, of, here);
+        to.emplace(std::span<cpx::plan const>(&moved, 1), channels_, comm_, of, here);
     }
 
+    communicator& comm_;
     S sharding_;
-    int rank_;
     bool later_;     ///< whether other batches may come
     index_t beside_; ///< rows of them that are sent, or come, at most
     conv_plan plan_;
     index_t channels_;
     buffer<T> halo_;
     buffer<float> edge_, dz_halo_, workspace_;
-    std::optional<exchange<T>> halo_exchange_; ///< these go first: they wait until nobody needs the memory
-    std::optional<exchange<float>> edge_exchange_;
+    std::optional<batch_exchange<T>> halo_exchange_; ///< these go first: they wait until nobody needs the memory
+    std::optional<batch_exchange<float>> edge_exchange_;
 };
 
 /// What the backward of a convolution on sharding S computes. Each but dx may be left empty.
@@ -144,6 +157,8 @@ template <class T, any_sharding S, class A>
 void require_of(char const* where, char const* what, conv_exchange<T, S> const& by, sharded<A, S, memory> const& tensor,
                 caller here) {
     cpx::detail::require_place(where, what, tensor, by.sharding(), by.rank(), "that of the conv_exchange", here);
+    require(tensor.memory().stream() == by.stream(), where, (std::string("stream of ") + what).c_str(),
+            "the communicator's", "another", here);
     require(tensor.data().width() == by.channels(), where, (std::string("width of ") + what).c_str(), by.channels(),
             tensor.data().width(), here);
 }
@@ -151,27 +166,27 @@ void require_of(char const* where, char const* what, conv_exchange<T, S> const& 
 /// Computes this rank's `y`, which is rows or parts.
 template <class T, any_sharding S, class W, class Y>
 void convolve(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight, std::type_identity_t<std::span<W const>> bias,
-              activation act, Y const& y, cudaStream_t in, caller here) {
+              activation act, Y const& y, caller here) {
     auto const call = check_convolution<T>(by.plan(), x, by.halo(), weight, bias, act, y, here);
-    by.exchange_halo(x, in, here);
-    launch_forward(by.plan(), call, act, in, here);
+    by.exchange_halo(x, here);
+    launch_forward(by.plan(), call, act, by.stream(), here);
 }
 
 /// Computes gradients from this rank's `dy`, which is rows or parts.
 template <class T, any_sharding S, class W, class Dy>
 void convolve_backward(conv_exchange<T, S>& by, rows<T const> x, rows<W> weight,
                        std::type_identity_t<std::span<W const>> bias, activation act, Dy const& dy,
-                       causal_conv1d_gradients<T, S> const& to, cudaStream_t in, caller here) {
+                       causal_conv1d_gradients<T, S> const& to, caller here) {
     char const* const where = "cuda::causal_conv1d_backward";
     require_of(where, "dx", by, to.dx, here);
     causal_conv1d_gradients<T> const local{to.dx.data(), to.dweight, to.dbias, by.workspace()};
     cpx::detail::require_activation(where, act, here);
     auto const call =
         check_backward<T>(by.plan(), x, by.halo(), weight, bias, dy, by.edge(), by.dz_halo(), local, here);
-    by.exchange_halo(x, in, here);
-    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), in, here);
-    by.exchange_edge(in, here);
-    launch_backward(by.plan(), call, act, local, in, here);
+    by.exchange_halo(x, here);
+    launch_edge(by.plan(), call.given, call.out.dy, act, by.edge(), by.stream(), here);
+    by.exchange_edge(here);
+    launch_backward(by.plan(), call, act, local, by.stream(), here);
 }
 
 } // namespace detail
@@ -198,11 +213,10 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
     if constexpr (fits && writes) {
         sharded<T const, S, memory> const from = x.view();
         sharded<T, S, memory> const to = y.view();
-        by.set(from.sharding(), from.memory().stream(), here);
+        by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d", "y", by, to, here);
-        detail::require_stream("cuda::causal_conv1d", "y", to, from, here);
-        detail::convolve(by, from.data(), weight, bias, act, to.data(), from.memory().stream(), here);
+        detail::convolve(by, from.data(), weight, bias, act, to.data(), here);
     }
 }
 
@@ -215,9 +229,9 @@ void causal_conv1d(conv_exchange<T, S>& by, X const& x, rows<W> weight, std::typ
                         "elements; make that with halo(x.sharding(), ...)");
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
-        by.set(from.sharding(), from.memory().stream(), here);
+        by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d", "x", by, from, here);
-        detail::convolve(by, from.data(), weight, bias, act, y, from.memory().stream(), here);
+        detail::convolve(by, from.data(), weight, bias, act, y, here);
     }
 }
 template <class By>
@@ -248,11 +262,10 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
     static_assert(same, "cpx: cuda::causal_conv1d_backward wants x and dy of the conv_exchange's elements");
     if constexpr (fits && same) {
         sharded<T const, S, memory> const from = x.view(), of_y = dy.view();
-        by.set(from.sharding(), from.memory().stream(), here);
+        by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
         detail::require_of("cuda::causal_conv1d_backward", "dy", by, of_y, here);
-        detail::require_stream("cuda::causal_conv1d_backward", "dy", of_y, from, here);
-        detail::convolve_backward(by, from.data(), weight, bias, act, of_y.data(), to, from.memory().stream(), here);
+        detail::convolve_backward(by, from.data(), weight, bias, act, of_y.data(), to, here);
     }
 }
 
@@ -269,9 +282,9 @@ void causal_conv1d_backward(conv_exchange<T, S>& by, X const& x, rows<W> weight,
                   "other elements; make that with halo(x.sharding(), ...)");
     if constexpr (fits) {
         sharded<T const, S, memory> const from = x.view();
-        by.set(from.sharding(), from.memory().stream(), here);
+        by.set(from.sharding(), here);
         detail::require_of("cuda::causal_conv1d_backward", "x", by, from, here);
-        detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, from.memory().stream(), here);
+        detail::convolve_backward(by, from.data(), weight, bias, act, dy, to, here);
     }
 }
 template <class By>

@@ -8,6 +8,7 @@
 #include <cpx/transport/movement.hpp>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -40,20 +41,28 @@ public:
         carry_widths const widths{shape.state_width(), shape.map_width()};
         auto const batch = plan.id.fingerprint();
         if (plan.steps == 0 || (move_ && batch == batch_)) return;
-        std::vector<cpx::plan> plans; // from the segments before, then from those after
-        for (bool const back : {false, true})
-            kind::exchanges(plan, widths, back, [&](std::span<cpx::plan const> list) {
-                plans.insert(plans.end(), list.begin(), list.end());
-            });
+        bool const mirrors = kind::mirrors(plan); // then those from the segments after are those from before, back
+        auto const list = [&](auto&& use) {
+            std::vector<cpx::plan> plans;
+            for (bool const back : {false, true})
+                if (!back || !mirrors)
+                    kind::exchanges(plan, widths, back, [&](std::span<cpx::plan const> more) {
+                        plans.insert(plans.end(), more.begin(), more.end());
+                    });
+            use(std::span<cpx::plan const>(plans));
+        };
         if (move_) {
-            move_->set(plans, stream(), here);
+            move_->set(kind::lanes(plan, false), plan.id, plan.sharding.batch(), list, here);
         } else {
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
             room.runs *= 2;
-            move_ = std::make_unique<cuda::exchange<float>>(plans, kind::row_width(widths), comm_.nccl_communicator(),
-                                                            exchange_options{.room = room}, here);
+            list([&](std::span<cpx::plan const> plans) {
+                move_ = std::make_unique<batch_exchange<float>>(plans, kind::row_width(widths), comm_,
+                                                                exchange_options{.room = room}, here);
+            });
         }
         batch_ = batch;
+        mirrored_from_ = mirrors ? plan.steps : std::numeric_limits<index_t>::max();
     }
 
     template <class T>
@@ -84,14 +93,16 @@ public:
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
     void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
-        (*move_)(from, to, stream(), number, false, here);
+        bool const back = number >= mirrored_from_;
+        (*move_)(from, to, back ? number - mirrored_from_ : number, back, here);
     }
 
 private:
     communicator& comm_;
     capacity most_;
-    std::uint64_t batch_ = 0; ///< for which it is ready
-    std::unique_ptr<cuda::exchange<float>> move_;
+    std::uint64_t batch_ = 0;   ///< for which it is ready
+    index_t mirrored_from_ = 0; ///< the number of the first exchange that is one of those before it, back
+    std::unique_ptr<batch_exchange<float>> move_;
 };
 
 } // namespace cpx::cuda
