@@ -145,8 +145,8 @@ std::string bad_buffers(int rank) {
     };
     rejects("memory of the current device", {host.data(), plan.source_rows, 4}, to);
     rejects("alignment of the buffer", {memory.data() + 1, plan.source_rows, 4}, to);
-    rejects("shape of target", from, {memory.data() + 500, plan.target_rows + 1, 4});
-    rejects("shape of source", {memory.data(), plan.source_rows, 3}, to);
+    rejects("cuda::exchange, target: rows of the buffer", from, {memory.data() + 500, plan.target_rows + 1, 4});
+    rejects("cuda::exchange, source: width of the buffer: expected 4, got 3", {memory.data(), plan.source_rows, 3}, to);
     int const other = (me.comm->device() + 1) % cpx::cuda::devices();
     if (other != me.comm->device()) { // else the ranks share a GPU
         cpx::cuda::use_device(other);

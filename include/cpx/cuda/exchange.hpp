@@ -7,7 +7,7 @@
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/capacity.hpp>
-#include <cpx/transport/agree.hpp>
+#include <cpx/transport/exchange.hpp>
 #include <cpx/transport/nccl.hpp>
 
 #include <algorithm>
@@ -145,9 +145,9 @@ public:
         require(!p.sums || (addable && !back), where, "elements of a plan that sums", "a type with +, and not back",
                 std::string(cpx::detail::type_name<T>()), here);
         auto const& [source, target] = back ? std::tie(p.target, p.source) : std::tie(p.source, p.target);
-        check_buffer("source", from, source, here);
-        check_buffer("target", to, target, here);
-        detail::require_apart(where, {{"target", to}}, {{"source", from}}, here);
+        cpx::detail::check_buffers(where, from, {source.rows, source.width}, to, {target.rows, target.width}, here);
+        require_there("source", from, source, here);
+        require_there("target", to, target, here);
         comm_.begin_call(here);
         auto const range = named_range<"cpx exchange, send and receive">();
         auto *const x = reinterpret_cast<char*>(const_cast<T*>(from.data())), *const y =
@@ -317,13 +317,13 @@ private:
     std::uint64_t* word() const { return reinterpret_cast<std::uint64_t*>(list_.data()); }
     kernels::rectangle* list() const { return reinterpret_cast<kernels::rectangle*>(list_.data() + head()); }
 
-    static void check_buffer(char const* which, auto const& b, end const& like, caller here) {
-        detail::require_rows(where, which, b, like.rows, like.width, here);
+    static void require_there(char const* which, auto const& b, end const& like, caller here) {
         if (b.stride() != like.stride && like.rows > 1)
             throw error(where, std::string("stride of ") + which, std::to_string(like.stride),
                         std::to_string(b.stride()), here);
         require(b.count() == 0 || detail::address(b.data()) % 16 == 0, where, "alignment of the buffer", "16 bytes",
                 detail::address(b.data()) % 16, here);
+        detail::require_memory(where, which, b, here);
     }
     /// Gives all messages to the stream; `place`: returns where one is and its bytes. With the first to a rank, after
     /// plans were set, goes the word. Returns whether words come.

@@ -49,14 +49,33 @@ parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
     return taken;
 }
 
+/// Rows at one end of an exchange, and the elements of each; 0: any.
+struct end_shape {
+    index_t rows, width;
+};
+
 template <class T>
-void check_buffer(char const* by, char const* which, rows<T> const& buffer, index_t count, index_t width, caller here) {
-    std::string const where = std::string(by) + ", " + which;
-    require(buffer.count() == count, where.c_str(), "rows of the buffer", count, buffer.count(), here);
-    require(width == 0 || buffer.width() == width, where.c_str(), "width of the buffer", width, buffer.width(), here);
-    require(buffer.stride() >= buffer.width(), where.c_str(), "stride of the buffer",
-            "at least its width " + std::to_string(buffer.width()), buffer.stride(), here);
-    require(buffer.data() != nullptr || count * buffer.width() == 0, where.c_str(), "buffer", "memory", "null", here);
+void check_buffer(char const* by, char const* which, rows<T> const& buffer, end_shape const& end, caller here) {
+    bool const no_rows = end.rows == 0 && buffer.count() == 0;
+    bool const fits = no_rows || end.width == 0 || buffer.width() == end.width,
+               apart = no_rows || buffer.stride() >= buffer.width();
+    if (buffer.count() == end.rows && fits && apart && (buffer.data() || end.rows * buffer.width() == 0)) return;
+    std::string const where = std::string(by) + ", " + which; // made where it is needed: this runs at every call
+    require(buffer.count() == end.rows, where.c_str(), "rows of the buffer", end.rows, buffer.count(), here);
+    require(fits, where.c_str(), "width of the buffer", end.width, buffer.width(), here);
+    require(apart, where.c_str(), "stride of the buffer", "at least its width " + std::to_string(buffer.width()),
+            buffer.stride(), here);
+    throw error(where.c_str(), "buffer", "memory", "null", here);
+}
+
+/// Throws `cpx::error` unless the buffers of an exchange are what it wants and do not overlap: of the host, and of
+/// devices, which ask more of them.
+template <class A, class B>
+void check_buffers(char const* by, rows<A> const& from, end_shape const& source, rows<B> const& to,
+                   end_shape const& target, caller here) {
+    check_buffer(by, "source", from, source, here);
+    check_buffer(by, "target", to, target, here);
+    require_apart(by, {{"target", to}}, {{"source", from}}, here);
 }
 
 /// Copies what stays and lets the transport move the rest into `receives`.
@@ -133,11 +152,9 @@ template <class A, class B, class Comm>
 void exchange_rows(plan const& p, rows<A> from, rows<B> to, Comm& comm, caller here, char const* by = "exchange") {
     if constexpr (checked_element<B>::value) {
         require_own(by, "rank of the plan", p.rank, p.ranks(), comm.rank(), comm.ranks(), here);
-        check_buffer(by, "source", from, p.source_rows, p.source_width, here);
-        check_buffer(by, "target", to, p.target_rows, p.target_width, here);
+        check_buffers(by, from, {p.source_rows, p.source_width}, to, {p.target_rows, p.target_width}, here);
         require(p.target_width != 0 || to.width() == from.width(), by, "width of the target", from.width(), to.width(),
                 here);
-        require_apart(by, {{"target", to}}, {{"source", from}}, here);
         constexpr bool addable = requires(B sum, B const term) { sum += term; };
         require(addable || p.kind != flow::sums, by, "elements of a plan that sums",
                 "a type with +=", std::string(type_name<B>()), here);
