@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -308,6 +309,36 @@ TEST_SUITE("cuda") {
             cpx::require(!held.gave_up, "test", "a call", "no wait for the device", "a wait");
             meet();
         });
+    }
+
+    TEST_CASE("states of one batch after the other are handed on with the bits of one GPU, by lanes and without") {
+        if (!has_gpus(2)) return;
+        auto const shard = [](problem const& p) { return cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}); };
+        std::vector<problem> problems; // of the third, lanes do not tell what moves: a chunk has no rows
+        for (auto const& list : {lengths({264, 300}), lengths({270, 0, 391}), lengths({280, 3}), lengths({500, 260})})
+            problems.push_back(make<float>(list, {1, 2, 16, 8}, true, 7));
+        group one(1), gpus(2);
+        std::vector<std::unique_ptr<results>> found;
+        for (problem const& p : problems) found.push_back(std::make_unique<results>(p));
+        gpus.run([&](cpx::nccl& joined, auto const& meet) {
+            cpx::cuda::stream const stream;
+            {
+                cpx::cuda::communicator comm(joined, stream);
+                cpx::cuda::state_exchange by(comm, {500, 3});
+                auto const all_meet = [&] {
+                    comm.wait();
+                    meet();
+                };
+                for (std::size_t i = 0; i < problems.size(); ++i)
+                    program<cpx::serial, float>(problems[i], shard(problems[i]), comm, by, all_meet, *found[i]);
+            }
+            meet();
+        });
+        for (std::size_t i = 0; i < problems.size(); ++i) {
+            CAPTURE(i);
+            check_same(found[i]->of,
+                       on_gpus<cpx::serial, float>(one, problems[i], on_ranks::one_rank(problems[i].batch), false));
+        }
     }
 
     TEST_CASE("what does not fit a gated delta rule on devices is one clear error, and nothing is written") {
