@@ -4766,6 +4766,33 @@ std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool bac
     return list;
 }
 
+/// Returns the lanes of the exchanges of a scan, of which a state has `state_rows` rows and its map `map_rows`, where
+/// every chunk has rows: `back`, from the segments after.
+template <layout P>
+std::vector<lane_plan> scan_lanes(P const& layout, int unit, int rank, int state_rows, int map_rows, bool back) {
+    std::vector<int> holders; // of the segments of a sequence, the first on the states' way first
+    for (int c = 0; c < layout.chunks(); ++c) {
+        int const owner = layout.owner(back ? layout.chunks() - 1 - c : c);
+        if (holders.empty() || holders.back() != owner) holders.push_back(owner);
+    }
+    int const length = static_cast<int>(holders.size()), least = bounded((index_t{unit} + 1) * layout.chunks());
+    std::vector<lane_plan> list;
+    for (int reach = 1; reach < length; reach *= 2) {
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
+        auto const lane_of = [&](int other, bool has_map) {
+            return lane{holders[static_cast<std::size_t>(other)], 0, 0, 0, state_rows + (has_map ? map_rows : 0)};
+        };
+        for (int i = 0; i < length; ++i) {
+            int const level = back ? length - 1 - i : i; // a rank's segments are in token order
+            if (holders[static_cast<std::size_t>(level)] != rank) continue;
+            if (level + reach < length) p.sends.push_back(lane_of(level + reach, level >= reach));
+            if (level >= reach) p.receives.push_back(lane_of(level - reach, level >= 2 * reach));
+        }
+        list.push_back(std::move(p));
+    }
+    return list;
+}
+
 /// Rows of a message, or of a lane, in a batch.
 struct lane_rows {
     int peer = -1;
@@ -5127,6 +5154,7 @@ struct capacity {
 /// Elements of a state that is handed on, and of the map that goes with it where the carry is a `scan`.
 struct carry_widths {
     index_t state = 0, map = 0;
+    friend bool operator==(carry_widths, carry_widths) = default;
 };
 
 /// What exchanges of any batch take at most.
@@ -5205,7 +5233,7 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
-    static std::vector<lane_plan> lanes(plan_type const& p, bool) {
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool) {
         if constexpr (routed<From, To>)
             if (auto const all = common_cells(p.from, p.to))
                 return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
@@ -5227,7 +5255,7 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
     }
     static bool mirrors(plan_type const&) { return false; }
-    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
         if constexpr (in_lanes<S>) {
             auto list = halo_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, p.reach, p.where == side::before);
             return {back ? list.transposed(flow::sums) : std::move(list)};
@@ -5251,8 +5279,14 @@ struct moved<carry_plan<How, S>> {
         return carry<How>(std::get<0>(of), p.rank, here);
     }
     static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
-    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
-        if constexpr (in_lanes<S> && !scans) return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
+    static std::vector<lane_plan> lanes(plan_type const& p, carry_widths width, bool back) {
+        if constexpr (in_lanes<S> && scans) {
+            index_t const row = row_width(width);
+            return scan_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, bounded(width.state / row),
+                              bounded(width.map / row), back);
+        } else if constexpr (in_lanes<S>) {
+            return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
+        }
         return {};
     }
     template <class F>
@@ -5343,7 +5377,7 @@ edge_rows edges_of(X const&, detail::any = {}) {
 /// Returns the lanes of the edge rows' exchange, of every batch; none where those of rows after segments are none.
 template <any_sharding S>
 std::vector<lane_plan> edge_lanes(halo_plan<S> const& p) {
-    auto list = detail::moved<halo_plan<S>>::lanes(p, false);
+    auto list = detail::moved<halo_plan<S>>::lanes(p, 0, false);
     for (lane_plan& l : list) std::erase_if(l.sends, [](lane const& rows) { return rows.peer < 0; }); // no edge rows
     return list;
 }

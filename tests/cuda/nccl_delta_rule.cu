@@ -225,7 +225,7 @@ void check_close(std::vector<numbers> const& got, std::vector<numbers> const& ex
 }
 void check_same(std::vector<numbers> const& got, std::vector<numbers> const& expected) {
     for (std::size_t i = 0; i < got.size(); ++i)
-        CHECK_MESSAGE(on_ranks::same_bits(got[i], expected[i]), names[i] << " has other bits than one GPU's");
+        CHECK_MESSAGE(on_ranks::same_bits(got[i], expected[i]), names[i] << " has other bits");
 }
 
 /// Runs a problem on every sharding by tokens of one and two GPUs, with both carries.
@@ -246,6 +246,32 @@ void check_problem(problem const& p, double most, double gates_most) {
     });
     cpx::head_sharded<> const by_heads(2, p.batch, {p.key(), p.key(), p.value(), p.gate(), p.gate()});
     check_same(on_gpus<cpx::serial, T>(gpus, p, by_heads, false), alone);
+}
+
+/// Runs problems by one `state_exchange`, one after the other.
+template <cpx::carry_kind How>
+void check_in_turn(group& gpus, std::vector<problem> const& problems) {
+    auto const shard = [](problem const& p) { return cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}); };
+    std::vector<std::unique_ptr<results>> found;
+    for (problem const& p : problems) found.push_back(std::make_unique<results>(p));
+    gpus.run([&](cpx::nccl& joined, auto const& meet) {
+        cpx::cuda::stream const stream;
+        {
+            cpx::cuda::communicator comm(joined, stream);
+            cpx::cuda::state_exchange by(comm, {500, 3});
+            auto const all_meet = [&] {
+                comm.wait();
+                meet();
+            };
+            for (std::size_t i = 0; i < problems.size(); ++i)
+                program<How, float>(problems[i], shard(problems[i]), comm, by, all_meet, *found[i]);
+        }
+        meet();
+    });
+    for (std::size_t i = 0; i < problems.size(); ++i) {
+        CAPTURE(i);
+        check_same(found[i]->of, on_gpus<How, float>(gpus, problems[i], shard(problems[i]), false));
+    }
 }
 
 } // namespace
@@ -311,34 +337,14 @@ TEST_SUITE("cuda") {
         });
     }
 
-    TEST_CASE("states of one batch after the other are handed on with the bits of one GPU, by lanes and without") {
+    TEST_CASE("states of one batch after the other are handed on with the bits of one that is prepared alone") {
         if (!has_gpus(2)) return;
-        auto const shard = [](problem const& p) { return cpx::shard(p.batch, cpx::zigzag<>(2), cpx::aligned<64>{}); };
         std::vector<problem> problems; // of the third, lanes do not tell what moves: a chunk has no rows
         for (auto const& list : {lengths({264, 300}), lengths({270, 0, 391}), lengths({280, 3}), lengths({500, 260})})
             problems.push_back(make<float>(list, {1, 2, 16, 8}, true, 7));
-        group one(1), gpus(2);
-        std::vector<std::unique_ptr<results>> found;
-        for (problem const& p : problems) found.push_back(std::make_unique<results>(p));
-        gpus.run([&](cpx::nccl& joined, auto const& meet) {
-            cpx::cuda::stream const stream;
-            {
-                cpx::cuda::communicator comm(joined, stream);
-                cpx::cuda::state_exchange by(comm, {500, 3});
-                auto const all_meet = [&] {
-                    comm.wait();
-                    meet();
-                };
-                for (std::size_t i = 0; i < problems.size(); ++i)
-                    program<cpx::serial, float>(problems[i], shard(problems[i]), comm, by, all_meet, *found[i]);
-            }
-            meet();
-        });
-        for (std::size_t i = 0; i < problems.size(); ++i) {
-            CAPTURE(i);
-            check_same(found[i]->of,
-                       on_gpus<cpx::serial, float>(one, problems[i], on_ranks::one_rank(problems[i].batch), false));
-        }
+        group gpus(2);
+        check_in_turn<cpx::serial>(gpus, problems);
+        check_in_turn<cpx::scan>(gpus, problems);
     }
 
     TEST_CASE("what does not fit a gated delta rule on devices is one clear error, and nothing is written") {

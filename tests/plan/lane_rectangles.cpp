@@ -101,7 +101,7 @@ int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
     int told = 0;
     for (bool const back : {false, true}) {
         if (back && kind::mirrors(p)) continue;
-        auto const lanes = kind::lanes(p, back);
+        auto const lanes = kind::lanes(p, width, back);
         index_t const w = kind::row_width(width);
         kind::exchanges(p, width, back, [&](std::span<cpx::plan const> plans) {
             for (std::size_t i = 0; i < plans.size(); ++i) {
@@ -118,7 +118,7 @@ int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
 
 TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of any packing") {
     splitmix numbers(29);
-    int relayouts = 0, halos = 0, edges = 0, carries = 0;
+    int relayouts = 0, halos = 0, edges = 0, carries = 0, scans = 0;
     for (int round = 0; round < 120; ++round) {
         int const ranks = static_cast<int>(numbers.between(1, 5));
         std::vector<index_t> list;
@@ -140,6 +140,7 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
             edges +=
                 check(cpx::edges_of(after).exchange, cpx::edge_lanes(after).at(0), {width, width, width, width, 4});
             carries += check(cpx::carry<cpx::serial>(from, rank), {width, 0});
+            scans += check(cpx::carry<cpx::scan>(from, rank), {width, numbers.between(0, 3) * width / 2});
         };
         each(cpx::shard(batch, cpx::zigzag<>(ranks)), cpx::shard(batch, cpx::sequential<>(ranks)));
         each(cpx::shard(batch, cpx::sequential<>(ranks)), cpx::shard(batch, owners));
@@ -151,4 +152,5 @@ TEST_CASE("tables made of lanes and cu_seqlens are those of the host's plans, of
     CHECK(halos > 500);
     CHECK(edges > 200);
     CHECK(carries > 500);
+    CHECK(scans > 500);
 }

@@ -7,10 +7,13 @@
 #include <cpx/transport/movement.hpp>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <deque>
 #include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
 namespace cpx::cuda {
 
@@ -72,20 +75,30 @@ private:
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
 };
 
-/// Exchanges of a `communicator`, by messages, of one batch after the other.
+/// Exchanges of a `communicator` by messages, of one batch after the other: of the plans of one kind and, perhaps, of
+/// those of the way back.
 template <class T>
 class batch_exchange {
 public:
-    /// As `exchange`. Collective.
-    batch_exchange(std::span<plan const> plans, index_t width, communicator& comm, exchange_options const& of,
-                   caller here)
-        : comm_(comm), by_(plans, width, comm.nccl_communicator(), of, here) {}
+    /// As `exchange`. `ways`: lanes of the plans there and of those back, empty ones where there are none. Collective.
+    batch_exchange(std::span<plan const> plans, std::array<std::vector<lane_plan>, 2> ways, index_t width,
+                   communicator& comm, exchange_options const& of, caller here)
+        : comm_(comm), there_(ways[0].size()), lanes_(std::move(ways[0])),
+          by_(plans, width, comm.nccl_communicator(), of, here) {
+        lanes_.insert(lanes_.end(), ways[1].begin(), ways[1].end());
+        if (plans.empty())
+            lanes_.clear(); // whose plans would have no ids
+        else
+            ids_ = {plans.front().id, plans.back().id};
+    }
 
-    /// Makes ready for another batch, in stream order: by lanes, of plans of this `id`, or where there are none or they
-    /// do not tell what moves, by the plans that `list(use)` lists and gives to `use`. Else as `exchange::set`.
+    /// Makes ready for another batch, in stream order: where its shardings are cut `alike`, by lanes, if they tell what
+    /// moves; else by the plans that `list(use)` gives to `use`. Else as `exchange::set`.
     template <class F>
-    void set(std::span<lane_plan const> lanes, identity const& id, thd const& batch, F&& list, caller here) {
-        if (!lanes.empty() && by_.set(lanes, id, batch, comm_.tables(), here)) return;
+    void set(thd const& batch, bool alike, F&& list, caller here) {
+        for (identity& id : ids_) id.set_batch(batch);
+        auto const id_of = [&](std::size_t i) -> identity const& { return ids_[i >= there_]; };
+        if (alike && !lanes_.empty() && by_.set(lanes_, id_of, batch, comm_.tables(), here)) return;
         comm_.tables().write(here); // of the batch before, perhaps
         list([&](std::span<plan const> plans) { by_.set(plans, comm_.stream(), here); });
     }
@@ -98,6 +111,9 @@ public:
 
 private:
     communicator& comm_;
+    std::size_t there_; ///< plans there
+    std::vector<lane_plan> lanes_;
+    std::array<identity, 2> ids_ = {};
     exchange<T> by_;
 };
 
@@ -116,43 +132,35 @@ public:
     }
     template <class F>
     void set(typename kind::batch const& of, F&& plan_of, caller here) {
-        set(there_, of, plan_of, false, here);
+        set(*there_, of, plan_of, false, here);
         now_ = of;
         back_is_set_ = false;
     }
     template <class F>
     void operator()(F&& plan_of, bool back, index_t number, rows<T const> const& from, rows<T> const& to, caller here) {
-        bool const mirrored = back && !back_.by;
-        if (back && !mirrored && !std::exchange(back_is_set_, true)) set(back_, now_, plan_of, true, here);
-        (*(back && !mirrored ? back_ : there_).by)(from, to, number, mirrored, here);
+        bool const mirrored = back && !back_;
+        if (back && !mirrored && !std::exchange(back_is_set_, true)) set(*back_, now_, plan_of, true, here);
+        (*(back && !mirrored ? back_ : there_))(from, to, number, mirrored, here);
     }
     template <class F>
     std::pair<index_t, index_t> rows_of(F&&, index_t number, caller here) const {
-        return there_.by->rows_of(number, here);
+        return there_->rows_of(number, here);
     }
     cuda::memory memory() const { return comm_.memory(); }
 
 private:
-    /// What moves rows one way, by messages, and of which lanes: none if they do not tell what moves.
-    struct one_way {
-        std::unique_ptr<batch_exchange<T>> by = nullptr;
-        std::vector<lane_plan> lanes = {};
-        identity id = {};
-    };
+    using one_way = std::unique_ptr<batch_exchange<T>>;
     template <class F>
-    void set(one_way& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
-        thd const& batch = std::get<0>(of).batch();
-        bool const alike = to.id != identity() && cpx::detail::cut_alike(of, first_);
-        to.id.set_batch(batch);
-        std::span const lanes(to.lanes.data(), alike ? to.lanes.size() : 0);
-        to.by->set(
-            lanes, to.id, batch, [&](auto&& use) { kind::exchanges(plan_of(), width_, back, use); }, here);
+    void set(batch_exchange<T>& to, typename kind::batch const& of, F&& plan_of, bool back, caller here) {
+        auto const list = [&](auto&& use) { kind::exchanges(plan_of(), width_, back, use); };
+        to.set(std::get<0>(of).batch(), cpx::detail::cut_alike(of, first_), list, here);
     }
     one_way ready(Plan const& p, bool back, capacity const& most, range others, caller here) const {
         exchange_options const of{.others = others, .room = kind::room(p, width_, most, here)};
         return kind::exchanges(p, width_, back, [&](std::span<plan const> plans) {
-            return one_way{std::make_unique<batch_exchange<T>>(plans, kind::row_width(width_), comm_, of, here),
-                           kind::lanes(p, back), plans.empty() ? identity() : plans[0].id};
+            std::array ways{kind::lanes(p, width_, back), std::vector<lane_plan>()};
+            return std::make_unique<batch_exchange<T>>(plans, std::move(ways), kind::row_width(width_), comm_, of,
+                                                       here);
         });
     }
 

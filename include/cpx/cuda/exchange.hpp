@@ -106,10 +106,11 @@ public:
             [&] { return "at most " + std::to_string(staged_out_.size()); }, made.staged, here);
         put(std::move(made), plans, false, stream, here);
     }
-    /// The same by lanes, of which a kernel of `to` makes the tables: the host counts the rows of messages alone. `id`:
-    /// of the plans that the lanes stand for, of this batch. Returns false if they do not tell what moves of it, or
-    /// there is no room for tables with a place for every lane and sequence; then nothing has changed.
-    bool set(std::span<lane_plan const> plans, identity const& id, thd const& batch, detail::batch_tables& to,
+    /// The same by lanes, of which a kernel of `to` makes the tables: the host counts the rows of messages alone.
+    /// `id_of(i)`: of the plan that lanes i stand for, of this batch. Returns false if they do not tell what moves of
+    /// it, or there is no room for tables with a place for every lane and sequence; then nothing has changed.
+    template <class F>
+    bool set(std::span<lane_plan const> plans, F&& id_of, thd const& batch, detail::batch_tables& to,
              caller here = caller::here()) {
         if (!of_.room) return false;
         auto const stride = [&](index_t given) { return given ? given : width_; };
@@ -123,7 +124,7 @@ public:
             made.add({source, target, p.kind == flow::sums, first, cpx::detail::tables_of(all, of_.others)});
         }
         if (all.rectangles() > room() || made.staged > staged_out_.size()) return false;
-        std::uint64_t const word = word_of(plans.size(), [&](std::size_t) -> identity const& { return id; });
+        std::uint64_t const word = word_of(plans.size(), id_of);
         auto work = all.work();
         work.numbers.push_back(
             {reinterpret_cast<index_t*>(this->word()), static_cast<index_t>(word), 1 + comm_.ranks(), 0});

@@ -23,6 +23,7 @@ struct capacity {
 /// Elements of a state that is handed on, and of the map that goes with it where the carry is a `scan`.
 struct carry_widths {
     index_t state = 0, map = 0;
+    friend bool operator==(carry_widths, carry_widths) = default;
 };
 
 /// What exchanges of any batch take at most.
@@ -101,7 +102,7 @@ struct moved<relayout_plan<From, To>> : moved_at_once<relayout_plan<From, To>> {
         return relayout(std::get<0>(of), std::get<1>(of), p.rank, here);
     }
     static bool mirrors(plan_type const& p) { return p.kind == flow::moves || p.kind == flow::selects; }
-    static std::vector<lane_plan> lanes(plan_type const& p, bool) {
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool) {
         if constexpr (routed<From, To>)
             if (auto const all = common_cells(p.from, p.to))
                 return {{p.rank, flow::moves, *all, routed_lanes(p.from.policy(), p.rank, p.to.policy()),
@@ -123,7 +124,7 @@ struct moved<halo_plan<S>> : moved_at_once<halo_plan<S>> {
         return halo(std::get<0>(of), p.rank, p.reach, p.where, here);
     }
     static bool mirrors(plan_type const&) { return false; }
-    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
+    static std::vector<lane_plan> lanes(plan_type const& p, index_t, bool back) {
         if constexpr (in_lanes<S>) {
             auto list = halo_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, p.reach, p.where == side::before);
             return {back ? list.transposed(flow::sums) : std::move(list)};
@@ -147,8 +148,14 @@ struct moved<carry_plan<How, S>> {
         return carry<How>(std::get<0>(of), p.rank, here);
     }
     static bool mirrors(plan_type const&) { return !scans; } // maps are not the same from both sides
-    static std::vector<lane_plan> lanes(plan_type const& p, bool back) {
-        if constexpr (in_lanes<S> && !scans) return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
+    static std::vector<lane_plan> lanes(plan_type const& p, carry_widths width, bool back) {
+        if constexpr (in_lanes<S> && scans) {
+            index_t const row = row_width(width);
+            return scan_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, bounded(width.state / row),
+                              bounded(width.map / row), back);
+        } else if constexpr (in_lanes<S>) {
+            return state_lanes(p.sharding.policy(), unit_of(p.sharding), p.rank, back);
+        }
         return {};
     }
     template <class F>

@@ -65,7 +65,7 @@ edge_rows edges_of(X const&, detail::any = {}) {
 /// Returns the lanes of the edge rows' exchange, of every batch; none where those of rows after segments are none.
 template <any_sharding S>
 std::vector<lane_plan> edge_lanes(halo_plan<S> const& p) {
-    auto list = detail::moved<halo_plan<S>>::lanes(p, false);
+    auto list = detail::moved<halo_plan<S>>::lanes(p, 0, false);
     for (lane_plan& l : list) std::erase_if(l.sends, [](lane const& rows) { return rows.peer < 0; }); // no edge rows
     return list;
 }

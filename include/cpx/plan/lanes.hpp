@@ -147,6 +147,33 @@ std::vector<lane_plan> state_lanes(P const& layout, int unit, int rank, bool bac
     return list;
 }
 
+/// Returns the lanes of the exchanges of a scan, of which a state has `state_rows` rows and its map `map_rows`, where
+/// every chunk has rows: `back`, from the segments after.
+template <layout P>
+std::vector<lane_plan> scan_lanes(P const& layout, int unit, int rank, int state_rows, int map_rows, bool back) {
+    std::vector<int> holders; // of the segments of a sequence, the first on the states' way first
+    for (int c = 0; c < layout.chunks(); ++c) {
+        int const owner = layout.owner(back ? layout.chunks() - 1 - c : c);
+        if (holders.empty() || holders.back() != owner) holders.push_back(owner);
+    }
+    int const length = static_cast<int>(holders.size()), least = bounded((index_t{unit} + 1) * layout.chunks());
+    std::vector<lane_plan> list;
+    for (int reach = 1; reach < length; reach *= 2) {
+        lane_plan p{.rank = rank, .kind = flow::copies, .cells = {.states = 1, .least = least}};
+        auto const lane_of = [&](int other, bool has_map) {
+            return lane{holders[static_cast<std::size_t>(other)], 0, 0, 0, state_rows + (has_map ? map_rows : 0)};
+        };
+        for (int i = 0; i < length; ++i) {
+            int const level = back ? length - 1 - i : i; // a rank's segments are in token order
+            if (holders[static_cast<std::size_t>(level)] != rank) continue;
+            if (level + reach < length) p.sends.push_back(lane_of(level + reach, level >= reach));
+            if (level >= reach) p.receives.push_back(lane_of(level - reach, level >= 2 * reach));
+        }
+        list.push_back(std::move(p));
+    }
+    return list;
+}
+
 /// Rows of a message, or of a lane, in a batch.
 struct lane_rows {
     int peer = -1;

@@ -6,9 +6,11 @@
 #include <cpx/cuda/communicator.hpp>
 #include <cpx/layout/sharded.hpp>
 
+#include <array>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace cpx::cuda {
@@ -52,13 +54,14 @@ public:
         std::optional<halo_plan<S>> after;
         if (plan_.has_backward()) after.emplace(cpx::halo(sharding, rank(), reach, side::after, here));
         plan_.set(before, after ? &*after : nullptr, stream(), here);
-        auto const next = [&](auto& exchange, std::vector<lane_plan> const& lanes, cpx::plan const& moved) {
+        bool const alike = cpx::detail::cut_alike(sharding, first_);
+        auto const next = [&](auto& exchange, cpx::plan const& moved) {
             if (exchange)
                 exchange->set(
-                    lanes, moved.id, moved.batch, [&](auto&& use) { use(std::span(&moved, 1)); }, here);
+                    moved.batch, alike, [&](auto&& use) { use(std::span(&moved, 1)); }, here);
         };
-        next(halo_exchange_, cpx::detail::moved<halo_plan<S>>::lanes(before, false), before);
-        if (after) next(edge_exchange_, edge_lanes(*after), plan_.edge_exchange());
+        next(halo_exchange_, before);
+        if (after) next(edge_exchange_, plan_.edge_exchange());
         sharding_ = sharding;
     }
 
@@ -87,18 +90,19 @@ private:
     conv_exchange(halo_plan<S> const& before, halo_plan<S> const* after, index_t channels, communicator& comm,
                   conv_exchange_options const& of, caller here)
         : comm_(comm), sharding_(compared(before, channels, comm, after ? "halo before and after" : "halo", here)),
-          later_(of.most.rows > 0),
+          first_(sharding_), later_(of.most.rows > 0),
           beside_(later_ ? cpx::detail::most_beside(before.sharding, before.reach, of.most, here) : 0),
           plan_(before, after, {of.most.rows, later_ ? cpx::detail::most_segments(before.sharding, of.most, here) : 0},
                 here),
           channels_(channels) {
         halo_ = buffer<T>(std::max(plan_.halo_rows(), beside_) * channels, here);
-        make(halo_exchange_, before, of.x_stride, here);
+        make(halo_exchange_, before, cpx::detail::moved<halo_plan<S>>::lanes(before, channels, false), of.x_stride,
+             here);
         if (!after) return;
         edge_ = buffer<float>(std::max(plan_.edge_rows(), beside_) * channels, here);
         dz_halo_ = buffer<float>(std::max(plan_.dz_halo_rows(), beside_) * channels, here);
         workspace_ = buffer<float>(causal_conv1d_workspace(plan_, channels), here);
-        make(edge_exchange_, plan_.edge_exchange(), 0, here);
+        make(edge_exchange_, plan_.edge_exchange(), edge_lanes(*after), 0, here);
     }
 
     /// Lets the ranks compare their plans, once for all exchanges: the plan of rows after follows from that of rows
@@ -118,18 +122,20 @@ private:
         return before.sharding;
     }
     template <class U>
-    void make(std::optional<batch_exchange<U>>& to, cpx::plan moved, index_t stride, caller here) {
+    void make(std::optional<batch_exchange<U>>& to, cpx::plan moved, std::vector<lane_plan> lanes, index_t stride,
+              caller here) {
         if (moved.local) return; // then there is nothing to move
         moved.local = true;      // the ranks have compared their plans
         exchange_options of{.from_stride = stride};
         if (later_) of.room = {2 * beside_, beside_};
-        to.emplace(std::span<cpx::plan const>(&moved, 1), channels_, comm_, of, here);
+        std::array ways{std::move(lanes), std::vector<lane_plan>()};
+        to.emplace(std::span<cpx::plan const>(&moved, 1), std::move(ways), channels_, comm_, of, here);
     }
 
     communicator& comm_;
-    S sharding_;
-    bool later_;     ///< whether other batches may come
-    index_t beside_; ///< rows of them that are sent, or come, at most
+    S sharding_, first_; ///< for which it has been set, and was made
+    bool later_;         ///< whether other batches may come
+    index_t beside_;     ///< rows of them that are sent, or come, at most
     conv_plan plan_;
     index_t channels_;
     buffer<T> halo_;

@@ -7,8 +7,8 @@
 #include <cpx/ops/carried_states.hpp>
 #include <cpx/transport/movement.hpp>
 
+#include <array>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -41,28 +41,28 @@ public:
         carry_widths const widths{shape.state_width(), shape.map_width()};
         auto const batch = plan.id.fingerprint();
         if (plan.steps == 0 || (move_ && batch == batch_)) return;
-        bool const mirrors = kind::mirrors(plan); // then those from the segments after are those from before, back
         auto const list = [&](auto&& use) {
-            std::vector<cpx::plan> plans;
+            std::vector<cpx::plan> plans; // from the segments before, then from those after
             for (bool const back : {false, true})
-                if (!back || !mirrors)
-                    kind::exchanges(plan, widths, back, [&](std::span<cpx::plan const> more) {
-                        plans.insert(plans.end(), more.begin(), more.end());
-                    });
+                kind::exchanges(plan, widths, back, [&](std::span<cpx::plan const> more) {
+                    plans.insert(plans.end(), more.begin(), more.end());
+                });
             use(std::span<cpx::plan const>(plans));
         };
         if (move_) {
-            move_->set(kind::lanes(plan, false), plan.id, plan.sharding.batch(), list, here);
+            first_.set_batch(plan.sharding.batch());
+            move_->set(plan.sharding.batch(), first_ == plan.id && widths == widths_, list, here);
         } else {
+            first_ = plan.id, widths_ = widths;
             auto room = most_.rows > 0 ? kind::room(plan, widths, most_, here) : movement_room{};
             room.runs *= 2;
             list([&](std::span<cpx::plan const> plans) {
-                move_ = std::make_unique<batch_exchange<float>>(plans, kind::row_width(widths), comm_,
+                std::array ways{kind::lanes(plan, widths, false), kind::lanes(plan, widths, true)};
+                move_ = std::make_unique<batch_exchange<float>>(plans, std::move(ways), kind::row_width(widths), comm_,
                                                                 exchange_options{.room = room}, here);
             });
         }
         batch_ = batch;
-        mirrored_from_ = mirrors ? plan.steps : std::numeric_limits<index_t>::max();
     }
 
     template <class T>
@@ -93,15 +93,15 @@ public:
         join_states(shape.heads, count, width, shape.map_rows(), shape.map_columns(), joins, stream());
     }
     void exchange(char const*, plan const&, index_t number, rows<float const> from, rows<float> to, caller here) {
-        bool const back = number >= mirrored_from_;
-        (*move_)(from, to, back ? number - mirrored_from_ : number, back, here);
+        (*move_)(from, to, number, false, here);
     }
 
 private:
     communicator& comm_;
     capacity most_;
-    std::uint64_t batch_ = 0;   ///< for which it is ready
-    index_t mirrored_from_ = 0; ///< the number of the first exchange that is one of those before it, back
+    std::uint64_t batch_ = 0; ///< for which it is ready
+    identity first_ = {};     ///< of the plan for which it was made
+    carry_widths widths_ = {};
     std::unique_ptr<batch_exchange<float>> move_;
 };
 
