@@ -86,11 +86,11 @@ class layer {
     static constexpr bool moves = !std::same_as<S, Mix>;
 
 public:
-    layer(S const& where, Mix const& mix, cpx::nccl& ranks, gpu::communicator& comm)
+    layer(S const& where, Mix const& mix, gpu::communicator& comm)
         : where_(where), mix_(mix), comm_(comm), rank_(comm.rank()), own_(where.rows(rank_)), there_(mix.rows(rank_)),
           carry_(cpx::carry<How>(mix, rank_)), states_(comm),
-          conv_(cpx::halo(mix, rank_, taps - 1), cpx::halo(mix, rank_, taps - 1, cpx::side::after), qkv, ranks,
-                projected),
+          conv_(cpx::halo(mix, rank_, taps - 1), cpx::halo(mix, rank_, taps - 1, cpx::side::after), qkv, comm,
+                {.x_stride = projected}),
           times_(comm.stream(), false), sums_(comm.stream(), false) {
         if constexpr (moves) moves_.emplace(relayout(where, mix, rank_), relayout(mix, where, rank_));
     }
@@ -284,7 +284,7 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks) {
     rows<element const> const of_x(x.data(), own, hidden), of_dy(dy.data(), own, hidden);
     std::size_t kept = 0;
     {
-        layer<How, S, Mix> of(where, mix, ranks, comm);
+        layer<How, S, Mix> of(where, mix, comm);
         for (int round = 0; round < 12; ++round) {
             auto &there = round < 3 ? warm : forward, &back = round < 3 ? warm : backward;
             static_cast<void>(of.forward(of_x, there));
