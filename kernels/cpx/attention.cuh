@@ -25,10 +25,11 @@ struct block_tile {
     int sequence;
     std::int64_t place, end; ///< its first, and that behind its sequence
 
-    __device__ explicit block_tile(attended_places const& of) {
-        std::int64_t const number = std::int64_t{gridDim.x} - 1 - blockIdx.x;
+    __device__ explicit block_tile(attended_places const& of)
+        : block_tile(of, std::int64_t{gridDim.x} - 1 - blockIdx.x, tile) {}
+    __device__ block_tile(attended_places const& of, std::int64_t number, int rows) {
         sequence = last_at_or_before(number, of.sequences, [&](int s) { return of.first_tile[s]; });
-        place = of.first[sequence] + (number - of.first_tile[sequence]) * tile;
+        place = of.first[sequence] + (number - of.first_tile[sequence]) * rows;
         end = of.first[sequence + 1];
     }
 };
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(attention::threads)
     attend(__grid_constant__ attended_tensors<T> const t, rows<T> const o, rows<float> const lse) {
     using namespace attention;
     extern __shared__ __align__(16) float memory[];
-    __shared__ tile_rows own, seen;
+    __shared__ tile_rows<> own, seen;
     float *const q = memory, *const k = q + tile * tile_stride(t.dim), *const v = k + tile * tile_stride(t.dim),
                  *const scores = v + tile * tile_stride(t.dim);
     int const head = static_cast<int>(blockIdx.y), lane = own_sums<C>::lane();

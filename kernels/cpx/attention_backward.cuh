@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(attention::threads)
                             __grid_constant__ attended_gradients<T> const from, rows<T> const dq) {
     using namespace attention;
     extern __shared__ __align__(16) float memory[];
-    __shared__ tile_rows own, seen;
+    __shared__ tile_rows<> own, seen;
     int const size = tile * tile_stride(t.dim);
     float *const q = memory, *const dout = q + size, *const k = dout + size, *const v = k + size,
                  *const scores = v + size, *const pulls = scores + tile * (tile + 1);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(attention::threads)
                          rows<Out> const dv) {
     using namespace attention;
     extern __shared__ __align__(16) float memory[];
-    __shared__ tile_rows own, seen;
+    __shared__ tile_rows<> own, seen;
     int const size = tile * tile_stride(t.dim), lane = own_sums<C>::lane();
     float *const k = memory, *const v = k + size, *const q = v + size, *const dout = q + size,
                  *const scores = dout + size, *const pulls = scores + tile * (tile + 1);

@@ -39,21 +39,22 @@ inline constexpr int own_rows = tile / warps;                    ///< of a tile,
 
 /// Returns the floats from a row of a tile to the next: bits of 16 bytes of neighbouring rows lie in other banks.
 __host__ __device__ constexpr int tile_stride(int dim) { return ((dim + 3) / 4 | 1) * 4; }
-/// Returns the floats of shared memory of a block that holds `count` tiles of heads and two of scores.
-__host__ __device__ constexpr int tile_memory(int count, int dim) {
-    return count * tile * tile_stride(dim) + 2 * tile * (tile + 1);
+/// Returns the bytes of shared memory of a block that holds `count` tiles of heads and two of scores.
+constexpr int tile_bytes(int count, std::int64_t dim) {
+    return 4 * (count * tile * tile_stride(static_cast<int>(dim)) + 2 * tile * (tile + 1));
 }
 
-/// Which rows a tile has; rows behind the last are none.
+/// Which rows a tile of as many has; rows behind the last are none.
+template <int Rows = tile>
 struct tile_rows {
-    std::int64_t row[tile], token[tile];
+    std::int64_t row[Rows], token[Rows];
     int count;
 
     /// All threads call it, before and after a barrier.
     __device__ void find(attended_places const& of, std::int64_t place, std::int64_t end) {
         int const i = static_cast<int>(threadIdx.x);
-        if (i == 0) count = static_cast<int>(min(end - place, std::int64_t{tile}));
-        if (i < tile && place + i < end) {
+        if (i == 0) count = static_cast<int>(min(end - place, std::int64_t{Rows}));
+        if (i < Rows && place + i < end) {
             int const s = of.segment_of(place + i);
             row[i] = of.row[s] + place + i - of.place[s];
             token[i] = of.token[s] + place + i - of.place[s];
@@ -64,7 +65,7 @@ struct tile_rows {
 
 /// Copies `dim` columns from `column` on of a tile's rows, with zeros around them up to a multiple of 4.
 template <class T>
-__device__ void load_tile(tile_rows const& at, rows<T const> const& from, std::int64_t column, int dim, float* to) {
+__device__ void load_tile(tile_rows<> const& at, rows<T const> const& from, std::int64_t column, int dim, float* to) {
     int const stride = tile_stride(dim), wide = (dim + 3) / 4 * 4;
     for (int i = static_cast<int>(threadIdx.x) / 32; i < tile; i += warps) {
         T const* const row = i < at.count ? from.row(at.row[i]) + column : nullptr;
@@ -145,7 +146,7 @@ struct own_sums {
             for (int c = 0; c < C; ++c) of[r][c] += other.of[r][c];
     }
     template <class T>
-    __device__ void write(tile_rows const& at, rows<T> const& to, std::int64_t column, int dim) const {
+    __device__ void write(tile_rows<> const& at, rows<T> const& to, std::int64_t column, int dim) const {
 #pragma unroll
         for (int r = 0; r < own_rows; ++r)
 #pragma unroll

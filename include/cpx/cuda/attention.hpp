@@ -9,7 +9,7 @@
 #include <cpx/cuda/write_numbers.hpp>
 #include <cpx/plan/segments.hpp>
 
-#include <cpx/attention_backward.cuh>
+#include <cpx/attention_cores_backward.cuh>
 #include <cpx/attention_sums.cuh>
 
 #include <algorithm>
@@ -19,13 +19,31 @@
 
 namespace cpx::cuda {
 
+/// Which kernels compute attention, see `attention_path_of`.
+enum class attention_path { plain, tensor_cores };
+
+/// Attention of one rank's rows, of arguments that fit: q of `queries`, k and v of `keys`, in the memory `in`. Query head
+/// h of the rank reads its key head `(first_query + h) / group - first_key`.
+template <gpu_number T, any_sharding Q, any_sharding K>
+struct attention_rows {
+    Q const& queries;
+    K const& keys;
+    int rank;
+    memory const& in;
+    rows<T const> q, k, v;
+    index_t first_query, query_heads, first_key, group, dim;
+    double scale;
+    attention_path path = attention_path::tensor_cores; ///< this one, where it can be taken
+};
+
 namespace detail {
 
-/// The places of a rank's rows in device memory, written in stream order. Cost: O(segments + sequences).
+/// The places of a rank's rows in device memory, written in stream order, in tiles of `rows`. Cost: O(segments +
+/// sequences).
 class attention_places {
 public:
     template <any_sharding S>
-    attention_places(S const& sharding, int rank, memory const& in, caller here) {
+    attention_places(S const& sharding, int rank, int rows, memory const& in, caller here) {
         auto list = segments(sharding, rank, here);
         std::ranges::sort(list, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });
         auto const sequences = static_cast<std::size_t>(sharding.batch().sequences());
@@ -39,7 +57,7 @@ public:
             count += s.count;
         }
         for (std::size_t s = 0; s < sequences; ++s) {
-            tile[s + 1] = tile[s] + (first[s + 1] + kernels::attention::tile - 1) / kernels::attention::tile;
+            tile[s + 1] = tile[s] + (first[s + 1] + rows - 1) / rows;
             first[s + 1] += first[s];
         }
         tiles_ = tile.back();
@@ -67,18 +85,16 @@ private:
     kernels::attended_places view_{};
 };
 
-/// Launches a block for each tile and head, with memory for `held` tiles of heads.
+/// Launches a block of 256 threads for each tile and head.
 template <class... P>
-void launch_tiles(char const* name, void (*kernel)(P...), index_t tiles, index_t heads, int held, index_t dim,
-                  cudaStream_t stream, caller here, std::type_identity_t<P>... arguments) {
-    require(dim >= 1 && dim <= 256, name, "dim", "from 1 to 256, of tensors on devices", dim, here);
+void launch_tiles(char const* name, void (*kernel)(P...), index_t tiles, index_t heads, int shared, cudaStream_t stream,
+                  caller here, std::type_identity_t<P> const&... arguments) {
     require(heads < 65536, name, "heads on a rank", "less than 65536, of tensors on devices", heads, here);
     if (tiles == 0 || heads == 0) return;
-    int const shared = kernels::attention::tile_memory(held, static_cast<int>(dim)) * static_cast<int>(sizeof(float));
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "cudaFuncSetAttribute",
           here);
-    kernel<<<dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(heads)), kernels::attention::threads,
-             static_cast<std::size_t>(shared), stream>>>(arguments...);
+    kernel<<<dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(heads)), 256, static_cast<std::size_t>(shared),
+             stream>>>(arguments...);
     check(cudaGetLastError(), name, here);
 }
 /// Launches a warp for each of `items`.
@@ -88,6 +104,95 @@ void launch_warps(char const* name, void (*kernel)(P...), index_t items, cudaStr
     if (items == 0) return;
     kernel<<<static_cast<unsigned>(std::min<index_t>((items + 7) / 8, 65536)), dim3(32, 8), 0, stream>>>(arguments...);
     check(cudaGetLastError(), name, here);
+}
+
+/// Calls `f` with the columns for which tensor cores' kernels of heads are made, as an std::integral_constant.
+template <class F>
+void with_core_columns(index_t dim, F&& f) {
+    if (dim <= 64)
+        f(std::integral_constant<int, 64>());
+    else if (dim <= 128)
+        f(std::integral_constant<int, 128>());
+    else
+        f(std::integral_constant<int, 256>());
+}
+
+/// Whether tensor cores can read and write these rows.
+template <class... X>
+bool in_core_rows(X const&... x) {
+    return vector_bytes({address(x.data())..., row_bytes(x)...}) == 16;
+}
+
+} // namespace detail
+
+/// Returns the path that attention of such elements takes on the current device, forward and back, where all rows begin
+/// at multiples of 16 bytes; elsewhere it is plain. Tensor cores want elements of 16 bits, `dim` a multiple of 8, code
+/// and a GPU of sm_80 or later, and its shared memory: for more than 64 columns 100 KiB a block, for more than 128
+/// Hopper's.
+///
+/// Both have the bits of one rank wherever `attention` and its backward say so. Tensor cores round weights, and in the
+/// backward their gradients, to the precision of T before they multiply; plain kernels round results only.
+template <gpu_number T>
+attention_path attention_path_of(index_t dim, caller here = caller::here()) {
+    if constexpr (sizeof(T) == 2) {
+        if (dim % 8 != 0 || dim > 256) return attention_path::plain;
+        bool fits = false;
+        detail::with_core_columns(dim, [&](auto D) {
+            cudaFuncAttributes code{};
+            check(cudaFuncGetAttributes(&code, kernels::attend_backward_queries_on_cores<T, D>),
+                  "cudaFuncGetAttributes", here);
+            int most = 0;
+            check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device()),
+                  "cudaDeviceGetAttribute", here);
+            constexpr int wanted =
+                kernels::attention::backward_core_memory(kernels::attention::core_rows, D); // the most of the three
+            fits = code.ptxVersion >= 80 && wanted + static_cast<int>(code.sharedSizeBytes) <= most;
+        });
+        return fits ? attention_path::tensor_cores : attention_path::plain;
+    } else {
+        return attention_path::plain;
+    }
+}
+
+namespace detail {
+
+/// Returns the path for these arguments and `x`, the other rows that kernels read or write.
+template <class T, class Q, class K, class... X>
+attention_path path_of(attention_rows<T, Q, K> const& of, caller here, X const&... x) {
+    bool const fit = of.path == attention_path::tensor_cores && in_core_rows(of.q, of.k, of.v, x...);
+    return fit ? attention_path_of<T>(of.dim, here) : attention_path::plain;
+}
+
+/// Arguments as kernels read them that take as many queries, or keys, a block.
+template <class T>
+struct attention_arguments {
+    template <class Q, class K>
+    attention_arguments(char const* where, attention_rows<T, Q, K> const& of, int query_rows, int key_rows, caller here)
+        : of_queries(of.queries, of.rank, query_rows, of.in, here), of_keys(of.keys, of.rank, key_rows, of.in, here),
+          tensors{of.q,
+                  of.k,
+                  of.v,
+                  of_queries.view(),
+                  of_keys.view(),
+                  of.first_query,
+                  of.first_key,
+                  static_cast<int>(of.group),
+                  static_cast<int>(of.dim),
+                  static_cast<float>(of.scale)} {
+        require_memory(where, "q", of.q, here);
+        require_memory(where, "k", of.k, here);
+        require_memory(where, "v", of.v, here);
+        require(of.dim >= 1 && of.dim <= 256, where, "dim", "from 1 to 256, of tensors on devices", of.dim, here);
+    }
+
+    attention_places of_queries, of_keys;
+    kernels::attended_tensors<T> tensors;
+};
+template <class T>
+void require_gradients(char const* where, kernels::attended_gradients<T> const& from, caller here) {
+    require_memory(where, "dout", from.dout, here);
+    require_memory(where, "lse", from.lse, here);
+    require_memory(where, "delta", from.delta, here);
 }
 
 } // namespace detail
