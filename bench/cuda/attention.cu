@@ -73,8 +73,20 @@ times time(work const& w, gpu::attention_path path, gpu::stream const& stream) {
     auto const view = [&](auto& x) { return rows(x.data(), tokens, x.size() / tokens); };
     index_t const group = w.query_heads / w.key_heads;
     gpu::attention_rows<element, cpx::replicated<>, cpx::replicated<>> const of{
-        whole, whole, 0,     in,          view(q), view(k), view(v), 0, w.query_heads,
-        0,     group, w.dim, 1 / std::sqrt(static_cast<double>(w.dim)), path};
+        whole,
+        whole,
+        0,
+        in,
+        view(q),
+        view(k),
+        view(v),
+        0,
+        w.query_heads,
+        0,
+        group,
+        w.dim,
+        1 / std::sqrt(static_cast<double>(w.dim)),
+        path};
     bool const plain = path == gpu::attention_path::plain;
     bool taken = true;
     times t{};
@@ -82,9 +94,8 @@ times time(work const& w, gpu::attention_path path, gpu::stream const& stream) {
     gpu::delta_of_rows<element>(in, view(o), view(dout), w.dim, view(delta));
     cpx::kernels::attended_gradients<element> const from{view(dout), view(lse), view(delta)};
     t.queries = ms_of(stream, plain, [&] { taken &= gpu::attend_backward_queries(of, from, view(dq)) == path; });
-    t.keys = ms_of(stream, plain, [&] {
-        taken &= gpu::attend_backward_keys(of, from, group, view(dk), view(dv)) == path;
-    });
+    t.keys =
+        ms_of(stream, plain, [&] { taken &= gpu::attend_backward_keys(of, from, group, view(dk), view(dv)) == path; });
     cpx::require(taken, "bench", "path", plain ? "plain" : "tensor cores", "the other one");
     return t;
 }
@@ -95,11 +106,12 @@ int main(int argc, char** argv) {
     if (int const code = timing::refusal(argc, argv); code >= 0) return code;
     gpu::stream const stream;
     double const limit = 989.4; // TFLOP/s of dense products of 16 bits, H100 SXM and H200 (their data sheets)
-    std::printf("%s\ncausal attention, bfloat16, every head of a rank; of limit: of %.0f TFLOP/s, products of what is not "
-                "masked, 2 forward, 5 back\n",
-                timing::device_name().c_str(), limit);
-    std::printf("%-12s %-14s %-13s %-9s %10s %9s %9s   %s\n", "sequences", "heads", "path", "", "ms", "TFLOP/s", "of limit",
-                "queries + keys, ms");
+    std::printf(
+        "%s\ncausal attention, bfloat16, every head of a rank; of limit: of %.0f TFLOP/s, products of what is not "
+        "masked, 2 forward, 5 back\n",
+        timing::device_name().c_str(), limit);
+    std::printf("%-12s %-14s %-13s %-9s %10s %9s %9s   %s\n", "sequences", "heads", "path", "", "ms", "TFLOP/s",
+                "of limit", "queries + keys, ms");
     timing::limits limits;
     std::vector<index_t> const eight{12288, 7001, 5120, 3333, 2500, 1536, 987, 3};
     for (work const& w : {work{"1 x 32768", {32768}, 16, 2, 256}, work{"1 x 32768", {32768}, 32, 8, 128},
@@ -111,8 +123,8 @@ int main(int argc, char** argv) {
         for (auto const path : {gpu::attention_path::plain, gpu::attention_path::tensor_cores}) {
             bool const plain = path == gpu::attention_path::plain;
             times const t = of[plain ? 0 : 1] = time(w, path, stream);
-            std::string const heads = std::to_string(w.query_heads) + "/" + std::to_string(w.key_heads) + " of " +
-                                      std::to_string(w.dim);
+            std::string const heads =
+                std::to_string(w.query_heads) + "/" + std::to_string(w.key_heads) + " of " + std::to_string(w.dim);
             for (bool const back : {false, true}) {
                 double const ms = back ? t.queries + t.keys : t.forward;
                 double const rate = flop * (back ? 5 : 2) / (ms * 1e-3) * 1e-12;

@@ -189,7 +189,7 @@ cpx::run_configuration configuration(qwen::strategy const& how, options const& o
     run.attention =
         how.attention == qwen::attention_by::gather ? cpx::run_attention::gather : cpx::run_attention::head_sharded;
     run.linear = how.linear.name;
-    if (!how.by_heads() && !how.without()) run.carry = how.serial ? cpx::run_carry::serial : cpx::run_carry::scan;
+    if (how.hands_on()) run.carry = how.serial ? cpx::run_carry::serial : cpx::run_carry::scan;
     run.cut = how.cut.unit;
     run.chunk = chunk;
     run.fixed_products = !o.on_gpus() || o.products == "fixed";
@@ -243,15 +243,10 @@ std::vector<report> run(options const& o, int ranks, cpx::transport_ref* launche
     std::map<qwen::attention_by, qwen::outcome> on_one_rank; // the same however linear attention is sharded
     auto verdict = verdicts.begin();
     for (auto const& how : strategies) {
-        report r{how.attention == qwen::attention_by::gather ? "gather" : "head_sharded",
+        std::string const cut = how.cut.unit ? "aligned:" + std::to_string(how.cut.unit) : "balanced";
+        report r{attentions[how.attention == qwen::attention_by::heads],
                  how.linear.name + (how.linear.scope == cpx::scope::batch ? ":batch" : ""),
-                 how.by_heads() || how.without() ? "none"
-                 : how.serial                    ? "serial"
-                                                 : "scan",
-                 how.by_heads() || how.without() ? "none"
-                 : how.cut.unit                  ? "aligned:" + std::to_string(how.cut.unit)
-                                                 : "balanced",
-                 pass(how, all)};
+                 how.hands_on() ? carries[how.serial] : "none", how.hands_on() ? cut : "none", pass(how, all)};
         r.verdict = std::move(*verdict++);
         if (launched && launched->rank() > 0) continue; // rank 0 compares
         if (!on_one_rank.contains(how.attention)) on_one_rank.emplace(how.attention, pass(how, {}));

@@ -22,6 +22,8 @@ struct strategy {
     bool by_heads() const { return linear.name == "head_sharded"; }
     /// Returns whether no layer has linear attention.
     bool without() const { return linear.name == "none"; }
+    /// Whether ranks hand states on.
+    bool hands_on() const { return !by_heads() && !without(); }
 };
 
 /// Calls `f(carry, linear, mix)`: the shardings on which linear attention and its recurrence run, the same unless that

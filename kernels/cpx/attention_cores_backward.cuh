@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(attention::core_threads)
             slot = next;
         }
         bool const begins = head == first_head, ends = head + 1 == first_head + each;
-        auto const put = [&](rows<Out> const& to, float* before, float const (&of)[columns / 8][4], float factor) {
+        auto const put = [&](rows<Out> const& to, float* before, float const(&of)[columns / 8][4], float factor) {
             each_core_sum(own, row, t.dim, first, of, [&](std::int64_t i, int d, float x, int r) {
                 x = spoilt[r] ? NAN : x * factor;
                 float* const sum = before + i * to.width() + column + d;

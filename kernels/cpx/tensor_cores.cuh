@@ -25,7 +25,8 @@ __device__ __forceinline__ std::uint32_t shared_address(void const* place) {
 
 /// Copies 16 bytes to shared memory, or writes zeros if they are not `there`. Done after `wait_for_copies` and a barrier.
 __device__ __forceinline__ void copy_later(std::uint32_t to, void const* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+                 "r"(there ? 16 : 0)
                  : "memory");
 }
 /// Waits for all copies of this thread.

@@ -49,7 +49,7 @@ cuda::attention_path run_path(problem const& p, cuda::attention_path wanted, res
         index_t const group = p.heads.query_heads / p.heads.key_heads;
         cuda::memory const in = comm.memory();
         cuda::attention_rows<T, cpx::replicated<>, cpx::replicated<>> const of{
-            whole, whole, 0,     in,          q.data(), k.data(), v.data(), 0, p.heads.query_heads,
+            whole, whole, 0,           in,      q.data(), k.data(), v.data(), 0, p.heads.query_heads,
             0,     group, p.heads.dim, p.scale, wanted};
         taken = cuda::attend(of, o.data(), lse.data());
         cpx::attention_delta(o, dout, p.heads.dim, delta);
@@ -104,8 +104,8 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE_TEMPLATE("attention on tensor cores is as near to exact sums as plain kernels, but for rounded weights", T,
-                       __nv_bfloat16, __half) {
+    TEST_CASE_TEMPLATE("attention on tensor cores is as near to exact sums as plain kernels, but for rounded weights",
+                       T, __nv_bfloat16, __half) {
         if (!has_gpus()) return;
         using packing = std::vector<index_t>;
         bool const half = std::same_as<T, __half>;

@@ -22,13 +22,11 @@ attention_path attend(attention_rows<T, Q, K> const& of, rows<T> o, rows<float> 
                              on.tensors, o, lse);
     };
     if (path == attention_path::plain)
-        detail::with_lane_columns(of.dim, [&](auto columns) {
-            launch(kernels::attend<T, columns>, attention::tile_bytes(3, of.dim));
-        });
+        detail::with_lane_columns(
+            of.dim, [&](auto columns) { launch(kernels::attend<T, columns>, attention::tile_bytes(3, of.dim)); });
     else if constexpr (sizeof(T) == 2)
-        detail::with_core_columns(of.dim, [&](auto D) {
-            launch(kernels::attend_on_cores<T, D>, attention::forward_core_memory(D));
-        });
+        detail::with_core_columns(
+            of.dim, [&](auto D) { launch(kernels::attend_on_cores<T, D>, attention::forward_core_memory(D)); });
     return path;
 }
 

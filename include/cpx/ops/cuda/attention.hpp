@@ -16,10 +16,9 @@ template <class T>
 inline constexpr bool attends<cuda::memory, T> = cuda::gpu_number<T>;
 
 template <class T, any_sharding Q, any_sharding K>
-cuda::attention_rows<T, Q, K> rows_on_device(sharded<T const, Q, cuda::memory> const& q,
-                                             sharded<T const, K, cuda::memory> const& k,
-                                             sharded<T const, K, cuda::memory> const& v, attended_heads const& at,
-                                             double scale) {
+cuda::attention_rows<T, Q, K>
+rows_on_device(sharded<T const, Q, cuda::memory> const& q, sharded<T const, K, cuda::memory> const& k,
+               sharded<T const, K, cuda::memory> const& v, attended_heads const& at, double scale) {
     return {q.sharding(),     k.sharding(),      q.rank(),      q.memory(), q.data(), k.data(), v.data(),
             at.queries.first, at.queries.size(), at.keys.first, at.group,   at.dim,   scale};
 }
@@ -49,8 +48,7 @@ void attend_rows_backward_keys(attention_queries<T, Q, cuda::memory> const& from
                                sharded<T const, K, cuda::memory> const& k, sharded<T const, K, cuda::memory> const& v,
                                attended_heads const& at, index_t each, double scale, rows<Out> dk, rows<Out> dv,
                                caller here) {
-    cuda::attend_backward_keys(rows_on_device(from.q, k, v, at, scale), gradients_on_device(from), each, dk, dv,
-                               here);
+    cuda::attend_backward_keys(rows_on_device(from.q, k, v, at, scale), gradients_on_device(from), each, dk, dv, here);
 }
 
 } // namespace cpx::detail
