@@ -9,6 +9,8 @@
 #include <cpx/attention.cuh>
 #include <cpx/tensor_cores.cuh>
 
+#include <cstddef>
+
 namespace cpx::kernels::attention {
 
 inline constexpr int core_warps = 8, core_threads = 32 * core_warps;
@@ -50,7 +52,7 @@ __device__ __forceinline__ void load_core_tile(tile_rows<Rows> const& at, rows<T
 }
 
 /// sum = a b^T, of 16 rows of a tile from `row` on and N groups of 8 rows of another one.
-template <class T, int D, int N>
+template <class T, int D, std::size_t N>
 __device__ __forceinline__ void multiply_rows(std::uint32_t a, int row, std::uint32_t b, float (&sum)[N][4]) {
     int const lane = core_lane();
     std::uint32_t const of_a = in_tile<D>(a, row + lane % 16, lane / 16),
@@ -74,7 +76,7 @@ __device__ __forceinline__ void multiply_rows(std::uint32_t a, int row, std::uin
 
 /// sum += a b, of a in registers, rounded, and G groups of 8 columns from `first` on of the 8N rows of a tile. `Wide`: a
 /// is rounded as its T but keeps the exponents of float.
-template <class T, int D, bool Wide, int N, int G>
+template <class T, int D, bool Wide, std::size_t N, std::size_t G>
 __device__ __forceinline__ void add_product(float const (&a)[N][4], std::uint32_t b, int first, float (&sum)[G][4]) {
     int const lane = core_lane();
     std::uint32_t const of_b = in_tile<D>(b, lane % 16, lane / 16) ^ static_cast<std::uint32_t>(2 * first);
@@ -143,7 +145,7 @@ __device__ __forceinline__ void spoil(std::uint64_t rows, bool (&spoilt)[2], F c
 
 /// Calls `f(row, column of the head, sum, row of this lane)` for the sums of a warp: 16 rows of a tile from `row` on, of
 /// the columns from `first` on.
-template <int Rows, int G, class F>
+template <int Rows, std::size_t G, class F>
 __device__ __forceinline__ void each_core_sum(tile_rows<Rows> const& at, int row, int dim, int first,
                                               float const (&sum)[G][4], F const& f) {
 #pragma unroll

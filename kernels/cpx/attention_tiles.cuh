@@ -47,7 +47,7 @@ constexpr int tile_bytes(int count, std::int64_t dim) {
 /// Which rows a tile of as many has; rows behind the last are none.
 template <int Rows = tile>
 struct tile_rows {
-    std::int64_t row[Rows], token[Rows];
+    array<std::int64_t, Rows> row, token;
     int count;
 
     /// All threads call it, before and after a barrier.
