@@ -73,35 +73,40 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         using packing = std::vector<index_t>;
         std::uint64_t seed = 0;
-        for (auto const& [lengths, heads] : {std::pair(packing{37, 0, 1, 70}, cpx::attention_heads{4, 2, 40}),
-                                             std::pair(packing{5, 3, 33, 64}, cpx::attention_heads{6, 1, 3}),
-                                             std::pair(packing{131}, cpx::attention_heads{2, 2, 256}),
-                                             std::pair(packing{150, 0, 301}, cpx::attention_heads{4, 2, 128}),
-                                             std::pair(packing{0, 0}, cpx::attention_heads{2, 1, 8})}) {
-            problem const p = random_problem<T>(support::lengths(lengths), heads, ++seed);
-            CAPTURE(seed);
-            results exact(p), one(p);
-            on_host(p, exact);
-            run<T>(p, on_ranks::one_rank(p.batch), one);
-            check_close<T>(one, exact);
-            for (int const ranks : {1, 2, 3, 4}) {
-                CAPTURE(ranks);
-                results split(p); // on 4 ranks query heads of one key head are apart
-                by_heads<T>(on_one_gpu{ranks}, p, ranks, split);
-                check_same(split, one);
-                if (ranks != 3) continue;
-                on_ranks::for_each_sharding(p.batch, ranks, {1}, [&](std::string const& name, auto const& sharding) {
-                    CAPTURE(name);
-                    results by_tokens(p);
-                    run<T>(p, sharding, by_tokens);
-                    check_same(by_tokens, one);
-                });
-                results shares(p);
-                gathered<T>(on_one_gpu{ranks}, p, on_ranks::by_tokens(cpx::shard(p.batch, cpx::zigzag<>(ranks))),
-                            shares, keys_from::own_queries);
-                check_close<T>(shares, exact);
+        for (bool const on_tensor_cores : {false, true})
+            for (auto const& [lengths, heads] : {std::pair(packing{37, 0, 1, 70}, cpx::attention_heads{4, 2, 40}),
+                                                 std::pair(packing{5, 3, 33, 64}, cpx::attention_heads{6, 1, 3}),
+                                                 std::pair(packing{131}, cpx::attention_heads{2, 2, 256}),
+                                                 std::pair(packing{150, 0, 301}, cpx::attention_heads{4, 2, 128}),
+                                                 std::pair(packing{0, 0}, cpx::attention_heads{2, 1, 8})}) {
+                if (on_tensor_cores && sizeof(T) == 4) continue;
+                problem p = random_problem<T>(support::lengths(lengths), heads, ++seed);
+                p.heads.on_tensor_cores = on_tensor_cores;
+                CAPTURE(on_tensor_cores);
+                CAPTURE(seed);
+                results exact(p), one(p);
+                on_host(p, exact);
+                run<T>(p, on_ranks::one_rank(p.batch), one);
+                check_close<T>(one, exact);
+                for (int const ranks : {1, 2, 3, 4}) {
+                    CAPTURE(ranks);
+                    results split(p); // on 4 ranks query heads of one key head are apart
+                    by_heads<T>(on_one_gpu{ranks}, p, ranks, split);
+                    check_same(split, one);
+                    if (ranks != 3) continue;
+                    on_ranks::for_each_sharding(p.batch, ranks, {1},
+                                                [&](std::string const& name, auto const& sharding) {
+                                                    CAPTURE(name);
+                                                    results by_tokens(p);
+                                                    run<T>(p, sharding, by_tokens);
+                                                    check_same(by_tokens, one);
+                                                });
+                    results shares(p);
+                    gathered<T>(on_one_gpu{ranks}, p, on_ranks::by_tokens(cpx::shard(p.batch, cpx::zigzag<>(ranks))),
+                                shares, keys_from::own_queries);
+                    check_close<T>(shares, exact);
+                }
             }
-        }
     }
 
     TEST_CASE_TEMPLATE("attention on tensor cores is as near to exact sums as plain kernels, but for rounded weights",
@@ -141,7 +146,8 @@ TEST_SUITE("cuda") {
         if (!has_gpus()) return;
         CHECK(cuda::attention_path_of<float>(128) == cuda::attention_path::plain);
         CHECK(cuda::attention_path_of<__nv_bfloat16>(100) == cuda::attention_path::plain);
-        problem const p = random_problem<__nv_bfloat16>(support::lengths({70, 33}), {2, 1, 64}, 12);
+        problem p = random_problem<__nv_bfloat16>(support::lengths({70, 33}), {2, 1, 64}, 12);
+        p.heads.on_tensor_cores = true;
         results wanted(p), found(p);
         run_path<__nv_bfloat16>(p, cuda::attention_path::plain, wanted);
         on_one_gpu{}.run([&](auto& comm, auto const&) {
@@ -163,7 +169,11 @@ TEST_SUITE("cuda") {
                        __half) {
         if (!has_gpus()) return;
         index_t const dim = 8, length = 200, at = 150; // not the last of a tile
-        problem const p = random_problem<T>(support::lengths({length, 7}), {2, 1, dim}, 9);
+        bool on_tensor_cores = false;
+        SUBCASE("by plain kernels") {}
+        SUBCASE("on tensor cores") { on_tensor_cores = true; }
+        problem p = random_problem<T>(support::lengths({length, 7}), {2, 1, dim}, 9);
+        p.heads.on_tensor_cores = on_tensor_cores;
         results before(p);
         run<T>(p, on_ranks::one_rank(p.batch), before);
         auto const same = [&](results const& r, std::size_t i, index_t first, index_t last) {

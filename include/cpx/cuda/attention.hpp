@@ -33,7 +33,7 @@ struct attention_rows {
     rows<T const> q, k, v;
     index_t first_query, query_heads, first_key, group, dim;
     double scale;
-    attention_path path = attention_path::tensor_cores; ///< this one, where it can be taken
+    attention_path path = attention_path::plain; ///< this one, where it can be taken
 };
 
 namespace detail {

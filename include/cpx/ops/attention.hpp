@@ -12,6 +12,9 @@ namespace cpx {
 struct attention_heads {
     index_t query_heads = 1, key_heads = 1;
     index_t dim = 1;
+    /// On devices, of elements of 16 bits: tensor cores multiply, where these can (`cuda::attention_path_of`), with
+    /// weights rounded to such elements. Has no effect elsewhere.
+    bool on_tensor_cores = false;
 };
 
 namespace detail {
@@ -20,6 +23,7 @@ namespace detail {
 struct attended_heads {
     range queries, keys;
     index_t group, dim; ///< query heads that read a key head, columns of a head
+    bool on_tensor_cores;
 
     /// Returns which of the rank's key heads its query head `h` reads.
     index_t key_of(index_t h) const { return (queries.first + h) / group - keys.first; }
@@ -48,7 +52,7 @@ attended_heads require_heads(char const* where, sharded<T, Q, M> const& q, shard
     require_own(where, "rank of k", k.rank(), keys.ranks(), q.rank(), queries.ranks(), here);
     require(k.memory() == q.memory(), where, "memory of k", "that of q, in its stream", "another", here);
     return {queries.heads(q.rank(), heads.query_heads), keys.heads(q.rank(), heads.key_heads),
-            heads.query_heads / heads.key_heads, heads.dim};
+            heads.query_heads / heads.key_heads, heads.dim, heads.on_tensor_cores};
 }
 /// Throws unless the key heads that the rank's query heads read are on it.
 inline void require_read_heads(char const* where, attended_heads const& at, caller here) {

@@ -3,8 +3,7 @@
 //
 // q, k, v and their gradients may be float, bfloat16 or half; lse, delta and all sums are float. Heads have up to 256
 // columns. Everything is in the stream of q, in which nobody waits. A row of o and dq has the same bits on every
-// sharding, and so have dk and dv where the host's have. Elements of 16 bits take tensor cores where these can:
-// `cuda::attention_path_of` says so.
+// sharding, and so have dk and dv where the host's have. Kernels are plain, or on tensor cores if the heads say so.
 #pragma once
 
 #include <cpx/cuda/attention_calls.hpp>
@@ -19,8 +18,9 @@ template <class T, any_sharding Q, any_sharding K>
 cuda::attention_rows<T, Q, K>
 rows_on_device(sharded<T const, Q, cuda::memory> const& q, sharded<T const, K, cuda::memory> const& k,
                sharded<T const, K, cuda::memory> const& v, attended_heads const& at, double scale) {
+    auto const path = at.on_tensor_cores ? cuda::attention_path::tensor_cores : cuda::attention_path::plain;
     return {q.sharding(),     k.sharding(),      q.rank(),      q.memory(), q.data(), k.data(), v.data(),
-            at.queries.first, at.queries.size(), at.keys.first, at.group,   at.dim,   scale};
+            at.queries.first, at.queries.size(), at.keys.first, at.group,   at.dim,   scale,    path};
 }
 template <class T, any_sharding Q>
 kernels::attended_gradients<T> gradients_on_device(attention_queries<T, Q, cuda::memory> const& from) {
