@@ -74,8 +74,8 @@ __device__ __forceinline__ void multiply_rows(std::uint32_t a, int row, std::uin
     }
 }
 
-/// sum += a b, of a in registers, rounded, and G groups of 8 columns from `first` on of the 8N rows of a tile. `Wide`: a
-/// is rounded as its T but keeps the exponents of float.
+/// sum += a b, of a in registers, rounded, and G groups of 8 columns from `first` on of the 8N rows of a tile. `Wide`:
+/// a is rounded as its T but keeps the exponents of float.
 template <class T, int D, bool Wide, std::size_t N, std::size_t G>
 __device__ __forceinline__ void add_product(float const (&a)[N][4], std::uint32_t b, int first, float (&sum)[G][4]) {
     int const lane = core_lane();
@@ -112,9 +112,9 @@ __device__ __forceinline__ void add_product(float const (&a)[N][4], std::uint32_
     }
 }
 
-/// Zeroes what is infinite or NaN in a tile of which some rows see a part only: a sum over what they do not see would be
-/// NaN, even with weights of 0. Returns the rows, as bits, that had any. `marks`: in shared memory, 0. All threads call
-/// it, after a barrier; it ends with one.
+/// Zeroes what is infinite or NaN in a tile of which some rows see a part only: a sum over what they do not see would
+/// be NaN, even with weights of 0. Returns the rows, as bits, that had any. `marks`: in shared memory, 0. All threads
+/// call it, after a barrier; it ends with one.
 template <class T, int D, int Rows>
 __device__ __forceinline__ std::uint64_t clear_no_numbers(char* tile, unsigned long long& marks) {
     static_assert(Rows <= 64);
@@ -143,8 +143,8 @@ __device__ __forceinline__ void spoil(std::uint64_t rows, bool (&spoilt)[2], F c
         for (int r = 0; r < 2; ++r) spoilt[r] |= sees(r, __ffsll(static_cast<long long>(rows)) - 1);
 }
 
-/// Calls `f(row, column of the head, sum, row of this lane)` for the sums of a warp: 16 rows of a tile from `row` on, of
-/// the columns from `first` on.
+/// Calls `f(row, column of the head, sum, row of this lane)` for the sums of a warp: 16 rows of a tile from `row` on,
+/// of the columns from `first` on.
 template <int Rows, std::size_t G, class F>
 __device__ __forceinline__ void each_core_sum(tile_rows<Rows> const& at, int row, int dim, int first,
                                               float const (&sum)[G][4], F const& f) {

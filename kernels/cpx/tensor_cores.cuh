@@ -23,7 +23,7 @@ __device__ __forceinline__ std::uint32_t shared_address(void const* place) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(place));
 }
 
-/// Copies 16 bytes to shared memory, or writes zeros if they are not `there`. Done after `wait_for_copies` and a barrier.
+/// Copies 16 bytes to shared memory, or zeros if they are not `there`: done after `wait_for_copies` and a barrier.
 __device__ __forceinline__ void copy_later(std::uint32_t to, void const* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
                  "r"(there ? 16 : 0)
@@ -46,8 +46,8 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&to)[4], std::uin
                  : "r"(row));
 }
 
-/// sum += a b, of 16 x 16 and 16 x 8 elements. Lane l has of the sum rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
-/// next; of a those rows and columns, then those rows 8 columns further; of b rows 2 (l % 4) and the next, then 8
+/// sum += a b, of 16 x 16 and 16 x 8 elements. Lane l has of the sum rows l / 4 and l / 4 + 8, columns 2 (l % 4) and
+/// the next; of a those rows and columns, then those rows 8 columns further; of b rows 2 (l % 4) and the next, then 8
 /// further, of column l / 4.
 template <class T>
 __device__ __forceinline__ void multiply(float (&sum)[4], std::uint32_t const (&a)[4], std::uint32_t b0,

@@ -22,8 +22,8 @@ namespace cpx::cuda {
 /// Which kernels compute attention, see `attention_path_of`.
 enum class attention_path { plain, tensor_cores };
 
-/// Attention of one rank's rows, of arguments that fit: q of `queries`, k and v of `keys`, in the memory `in`. Query head
-/// h of the rank reads its key head `(first_query + h) / group - first_key`.
+/// Attention of one rank's rows, of arguments that fit: q of `queries`, k and v of `keys`, in the memory `in`. Query
+/// head h of the rank reads its key head `(first_query + h) / group - first_key`.
 template <gpu_number T, any_sharding Q, any_sharding K>
 struct attention_rows {
     Q const& queries;

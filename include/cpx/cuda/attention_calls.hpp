@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one rank's rows and its backward, by plain kernels or on tensor cores. `attention` of tensors calls these.
+// Attention of one rank's rows and its backward, plain or on tensor cores: what `attention` of tensors calls.
 #pragma once
 
 #include <cpx/cuda/attention.hpp>
