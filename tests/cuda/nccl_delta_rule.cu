@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated delta rule of tensors on devices, on any sharding: the host's results, and the bits of one GPU.
+// The gated delta rule and a decay a head of tensors on devices, on any sharding: the host's results, and the bits of
+// one GPU.
 #include <cpx/ops/cuda/gated_delta_rule.hpp>
+#include <cpx/ops/cuda/head_decay_attention.hpp>
 
 #include <cpx/layout/head_sharded.hpp>
 
@@ -53,6 +55,7 @@ struct problem {
     cpx::delta_rule_heads heads;
     cpx::delta_rule_options options;
     numbers q, k, v, g, beta, dout, initial, dfinal;
+    bool erases = true; ///< else it is a decay a head
 
     section key() const { return {heads.key_heads, heads.key_dim}; }
     section value() const { return {heads.value_heads, heads.value_dim}; }
@@ -163,20 +166,36 @@ void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const
     auto initial = states(&p.initial), dfinal = states(&p.dfinal), last = states(nullptr), first = states(nullptr);
     meet();
 
-    cpx::delta_rule_saved<T, M> saved;
     auto const plan = cpx::carry<How>(sharding, rank);
-    cpx::delta_rule_tensors<T, S, M> const t{q, k, v, g, beta, o, view(initial), view(last), &saved};
-    cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
-    meet();
-    cpx::gated_delta_rule_backward(
-        plan, t, cpx::delta_rule_gradient_tensors<T, S, M>{dout, dq, dk, dv, dg, dbeta, view(dfinal), view(first)},
-        p.heads, p.options, by);
+    cpx::recurrence_saved<T, M> saved;
+    if (p.erases) {
+        cpx::delta_rule_tensors<T, S, M> const t{q, k, v, g, beta, o, view(initial), view(last), &saved};
+        cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
+        meet();
+        cpx::gated_delta_rule_backward(
+            plan, t, cpx::delta_rule_gradient_tensors<T, S, M>{dout, dq, dk, dv, dg, dbeta, view(dfinal), view(first)},
+            p.heads, p.options, by);
+    } else if constexpr (std::same_as<M, cpx::cuda::memory>) {
+        cpx::head_decay_attention const model{p.heads};
+        cpx::head_decay_tensors<T, S> const t{q, k, v, g, o, view(initial), view(last), &saved};
+        cpx::recur(plan, model, t, by);
+        meet();
+        cpx::recur_backward(plan, model, t,
+                            cpx::head_decay_gradient_tensors<T, S>{dout, dq, dk, dv, dg, view(dfinal), view(first)},
+                            by);
+    } else {
+        cpx::head_decay_attention const model{p.heads};
+        cpx::recurrence_tensors<T, S, 4> const t{{q, k, v, g}, o, view(initial), view(last), &saved};
+        cpx::recur(plan, model, t, by);
+        cpx::recur_backward(plan, model, t,
+                            cpx::recurrence_gradients<T, S, 4>{dout, {dq, dk, dv, dg}, view(dfinal), view(first)}, by);
+    }
     r.put(0, sharding, rank, p.value(), widen(o.read()));
     r.put(1, sharding, rank, p.key(), widen(dq.read()));
     r.put(2, sharding, rank, p.key(), widen(dk.read()));
     r.put(3, sharding, rank, p.value(), widen(dv.read()));
     r.put(4, sharding, rank, p.gate(), widen(dg.read()));
-    r.put(5, sharding, rank, p.gate(), widen(dbeta.read()));
+    r.put(5, sharding, rank, p.gate(), p.erases ? widen(dbeta.read()) : numbers(dbeta.elements().size()));
     auto const count = static_cast<std::size_t>(sequences * width);
     r.put_states(6, heads, p, widen(memory.read(std::span<sum const>(last.data(), count))));
     r.put_states(7, heads, p, widen(memory.read(std::span<sum const>(first.data(), count))));
@@ -282,6 +301,15 @@ TEST_SUITE("cuda") {
         check_problem<float>(make<float>(lengths({70, 0, 1, 130, 64, 3, 211}), {2, 4, 40, 24}, true, 5), 1e-5, 1e-5);
         check_problem<__nv_bfloat16>(
             make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 6), 4.7e-3, 6e-3);
+    }
+
+    TEST_CASE("a decay a head between GPUs is the host's on every sharding, by serial with the bits of one") {
+        if (!has_gpus(2)) return;
+        auto small = make<float>(lengths({70, 0, 1, 130, 64, 3, 211}), {2, 4, 40, 24}, false, 7);
+        auto large = make<__nv_bfloat16>(lengths({200, 0, 311, 1, 64, 513}), {2, 4, 128, 128}, false, 8);
+        small.erases = large.erases = false;
+        check_problem<float>(small, 1e-5, 1e-5);
+        check_problem<__nv_bfloat16>(large, 4.7e-3, 6e-3);
     }
 
     TEST_CASE("once prepared, the gated delta rule and its backward only enqueue, also those of another batch") {

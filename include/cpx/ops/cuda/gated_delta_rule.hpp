@@ -8,8 +8,6 @@
 #include <cpx/ops/cuda/recurrence.hpp>
 #include <cpx/ops/gated_delta_rule_backward.hpp>
 
-#include <algorithm>
-#include <memory>
 #include <optional>
 
 namespace cpx {
@@ -18,28 +16,19 @@ namespace detail {
 
 /// The gated delta rule as a recurrence on a device, see `device_states`.
 template <class T>
-struct device_gated_delta : gated_delta {
+struct device_gated_delta : gated_delta, private device_heads {
     using memory = cuda::state_exchange;
+
+    device_gated_delta(recurrence_heads const& heads, delta_rule_options const& options)
+        : gated_delta{heads, options} {}
 
     void check(char const* where, caller here) const {
         gated_delta::check(where, here);
-        require(options.chunk == 64, where, "chunk", "64, of tensors on devices", options.chunk, here);
-        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1",
-                std::min(heads.key_heads, heads.value_heads), here);
-        require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
-                heads.key_dim, here);
-        require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
-                "from 1 to 65536, of tensors on devices", heads.value_dim, here);
+        check_sizes(where, heads, options.chunk, here);
     }
     template <any_sharding S>
     void check_heads(char const* where, S const& sharding, bool backward, caller here) const {
-        index_t const group = heads.value_heads / heads.key_heads;
-        for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
-            range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
-            bool const whole = values.first == keys.first * group && values.last == keys.last * group;
-            require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
-                    "on one rank, of tensors on devices", "on several", here);
-        }
+        check_whole(where, heads, sharding, backward, here);
     }
 
     template <class X, class O>
@@ -82,10 +71,6 @@ struct device_gated_delta : gated_delta {
 
 private:
     static index_t count(device_segments const& s) { return std::ssize(s.first); }
-    static cuda::block<char> workspace(index_t bytes, memory const& m) { return m.memory().template room<char>(bytes); }
-    static std::span<char> all(cuda::block<char> const& b) {
-        return {const_cast<char*>(b.data()), static_cast<std::size_t>(b.size())};
-    }
     template <class X>
     static cuda::gated_delta_rule_input<T> input(device_segments const& s, X const& x, std::span<float const> before) {
         auto const& [q, k, v, g, beta] = x;
@@ -147,14 +132,6 @@ auto device_inputs(delta_rule_tensors<T, S, cuda::memory> const& t, device_keys<
     return std::tuple(keys.q(), keys.k(), t.v.view(), t.g.view(), t.beta.view());
 }
 
-/// Calls `f(state_exchange)` with one for this call, which the communicator keeps until the stream has come here.
-template <class F>
-void with_state_exchange(cuda::communicator& comm, caller here, F&& f) {
-    auto by = std::make_unique<cuda::state_exchange>(comm);
-    f(*by);
-    comm.keep(std::move(by), here);
-}
-
 } // namespace detail
 
 /// Computes the gated delta rule of tensors on devices in the communicator's stream, as that of tensors on the host.
@@ -176,7 +153,7 @@ void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, c
     if constexpr (fits && element) {
         detail::device_keys<T, S> const keys(t.q, t.k, heads.key_dim, options.qk_l2norm, by, here);
         detail::device_tensors const of{detail::device_inputs(t, keys), t.o.view(), t.initial, t.final, t.saved};
-        detail::device_gated_delta<T> const r{{heads, options}};
+        detail::device_gated_delta<T> const r(heads, options);
         using local = detail::device_forward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>>;
         detail::run_recurrence<local>(plan, r, of, by, here);
     }
@@ -210,7 +187,7 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
         detail::device_gradients const gradients{
             to.dout.view(), std::tuple(to.dq.view(), to.dk.view(), to.dv.view(), to.dg.view(), to.dbeta.view()),
             to.dfinal, to.dinitial};
-        detail::device_gated_delta<T> const r{{heads, options}};
+        detail::device_gated_delta<T> const r(heads, options);
         using local = detail::device_backward<detail::device_gated_delta<T>, std::remove_const_t<decltype(of)>,
                                               std::remove_const_t<decltype(gradients)>>;
         detail::run_recurrence_backward<local>(plan, r, of, gradients, by, here);

@@ -7,6 +7,7 @@
 #include <cpx/ops/recurrence.hpp>
 
 #include <algorithm>
+#include <memory>
 #include <span>
 #include <tuple>
 #include <type_traits>
@@ -15,6 +16,37 @@
 namespace cpx {
 
 namespace detail {
+
+/// What recurrences on devices whose heads read keys and values have in common.
+class device_heads {
+protected:
+    static void check_sizes(char const* where, recurrence_heads const& heads, index_t chunk, caller here) {
+        require(chunk == 64, where, "chunk", "64, of tensors on devices", chunk, here);
+        require(heads.key_heads >= 1 && heads.value_heads >= 1, where, "heads", "at least 1",
+                std::min(heads.key_heads, heads.value_heads), here);
+        require(heads.key_dim >= 1 && heads.key_dim <= 256, where, "key_dim", "from 1 to 256, of tensors on devices",
+                heads.key_dim, here);
+        require(heads.value_dim >= 1 && heads.value_dim <= 65536, where, "value_dim",
+                "from 1 to 65536, of tensors on devices", heads.value_dim, here);
+    }
+    template <any_sharding S>
+    static void check_whole(char const* where, recurrence_heads const& heads, S const& sharding, bool backward,
+                            caller here) {
+        index_t const group = heads.value_heads / heads.key_heads;
+        for (int rank = 0; rank < (S::every_row ? sharding.ranks() : 1); ++rank) {
+            range const values = sharding.heads(rank, heads.value_heads), keys = sharding.heads(rank, heads.key_heads);
+            bool const whole = values.first == keys.first * group && values.last == keys.last * group;
+            require(whole || (!backward && keys.size() == 1), where, "value heads that read one key head",
+                    "on one rank, of tensors on devices", "on several", here);
+        }
+    }
+    static cuda::block<char> workspace(index_t bytes, cuda::state_exchange const& m) {
+        return m.memory().template room<char>(bytes);
+    }
+    static std::span<char> all(cuda::block<char> const& b) {
+        return {const_cast<char*>(b.data()), static_cast<std::size_t>(b.size())};
+    }
+};
 
 /// What a recurrence on a device is given and makes: x, dx: tuples of tensors in the order of `inputs()`.
 template <class X, class O, class Saved>
@@ -202,6 +234,14 @@ private:
     Tensors const& t_;
     Gradients const& to_;
 };
+
+/// Calls `f(state_exchange)` with one for this call, which the communicator keeps until the stream has come here.
+template <class F>
+void with_state_exchange(cuda::communicator& comm, caller here, F&& f) {
+    auto by = std::make_unique<cuda::state_exchange>(comm);
+    f(*by);
+    comm.keep(std::move(by), here);
+}
 
 } // namespace detail
 
