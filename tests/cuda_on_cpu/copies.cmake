@@ -1,0 +1,17 @@
+# cpx_kernels_for_cpu(<folder>): copies of kernels/ into <folder> that C++ compilers take: without the header that refuses
+# these; memory that a launch gives is that of gpu.hpp, and so is the one instruction of PTX that is not behind a function
+# of tensor_cores.cuh.
+function(cpx_kernels_for_cpu folder)
+    file(GLOB kernels CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/kernels ${PROJECT_SOURCE_DIR}/kernels/cpx/*.cuh)
+    list(REMOVE_ITEM kernels cpx/tensor_cores.cuh)
+    foreach(kernel IN LISTS kernels)
+        set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/kernels/${kernel})
+        file(READ ${PROJECT_SOURCE_DIR}/kernels/${kernel} text)
+        string(REPLACE "#include <cpx/cuda/nvcc.hpp>\n" "" text "${text}")
+        string(REGEX REPLACE "extern __shared__ __align__\\([0-9]+\\) ([a-z_]+) ([a-z_]+)\\[\\];"
+            "\\1* const \\2 = reinterpret_cast<\\1*>(gpu::now().shared());" text "${text}")
+        string(REGEX REPLACE "asm\\(\"ex2[^\n]*\"=f\"\\(([a-z]+)\\) : \"f\"\\(([a-z]+)\\)\\);"
+            "\\1 = power_of_two_flushed(\\2);" text "${text}")
+        file(CONFIGURE OUTPUT ${folder}/${kernel} CONTENT "${text}" @ONLY)
+    endforeach()
+endfunction()
