@@ -1719,7 +1719,9 @@ inline constexpr int most_chunks = std::numeric_limits<int>::max();
 CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
     if (int const most = most_chunks / chunks; ranks > most || ranks < 1) {
 #ifndef __CUDA_ARCH__
-        require(false, layout, "ranks", ranks < 1 ? "at least 1" : "at most " + std::to_string(most), ranks, here);
+        // Not by require: of a constant, compilers would tell how the text is made.
+        throw error(layout, "ranks", ranks < 1 ? "at least 1" : "at most " + std::to_string(most),
+                    std::to_string(ranks), here);
 #endif
     }
     return ranks;
@@ -2611,6 +2613,10 @@ struct sequential : private extent<W> {
     constexpr sequential() = default;
     CPX_HOST_DEVICE constexpr explicit sequential(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(1, ranks, "sequential", here)) {}
+    template <class X>
+    constexpr sequential(int, X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: sequential wants the number of its ranks alone: sequential<>(4)");
+    }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }
@@ -2883,6 +2889,10 @@ struct striped : private extent<W> {
     constexpr striped() = default;
     CPX_HOST_DEVICE constexpr explicit striped(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(Stripes, ranks, "striped", here)) {}
+    template <class X>
+    constexpr striped(int, X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: striped wants the number of its ranks alone: striped<>(4)");
+    }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return Stripes * ranks(); }
@@ -3132,6 +3142,10 @@ struct zigzag : private extent<W> {
     constexpr zigzag() = default;
     CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
+    template <class X>
+    constexpr zigzag(int, X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: zigzag wants the number of its ranks alone: zigzag<>(4)");
+    }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
@@ -6477,11 +6491,24 @@ inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono
     return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
 }
 
-/// The error of `rank`, which waits in an exchange for a rank that has left the group.
-inline error gone(char const* where, int rank, identity const& id, int peer) {
-    std::string const who = "rank " + std::to_string(peer);
-    return {where, "rank " + std::to_string(rank) + " waits in " + id.text() + " for " + who, who + " to take part",
-            "its return"};
+/// The error of `rank`, which waits in an exchange for a rank that has left the group. `last`: the last exchange of that
+/// rank, or null. Ranks may have no rows for each other: then nothing before this has shown that their batches differ.
+inline error gone(char const* where, int rank, identity id, int peer, identity const* last) {
+    std::string const me = "rank " + std::to_string(rank), who = "rank " + std::to_string(peer);
+    std::string const problem = me + " waits in " + id.text() + " for " + who;
+    std::string got = "its return";
+    if (last) {
+        got += " after " + last->text();
+        identity other = *last;
+        id[identity::agreement] = other[identity::agreement] = 0;
+        difference const first(other, id);
+        if (!first.exact())
+            got += ", of another batch";
+        else if (!first.empty())
+            got += " (" + first.name() + ": " + first.value(other) + " on " + who + ", " + first.value(id) + " on " +
+                   me + ')';
+    }
+    return {where, problem, who + " to take part", got};
 }
 
 /// The error of ranks that wait for each other in exchanges of which two are `mine` and `theirs`. `in`: the exchange of
@@ -7490,10 +7517,10 @@ public:
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it. Where the
     /// system starts fewer threads, throws one that says how many.
-    template <class F>
-        requires std::invocable<F&, threads&>
-    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
-                    caller here = caller::here()) {
+    template <
+        class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
+    static auto run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
+                    caller here = caller::here()) -> decltype(static_cast<void>(program(std::declval<threads&>()))) {
         run_all(ranks, std::ref(program), deadline, here);
     }
     template <class X = detail::any>
@@ -7546,6 +7573,7 @@ public:
             world_.fail(rank_, detail::reason(e));
             throw;
         }
+        me.last = id;
         me.in = nullptr;
     }
 
@@ -7610,6 +7638,7 @@ private:
         bool asleep = false;          ///< it waits, without news
         bool left = false;            ///< its program has returned
         identity const* in = nullptr; ///< its present exchange
+        std::optional<identity> last; ///< its last one
         detail::waits waits;
     };
 
@@ -7693,7 +7722,8 @@ private:
         member& me = world_.member_at(rank_);
         me.waits.each([&](int peer) {
             check_exchange(id, peer);
-            if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
+            member const& other = world_.member_at(peer);
+            if (other.left) throw detail::gone("threads", rank_, id, peer, other.last ? &*other.last : nullptr);
         });
         auto const late = [&](std::vector<int> const& missing) {
             return detail::late("threads", rank_, id, me.waits, missing, world_.deadline);

@@ -246,6 +246,32 @@ TEST_SUITE("mpi") {
         CHECK(std::chrono::steady_clock::now() - started < 20s);
     }
 
+    TEST_CASE("who waits for ranks that have returned is told where the batch of their last exchange is another") {
+        if (alone()) return;
+        auto const started = std::chrono::steady_clock::now();
+        struct {
+            cpx::thd of_rank_1;
+            std::string what, usual, its;
+        } const cases[] = {{cpx::thd::uniform(11, 1), "offset 11 of cu_seqlens", "none", "11"},
+                           {cpx::thd(cpx::thd::uniform(10, 1).offsets(), {1, 1, 1, 1, 1, 1, 1, 1, 1, 0}),
+                            "the valid length of sequence 9", "1", "0"}};
+        for (auto const& c : cases) {
+            auto const text = error(60s, [&](cpx::mpi& comm) {
+                auto const step = [&](cpx::thd const& of) { // in which no rank has rows for another
+                    auto const x = cpx::make_tensor<float>(cpx::shard(of, cpx::sequential<>(comm.ranks())), comm, 1);
+                    auto const p = cpx::halo(x.sharding(), comm.rank(), 1);
+                    std::vector<float> to(static_cast<std::size_t>(p.target_rows));
+                    cpx::exchange(p, x.data(), cpx::rows<float>(to, 1), comm);
+                };
+                step(cpx::thd::uniform(10, 1));
+                step(comm.rank() == 1 ? c.of_rank_1 : cpx::thd::uniform(10, 1));
+            });
+            check_passages(text, {"rank 1 waits in agreement on halo ", " to take part, got its return after halo ",
+                                  " (" + c.what + ": " + c.usual + " on rank ", ", " + c.its + " on rank 1)"});
+        }
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+    }
+
     TEST_CASE("a rank that runs a new plan while the others run one they have agreed on is named at once, by both") {
         if (job::ranks() < 3) return;
         auto const started = std::chrono::steady_clock::now();

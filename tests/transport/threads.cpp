@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cpx/transport/threads.hpp>
 
+#include <cpx/plan/halo.hpp>
 #include <cpx/testing/transport.hpp>
 #include <cpx/transport/transport_ref.hpp>
 
@@ -161,6 +162,26 @@ TEST_SUITE("transport") {
         CHECK((holds(texts[0], "its return") || holds(texts[2], "its return")));
     }
 
+    TEST_CASE("who waits for a rank that has returned is told the batch of its last exchange, where that is another") {
+        auto const texts = errors(2, 10s, [](cpx::threads& comm) { // at last, rank 0 sends nothing
+            cpx::thd const usual({0, 9}), longer({0, 10});
+            auto const step = [&](cpx::thd const& batch) {
+                auto const x = cpx::make_tensor<float>(cpx::shard(batch, cpx::sequential<>(2)), comm, 1);
+                auto const p = cpx::halo(x.sharding(), comm.rank(), 1);
+                std::vector<float> rows(static_cast<std::size_t>(p.target_rows));
+                cpx::exchange(p, x.data(), cpx::rows<float>(rows, 1), comm);
+            };
+            step(longer);
+            step(usual);
+            if (comm.rank() == 1) step(longer);
+        });
+        CHECK(texts[0].empty());
+        CHECK_MESSAGE(holds(texts[1], "got its return after halo sequential<> over sequence, balanced -> "
+                                      "sequential<> over sequence, balanced (offset 1 of cu_seqlens: 9 on rank 0, 10 "
+                                      "on rank 1)"),
+                      texts[1]);
+    }
+
     TEST_CASE("a rank that does not come within the deadline is named by the others") {
         auto const texts = errors(3, 50ms, [](cpx::threads& comm) {
             if (comm.rank() == 2)
@@ -301,6 +322,32 @@ TEST_SUITE("transport") {
         CHECK(!found.all_duties());
         CHECK(
             holds(found.text(), "duty      NO   a rank that throws ends the others: no rank has run: out of sockets"));
+        CHECK(!holds(found.text(), " yes "));
+    }
+
+    TEST_CASE("the test of transports takes no courtesy for seen where a rank has thrown something else") {
+        struct of_another_library {
+            cpx::threads& comm;
+            int rank() const { return comm.rank(); }
+            int ranks() const { return comm.ranks(); }
+            std::unordered_set<std::uint64_t>& agreed() { return comm.agreed(); }
+            void transfer(cpx::identity const&, std::span<cpx::outgoing const>, std::span<cpx::incoming const>) {
+                throw std::runtime_error("no socket");
+            }
+        };
+        auto const found = cpx::testing::check_transport(
+            [](auto const& program, auto deadline) {
+                cpx::threads::run(
+                    2,
+                    [&](cpx::threads& comm) {
+                        of_another_library other{comm};
+                        program(other);
+                    },
+                    deadline);
+            },
+            200ms);
+        CHECK(!found.all_courtesies());
+        CHECK_MESSAGE(!holds(found.text(), "courtesy  yes"), found.text());
     }
 
     TEST_CASE("a group whose threads the caller starts does what run does") {

@@ -61,11 +61,12 @@ public:
         };
         for (int rank = 0; rank < most_ranks; ++rank) {
             any = any || notes_[rank].progress != absent;
-            if (notes_[rank].progress == begun) add(all.duty, rank, "it did not come to its end");
+            if (notes_[rank].progress == begun)
+                for (auto* text : {&all.duty, &all.courtesy}) add(*text, rank, "it did not come to its end");
             add(all.duty, rank, notes_[rank].duty.data());
             add(all.courtesy, rank, notes_[rank].courtesy.data());
         }
-        if (!any) all.duty = "no rank has run" + (thrown.empty() ? "" : ": " + thrown);
+        if (!any) all.duty = all.courtesy = "no rank has run" + (thrown.empty() ? "" : ": " + thrown);
         return all;
     }
 

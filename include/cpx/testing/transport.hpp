@@ -372,7 +372,8 @@ report check_transport(Run&& run, std::chrono::milliseconds shortest = std::chro
                 v ? verdicts.end(comm.rank(), *v) : verdicts.leave_out(comm.rank());
             } catch (std::exception const& e) {
                 bool const meant = d.tested == detail::property::throws && comm.rank() == comm.ranks() - 1;
-                verdicts.end(comm.rank(), {meant ? "" : e.what(), ""});
+                std::string const what = meant ? "" : e.what();
+                verdicts.end(comm.rank(), {what, what}); // nor has a courtesy been seen
                 throw;
             }
         };

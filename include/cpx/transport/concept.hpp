@@ -238,11 +238,24 @@ inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono
     return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
 }
 
-/// The error of `rank`, which waits in an exchange for a rank that has left the group.
-inline error gone(char const* where, int rank, identity const& id, int peer) {
-    std::string const who = "rank " + std::to_string(peer);
-    return {where, "rank " + std::to_string(rank) + " waits in " + id.text() + " for " + who, who + " to take part",
-            "its return"};
+/// The error of `rank`, which waits in an exchange for a rank that has left the group. `last`: the last exchange of that
+/// rank, or null. Ranks may have no rows for each other: then nothing before this has shown that their batches differ.
+inline error gone(char const* where, int rank, identity id, int peer, identity const* last) {
+    std::string const me = "rank " + std::to_string(rank), who = "rank " + std::to_string(peer);
+    std::string const problem = me + " waits in " + id.text() + " for " + who;
+    std::string got = "its return";
+    if (last) {
+        got += " after " + last->text();
+        identity other = *last;
+        id[identity::agreement] = other[identity::agreement] = 0;
+        difference const first(other, id);
+        if (!first.exact())
+            got += ", of another batch";
+        else if (!first.empty())
+            got += " (" + first.name() + ": " + first.value(other) + " on " + who + ", " + first.value(id) + " on " +
+                   me + ')';
+    }
+    return {where, problem, who + " to take part", got};
 }
 
 /// The error of ranks that wait for each other in exchanges of which two are `mine` and `theirs`. `in`: the exchange of

@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace cpx {
@@ -44,10 +45,10 @@ private:
 public:
     /// Calls `program(comm)` on the ranks of `group`, and leaves. If it throws, the other ranks are told why.
     /// Collective.
-    template <class F>
-        requires std::invocable<F&, mpi&>
-    static void run(F&& program, std::chrono::milliseconds deadline = default_deadline, MPI_Comm group = MPI_COMM_WORLD,
-                    caller here = caller::here()) {
+    template <
+        class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
+    static auto run(F&& program, std::chrono::milliseconds deadline = default_deadline, MPI_Comm group = MPI_COMM_WORLD,
+                    caller here = caller::here()) -> decltype(static_cast<void>(program(std::declval<mpi&>()))) {
         mpi comm("mpi::run", std::nullopt, group, deadline, here);
         try {
             program(comm);
@@ -121,6 +122,7 @@ public:
         auto shipments = std::make_unique<std::vector<shipment>>();
         try {
             complete(id, sends, receives, *shipments);
+            notes_->count_exchange(id);
         } catch (std::exception const& e) {
             static_cast<void>(shipments.release()); // MPI may still read or fill the buffers
             fail(detail::reason(e));
@@ -160,7 +162,7 @@ public:
                               [&](shipment& t) { return see_off(t, to_read[static_cast<std::size_t>(t.peer)]); });
                 read_notes(nullptr);
                 left_ = farewells->empty() && notes_->sent() && to_read == notes_->have_been_read();
-                if (!left_) pause(round);
+                if (!left_) detail::mpi_pause(round);
             }
         } catch (std::exception const& e) {
             static_cast<void>(farewells.release()); // MPI may still fill the buffers
@@ -177,6 +179,7 @@ private:
     using clock = std::chrono::steady_clock;
     enum tag { message_tag = 1, note_tag };
     static constexpr index_t block_bytes = 4096, blocks_from = 65536;
+    static constexpr std::chrono::seconds answer_time{1}; ///< for a rank that has left, but waits for the others
 
     /// What stands in front of the bytes of a message.
     struct header {
@@ -208,24 +211,11 @@ private:
             detail::mpi_check(MPI_Ibarrier(group, &request), "MPI_Ibarrier", here);
         else
             detail::mpi_check(MPI_Comm_idup(group, &comm_, &request), "MPI_Comm_idup", here);
-        wait_for_all(where, request, here);
+        detail::mpi_wait_for_all(where, request, deadline_, here);
         if (color) detail::mpi_check(MPI_Comm_split(group, *color, 0, &comm_), "MPI_Comm_split", here);
         prepare(here);
     }
 
-    void wait_for_all(char const* where, MPI_Request request, caller here) const {
-        auto const end = clock::now() + deadline_;
-        for (int round = 0, come = 0;; ++round) {
-            detail::mpi_check(MPI_Test(&request, &come, MPI_STATUS_IGNORE), "MPI_Test", here);
-            if (come) return;
-            if (clock::now() > end) {
-                detail::mpi_failed = true;
-                throw error(where, "ranks of the communicator",
-                            "all of them within " + std::to_string(deadline_.count()) + " ms", "fewer", here);
-            }
-            pause(round);
-        }
-    }
     void prepare(caller here) {
         detail::mpi_check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler", here);
         detail::mpi_check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank", here);
@@ -236,12 +226,6 @@ private:
         notes_.emplace(comm_, note_tag, message_tag, rank_, ranks_);
     }
 
-    static void pause(int round) {
-        if (round < 1000)
-            std::this_thread::yield();
-        else
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
     /// MPI counts in int: a long message is a number of blocks, its last one filled up.
     static index_t padded(index_t bytes) {
         return bytes < blocks_from ? bytes : (bytes + block_bytes - 1) / block_bytes * block_bytes;
@@ -275,7 +259,7 @@ private:
                 }
             }
             bool const idle = std::ranges::all_of(open, [](shipment* t) { return t->target && !t->data; });
-            pause(idle ? round : 0); // long messages advance only while MPI is called
+            detail::mpi_pause(idle ? round : 0); // long messages advance only while MPI is called
         }
     }
 
@@ -292,11 +276,11 @@ private:
     void find_difference(identity const& mine, identity const& theirs, int peer, clock::time_point end) {
         if (mine.same_exchange(theirs) || detail::difference(mine, theirs).exact()) return;
         notes_->tell_batch(peer, mine, theirs);
+        wait_for_error(mine, peer, end);
+    }
+    void wait_for_error(identity const& mine, int peer, clock::time_point end) {
         detail::mpi_wait const waiting{{{peer}, {}}, mine};
-        for (int round = 0; clock::now() < end; ++round) {
-            read_notes(&waiting);
-            pause(round);
-        }
+        for (int round = 0; clock::now() < end; detail::mpi_pause(round++)) read_notes(&waiting);
     }
 
     void send(shipment& t, identity const& id, outgoing const& parcel) {
@@ -314,7 +298,11 @@ private:
     bool advance(shipment& t, identity const& id, clock::time_point end) {
         if (!t.target) return is_done(t);
         if (!has_arrived(t)) return false;
-        if (t.size < header_bytes) throw detail::gone("mpi", rank_, id, t.peer); // its last words
+        if (t.size < header_bytes) { // its last words; who has left still answers
+            notes_->ask_last(t.peer, id);
+            wait_for_error(id, t.peer, std::min(end, clock::now() + answer_time));
+            throw detail::gone("mpi", rank_, id, t.peer, nullptr);
+        }
         notes_->count_received(t.peer);
         deliver(t, id, end);
         t.data.reset();
@@ -370,7 +358,15 @@ private:
     /// Returns whether a rank has left; then `notes` is how many there are to read of it. Throws if it sends a message.
     bool see_off(shipment& t, std::uint64_t& notes) {
         if (!has_arrived(t)) return false;
-        if (t.size >= header_bytes) throw detail::gone("mpi", t.peer, header_of(t).id, rank_);
+        if (t.size >= header_bytes) {
+            auto const theirs = header_of(t).id;
+            auto const* const last = notes_->ran();
+            if (last && !detail::difference(*last, theirs).exact()) { // who has both batches says more
+                notes_->tell_last(t.peer, theirs);
+                wait_for_error(theirs, t.peer, clock::now() + answer_time);
+            }
+            throw detail::gone("mpi", t.peer, theirs, rank_, last);
+        }
         auto const* const words = reinterpret_cast<char const*>(t.data.get());
         notes = notes_->read_end(t.peer, std::string(words, words + t.size));
         return true;

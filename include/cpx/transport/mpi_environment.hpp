@@ -11,8 +11,10 @@
 #include <mpi.h>
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <string>
+#include <thread>
 
 namespace cpx {
 
@@ -28,6 +30,27 @@ inline void mpi_check(int result, char const* call, caller here = caller::here()
     int length = 0;
     MPI_Error_string(result, text.data(), &length);
     throw error("mpi", call, "success", text.substr(0, static_cast<std::size_t>(length)), here);
+}
+
+/// What a rank does between two looks for news, of which `round` were in vain.
+inline void mpi_pause(int round) {
+    if (round < 1000)
+        std::this_thread::yield();
+    else
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
+/// Waits for a collective of all ranks. Throws `cpx::error` if they do not come within `deadline`.
+inline void mpi_wait_for_all(char const* where, MPI_Request request, std::chrono::milliseconds deadline, caller here) {
+    auto const end = std::chrono::steady_clock::now() + deadline;
+    for (int round = 0, come = 0;; mpi_pause(round++)) {
+        mpi_check(MPI_Test(&request, &come, MPI_STATUS_IGNORE), "MPI_Test", here);
+        if (come) return;
+        if (std::chrono::steady_clock::now() <= end) continue;
+        mpi_failed = true;
+        throw error(where, "ranks of the communicator",
+                    "all of them within " + std::to_string(deadline.count()) + " ms", "fewer", here);
+    }
 }
 
 } // namespace detail

@@ -23,8 +23,8 @@ struct mpi_wait : waits {
     identity id;
 };
 
-/// Notes from rank to rank, read while a rank waits: that one fails; when another asks, what it waits for; and the
-/// batch of one that does not know in what another's differs.
+/// Notes from rank to rank, read while a rank waits: that one fails; when another asks, what it waits for, or which
+/// exchange was its last; and the batch of one that does not know in what another's differs.
 class mpi_notes {
 public:
     static constexpr std::size_t longest = 3000; ///< any MPI takes so much without a receiver
@@ -51,11 +51,24 @@ public:
             if (peer != rank_ && !at(known_, peer).has_left) write(peer, "failed " + what.substr(0, longest));
     }
 
+    /// Counts an exchange that has come to its end, the last one so far.
+    void count_exchange(identity const& id) { ran_ = id; }
+    /// Returns that, or null.
+    identity const* ran() const { return ran_ ? &*ran_ : nullptr; }
+
+    /// Asks a rank that has left which exchange was its last, for this one waits for it in `id`; it has answered when
+    /// `read` throws.
+    void ask_last(int peer, identity const& id) {
+        write(peer, "return " + std::string(reinterpret_cast<char const*>(&id), sizeof id));
+    }
+    /// Answers that. Also to a rank that has sent a message of exchange `theirs`, after the last of this one.
+    void tell_last(int peer, identity const& theirs) { tell_batch(peer, ran_.value_or(identity()), theirs, "last "); }
+
     /// Tells `peer`, which has sent a message of exchange `theirs`, of which batch `mine` is, so that it can say in
     /// what the two differ, and fails.
-    void tell_batch(int peer, identity const& mine, identity const& theirs) {
+    void tell_batch(int peer, identity const& mine, identity const& theirs, std::string text = "batch ") {
         auto const batch = known_batches::find(mine.numbers[identity::cu_seqlens]).value_or(thd());
-        std::string text = "batch " + std::to_string(batch.sequences());
+        text += std::to_string(batch.sequences());
         for (index_t const offset : batch.offsets()) text += ' ' + std::to_string(offset);
         for (index_t s = 0; s < batch.sequences(); ++s) text += ' ' + std::to_string(batch.valid(s));
         text += ' ';
@@ -63,7 +76,7 @@ public:
         write(peer, std::move(text));
     }
 
-    /// Tells all others that this rank writes no more, and how many notes each is to read.
+    /// Tells all others that this rank writes no more, if all goes well, and how many notes each is to read.
     void tell_end() {
         for (int peer = 0; peer < ranks(); ++peer)
             if (peer != rank_) send(peer, last_, std::to_string(at(written_, peer)));
@@ -83,7 +96,7 @@ public:
     }
 
     /// Reads what has come, and answers who asks with `mine`, unless that is null. Returns what has failed on another
-    /// rank, or "". Throws if one is in an exchange of another batch.
+    /// rank, or "". Throws if one is in an exchange of another batch, or has left that for which this one waits.
     std::string read(mpi_wait const* mine) {
         for (;;) {
             int come = 0, size = 0;
@@ -100,7 +113,12 @@ public:
             std::uint64_t question = 0;
             words >> kind;
             if (kind == "failed") return text.substr(kind.size() + 1);
-            if (kind == "batch") compare_with(from, words, text);
+            if (kind == "batch" || kind == "last") compare_with(from, words, text, kind == "last");
+            if (kind == "return") {
+                identity theirs;
+                std::memcpy(&theirs, text.data() + text.size() - sizeof theirs, sizeof theirs);
+                tell_last(from, theirs);
+            }
             words >> question;
             if (kind == "ask" && mine)
                 write(from, "answer " + std::to_string(question) + state(*mine));
@@ -208,8 +226,9 @@ private:
         ask_on(*r.waits);
     }
 
-    /// Throws in what an exchange of this rank differs from that of a rank that has told its batch.
-    void compare_with(int from, std::istringstream& words, std::string const& text) const {
+    /// Throws in what an exchange of this rank differs from that of a rank that has told its batch. `last`: after which
+    /// that one has left.
+    void compare_with(int from, std::istringstream& words, std::string const& text, bool last) const {
         index_t sequences = 0;
         words >> sequences;
         std::vector<index_t> offsets(static_cast<std::size_t>(sequences) + 1), valid(offsets.size() - 1);
@@ -218,6 +237,7 @@ private:
         known_batches::note(thd(std::move(offsets), std::move(valid)));
         std::array<identity, 2> of; // the other rank's, and this one's
         std::memcpy(of.data(), text.data() + text.size() - sizeof of, sizeof of);
+        if (last) throw gone("mpi", rank_, of[1], from, of[0] == identity() ? nullptr : &of[0]);
         require_same_exchange("mpi", of[1], rank_, of[0], from);
     }
 
@@ -242,6 +262,7 @@ private:
     int tag_, last_, rank_;
     std::vector<std::uint64_t> written_, read_;
     std::uint64_t question_ = 0;
+    std::optional<identity> ran_;
     std::vector<rank_state> known_;
     std::vector<std::pair<std::unique_ptr<std::string>, MPI_Request>> unsent_;
 };

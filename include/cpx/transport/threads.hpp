@@ -11,6 +11,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 namespace cpx {
@@ -31,10 +32,10 @@ public:
     ///
     /// If ranks throw, throws a `cpx::error` that names the first of them, with its exception nested in it. Where the
     /// system starts fewer threads, throws one that says how many.
-    template <class F>
-        requires std::invocable<F&, threads&>
-    static void run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
-                    caller here = caller::here()) {
+    template <
+        class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
+    static auto run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
+                    caller here = caller::here()) -> decltype(static_cast<void>(program(std::declval<threads&>()))) {
         run_all(ranks, std::ref(program), deadline, here);
     }
     template <class X = detail::any>
@@ -87,6 +88,7 @@ public:
             world_.fail(rank_, detail::reason(e));
             throw;
         }
+        me.last = id;
         me.in = nullptr;
     }
 
@@ -151,6 +153,7 @@ private:
         bool asleep = false;          ///< it waits, without news
         bool left = false;            ///< its program has returned
         identity const* in = nullptr; ///< its present exchange
+        std::optional<identity> last; ///< its last one
         detail::waits waits;
     };
 
@@ -234,7 +237,8 @@ private:
         member& me = world_.member_at(rank_);
         me.waits.each([&](int peer) {
             check_exchange(id, peer);
-            if (world_.member_at(peer).left) throw detail::gone("threads", rank_, id, peer);
+            member const& other = world_.member_at(peer);
+            if (other.left) throw detail::gone("threads", rank_, id, peer, other.last ? &*other.last : nullptr);
         });
         auto const late = [&](std::vector<int> const& missing) {
             return detail::late("threads", rank_, id, me.waits, missing, world_.deadline);
