@@ -23,12 +23,20 @@ cpx::striped<4, 0> dealt;
 // A layout whose ranks are in its type takes no other number, nor does a cut with its unit there.
 // expect: cpx: a size that the type tells takes no other
 // expect: cpx: a size that the type tells takes no other
+// expect: cpx: zigzag wants the number of its ranks alone
+// expect: cpx: zigzag wants the number of its ranks alone
+// expect: cpx: sequential wants the number of its ranks alone
+// expect: cpx: striped wants the number of its ranks alone
 #ifdef CPX_GOOD
 cpx::zigzag<> const layout(4);
 cpx::aligned<cpx::dynamic> const unit(32);
 #else
 cpx::zigzag<2> const layout(4);
 cpx::aligned<64> const unit(64);
+cpx::zigzag<> const of_two(2, 3);
+cpx::zigzag<4> const of_type_and_two(2, 3);
+auto const of_rows = cpx::sequential<>(2, "rows");
+cpx::striped<> const stripes(2, 8L, 4);
 #endif
 
 // What is wanted is named: a layout, or a rule that chooses layouts.
@@ -167,6 +175,12 @@ cpx::threads alone(0, 4);
 cpx::threads nobody;
 // expect: routes between layouts that are known at run time only
 auto const of_run_time = cpx::routes(cpx::striped<>(4), cpx::sequential<>(4));
+// expect: a constant expression
+constexpr cpx::zigzag<> of_none(0);
+// expect: (use of deleted function|call to deleted constructor of) .cpx::threads
+void copies() {
+    cpx::threads::run(2, [](auto& comm) { auto const copy = comm; });
+}
 // expect: threads::run.ranks, program. wants a program that takes its rank
 // expect: threads::run.ranks, program. wants a program that takes its rank
 // expect: threads::run.ranks, program. wants a program that takes its rank

@@ -81,7 +81,9 @@ inline constexpr int most_chunks = std::numeric_limits<int>::max();
 CPX_HOST_DEVICE constexpr int ranks_with(int chunks, int ranks, char const* layout, caller here) {
     if (int const most = most_chunks / chunks; ranks > most || ranks < 1) {
 #ifndef __CUDA_ARCH__
-        require(false, layout, "ranks", ranks < 1 ? "at least 1" : "at most " + std::to_string(most), ranks, here);
+        // Not by require: of a constant, compilers would tell how the text is made.
+        throw error(layout, "ranks", ranks < 1 ? "at least 1" : "at most " + std::to_string(most),
+                    std::to_string(ranks), here);
 #endif
     }
     return ranks;

@@ -12,6 +12,10 @@ struct sequential : private extent<W> {
     constexpr sequential() = default;
     CPX_HOST_DEVICE constexpr explicit sequential(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(1, ranks, "sequential", here)) {}
+    template <class X>
+    constexpr sequential(int, X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: sequential wants the number of its ranks alone: sequential<>(4)");
+    }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return ranks(); }

@@ -14,6 +14,10 @@ struct zigzag : private extent<W> {
     constexpr zigzag() = default;
     CPX_HOST_DEVICE constexpr explicit zigzag(int ranks, caller here = caller::here())
         : extent<W>(detail::ranks_with(2, ranks, "zigzag", here)) {}
+    template <class X>
+    constexpr zigzag(int, X const&, detail::any = {}, detail::any = {}) {
+        static_assert(detail::never<X>, "cpx: zigzag wants the number of its ranks alone: zigzag<>(4)");
+    }
 
     CPX_HOST_DEVICE constexpr int ranks() const { return this->get(); }
     CPX_HOST_DEVICE constexpr int chunks() const { return 2 * ranks(); }
