@@ -3,6 +3,7 @@
 // target cpx_peers, build/gpu/bench/libcpx_peers.so. What fails says so on stderr.
 #include <cpx/cpx.hpp>
 #include <cpx/cuda/causal_conv1d.hpp>
+#include <cpx/cuda/gated_delta_rule.hpp>
 
 #include <cstdio>
 
@@ -28,6 +29,42 @@ conv_plan const& conv_plan_of(void const* plan) {
 }
 
 } // namespace
+
+/// What a gated delta rule of a packed batch is given; all in device memory. offsets: (sequences + 1).
+struct cpx_delta_rule {
+    element const *q, *k, *v;
+    float const *g, *beta;
+    std::int64_t const* offsets;
+    std::int64_t tokens, sequences, key_heads, value_heads, dim;
+    char* saved; ///< null: nothing is saved
+    char* workspace;
+    cudaStream_t stream;
+
+    cpx::cuda::gated_delta_rule_shape shape() const { return {key_heads, value_heads, dim, dim}; }
+    std::int64_t saved_bytes() const {
+        return saved ? cpx::cuda::gated_delta_rule_saved<element>(shape(), tokens, sequences) : 0;
+    }
+    template <class T>
+    cpx::rows<T> keys(T* data) const {
+        return {data, tokens, key_heads * dim};
+    }
+    template <class T>
+    cpx::rows<T> values(T* data) const {
+        return {data, tokens, value_heads * dim};
+    }
+    template <class T>
+    cpx::rows<T> gates(T* data) const {
+        return {data, tokens, value_heads};
+    }
+    cpx::cuda::gated_delta_rule_input<element> input() const {
+        return {keys(q),     keys(k),
+                values(v),   gates(g),
+                gates(beta), std::span(offsets, static_cast<std::size_t>(sequences) + 1),
+                {},          {},
+                {},          std::span(saved, static_cast<std::size_t>(saved_bytes()))};
+    }
+    std::span<char> space(std::int64_t bytes) const { return {workspace, static_cast<std::size_t>(bytes)}; }
+};
 
 extern "C" {
 
@@ -73,6 +110,40 @@ int cpx_conv_backward(void const* plan, element const* x, element const* weight,
                                            {},
                                            std::span(workspace, static_cast<std::size_t>(size))},
                                           stream);
+        return 0;
+    });
+}
+
+/// Writes the bytes that a gated delta rule wants: of its forward's workspace, of its backward's, and of what it saves.
+int cpx_delta_rule_bytes(std::int64_t tokens, std::int64_t sequences, std::int64_t key_heads, std::int64_t value_heads,
+                         std::int64_t dim, std::int64_t* bytes) {
+    return guarded(1, [&] {
+        cpx::cuda::gated_delta_rule_shape const shape{key_heads, value_heads, dim, dim};
+        bytes[0] = cpx::cuda::gated_delta_rule_workspace<element>(shape, tokens, sequences);
+        bytes[1] = cpx::cuda::gated_delta_rule_backward_workspace<element>(shape, tokens, sequences);
+        bytes[2] = cpx::cuda::gated_delta_rule_saved<element>(shape, tokens, sequences);
+        return 0;
+    });
+}
+/// o: (tokens, value heads * dim).
+int cpx_delta_rule_forward(cpx_delta_rule const* of, element* o) {
+    return guarded(1, [&] {
+        auto const bytes = cpx::cuda::gated_delta_rule_workspace<element>(of->shape(), of->tokens, of->sequences,
+                                                                          of->saved != nullptr);
+        cpx::cuda::gated_delta_rule<element>(of->shape(), of->input(), of->values(o), {}, of->space(bytes), of->stream);
+        return 0;
+    });
+}
+/// Gradients: shaped as what they are gradients of; reads what the forward has saved, if anything.
+int cpx_delta_rule_backward(cpx_delta_rule const* of, element const* dout, element* dq, element* dk, element* dv,
+                            float* dg, float* dbeta) {
+    return guarded(1, [&] {
+        auto const bytes = cpx::cuda::gated_delta_rule_backward_workspace<element>(of->shape(), of->tokens,
+                                                                                   of->sequences, of->saved != nullptr);
+        cpx::cuda::gated_delta_rule_backward<element>(
+            of->shape(), of->input(), of->values(dout), {},
+            {of->keys(dq), of->keys(dk), of->values(dv), of->gates(dg), of->gates(dbeta)}, of->space(bytes),
+            of->stream);
         return 0;
     });
 }

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule of cpx beside its peers', on the same tensors in the same process.
+
+python3 bench/peers/gated_delta_rule.py build/gpu/bench/libcpx_peers.so     (needs PyTorch; see library.cu)
+
+Peers, each skipped where it is not installed:
+    FlashQLA                  pip install flash-qla
+    flash-linear-attention    pip install flash-linear-attention
+
+First the errors of all against the recurrence token by token in float64, then times: one after the other, some rounds,
+each between two events, as users call them; of the backward after a forward that has saved what it saves.
+Exit code 1 if an error of cpx is more than 1.05 times FlashQLA's with mild gates, or more than 2^-7.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import statistics
+import sys
+
+USAGE = """usage: python3 bench/peers/gated_delta_rule.py LIBRARY
+  LIBRARY  build/gpu/bench/libcpx_peers.so, of: cmake --preset gpu && cmake --build --preset gpu --target cpx_peers"""
+
+
+def stop(code, *lines):
+    print(*lines, sep="\n", file=sys.stderr if code else sys.stdout)
+    sys.exit(code)
+
+
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    stop(2, USAGE)
+if not os.path.isfile(sys.argv[1]):
+    stop(2, USAGE, f"no such file: {sys.argv[1]}")
+try:
+    import torch
+except ImportError as e:
+    stop(2, USAGE, f"needs PyTorch: {e}")
+
+DIM = 128
+NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
+
+
+class DeltaRule(ctypes.Structure):
+    """As in library.cu."""
+
+    _fields_ = ([(name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "offsets")]
+                + [(name, ctypes.c_int64) for name in ("tokens", "sequences", "key_heads", "value_heads", "dim")]
+                + [(name, ctypes.c_void_p) for name in ("saved", "workspace", "stream")])
+
+
+class Problem:
+    """Tensors (tokens, heads, channels), q and k normalised; gates (tokens, value heads)."""
+
+    def __init__(self, lengths, key_heads, value_heads, gates):
+        torch.manual_seed(3)
+        self.lengths, tokens = lengths, sum(lengths)
+        self.offsets = torch.tensor([0] + lengths).cumsum(0).cuda()
+        random = lambda *shape: torch.randn(*shape, device="cuda")
+        normalised = lambda x: torch.nn.functional.normalize(x, dim=-1).bfloat16()
+        self.q, self.k = normalised(random(tokens, key_heads, DIM)), normalised(random(tokens, key_heads, DIM))
+        self.v, self.do = random(tokens, value_heads, DIM).bfloat16(), random(tokens, value_heads, DIM).bfloat16()
+        self.beta = random(tokens, value_heads).sigmoid()
+        g = torch.nn.functional.logsigmoid(random(tokens, value_heads))
+        self.g = {"mild": g / 16, "strong": 10 * g, "none": 0 * g}[gates]
+
+    def inputs(self):
+        return self.q, self.k, self.v, self.g, self.beta
+
+
+def exact(p):
+    """Returns o and the gradients, by the recurrence token by token in float64."""
+    q, k, v, g, beta = inputs = [x.double().requires_grad_() for x in p.inputs()]
+    group = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(group, 1) for x in (q, k))
+    out, begin = [], 0
+    for length in p.lengths:
+        state = torch.zeros(v.shape[1], DIM, DIM, dtype=torch.float64, device="cuda")  # (heads, keys, values)
+        for t in range(begin, begin + length):
+            state = state * g[t].exp()[:, None, None]
+            read = (state * k[t][:, :, None]).sum(1)
+            state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - read))[:, None, :]
+            out.append((state * q[t][:, :, None]).sum(1) * DIM**-0.5)
+        begin += length
+    o = torch.stack(out)
+    return [o.detach(), *torch.autograd.grad(o, inputs, p.do.double())]
+
+
+def ours(library):
+    """Returns a function that makes those that compute o, and the gradients, by cpx."""
+
+    def make(p):
+        tokens, key_heads, value_heads = p.q.shape[0], p.q.shape[1], p.v.shape[1]
+        sizes = (ctypes.c_int64 * 3)()
+        must(library.cpx_delta_rule_bytes(tokens, len(p.lengths), key_heads, value_heads, DIM, sizes) == 0)
+        room = lambda size: torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
+        workspace, saved = room(max(sizes[0], sizes[1])), room(sizes[2])
+        results = [torch.full_like(x, float("nan")) for x in (p.v, p.q, p.k, p.v, p.g, p.beta)]
+        pointer = torch.Tensor.data_ptr
+        of = DeltaRule(*(pointer(x) for x in (*p.inputs(), p.offsets)), tokens, len(p.lengths), key_heads, value_heads,
+                       DIM, None, pointer(workspace), torch.cuda.current_stream().cuda_stream)
+        keeping = DeltaRule.from_buffer_copy(of)
+        keeping.saved = pointer(saved) if sizes[2] else None
+        held = workspace, saved  # as long as what is returned
+
+        def forward(keep=False):
+            must(library.cpx_delta_rule_forward(ctypes.byref(keeping if keep else of), pointer(results[0])) == 0)
+            return results[0]
+
+        def backward():
+            must(library.cpx_delta_rule_backward(ctypes.byref(keeping), pointer(p.do), *map(pointer, results[1:])) == 0)
+            return held and results[1:]
+
+        forward(True)
+        return forward, backward
+
+    return make
+
+
+def theirs(function):
+    """The same by a peer's function, which all of them have by one signature."""
+
+    def make(p):
+        inputs = [x[None].clone().requires_grad_() for x in p.inputs()]
+        call = lambda: function(*inputs, cu_seqlens=p.offsets)[0]
+
+        def forward():
+            with torch.no_grad():
+                return call()[0]
+
+        o = call()
+        backward = lambda: [x[0] for x in torch.autograd.grad(o, inputs, p.do[None], retain_graph=True)]
+        return forward, backward
+
+    return make
+
+
+def flash_qla():
+    from flash_qla import chunk_gated_delta_rule
+
+    return theirs(chunk_gated_delta_rule)
+
+
+def fla():
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return theirs(chunk_gated_delta_rule)
+
+
+def must(done):
+    if not done:
+        stop(1, "cpx failed; the line above says why")
+
+
+def load(path):
+    """Returns the library of library.cu."""
+    library = ctypes.CDLL(os.path.abspath(path))  # a name without / is looked for in the system's folders alone
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.cpx_delta_rule_bytes.argtypes = [size] * 5 + [pointer]
+    library.cpx_delta_rule_forward.argtypes = [pointer] * 2
+    library.cpx_delta_rule_backward.argtypes = [pointer] * 7
+    return library
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def median_ms(functions, calls=5, rounds=9):
+    """Returns the milliseconds that each takes, one after the other in every round."""
+    times = [[] for _ in functions]
+    for number in range(rounds + 1):
+        for function, of in zip(functions, times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(calls):
+                function()
+            end.record()
+            end.synchronize()
+            if number > 0:
+                of.append(begin.elapsed_time(end) / calls)
+    return [statistics.median(of) for of in times]
+
+
+def compare_errors(members):
+    """Prints the relative errors of all, and returns whether those of cpx are small enough."""
+    right = True
+    print(f"{'error':30s}" + "".join(f"{name:>10s}" for name in NAMES))
+    for gates in ("mild", "strong", "none"):
+        p = Problem([200, 311, 513], 2, 4, gates)
+        expected, errors = exact(p), {}
+        for name, make in members.items():
+            forward, backward = make(p)
+            errors[name] = [((a.double() - b).norm() / b.norm()).item() for a, b in
+                            zip([forward(), *backward()], expected)]
+            print(f"{name:22s}{gates:8s}" + "".join(f"{e:10.1e}" for e in errors[name]))
+        right = right and all(e <= 2**-7 for e in errors["cpx"])  # NaN is not
+        if gates == "mild" and "FlashQLA" in errors:
+            right = right and all(a <= 1.05 * b for a, b in zip(errors["cpx"], errors["FlashQLA"]))
+    return right
+
+
+def main():
+    try:
+        library = load(sys.argv[1])
+    except (OSError, AttributeError) as e:
+        stop(2, USAGE, f"not that library: {e}")
+    if not torch.cuda.is_available():
+        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    members = {"cpx": ours(library)}
+    for name, package, peer in (("FlashQLA", "flash-qla", flash_qla), ("fla", "flash-linear-attention", fla)):
+        try:
+            members[name] = peer()
+            print(f"{name}: {package} {version(package)}")
+        except ImportError as e:
+            print(f"{name} skipped: {package}: {e}")
+    right = compare_errors(members)
+    print(f"\n{'ms, 16/32 heads of 128':30s}" + "".join(f"{name:>10s}" for name in members))
+    for lengths in ([32768], [8192] * 4, [8192], [131072]):
+        for gates in ("mild", "none"):
+            p = Problem(lengths, 16, 32, gates)
+            made = [make(p) for make in members.values()]
+            for direction, what in enumerate(("forward", "backward")):
+                times = median_ms([functions[direction] for functions in made])
+                name = f"{what} {len(lengths)} x {lengths[0]}, {gates}"
+                print(f"{name:30s}" + "".join(f"{t:10.3f}" for t in times), flush=True)
+            del p, made
+            torch.cuda.empty_cache()
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()
