@@ -86,12 +86,13 @@ class layer {
     static constexpr bool moves = !std::same_as<S, Mix>;
 
 public:
-    layer(S const& where, Mix const& mix, gpu::communicator& comm)
+    layer(S const& where, Mix const& mix, gpu::communicator& comm, bool keeps)
         : where_(where), mix_(mix), comm_(comm), rank_(comm.rank()), own_(where.rows(rank_)), there_(mix.rows(rank_)),
           carry_(cpx::carry<How>(mix, rank_)), states_(comm),
           conv_(cpx::halo(mix, rank_, taps - 1), cpx::halo(mix, rank_, taps - 1, cpx::side::after), qkv, comm,
                 {.x_stride = projected}),
           times_(comm.stream(), false), sums_(comm.stream(), false) {
+        saved_.keeps = keeps;
         if constexpr (moves) moves_.emplace(relayout(where, mix, rank_), relayout(mix, where, rank_));
     }
 
@@ -271,9 +272,10 @@ private:
     cpx::delta_rule_saved<element, gpu::memory> saved_;
 };
 
-/// Runs the layer some times and prints, at rank 0, its parts' medians and the memory that it took.
+/// Runs the layer some times and prints, at rank 0, its parts' medians and the memory that it took. `keeps`: what the
+/// delta rule's backward could make again is kept.
 template <cpx::carry_kind How, class S, class Mix>
-void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks) {
+void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks, bool keeps = false) {
     counted memory;
     gpu::stream const stream;
     gpu::communicator comm(ranks, stream, memory);
@@ -284,7 +286,7 @@ void run(char const* name, S const& where, Mix const& mix, cpx::nccl& ranks) {
     rows<element const> const of_x(x.data(), own, hidden), of_dy(dy.data(), own, hidden);
     std::size_t kept = 0;
     {
-        layer<How, S, Mix> of(where, mix, comm);
+        layer<How, S, Mix> of(where, mix, comm, keeps);
         for (int round = 0; round < 12; ++round) {
             auto &there = round < 3 ? warm : forward, &back = round < 3 ? warm : backward;
             static_cast<void>(of.forward(of_x, there));
@@ -324,6 +326,7 @@ std::string measure(int rank, int count) {
     auto const where = cpx::shard(batch, cpx::zigzag<>(count), cpx::aligned<64>());
     cpx::replicated<> const everywhere(count, batch);
     run<cpx::serial>("in place, serial", where, where, *ranks);
+    run<cpx::serial>("the same, inverses kept", where, where, *ranks, true);
     if (count == 1) return "";
     run<cpx::scan>("in place, scan", where, where, *ranks);
     run<cpx::serial>("every row on every rank", where, everywhere, *ranks);

@@ -127,9 +127,10 @@ struct results {
 };
 
 /// One rank's forward and backward on tensors of T. `meet()`: see `group::run`; `by`: the transport, or what is made
-/// from it once.
+/// from it once; `keeps`: the backward takes from the forward what the device's kernels can make again.
 template <cpx::carry_kind How, class T, class S, class Comm, class By, class Meet>
-void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const& meet, results& r) {
+void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const& meet, results& r,
+             bool keeps = false) {
     using M = cpx::rank_memory_of<Comm>;
     using sum = typename M::template sum<T>;
     int const rank = comm.rank();
@@ -168,6 +169,7 @@ void program(problem const& p, S const& sharding, Comm& comm, By& by, Meet const
 
     auto const plan = cpx::carry<How>(sharding, rank);
     cpx::recurrence_saved<T, M> saved;
+    if constexpr (std::same_as<M, cpx::cuda::memory>) saved.keeps = keeps;
     if (p.erases) {
         cpx::delta_rule_tensors<T, S, M> const t{q, k, v, g, beta, o, view(initial), view(last), &saved};
         cpx::gated_delta_rule(plan, t, p.heads, p.options, by);
@@ -211,7 +213,7 @@ std::vector<numbers> on_host(problem const& p) {
     return r.of;
 }
 
-/// `prepared`: with a `state_exchange`, else with the communicator.
+/// `prepared`: with a `state_exchange`, else with the communicator; and what can be kept is kept.
 template <cpx::carry_kind How, class T, class S>
 std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, bool prepared) {
     results r(p);
@@ -225,7 +227,7 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
                 meet();
             };
             if (prepared)
-                program<How, T>(p, sharding, comm, by, all_meet, r);
+                program<How, T>(p, sharding, comm, by, all_meet, r, true);
             else
                 program<How, T>(p, sharding, comm, comm, all_meet, r);
         }

@@ -32,11 +32,19 @@ struct device_gated_delta : gated_delta, private device_heads {
     }
 
     template <class X, class O>
+    index_t kept_bytes(X const& x, O const& o, index_t segments) const {
+        auto const in = input({}, x, {});
+        bool const tensor_cores = cuda::detail::delta_in_panels(in.q, in.k, in.v, o.data());
+        return tensor_cores ? cuda::gated_delta_rule_saved<T>(shape_of(in), in.k.count(), segments) : 0;
+    }
+    template <class X, class O>
     void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
-                 std::span<float> after, memory& m, caller here) const {
-        auto const in = input(s, x, before);
+                 std::span<float> after, std::span<char> kept, memory& m, caller here) const {
+        auto in = input(s, x, before);
+        in.saved = kept;
         auto const shape = shape_of(in);
-        auto const space = workspace(cuda::gated_delta_rule_workspace<T>(shape, in.k.count(), count(s)), m);
+        bool const saves = !kept.empty();
+        auto const space = workspace(cuda::gated_delta_rule_workspace<T>(shape, in.k.count(), count(s), saves), m);
         cuda::gated_delta_rule<T>(shape, in, o.data(), after, all(space), m.stream(), here);
     }
     template <class X>
@@ -49,13 +57,18 @@ struct device_gated_delta : gated_delta, private device_heads {
     }
     template <class X, class D, class G>
     void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
-                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, memory& m, caller here) const {
-        auto const in = input(s, x, before);
+                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char> kept, memory& m,
+                  caller here) const {
+        auto in = input(s, x, before);
         auto const& [dq, dk, dv, dg, dbeta] = dx;
         auto shape = shape_of(in);
         if (!cuda::detail::delta_in_panels(in.q, in.k, in.v, dout.data(), dq.data(), dk.data(), dv.data()))
             shape.path = cuda::delta_rule_path::plain;
-        auto const space = workspace(cuda::gated_delta_rule_backward_workspace<T>(shape, in.k.count(), count(s)), m);
+        else
+            in.saved = kept;
+        bool const saved = !in.saved.empty();
+        auto const space =
+            workspace(cuda::gated_delta_rule_backward_workspace<T>(shape, in.k.count(), count(s), saved), m);
         cuda::gated_delta_rule_backward<T>(shape, in, dout.data(), dafter,
                                            {dq.data(), dk.data(), dv.data(), dg.data(), dbeta.data(), dbefore},
                                            all(space), m.stream(), here);

@@ -54,8 +54,12 @@ public:
     }
 
     template <class X, class O>
+    static index_t kept_bytes(X const&, O const&, index_t) {
+        return 0;
+    }
+    template <class X, class O>
     void forward(device_segments const& s, X const& x, std::span<float const> before, O const& o,
-                 std::span<float> after, memory& m, caller here) const {
+                 std::span<float> after, std::span<char>, memory& m, caller here) const {
         auto const in = input(s, x, before);
         auto const shape = shape_of(in);
         auto const space = workspace(cuda::head_decay_attention_workspace<T>(shape, in.k.count(), count(s)), m);
@@ -71,7 +75,8 @@ public:
     }
     template <class X, class D, class G>
     void backward(device_segments const& s, X const& x, std::span<float const> before, D const& dout,
-                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, memory& m, caller here) const {
+                  std::span<float const> dafter, G const& dx, std::span<float> dbefore, std::span<char>, memory& m,
+                  caller here) const {
         auto const in = input(s, x, before);
         auto const& [dq, dk, dv, dg] = dx;
         auto shape = shape_of(in);

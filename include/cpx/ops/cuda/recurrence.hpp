@@ -15,6 +15,20 @@
 
 namespace cpx {
 
+/// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made of
+/// the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is some
+/// 125 bytes a token and value head for each group of segments that run at once; others have nothing of that kind.
+template <class T>
+struct recurrence_saved<T, cuda::memory> {
+    cuda::block<float> starts, maps;
+    bool keeps = false;
+    struct made { // by one call
+        std::vector<std::size_t> segments;
+        cuda::block<char> memory;
+    };
+    std::vector<made> kept;
+};
+
 namespace detail {
 
 /// What recurrences on devices whose heads read keys and values have in common.
@@ -77,9 +91,10 @@ struct device_segments {
 /// many segments as they are given, with states, side by side in the order of the segments, that may be empty spans:
 /// zeros, or nothing that is wanted.
 ///
-/// - `forward(segments, x, before, o, after, memory, here)`
+/// - `kept_bytes(x, o, segments)`: what a forward of so many segments may keep
+/// - `forward(segments, x, before, o, after, kept, memory, here)`
 /// - `fold(segments, x, maps, ends, memory, here)`
-/// - `backward(segments, x, before, dout, dafter, dx, dbefore, memory, here)`
+/// - `backward(segments, x, before, dout, dafter, dx, dbefore, kept, memory, here)`
 /// - `backward_fold(segments, x, dout, dbefore, memory, here)`
 /// - `check_heads(where, sharding, backward, here)` throws if it cannot run the heads of a rank.
 class device_states {
@@ -137,6 +152,11 @@ protected:
         std::size_t const n = visits.size();
         f(device_segments{there.first(n + 1), there.subspan(n + 1, n), there.last(n)});
     }
+    static std::vector<std::size_t> segments_of(std::vector<visit<float>> const& visits) {
+        std::vector<std::size_t> list;
+        for (visit<float> const& v : visits) list.push_back(v.segment);
+        return list;
+    }
     cuda::block<float> side_by_side(bool wanted, std::vector<visit<float>> const& visits) const {
         return wanted ? memory_.memory().room<float>(std::ssize(visits) * width_) : cuda::block<float>();
     }
@@ -179,10 +199,18 @@ public:
         this->require_there(where, std::tuple(t.o), std::array<std::string, 1>{"o"});
         this->require_states(where, "initial", t.initial);
         this->require_states(where, "final", t.final);
+        if (t.saved) t.saved->kept.clear();
     }
     void over(std::vector<visit<float>> const& visits) const {
+        if (visits.empty()) return;
+        std::span<char> kept;
+        if (t_.saved && t_.saved->keeps) {
+            auto const bytes = r_.kept_bytes(t_.x, t_.o, std::ssize(visits));
+            t_.saved->kept.push_back({this->segments_of(visits), memory_.memory().template room<char>(bytes)});
+            kept = all(t_.saved->kept.back().memory);
+        }
         this->each(visits, true, [&](device_segments const& s, std::span<float const> before, std::span<float> after) {
-            r_.forward(s, t_.x, before, t_.o, after, memory_, here_);
+            r_.forward(s, t_.x, before, t_.o, after, kept, memory_, here_);
         });
     }
     void fold(std::vector<visit<float>> const& visits) const {
@@ -211,15 +239,16 @@ public:
         this->require_states(where, "dfinal", to.dfinal);
         this->require_states(where, "dinitial", to.dinitial);
     }
-    void over(std::vector<visit<float>> const& visits) const {
+    void over(std::vector<visit<float>> visits) const {
         if (visits.empty()) return;
+        std::span<char> const kept = this->in_order_of_forward(visits);
         auto const starts = this->side_by_side(true, visits);
         std::vector<copied<float>> gathered;
         for (std::size_t i = 0; i < visits.size(); ++i)
             gathered.push_back({visits[i].start, place_in(starts, static_cast<index_t>(i) * width_), width_});
         memory_.copy(gathered);
         this->each(visits, false, [&](device_segments const& s, std::span<float const> dafter, std::span<float> to) {
-            r_.backward(s, t_.x, all(starts), to_.dout, dafter, to_.dx, to, memory_, here_);
+            r_.backward(s, t_.x, all(starts), to_.dout, dafter, to_.dx, to, kept, memory_, here_);
         });
     }
     void fold(std::vector<visit<float>> const& visits) const {
@@ -230,6 +259,18 @@ public:
     void finish(char const*, caller) const {} // gradients of heads that several others read are whole
 
 private:
+    /// Returns what a call of the forward kept of these segments, and puts them in its order; nothing if none ran them.
+    std::span<char> in_order_of_forward(std::vector<visit<float>>& visits) const {
+        auto const wanted = this->segments_of(visits);
+        for (auto const& made : t_.saved->kept) {
+            if (!std::ranges::is_permutation(made.segments, wanted)) continue;
+            auto const place = [&](visit<float> const& v) { return std::ranges::find(made.segments, v.segment); };
+            std::ranges::sort(visits, {}, place);
+            return all(made.memory);
+        }
+        return {};
+    }
+
     R const& r_;
     Tensors const& t_;
     Gradients const& to_;
