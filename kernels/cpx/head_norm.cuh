@@ -33,9 +33,153 @@ struct norm_input {
     }
 };
 
-/// Blocks of (32, 8) threads.
+/// How the lanes of a warp share heads: each has 16 bytes of elements side by side, or `steps` times so many, and
+/// `lanes` of them a head. `whole`: rows of everything begin at multiples of 16 bytes; bits do not depend on it.
+struct norm_lanes {
+    int lanes, steps;
+    bool whole;
+};
+
+namespace norm {
+
 template <class T>
-__global__ void __launch_bounds__(256) normalise_rows(norm_input<T> n, rows<T> y) {
+using pack = float[16 / sizeof(T)];
+
+template <class T>
+__device__ __forceinline__ void load(T const* from, bool whole, pack<T>& to) {
+    constexpr int count = 16 / sizeof(T);
+    alignas(16) T elements[count];
+    if (whole) {
+        *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<uint4 const*>(from);
+    } else {
+#pragma unroll
+        for (int i = 0; i < count; ++i) elements[i] = from[i];
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = widen(elements[i]);
+}
+template <class T>
+__device__ __forceinline__ void store(pack<T> const& from, bool whole, T* to) {
+    constexpr int count = 16 / sizeof(T);
+    alignas(16) T elements[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) elements[i] = static_cast<T>(from[i]);
+    if (whole) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(elements);
+    } else {
+#pragma unroll
+        for (int i = 0; i < count; ++i) to[i] = elements[i];
+    }
+}
+/// Adds up over lanes that are `from` apart or more, below `lanes`; every one of them gets the sum.
+__device__ __forceinline__ float sum_over(float sum, int from, int lanes) {
+    for (int apart = lanes / 2; apart >= from; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    return sum;
+}
+
+} // namespace norm
+
+/// A warp for each row, whose heads its groups of lanes take in turn. Blocks of (32, 8) threads.
+template <class T>
+__global__ void __launch_bounds__(256) normalise_rows(norm_input<T> n, rows<T> y, norm_lanes by) {
+    constexpr int count = 16 / sizeof(T);
+    index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y, dim = n.dim();
+    if (row >= n.x.count()) return;
+    int const lane = static_cast<int>(threadIdx.x), across = by.lanes * count;
+    for (index_t first = lane / by.lanes * dim; first - lane / by.lanes * dim < n.x.width();
+         first += 32 / by.lanes * dim) {
+        bool const there = first < n.x.width(); // else for the others' sums
+        index_t const column = (there ? first : 0) + lane % by.lanes * count;
+        norm::pack<T> x, z, gain;
+        float squares = 0;
+        for (int step = 0; step < by.steps; ++step) {
+            norm::load(n.x.row(row) + column + step * across, by.whole, x);
+#pragma unroll
+            for (int i = 0; i < count; ++i) squares += x[i] * x[i];
+        }
+        squares = norm::sum_over(squares, 1, by.lanes);
+        float const factor = 1 / sqrtf(squares / static_cast<float>(dim) + n.eps);
+        if (!there) continue;
+        for (int step = 0; step < by.steps; ++step) {
+            index_t const at = column + step * across;
+            norm::load(n.x.row(row) + at, by.whole, x);
+            norm::load(n.weight.data() + (at - first), by.whole, gain);
+            if (n.z.data()) norm::load(n.z.row(row) + at, by.whole, z);
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+                x[i] *= factor * (n.offset + gain[i]);
+                if (n.z.data()) x[i] *= z[i] / (1 + expf(-z[i]));
+            }
+            norm::store(x, by.whole, y.row(row) + at);
+        }
+    }
+}
+
+/// As above; a lane adds up its elements' terms over its heads, unless heads take several steps: then every head adds.
+template <class T>
+__global__ void __launch_bounds__(256) normalise_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx,
+                                                               rows<T> dz, rows<float> terms, norm_lanes by) {
+    constexpr int count = 16 / sizeof(T);
+    index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y, dim = n.dim();
+    if (row >= n.x.count()) return;
+    int const lane = static_cast<int>(threadIdx.x), across = by.lanes * count;
+    norm::pack<T> of_weight = {};
+    for (index_t first = lane / by.lanes * dim; first - lane / by.lanes * dim < n.x.width();
+         first += 32 / by.lanes * dim) {
+        bool const there = first < n.x.width();
+        index_t const column = (there ? first : 0) + lane % by.lanes * count;
+        norm::pack<T> x, z, gain, d;
+        float squares = 0, inner = 0;
+        auto const load_all = [&](int step) {
+            index_t const at = column + step * across;
+            norm::load(n.x.row(row) + at, by.whole, x);
+            norm::load(n.weight.data() + lane % by.lanes * count + step * across, by.whole, gain);
+            norm::load(dy.row(row) + at, by.whole, d);
+            if (n.z.data()) norm::load(n.z.row(row) + at, by.whole, z);
+        };
+        for (int step = 0; step < by.steps; ++step) {
+            load_all(step);
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+                float const opened = n.z.data() ? z[i] / (1 + expf(-z[i])) : 1.0f;
+                squares += x[i] * x[i];
+                inner += d[i] * opened * (n.offset + gain[i]) * x[i];
+            }
+        }
+        squares = norm::sum_over(squares, 1, by.lanes);
+        float const factor = 1 / sqrtf(squares / static_cast<float>(dim) + n.eps);
+        inner = norm::sum_over(inner, 1, by.lanes) * factor / static_cast<float>(dim);
+        if (!there) continue;
+        for (int step = 0; step < by.steps; ++step) {
+            if (by.steps > 1) load_all(step);
+            index_t const at = column + step * across;
+            norm::pack<T> of_x, of_z;
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+                float const s = n.z.data() ? 1 / (1 + expf(-z[i])) : 1.0f, opened = n.z.data() ? z[i] * s : 1.0f;
+                float const g = n.offset + gain[i], normed = x[i] * factor, term = d[i] * opened * normed;
+                if (by.steps == 1)
+                    of_weight[i] += term;
+                else
+                    terms(row, lane * count + step * across + i) += term;
+                if (n.z.data()) of_z[i] = d[i] * normed * g * (s * (1 + z[i] * (1 - s)));
+                of_x[i] = factor * (d[i] * opened * g - inner * normed);
+            }
+            if (n.z.data()) norm::store(of_z, by.whole, dz.row(row) + at);
+            norm::store(of_x, by.whole, dx.row(row) + at);
+        }
+    }
+    if (by.steps > 1) return;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        float const sum = norm::sum_over(of_weight[i], by.lanes, 32);
+        if (lane < by.lanes) terms(row, lane * count + i) += sum;
+    }
+}
+
+/// The same of heads of other sizes, element by element. Blocks of (32, 8) threads.
+template <class T>
+__global__ void __launch_bounds__(256) normalise_any_rows(norm_input<T> n, rows<T> y) {
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
     for (index_t first = 0; first < n.x.width(); first += n.dim()) {
@@ -49,7 +193,7 @@ __global__ void __launch_bounds__(256) normalise_rows(norm_input<T> n, rows<T> y
 /// Lane l has columns l, l + 32, ... of every head, so that each adds up the terms of its own.
 template <class T>
 __global__ void __launch_bounds__(256)
-    normalise_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx, rows<T> dz, rows<float> terms) {
+    normalise_any_rows_backward(norm_input<T> n, rows<T const> dy, rows<T> dx, rows<T> dz, rows<float> terms) {
     index_t const row = static_cast<index_t>(blockIdx.x) * 8 + threadIdx.y;
     if (row >= n.x.count()) return;
     for (index_t first = 0; first < n.x.width(); first += n.dim()) {

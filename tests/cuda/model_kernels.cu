@@ -84,6 +84,85 @@ struct rounded {
 
 cpx::cuda::memory on_device() { return cpx::cuda::memory(nullptr); }
 
+/// Checks norms of 3 heads, with and without a gate, against the host's.
+void check_norms(support::splitmix& numbers, index_t rows, index_t dim) {
+    CAPTURE(dim);
+    index_t const heads = 3;
+    both of(numbers, rows, heads * dim), z(numbers, rows, heads * dim), gain(numbers, 1, dim),
+        dy(numbers, rows, heads * dim), dx(numbers, rows, heads * dim), dz(numbers, rows, heads * dim);
+    for (bool const gated : {false, true}) {
+        cpx::head_norm<float> const n{of.d(), gated ? wide_rows(z.d()) : wide_rows(), gain.d(), 1e-6f,
+                                      gated ? 0.f : 1.f};
+        both normed(numbers, rows, heads * dim), terms(numbers, rows, dim), dgain(numbers, 1, dim);
+        terms.device.write(std::vector<float>(terms.host.size()));
+        normalise(on_device(), n, normed.d());
+        normalise_backward(on_device(), n, dy.d(), dx.d(), dz.d(), terms.d());
+        auto const all = terms.device.read();
+        std::vector<float> sums(static_cast<std::size_t>(dim));
+        for (std::size_t i = 0; i < all.size(); ++i) sums[i % sums.size()] += all[i];
+        dgain.device.write(sums);
+        dgain.host.assign(sums.size(), 0);
+        if (gated) {
+            cpx::gated_rms_norm<float>(of.h(), z.h(), list(gain), 1e-6f, normed.h());
+            cpx::gated_rms_norm_backward<float>(of.h(), z.h(), list(gain), 1e-6f, dy.h(), dx.h(), dz.h(), dgain.host);
+            CHECK(dz.error() < tolerance);
+        } else {
+            cpx::rms_norm<float>(of.h(), list(gain), 1e-6f, 1.f, normed.h());
+            cpx::rms_norm_backward<float>(of.h(), list(gain), 1e-6f, 1.f, dy.h(), dx.h(), dgain.host);
+        }
+        CHECK(normed.error() < tolerance);
+        CHECK(dx.error() < tolerance);
+        CHECK(dgain.error() < 2 * tolerance);
+    }
+}
+
+/// The same of bfloat16, which are computed in float and rounded once; rows that begin anywhere have the same bits.
+void check_rounded_norms(support::splitmix& numbers, index_t rows, index_t dim) {
+    CAPTURE(dim);
+    index_t const width = 3 * dim;
+    rounded x(numbers, rows, width), z(numbers, rows, width), gain(numbers, 1, dim), dy(numbers, rows, width),
+        y(numbers, rows, width), dx(numbers, rows, width), dz(numbers, rows, width);
+    both terms(numbers, rows, dim), sums(numbers, rows, dim);
+    cpx::head_norm<float> const of_host{x.h(), z.h(), gain.h(), 1e-6f, 0.f};
+    cpx::head_norm<bf16> const of_device{x.d(), z.d(), gain.d(), 1e-6f, 0.f};
+    normalise(cpx::host_memory(), of_host, y.h());
+    normalise(on_device(), of_device, y.d());
+    CHECK(y.is_once_rounded());
+    normalise_backward(cpx::host_memory(), of_host, dy.h(), dx.h(), dz.h(), terms.h());
+    normalise_backward(on_device(), of_device, dy.d(), dx.d(), dz.d(), terms.d());
+    CHECK(dx.is_once_rounded());
+    CHECK(dz.is_once_rounded());
+    CHECK(terms.error() < 2 * tolerance);
+
+    auto const apart = [&](rounded const& from) { // rows at odd places
+        auto const given = from.device.read();
+        std::vector<bf16> moved(given.size() + static_cast<std::size_t>(rows));
+        for (std::size_t i = 0; i < given.size(); ++i) moved[i + i / static_cast<std::size_t>(width)] = given[i];
+        return cpx::cuda::buffer<bf16>(std::span<bf16 const>(moved));
+    };
+    auto const view = [&](auto const& b) { return cpx::rows<bf16>(b.data(), rows, width, width + 1); };
+    auto const x_apart = apart(x), z_apart = apart(z), dy_apart = apart(dy), y_apart = apart(dx), dx_apart = apart(dx),
+               dz_apart = apart(dx);
+    cpx::head_norm<bf16> const of_apart{view(x_apart), view(z_apart), gain.d(), 1e-6f, 0.f};
+    both terms_apart(numbers, rows, dim);
+    sums.device.write(std::vector<float>(sums.host.size()));
+    terms_apart.device.write(std::vector<float>(sums.host.size()));
+    normalise(on_device(), of_device, y.d());
+    normalise(on_device(), of_apart, view(y_apart));
+    normalise_backward(on_device(), of_device, dy.d(), dx.d(), dz.d(), sums.d());
+    normalise_backward(on_device(), of_apart, view(dy_apart), view(dx_apart), view(dz_apart), terms_apart.d());
+    auto const same = [&](rounded const& aligned, cpx::cuda::buffer<bf16> const& odd) {
+        auto const a = aligned.device.read(), b = odd.read();
+        for (std::size_t i = 0; i < a.size(); ++i)
+            if (float(a[i]) != float(b[i + i / static_cast<std::size_t>(width)])) return false;
+        return true;
+    };
+    CHECK(same(y, y_apart));
+    CHECK(same(dx, dx_apart));
+    CHECK(same(dz, dz_apart));
+    CHECK(sums.device.read() == terms_apart.device.read());
+}
+
 } // namespace
 
 TEST_SUITE("cuda") {
@@ -105,34 +184,7 @@ TEST_SUITE("cuda") {
                              gpu::fixed_product{gpu::plain(y.d()), gpu::transposed(w.d()), 24, 0, x.d()});
             CHECK(x.error() < tolerance);
 
-            index_t const heads = 3, dim = 40;
-            both of(numbers, rows, heads * dim), z(numbers, rows, heads * dim), gain(numbers, 1, dim),
-                dy(numbers, rows, heads * dim), dx(numbers, rows, heads * dim), dz(numbers, rows, heads * dim);
-            for (bool const gated : {false, true}) {
-                cpx::head_norm<float> const n{of.d(), gated ? wide_rows(z.d()) : wide_rows(), gain.d(), 1e-6f,
-                                              gated ? 0.f : 1.f};
-                both normed(numbers, rows, heads * dim), terms(numbers, rows, dim), dgain(numbers, 1, dim);
-                terms.device.write(std::vector<float>(terms.host.size()));
-                normalise(on_device(), n, normed.d());
-                normalise_backward(on_device(), n, dy.d(), dx.d(), dz.d(), terms.d());
-                auto const all = terms.device.read();
-                std::vector<float> sums(static_cast<std::size_t>(dim));
-                for (std::size_t i = 0; i < all.size(); ++i) sums[i % sums.size()] += all[i];
-                dgain.device.write(sums);
-                dgain.host.assign(sums.size(), 0);
-                if (gated) {
-                    cpx::gated_rms_norm<float>(of.h(), z.h(), list(gain), 1e-6f, normed.h());
-                    cpx::gated_rms_norm_backward<float>(of.h(), z.h(), list(gain), 1e-6f, dy.h(), dx.h(), dz.h(),
-                                                        dgain.host);
-                    CHECK(dz.error() < tolerance);
-                } else {
-                    cpx::rms_norm<float>(of.h(), list(gain), 1e-6f, 1.f, normed.h());
-                    cpx::rms_norm_backward<float>(of.h(), list(gain), 1e-6f, 1.f, dy.h(), dx.h(), dgain.host);
-                }
-                CHECK(normed.error() < tolerance);
-                CHECK(dx.error() < tolerance);
-                CHECK(dgain.error() < 2 * tolerance);
-            }
+            for (index_t const dim : {40, 16, 128, 512}) check_norms(numbers, rows, dim);
         }
     }
 
@@ -176,21 +228,10 @@ TEST_SUITE("cuda") {
     TEST_CASE("of bfloat16, products, norms and functions of elements are computed in float and rounded once") {
         if (!has_gpus()) return;
         support::splitmix numbers(17);
-        index_t const rows = 37, dim = 40, width = 3 * dim;
-        rounded x(numbers, rows, width), z(numbers, rows, width), gain(numbers, 1, dim), dy(numbers, rows, width),
-            y(numbers, rows, width), dx(numbers, rows, width), dz(numbers, rows, width);
-        both terms(numbers, rows, dim), sums(numbers, rows, dim);
-        cpx::head_norm<float> const of_host{x.h(), z.h(), gain.h(), 1e-6f, 0.f};
-        cpx::head_norm<bf16> const of_device{x.d(), z.d(), gain.d(), 1e-6f, 0.f};
-        normalise(cpx::host_memory(), of_host, y.h());
-        normalise(on_device(), of_device, y.d());
-        CHECK(y.is_once_rounded());
-        normalise_backward(cpx::host_memory(), of_host, dy.h(), dx.h(), dz.h(), terms.h());
-        normalise_backward(on_device(), of_device, dy.d(), dx.d(), dz.d(), terms.d());
-        CHECK(dx.is_once_rounded());
-        CHECK(dz.is_once_rounded());
-        CHECK(terms.error() < 2 * tolerance);
-
+        for (index_t const dim : {40, 128, 1024}) check_rounded_norms(numbers, 37, dim);
+        index_t const rows = 37, width = 120;
+        rounded x(numbers, rows, width), z(numbers, rows, width), dy(numbers, rows, width), dx(numbers, rows, width),
+            dz(numbers, rows, width);
         cpx::silu_mul_backward<float>(x.h(), z.h(), dy.h(), dx.h(), dz.h());
         for_each_element(on_device(), rows, width,
                          cpx::rowwise::silu_mul_backward<bf16>{x.d(), z.d(), dy.d(), dx.d(), dz.d()});

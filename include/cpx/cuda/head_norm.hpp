@@ -7,6 +7,8 @@
 
 #include <cpx/head_norm.cuh>
 
+#include <algorithm>
+#include <bit>
 #include <string>
 #include <type_traits>
 
@@ -23,6 +25,17 @@ void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require_rows(where, "x", n.x, n.x.count(), n.x.width(), here);
     if (n.z.data()) require_rows(where, "z", n.z, n.x.count(), n.x.width(), here);
     require_rows(where, "weight", n.weight, 1, n.dim(), here);
+}
+
+/// Returns how lanes share heads of `dim` elements, none a head if they cannot; `whole`: see `norm_lanes`.
+template <class T>
+kernels::norm_lanes norm_lanes_of(index_t dim, bool whole) {
+    index_t const packs = dim * static_cast<index_t>(sizeof(T)) / 16;
+    bool const fits = dim * static_cast<index_t>(sizeof(T)) % 16 == 0 &&
+                      (packs % 32 == 0 || (packs < 32 && std::has_single_bit(static_cast<std::size_t>(packs))));
+    if (!fits) return {0, 0, false};
+    index_t const lanes = std::min<index_t>(packs, 32);
+    return {static_cast<int>(lanes), static_cast<int>(packs / lanes), whole};
 }
 
 /// Launches a warp for each row.
@@ -52,7 +65,16 @@ void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cud
     detail::require_rows(where, "y", y, n.x.count(), n.x.width(), here);
     detail::require_apart(where, {{"y", y}}, {{"x", n.x}, {"z", n.z}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"y", y}}, {{"weight", n.weight}}, here);
-    detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y);
+    rows<T const> const z = n.z.data() ? n.z : n.x;
+    bool const whole =
+        detail::vector_bytes({detail::address(n.x.data()), detail::row_bytes(n.x), detail::address(z.data()),
+                              detail::row_bytes(z), detail::address(n.weight.data()), detail::address(y.data()),
+                              detail::row_bytes(y)}) == 16;
+    auto const by = detail::norm_lanes_of<T>(n.dim(), whole);
+    if (by.lanes > 0)
+        detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y, by);
+    else
+        detail::launch_rows(where, kernels::normalise_any_rows<T>, n.x.count(), stream, here, n, y);
 }
 
 /// Computes the gradients of x and, with z, of z, and adds to each row of `terms`, (rows, dim), what that row adds to
@@ -70,7 +92,19 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
     detail::require_apart(where, {{"dx", dx}}, {{"dy", dy}}, here, detail::in_place::yes);
     detail::require_apart(where, {{"dx", dx}, {"dz", dz}, {"terms", terms}},
                           {{"x", n.x}, {"z", n.z}, {"weight", n.weight}}, here);
-    detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms);
+    rows<T const> const z = n.z.data() ? n.z : n.x, of_z = n.z.data() ? dz : n.x;
+    bool const whole =
+        detail::vector_bytes({detail::address(n.x.data()), detail::row_bytes(n.x), detail::address(z.data()),
+                              detail::row_bytes(z), detail::address(n.weight.data()), detail::address(dy.data()),
+                              detail::row_bytes(dy), detail::address(dx.data()), detail::row_bytes(dx),
+                              detail::address(of_z.data()), detail::row_bytes(of_z)}) == 16;
+    auto const by = detail::norm_lanes_of<T>(n.dim(), whole);
+    if (by.lanes > 0)
+        detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms,
+                            by);
+    else
+        detail::launch_rows(where, kernels::normalise_any_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz,
+                            terms);
 }
 
 } // namespace cpx::cuda
