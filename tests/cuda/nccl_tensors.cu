@@ -424,7 +424,7 @@ TEST_SUITE("cuda") {
         }
     }
 
-    TEST_CASE("tensors of another stream than the communicator's are refused") {
+    TEST_CASE("tensors of another stream than the communicator's are refused, and those that are of it from now on") {
         if (!has_gpus(1)) return;
         group one(1);
         one.run([](cpx::nccl& joined, auto const&) {
@@ -439,6 +439,11 @@ TEST_SUITE("cuda") {
             rejects({"nccl_tensors.cu", "causal_conv1d: memory of x"}, [&] {
                 cpx::causal_conv1d(cpx::halo(from, 0, 3), x, y.data().sub(0, 4), {}, cpx::activation::none, y, comm);
             });
+            comm.wait();
+            comm.work_in(another);
+            CHECK(cpx::exchange(x, to, comm).read() == x.read());
+            rejects({"nccl_tensors.cu", "exchange: memory of the tensors: expected the transport's"},
+                    [&] { cpx::exchange(y, to, comm); });
             comm.wait();
         });
     }

@@ -33,12 +33,17 @@ public:
     using prepared = prepared_plans<T, Plan>;
 
     explicit communicator(nccl& comm, cudaStream_t in, memory_resource& from = default_resource())
-        : comm_(comm), memory_(in, from), tables_(in) {}
+        : comm_(comm), from_(&from), memory_(in, from), tables_(in) {}
 
     int rank() const { return comm_.rank(); }
     int ranks() const { return comm_.ranks(); }
     cuda::memory const& memory() const { return memory_; }
     cudaStream_t stream() const { return memory_.stream(); }
+    /// Works in another stream from now on, which the caller orders behind this one.
+    void work_in(cudaStream_t other) {
+        memory_ = cuda::memory(other, *from_);
+        tables_ = detail::batch_tables(other);
+    }
     nccl& nccl_communicator() const { return comm_; }
     /// Returns what makes the tables of movements; see `set_together`.
     detail::batch_tables& tables() { return tables_; }
@@ -70,6 +75,7 @@ public:
 
 private:
     nccl& comm_;
+    memory_resource* from_;
     cuda::memory memory_;
     detail::batch_tables tables_;
     std::deque<std::pair<event, std::shared_ptr<void>>> kept_;
