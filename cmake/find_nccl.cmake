@@ -1,7 +1,7 @@
 # Looks for NCCL, where cpx is built and where its package is found: makes the target cpx::libnccl, or sets
 # cpx_nccl_missing to what was not found. Its caller has found CUDAToolkit, beside whose files NCCL's may lie.
 find_path(NCCL_INCLUDE_DIR nccl_device.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
-find_library(NCCL_LIBRARY nccl HINTS ${CUDAToolkit_LIBRARY_DIR})
+find_library(NCCL_LIBRARY nccl HINTS ${CUDAToolkit_LIBRARY_DIR} ${CUDAToolkit_LIBRARY_ROOT}/lib64)
 mark_as_advanced(NCCL_INCLUDE_DIR NCCL_LIBRARY)
 
 set(cpx_nccl_missing)
