@@ -71,19 +71,7 @@ array written_if(char const* where, char const* name, nb::handle object) {
     return object.is_none() ? array{where, name} : take(where, name, object, true);
 }
 
-std::string name_of(nb::dlpack::dtype type) {
-    using code = nb::dlpack::dtype_code;
-    std::string const bits = std::to_string(type.bits);
-    switch (static_cast<code>(type.code)) {
-    case code::Int: return "int" + bits;
-    case code::UInt: return "uint" + bits;
-    case code::Float: return "float" + bits;
-    case code::Bfloat: return "bfloat" + bits;
-    case code::Complex: return "complex" + bits;
-    case code::Bool: return "bool";
-    default: return "another";
-    }
-}
+std::string name_of(nb::dlpack::dtype type) { return number_name(type.code, type.bits); }
 
 std::string shape_of(array const& a) {
     std::string text = "(";
@@ -96,35 +84,6 @@ void require_elements(array const& a, nb::dlpack::dtype type) {
         throw cpx::error(a.where, std::string("memory of ") + a.name, "the host's, where the ranks of this call are",
                          device_of(a));
     if (a.type != type) throw cpx::error(a.where, std::string("dtype of ") + a.name, name_of(type), name_of(a.type));
-}
-
-row_shape rows_in(array const& a) {
-    index_t const dimensions = a.dimensions();
-    if (dimensions == 0) throw cpx::error(a.where, std::string("shape of ") + a.name, "rows", "a number");
-    row_shape r;
-    r.count = a.size(0);
-    bool dense = true; // what makes up a row, which of single and of no elements any stride is
-    for (index_t i = dimensions - 1; i > 0; --i) {
-        dense = dense && (a.size(i) < 2 || a.stride(i) == r.width);
-        r.width *= a.size(i);
-    }
-    r.stride = r.count > 1 && r.width > 0 ? a.stride(0) : r.width;
-    if (a.elements() > 0 && (!dense || r.stride < r.width))
-        throw cpx::error(a.where, std::string("memory of ") + a.name,
-                         "rows of elements side by side, one after the other", "other strides; copy it first");
-    return r;
-}
-
-void require_list(array const& a, index_t size) {
-    index_t next = 1;
-    for (index_t i = a.dimensions() - 1; i >= 0; --i) {
-        if (a.elements() > 0 && a.size(i) > 1 && a.stride(i) != next)
-            throw cpx::error(a.where, std::string("memory of ") + a.name, "elements side by side",
-                             "other strides; copy it first");
-        next *= a.size(i);
-    }
-    if (size >= 0 && a.elements() != size)
-        throw cpx::error(a.where, std::string("size of ") + a.name, std::to_string(size), std::to_string(a.elements()));
 }
 
 } // namespace binding

@@ -2,7 +2,8 @@
 // Arrays of whatever framework, by DLPack, as rows of cpx.
 #pragma once
 
-#include <cpx/core/element_name.hpp>
+#include "strided.hpp"
+
 #include <cpx/core/rows.hpp>
 
 #include <nanobind/nanobind.h>
@@ -13,12 +14,10 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 
 namespace binding {
 
 namespace nb = nanobind;
-using cpx::index_t;
 
 /// An argument that is an array, or none. Keeps the array alive; destroyed with the GIL held.
 struct array {
@@ -48,11 +47,6 @@ std::string name_of(nb::dlpack::dtype type);
 /// Returns "(5, 3)".
 std::string shape_of(array const& a);
 
-/// An element of an array of booleans, which is moved and never added.
-struct boolean {
-    unsigned char value = 0;
-};
-
 template <class T>
 constexpr nb::dlpack::dtype type_of() {
     if constexpr (std::same_as<T, Eigen::bfloat16>)
@@ -67,15 +61,6 @@ constexpr nb::dlpack::dtype type_of() {
 
 /// Throws `cpx::error` unless the array is on the host, has that type and begins where its elements may.
 void require_elements(array const& a, nb::dlpack::dtype type);
-/// How an array is rows: its first dimension counts them, all others make up one row, side by side.
-struct row_shape {
-    index_t count = 0, width = 1, stride = 1;
-};
-/// Throws `cpx::error` if it has no dimension or if its rows are not side by side.
-row_shape rows_in(array const& a);
-/// Throws `cpx::error` unless all elements are side by side, and as many as that.
-void require_list(array const& a, index_t size);
-
 /// Returns the rows of an array of T; of one that is none, no rows.
 template <class T>
 cpx::rows<T const> rows_of(array const& a) {
@@ -154,6 +139,3 @@ void with_any(array const& a, F&& f) {
 }
 
 } // namespace binding
-
-template <>
-inline constexpr std::string_view cpx::element_name<binding::boolean> = "bool";

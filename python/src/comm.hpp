@@ -2,18 +2,55 @@
 // One rank's end of a group, of whatever transport, as Python has it.
 #pragma once
 
+#include <cpx/core/activation.hpp>
 #include <cpx/transport/threads.hpp>
 #include <cpx/transport/transport_ref.hpp>
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace binding {
 
 namespace nb = nanobind;
+
+struct relayout_value;
+struct halo_value;
+struct carry_value;
+
+/// What Python hands to a convolution, or to its backward.
+struct convolution_objects {
+    nb::handle x, weight, bias, y = nb::none(), initial = nb::none(), final = nb::none();
+    nb::handle dy = nb::none(), dx = nb::none(), dweight = nb::none(), dbias = nb::none();
+};
+
+/// What Python hands to a recurrence; of a backward, gradients stand in the places of o, initial and final.
+struct recurrence_objects {
+    std::vector<nb::object> const &x, &dx;
+    std::array<cpx::index_t, 4> heads; ///< of keys, of values, and their widths
+    cpx::index_t chunk;
+    bool qk_l2norm;
+    double scale;
+    nb::handle o, initial, final, starts, maps;
+};
+
+/// The operators of ranks whose arrays are on devices. Each works in the current stream of the arrays' framework, and
+/// throws `cpx::error` before anything moves if an array does not fit or is elsewhere.
+class device_operators {
+public:
+    virtual void exchange(relayout_value const& plan, nb::handle x, nb::handle y) = 0;
+    virtual void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
+    virtual void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
+    virtual void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) = 0;
+
+protected:
+    ~device_operators() = default;
+};
 
 /// What every collective of this package takes, whatever connects the ranks. `host` is the transport of ranks that have
 /// their arrays on the host; a communicator of ranks that do not throws there, before anything moves.
@@ -26,9 +63,11 @@ public:
 
     virtual int rank() const = 0;
     virtual int ranks() const = 0;
-    /// Returns where its ranks have their arrays: "cpu".
+    /// Returns where its ranks have their arrays: "cpu", "cuda:0".
     virtual std::string device() const = 0;
     virtual cpx::transport_ref host(char const* where) = 0;
+    /// Returns null if its ranks have their arrays on the host.
+    virtual device_operators* on_device() { return nullptr; }
     /// Says that this rank calls no more, or that its program has failed.
     virtual void leave() = 0;
     virtual void fail(std::string const& why) = 0;

@@ -31,6 +31,10 @@ cpx::sum_order order_of(char const* where, std::string_view name) {
 void forward(halo_value const& plan, nb::object x_, nb::object weight_, nb::object bias_, nb::object act, nb::object y_,
              communicator& comm, nb::object initial_, nb::object final_) {
     char const* const where = "causal_conv1d";
+    if (auto* const there = comm.on_device())
+        return there->convolve(
+            plan, {.x = x_, .weight = weight_, .bias = bias_, .y = y_, .initial = initial_, .final = final_},
+            activation_of(where, act));
     array const x = read(where, "x", x_), weight = read(where, "weight", weight_), bias = read_if(where, "bias", bias_),
                 y = written(where, "out", y_), initial = read_if(where, "initial", initial_),
                 last = written_if(where, "final", final_);
@@ -55,6 +59,14 @@ void backward(halo_value const& before, halo_value const& after, nb::object x_, 
               nb::object act, nb::object dy_, nb::object dx_, nb::object dweight_, nb::object dbias_,
               communicator& comm, std::string_view order_) {
     char const* const where = "causal_conv1d_backward";
+    if (auto* const there = comm.on_device()) {
+        cpx::require(order_of(where, order_) == cpx::sum_order::by_rank, where, "order", "\"by_rank\", on devices",
+                     "\"by_row\"");
+        return there->convolve_backward(
+            before,
+            {.x = x_, .weight = weight_, .bias = bias_, .dy = dy_, .dx = dx_, .dweight = dweight_, .dbias = dbias_},
+            activation_of(where, act));
+    }
     array const x = read(where, "x", x_), weight = read(where, "weight", weight_), bias = read_if(where, "bias", bias_),
                 dy = read(where, "dy", dy_), dx = written(where, "dx", dx_),
                 dweight = written_if(where, "dweight", dweight_), dbias = written_if(where, "dbias", dbias_);

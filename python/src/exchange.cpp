@@ -51,6 +51,7 @@ std::vector<std::shared_ptr<communicator>> threads(int ranks, double deadline) {
 }
 
 void exchange(relayout_value const& plan, nb::object source, nb::object target, communicator& comm) {
+    if (auto* const there = comm.on_device()) return there->exchange(plan, source, target);
     char const* const where = "exchange";
     array const x = read(where, "x", source), y = written(where, "out", target);
     with_any(x, [&]<class T>(of_type<T>) {
@@ -96,7 +97,7 @@ void bind_exchange(nb::module_& m) {
 One thread at a time calls with it. Its end, or `leave`, tells the others that this rank calls no more.)")
         .def_prop_ro("rank", &communicator::rank)
         .def_prop_ro("ranks", &communicator::ranks)
-        .def_prop_ro("device", &communicator::device, "Where its ranks have their arrays: \"cpu\".")
+        .def_prop_ro("device", &communicator::device, "Where its ranks have their arrays: \"cpu\", \"cuda:0\".")
         .def("leave", &communicator::leave, "Says that this rank calls no more: who waits for it gets cpx.Error.")
         .def(
             "fail", &communicator::fail, "why"_a,

@@ -51,6 +51,14 @@ constexpr std::array names{"q", "k", "v", "g", "beta"}, gradient_names{"dq", "dk
 using sizes = std::tuple<index_t, index_t, index_t, index_t>;
 using parameters = std::tuple<index_t, bool, double>;
 
+recurrence_objects objects_of(std::vector<nb::object> const& x, std::vector<nb::object> const& dx, sizes const& heads,
+                              parameters const& p, nb::handle o, nb::handle initial, nb::handle last, nb::handle starts,
+                              nb::handle maps) {
+    auto const [key_heads, value_heads, key_dim, value_dim] = heads;
+    auto const [chunk, norm, scale] = p;
+    return {x, dx, {key_heads, value_heads, key_dim, value_dim}, chunk, norm, scale, o, initial, last, starts, maps};
+}
+
 recurrence_call prepare(std::string_view name, carry_value const& plan, communicator& comm, sizes const& heads,
                         parameters const& p, std::vector<nb::object> const& x) {
     auto const [key_heads, value_heads, key_dim, value_dim] = heads;
@@ -68,6 +76,8 @@ recurrence_call prepare(std::string_view name, carry_value const& plan, communic
 void forward(std::string_view name, carry_value const& plan, std::vector<nb::object> const& x, nb::object o,
              sizes const& heads, parameters const& p, communicator& comm, nb::object initial, nb::object last,
              nb::object starts, nb::object maps) {
+    if (auto* const there = comm.on_device())
+        return there->recur(name, false, plan, objects_of(x, {}, heads, p, o, initial, last, starts, maps));
     auto c = prepare(name, plan, comm, heads, p, x);
     char const* const where = c.where.c_str();
     c.o = written(where, "out", o);
@@ -81,6 +91,8 @@ void forward(std::string_view name, carry_value const& plan, std::vector<nb::obj
 void backward(std::string_view name, carry_value const& plan, std::vector<nb::object> const& x, nb::object dout,
               std::vector<nb::object> const& dx, sizes const& heads, parameters const& p, communicator& comm,
               nb::object starts, nb::object maps, nb::object dlast, nb::object dinitial) {
+    if (auto* const there = comm.on_device())
+        return there->recur(name, true, plan, objects_of(x, dx, heads, p, dout, dinitial, dlast, starts, maps));
     auto c = prepare(name, plan, comm, heads, p, x);
     c.where += "_backward";
     char const* const where = c.where.c_str();

@@ -17,6 +17,15 @@ namespace binding {
 using cpx::index_t;
 using cpx::range;
 
+/// Chunks into which a run of tokens is cut, and the rank that owns each: of two layouts, of which runs choose, those of
+/// both. What is prepared for later batches has room for so many.
+struct chunk_list {
+    std::vector<int> owners;
+
+    int chunks() const { return static_cast<int>(owners.size()); }
+    int owner(int chunk) const { return owners[static_cast<std::size_t>(chunk)]; }
+};
+
 /// A sharding that asks a real one behind it. `EveryRow`: whether every rank holds every row.
 template <bool EveryRow>
 class any_of {
@@ -44,6 +53,12 @@ public:
         real_->holders(rows, run, std::ref(f));
     }
 
+    /// Returns the chunks of a run; none where every batch may have others.
+    chunk_list const& policy() const
+        requires(!EveryRow)
+    {
+        return real_->chunks;
+    }
     /// Returns how a user would write it: "zigzag(4) over sequence".
     std::string const& text() const { return real_->text; }
     /// See `cpx::is_exact`.
@@ -59,7 +74,7 @@ public:
 
 private:
     struct base {
-        explicit base(std::string what) : text(std::move(what)) {}
+        base(std::string what, chunk_list of_run) : text(std::move(what)), chunks(std::move(of_run)) {}
         virtual ~base() = default;
         virtual bool equals(base const& other) const = 0;
         virtual int ranks() const = 0;
@@ -72,10 +87,26 @@ private:
         virtual bool exact(bool serial, index_t chunk) const = 0;
         virtual void name(cpx::identity& id) const = 0;
         std::string text;
+        chunk_list chunks;
     };
     template <class S>
+    static chunk_list chunks_of(S const& sharding) {
+        chunk_list all;
+        auto const add = [&](auto const& layout) {
+            if constexpr (cpx::layout<std::remove_cvref_t<decltype(layout)>>)
+                for (int c = 0; c < layout.chunks(); ++c) all.owners.push_back(layout.owner(c));
+        };
+        if constexpr (requires { sharding.policy().first; }) {
+            add(sharding.policy().first);
+            add(sharding.policy().second);
+        } else if constexpr (requires { sharding.policy(); }) {
+            add(sharding.policy());
+        }
+        return all;
+    }
+    template <class S>
     struct model final : base {
-        model(S s, std::string what) : base(std::move(what)), sharding(std::move(s)) {}
+        model(S s, std::string what) : base(std::move(what), chunks_of(s)), sharding(std::move(s)) {}
         bool equals(base const& other) const override {
             auto const* const same = dynamic_cast<model const*>(&other);
             return same && same->sharding == sharding;

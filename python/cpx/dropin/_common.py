@@ -59,5 +59,10 @@ def causal_conv1d(x, weight, bias, activation, of, comm):
 
 def gated_delta_rule(q, k, v, g, beta, of, comm, **options):
     """cpx.torch.gated_delta_rule on the sharding `of`. q, k, v: (rows, heads, dim), g, beta: (rows, heads). As v."""
-    inputs = _computed((q, k, v, g, beta))
+    if v.is_cpu:
+        q, k, v_, g, beta = _computed((q, k, v, g, beta))
+    else:  # where gates are float32, whatever the others
+        q, k, v_ = _computed((q, k, v))
+        g, beta = (x.float().contiguous() for x in (g, beta))
+    inputs = q, k, v_, g, beta
     return cpx.torch.gated_delta_rule(*inputs, cpx.torch.carry(of, comm), comm, **options).to(v.dtype)

@@ -4,8 +4,10 @@
 import torch
 
 import cpx
+from cpx import _ext
 from cpx._error import Error, require
 
+from ._group import device_extension
 from ._objects import Attention, held, taken_comm
 from ._operator import array, backward_operator, check, contiguous_like, keep, operator
 
@@ -84,17 +86,20 @@ def attention(q, k, v, plan, comm, *, scale=None):
     return _attention_op(q, k, v, scale, plan.query_heads, plan.handle, comm.handle)[0]
 
 
-def _rotate(x, positions, frequencies, head_dim, axes, rounding):
+def _turned(x, positions, frequencies, head_dim, axes, rounding, back):
     y = contiguous_like(x)
-    cpx.rotary(array(x), array(positions), head_dim, array(frequencies), axes, rounding, out=array(y))
+    rotate = _ext.rotary if x.is_cpu else device_extension("rotary").rotary
+    options = head_dim, array(frequencies), list(axes or []), rounding, back
+    rotate(array(x), array(positions.contiguous()), *options, array(y))
     return y
 
 
+def _rotate(x, positions, frequencies, head_dim, axes, rounding):
+    return _turned(x, positions, frequencies, head_dim, axes, rounding, False)
+
+
 def _rotate_back(dy, positions, frequencies, head_dim, axes, rounding):
-    dx = contiguous_like(dy)
-    dy = array(dy.contiguous())
-    cpx.rotary_backward(dy, array(positions), head_dim, array(frequencies), axes, rounding, out=array(dx))
-    return dx
+    return _turned(dy.contiguous(), positions, frequencies, head_dim, axes, rounding, True)
 
 
 def _save_rotary(ctx, args, y):
@@ -122,13 +127,13 @@ def rotary(x, positions, frequencies, head_dim=None, *, axes=None, rounding="fp3
 
     x: (rows, heads, head_dim), or (rows, heads * head_dim) with head_dim. positions: (rows,) int64, such as
     torch.from_numpy(sharding.positions(rank)), or (3, rows), of which pair i takes axes[i], of `cpx.rotary_axes`.
-    frequencies: of `cpx.rotary_frequencies`, float32, of float64 for x of float64. They have no gradient. rounding as
-    of `cpx.rotary`. Bitwise the same on every sharding. No communication.
+    frequencies: of `cpx.rotary_frequencies`, float32, of float64 for x of float64, on the CPU, wherever x is. They have
+    no gradient. rounding as of `cpx.rotary`. Bitwise the same on every sharding. No communication.
     """
     where = "rotary"
     check(where, getattr(x, "device", None), x=x)
     check(where, x.device, positions=positions)
-    check(where, x.device, frequencies=frequencies)
+    check(where, torch.device("cpu"), frequencies=frequencies)
     if head_dim is None:
         require(x.dim() == 3, where, "x without head_dim", "(rows, heads, head_dim)", tuple(x.shape))
         head_dim = x.shape[2]

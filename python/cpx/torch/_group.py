@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communicators of torch's process groups."""
 
+import atexit
 import threading
 import weakref
 
@@ -8,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import cpx
-from cpx import _ext
 from cpx._error import Error
 
 from ._objects import Communicator
@@ -18,12 +18,24 @@ _made = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def communicator(group=None):
+def device_extension(where):
+    """Returns the extension for tensors on GPUs. Raises cpx.Error if this cpx was built without."""
+    try:
+        from cpx import _cuda
+    except ImportError as e:
+        missing = "one for the host's memory" if "_cuda" in str(e) else str(e)
+        raise Error(where, "cpx of this process", "one that is built with CUDA, as python/README.md says",
+                    missing) from e
+    return _cuda
+
+
+def communicator(group=None, deadline=600.0):
     """Returns the communicator of this rank, which every operator takes.
 
     group: what `cpx.run` hands to a rank that is a thread, for tensors on the CPU; or a group of torch.distributed, by
     default that of all, for tensors on the current CUDA device. Its own NCCL communicator is used where torch gives it
-    (2.8 and later), else one is made over its store, which is collective. A second call returns the first one's.
+    (2.8 and later), else one is made over its store. Collective; a second call returns the first one's.
+    deadline: the longest, in seconds, that a rank of a group waits for the others.
     Raises cpx.Error if there is no group, none of NCCL, or if this cpx was built without CUDA.
     """
     if isinstance(group, Communicator):
@@ -39,11 +51,17 @@ def communicator(group=None):
         raise Error(_where, "group", wanted, type(group).__name__)
     with _making:
         if group not in _made:
-            _made[group] = Communicator(_of(group))
+            _made[group] = Communicator(_of(group, deadline))
         return _made[group]
 
 
-def _of(group):
+@atexit.register
+def _leave_all():
+    for comm in list(_made.values()):  # before torch ends what they use
+        comm.of.leave()
+
+
+def _of(group, deadline=600.0):
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:
@@ -53,14 +71,12 @@ def _of(group):
             return cpx.threads(1)[0]
         raise Error(_where, "backend of the group", "nccl; ranks with tensors on the CPU are threads, of cpx.run",
                     dist.get_backend(group))
-    if not hasattr(_ext, "nccl_adopt"):
-        raise Error(_where, "cpx of this process", "one that is built with CUDA, as python/README.md says",
-                    "one for the host's memory")
+    by = device_extension(_where)
     device = torch.device("cuda", torch.cuda.current_device())
     if hasattr(backend, "_comm_ptr"):
         backend.eager_connect_single_device(device)
-        return _ext.nccl_adopt(backend._comm_ptr(), group.rank(), group.size(), device.index)
+        return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device.index, deadline)
     store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
     if group.rank() == 0:
-        store.set(key, _ext.nccl_id())
-    return _ext.nccl_make(store.get(key), group.rank(), group.size(), device.index)
+        store.set(key, by.nccl_id())
+    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device.index, deadline)

@@ -55,6 +55,15 @@ class Communicator:
             known = _known[of] = _handle_of(of), collections.OrderedDict()
         self.handle, self._plans = known
 
+    def wait(self):
+        """Waits until the device has done all that this rank gave it in the current stream; on the host, not at all.
+
+        Raises cpx.Error that names the ranks that did not come within the deadline, or that moved rows of another
+        batch.
+        """
+        if self.device.type != "cpu":
+            self.of.wait()
+
     def plan(self, kind, *key):
         """Returns kind(*key), the one of an earlier call if there is one."""
         at = kind, *key

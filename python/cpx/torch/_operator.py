@@ -33,8 +33,24 @@ def contiguous_like(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def check(where, device, **tensors):
-    """Raises cpx.Error unless all are tensors of one dtype on that device. None is none."""
+def moved(x):
+    """Returns what can be sent: x, or a copy where the rows of a device's tensor are apart, or not aligned."""
+    if x.is_cpu:
+        return x
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def sums(x):
+    """Returns the dtype in which gates, states and gradients of weights are: on devices float32, else that of x."""
+    return x.dtype if x.is_cpu else torch.float32
+
+
+def check(where, device, _sums=(), **tensors):
+    """Raises cpx.Error unless all are tensors of one dtype on that device. None is none.
+
+    _sums: those that are of `sums` of the others.
+    """
     first = None
     for name, x in tensors.items():
         if x is None:
@@ -45,6 +61,8 @@ def check(where, device, **tensors):
             raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
         if first is None:
             first = x
+        elif name in _sums and not x.is_cpu:
+            require(x.dtype == torch.float32, where, f"dtype of {name}", "torch.float32, on devices", x.dtype)
         elif x.dtype != first.dtype:
             raise Error(where, f"dtype of {name}", f"{first.dtype}, as of the others", str(x.dtype))
 

@@ -12,7 +12,9 @@ import cpx
 from cpx._error import Error, require
 
 from ._objects import Carry, Halo, Relayout, held, taken_comm, taken_plan
-from ._operator import array, backward_operator, check, contiguous_like, keep, operator, wants_gradient
+from ._operator import (
+    array, backward_operator, check, contiguous_like, keep, moved, operator, sums, wants_gradient
+)
 
 
 def _held(where, plan, comm):
@@ -30,14 +32,14 @@ def _rows(where, x):
 def _exchange(x, plan, comm, shape):
     p, c = _held("exchange", plan, comm)
     y = x.new_empty(shape)
-    cpx.exchange(p.of, array(x), c, out=array(y))
+    cpx.exchange(p.of, array(moved(x)), c, out=array(y))
     return y
 
 
 def _exchange_backward(dy, plan, comm, shape):
     p, c = _held("exchange_backward", plan, comm)
     dx = dy.new_empty(shape)
-    cpx.exchange(p.back, array(dy.contiguous()), c, out=array(dx))
+    cpx.exchange(p.back, array(moved(dy.contiguous())), c, out=array(dx))
     return dx
 
 
@@ -157,20 +159,20 @@ def sum_over_ranks(x, comm):
 def _conv(x, weight, bias, activation, order, plan, comm):
     p, c = _held("causal_conv1d", plan, comm)
     y = contiguous_like(x)
-    cpx.causal_conv1d(p.of, array(x), array(weight), c, array(bias), activation, out=array(y))
+    cpx.causal_conv1d(p.of, array(moved(x)), array(weight), c, array(bias), activation, out=array(y))
     return y
 
 
 def _conv_backward(x, weight, bias, dy, activation, order, plan, comm):
     p, c = _held("causal_conv1d_backward", plan, comm)
     dx = contiguous_like(x)
-    dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    dbias = weight.new_zeros(0 if bias is None else bias.shape)
+    dweight = weight.new_zeros(weight.shape, dtype=sums(weight))
+    dbias = weight.new_zeros(0 if bias is None else bias.shape, dtype=sums(weight))
     cpx.causal_conv1d_backward(
-        p.of, p.back, array(x), array(weight), array(dy.contiguous()), c, array(bias), activation, order=order,
+        p.of, p.back, array(moved(x)), array(weight), array(dy.contiguous()), c, array(bias), activation, order=order,
         dx=array(dx), dweight=array(dweight), dbias=None if bias is None else array(dbias),
     )
-    return dx, dweight, dbias
+    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 def _conv_backward_fake(x, weight, bias, dy, activation, order, plan, comm):
@@ -224,6 +226,7 @@ _map_width = {
     "head_decay_attention": lambda dim: 1,
 }
 _recurrences = {}
+_gates = "g", "beta", "initial"
 
 
 def _saved_shapes(name, heads, sizes):
@@ -242,9 +245,9 @@ def _make_recurrence(name):
         whole, starts, maps = _saved_shapes(name, heads, sizes)
         return (
             contiguous_like(v),
-            make(whole) if final else v.new_empty(0),
-            v.new_empty(starts if save else 0),
-            v.new_empty(maps if save else 0),
+            make(whole, dtype=sums(v)) if final else v.new_empty(0, dtype=sums(v)),
+            v.new_empty(starts if save else 0, dtype=sums(v)),
+            v.new_empty(maps if save else 0, dtype=sums(v)),
         )
 
     def options(chunk, qk_l2norm, scale, heads):
@@ -272,7 +275,7 @@ def _make_recurrence(name):
         return (
             *(contiguous_like(x) for x in (q, k, v, g)),
             q.new_empty(0) if beta is None else contiguous_like(beta),
-            make(whole) if dinitial else q.new_empty(0),
+            make(whole, dtype=sums(q)) if dinitial else q.new_empty(0, dtype=sums(q)),
         )
 
     def run_back(
@@ -332,7 +335,7 @@ for _name in _map_width:
 
 def _recur(name, q, k, v, g, beta, plan, comm, chunk, qk_l2norm, scale, initial, final):
     comm, plan = taken_comm(name, comm), taken_plan(name, plan, Carry)
-    check(name, comm.device, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
+    check(name, comm.device, _gates, q=q, k=k, v=v, g=g, beta=beta, initial=initial)
     heads, value_heads = plan.heads, plan.value_heads
     if heads is None:
         if value_heads < 0 or q.dim() != 3 or v.dim() != 3:

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "convolution.cuh"
+
+template void binding::convolve<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);
+template void binding::convolve_backward<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "convolution.cuh"
+
+template void binding::convolve<float>(device_group&, halo_value const&, convolution_call const&);
+template void binding::convolve_backward<float>(device_group&, halo_value const&, convolution_call const&);

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Communicators of ranks on devices.
+#include "group.hpp"
+
+#include <cstring>
+
+namespace binding {
+
+namespace {
+
+void end(device_group* g) { delete g; }
+
+} // namespace
+
+group_pointer adopt_group(void* comm, int device, std::chrono::milliseconds deadline, framework& from) {
+    on_device const here(device);
+    auto joined = cpx::nccl::adopt(static_cast<ncclComm_t>(comm), cpx::adopted::is_left, deadline);
+    return {new device_group(std::move(joined), true, from), end};
+}
+
+group_pointer make_group(std::string const& id, int rank, int ranks, int device, std::chrono::milliseconds deadline,
+                         framework& from) {
+    on_device const here(device);
+    ncclUniqueId of{};
+    cpx::require(id.size() == sizeof of.internal, "communicator", "bytes of the id", sizeof of.internal, id.size());
+    std::memcpy(of.internal, id.data(), sizeof of.internal);
+    auto joined = std::make_unique<cpx::nccl>(of, rank, ranks, deadline);
+    return {new device_group(std::move(joined), false, from), end};
+}
+
+std::string new_group_id() {
+    auto const id = cpx::nccl::new_id();
+    return {id.internal, sizeof id.internal};
+}
+
+int rank_of(device_group const& g) { return g.nccl().rank(); }
+int ranks_of(device_group const& g) { return g.nccl().ranks(); }
+
+void wait_for(device_group& g) {
+    on_device const here(g.nccl().device());
+    g.comm().wait();
+}
+
+void leave(device_group& g) { g.leave(); }
+
+void fail(device_group& g, char const* why) { g.nccl().give_up(why); }
+
+} // namespace binding

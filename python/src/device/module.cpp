@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks on devices in Python: NCCL communicators, whose operators take tensors by DLPack's exchange of C.
+#include "../comm.hpp"
+#include "../numbers.hpp"
+#include "dlpack.hpp"
+#include "tensor.hpp"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <mutex>
+#include <unordered_map>
+
+using namespace nanobind::literals;
+
+namespace binding {
+
+namespace {
+
+/// A framework whose tensors speak DLPack's exchange of C. Lives as long as the process, as its table does.
+class dlpack_framework final : public framework {
+public:
+    explicit dlpack_framework(dlpack::exchange const& by) : by_(by) {}
+
+    void* allocate(int device, std::size_t bytes) override {
+        auto count = static_cast<std::int64_t>(bytes);
+        dlpack::tensor wanted{};
+        wanted.where = {dlpack::cuda_device, device};
+        wanted.dimensions = 1;
+        wanted.type = {static_cast<std::uint8_t>(number_kind::natural), 8, 1};
+        wanted.shape = &count;
+        dlpack::managed_tensor* made = nullptr;
+        std::string problem;
+        auto const refuse = [](void* to, char const*, char const* why) { *static_cast<std::string*>(to) = why; };
+        if (by_.allocate(&wanted, &made, &problem, refuse) != 0)
+            throw cpx::error("cuda", "memory of the framework", std::to_string(bytes) + " bytes", problem);
+        std::lock_guard const lock(guard_);
+        given_[made->of.data] = made;
+        return made->of.data;
+    }
+    void release(void* memory) noexcept override {
+        dlpack::managed_tensor* made = nullptr;
+        {
+            std::lock_guard const lock(guard_);
+            auto const found = given_.find(memory);
+            made = found->second;
+            given_.erase(found);
+        }
+        if (made->release) made->release(made);
+    }
+    void* stream(int device) override {
+        void* current = nullptr;
+        cpx::require(by_.current_stream(dlpack::cuda_device, device, &current) == 0, "cuda", "current stream", "one",
+                     "none");
+        return current;
+    }
+    dlpack::exchange const& by() const { return by_; }
+
+private:
+    dlpack::exchange const& by_;
+    std::mutex guard_;
+    std::unordered_map<void*, dlpack::managed_tensor*> given_;
+};
+
+/// Returns the framework of a type of tensors, or null.
+dlpack_framework* framework_of(nb::handle type) {
+    static auto& known = *new std::unordered_map<PyObject*, dlpack_framework*>; // with the GIL held
+    auto const found = known.find(type.ptr());
+    if (found != known.end()) return found->second;
+    nb::object const capsule = nb::getattr(type, dlpack::attribute, nb::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), dlpack::capsule_name)) return nullptr;
+    auto const* by = static_cast<dlpack::exchange const*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::capsule_name));
+    while (by && by->of.major != 1) by = by->before;
+    if (!by || !by->describe) return nullptr;
+    type.inc_ref(); // its address stands for it
+    return known[type.ptr()] = new dlpack_framework(*by);
+}
+
+/// Returns how errors name a device: "cpu", "cuda:1".
+std::string device_name(dlpack::device const& d) {
+    if (d.type == dlpack::cuda_device) return "cuda:" + std::to_string(d.id);
+    return d.type == 1 || d.type == 3 ? "cpu" : "device type " + std::to_string(d.type);
+}
+
+/// Reads the tensors of one call, all of which are of one device.
+class reader {
+public:
+    reader(char const* where, int device) : where_(where), device_(device) {}
+
+    tensor operator()(char const* name, nb::handle object) const {
+        tensor t{where_, name};
+        auto* const from = framework_of(object.type());
+        dlpack::tensor found{};
+        if (!from || from->by().describe(object.ptr(), &found) != 0) {
+            PyErr_Clear();
+            throw cpx::error(where_, name, "a tensor of torch 2.10 or newer",
+                             nb::cast<std::string>(object.type().attr("__name__")));
+        }
+        if (found.where.type != dlpack::cuda_device || found.where.id != device_)
+            throw cpx::error(where_, std::string("device of ") + name, device_name({dlpack::cuda_device, device_}),
+                             device_name(found.where));
+        t.given = true;
+        t.data = static_cast<char*>(found.data) + found.byte_offset;
+        t.kind = found.type.code, t.bits = found.type.bits, t.count = found.dimensions;
+        auto const most = static_cast<index_t>(t.sizes.size());
+        cpx::require(t.count <= most && found.type.lanes == 1, where_, "dimensions of a tensor", most, t.count);
+        index_t dense = 1;
+        for (std::int32_t i = found.dimensions; i-- > 0;) {
+            auto const at = static_cast<std::size_t>(i);
+            t.sizes[at] = found.shape[i];
+            t.strides[at] = found.strides ? found.strides[i] : dense;
+            dense *= found.shape[i];
+        }
+        return t;
+    }
+    /// The same; None is none.
+    tensor if_given(char const* name, nb::handle object) const {
+        if (object.is_none()) return {where_, name};
+        return (*this)(name, object);
+    }
+
+private:
+    char const* where_;
+    int device_;
+};
+
+/// A rank of an NCCL communicator.
+class nccl_rank final : public communicator, device_operators {
+public:
+    nccl_rank(group_pointer group, int device) : group_(std::move(group)), device_(device) {}
+    ~nccl_rank() override {
+        nb::gil_scoped_release const free; // it may wait for the device
+        group_.reset();
+    }
+
+    int rank() const override { return rank_of(*group_); }
+    int ranks() const override { return ranks_of(*group_); }
+    std::string device() const override { return "cuda:" + std::to_string(device_); }
+    cpx::transport_ref host(char const* where) override {
+        throw cpx::error(where, "communicator", "one of ranks on the host, whose tensors this operator takes",
+                         "one on " + device());
+    }
+    device_operators* on_device() override { return this; }
+    void leave() override {
+        call const now("leave", *this);
+        binding::leave(*group_);
+    }
+    void fail(std::string const& why) override { binding::fail(*group_, why.c_str()); }
+    void wait() {
+        call const now("wait", *this);
+        wait_for(*group_);
+    }
+
+    void exchange(relayout_value const& plan, nb::handle source, nb::handle target) override {
+        reader const read("exchange", device_);
+        tensor const x = read("x", source), y = read("out", target);
+        call const now("exchange", *this);
+        exchange_on(*group_, plan, x, y);
+    }
+    void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) override {
+        char const* const where = "causal_conv1d";
+        cpx::require(o.initial.is_none() && o.final.is_none(), where, "states", "none, on devices", "some");
+        reader const read(where, device_);
+        convolution_call c;
+        c.x = read("x", o.x), c.weight = read("weight", o.weight), c.bias = read.if_given("bias", o.bias);
+        c.y = read("out", o.y), c.act = act;
+        call const now(where, *this);
+        convolve_on(*group_, before, c);
+    }
+    void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) override {
+        char const* const where = "causal_conv1d_backward";
+        reader const read(where, device_);
+        convolution_call c;
+        c.x = read("x", o.x), c.weight = read("weight", o.weight), c.bias = read.if_given("bias", o.bias);
+        c.dy = read("dy", o.dy), c.dx = read("dx", o.dx), c.dweight = read.if_given("dweight", o.dweight);
+        c.dbias = read.if_given("dbias", o.dbias), c.act = act;
+        call const now(where, *this);
+        convolve_backward_on(*group_, before, c);
+    }
+    void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) override {
+        std::string const text = std::string(name) + (back ? "_backward" : "");
+        char const* const where = text.c_str();
+        cpx::require(name == "gated_delta_rule", where, "recurrence on devices", "gated_delta_rule", text);
+        reader const read(where, device_);
+        constexpr std::array names{"q", "k", "v", "g", "beta"}, of_gradients{"dq", "dk", "dv", "dg", "dbeta"};
+        cpx::require(o.x.size() == names.size(), where, "inputs", names.size(), o.x.size());
+        delta_rule_call c;
+        c.where = where;
+        c.key_heads = o.heads[0], c.value_heads = o.heads[1], c.key_dim = o.heads[2], c.value_dim = o.heads[3];
+        c.chunk = o.chunk, c.qk_l2norm = o.qk_l2norm, c.scale = o.scale;
+        for (std::size_t i = 0; i < names.size(); ++i) c.x.push_back(read(names[i], o.x[i]));
+        c.starts = read.if_given("saved states", o.starts), c.maps = read.if_given("saved maps", o.maps);
+        if (back) {
+            cpx::require(o.dx.size() == names.size(), where, "gradients of inputs", names.size(), o.dx.size());
+            for (std::size_t i = 0; i < names.size(); ++i) c.dx.push_back(read(of_gradients[i], o.dx[i]));
+            c.dout = read("dout", o.o), c.dfinal = read.if_given("dfinal", o.final);
+            c.dinitial = read.if_given("dinitial", o.initial);
+        } else {
+            c.o = read("out", o.o), c.initial = read.if_given("initial", o.initial);
+            c.final = read.if_given("final", o.final);
+        }
+        call const now(where, *this);
+        delta_rule_on(*group_, plan, c, back);
+    }
+
+private:
+    group_pointer group_;
+    int device_;
+};
+
+std::chrono::milliseconds deadline_of(double seconds) {
+    cpx::require(std::isfinite(seconds) && seconds > 0, "communicator", "deadline, s", "more than 0", seconds);
+    return std::chrono::milliseconds(static_cast<long long>(std::ceil(std::min(seconds, 1e8) * 1000)));
+}
+
+framework& framework_or_throw(nb::handle type) {
+    auto* const found = framework_of(type);
+    cpx::require(found != nullptr, "communicator", "tensors", "of torch 2.10 or newer, with DLPack's exchange of C",
+                 nb::cast<std::string>(nb::str(type)));
+    return *found;
+}
+
+std::shared_ptr<communicator> adopt(nb::handle tensors, std::uintptr_t comm, int device, double deadline) {
+    auto& from = framework_or_throw(tensors);
+    auto const longest = deadline_of(deadline);
+    auto group = [&] {
+        nb::gil_scoped_release const free;
+        return adopt_group(reinterpret_cast<void*>(comm), device, longest, from);
+    }();
+    return std::make_shared<nccl_rank>(std::move(group), device);
+}
+
+std::shared_ptr<communicator> make(nb::handle tensors, nb::bytes const& id, int rank, int ranks, int device,
+                                   double deadline) {
+    auto& from = framework_or_throw(tensors);
+    auto const longest = deadline_of(deadline);
+    std::string const of(id.c_str(), id.size());
+    auto group = [&] {
+        nb::gil_scoped_release const free;
+        return make_group(of, rank, ranks, device, longest, from);
+    }();
+    return std::make_shared<nccl_rank>(std::move(group), device);
+}
+
+void rotary(nb::handle x, nb::handle positions, index_t head_dim, nb::handle frequencies, std::vector<int> axes,
+            std::string_view rounding, bool back, nb::handle y) {
+    char const* const where = back ? "rotary_backward" : "rotary";
+    auto* const from = framework_of(x.type());
+    dlpack::tensor found{};
+    bool const there = from && from->by().describe(x.ptr(), &found) == 0;
+    PyErr_Clear();
+    cpx::require(there, where, "x", "a tensor of torch 2.10 or newer", "another object");
+    reader const read(where, found.where.id);
+    rotary_call c;
+    c.x = read(back ? "dy" : "x", x), c.positions = read("positions", positions), c.y = read(back ? "dx" : "out", y);
+    c.axes = std::move(axes), c.head_dim = head_dim, c.back = back;
+    c.how = word<cpx::rounding>(
+        where, "rounding", rounding,
+        {{"fp32_inside", cpx::rounding::fp32_inside}, {"round_each_op", cpx::rounding::round_each_op}});
+    with_float(binding::read(where, "frequencies", frequencies), [&]<class T>(of_type<T>) {
+        for (T const f : list_of<T>(binding::read(where, "frequencies", frequencies)))
+            c.frequencies.push_back(static_cast<double>(f));
+    });
+    nb::gil_scoped_release const free;
+    rotate_on(*from, found.where.id, c);
+}
+
+} // namespace
+
+} // namespace binding
+
+NB_MODULE(_cuda, m) {
+    using namespace binding;
+    m.doc() = "Ranks of cpx whose arrays are on devices, for its Python package.";
+    nb::set_leak_warnings(false);
+    nb::module_::import_("cpx._ext"); // of whose communicators this has one
+    nb::class_<nccl_rank, communicator>(m, "NcclRank", nb::is_weak_referenceable(), "One rank of an NCCL communicator.")
+        .def("wait", &nccl_rank::wait,
+             R"(Waits until the device has done all that it was given in the current stream.
+
+Raises cpx.Error that names the ranks that did not come within the deadline, or that moved rows of another batch.)");
+    m.def("nccl_adopt", adopt, "tensors"_a, "comm"_a, "device"_a, "deadline"_a,
+          "Returns the rank of a communicator that is there, by its address, for tensors of that type. Collective.");
+    m.def(
+        "nccl_id",
+        [] {
+            std::string const id = new_group_id();
+            return nb::bytes(id.data(), id.size());
+        },
+        "Returns the id of a new communicator, for one rank to give to the others.");
+    m.def("nccl_make", make, "tensors"_a, "id"_a, "rank"_a, "ranks"_a, "device"_a, "deadline"_a,
+          "Returns the rank of a new communicator. Collective.");
+    m.def("rotary", rotary, "x"_a, "positions"_a, "head_dim"_a, "frequencies"_a, "axes"_a, "rounding"_a, "back"_a,
+          "out"_a);
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arguments of operators on devices, as nvcc's sources and those of the binding both know them.
+#pragma once
+
+#include "../strided.hpp"
+
+#include <cpx/core/activation.hpp>
+#include <cpx/core/rotary_axes.hpp>
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace binding {
+
+struct relayout_value;
+struct halo_value;
+struct carry_value;
+
+/// A tensor in a device's memory, or none, as its framework describes it for the time of a call.
+struct tensor {
+    char const* where = ""; ///< the function, in errors
+    char const* name = "";  ///< the argument
+    bool given = false;
+    void* data = nullptr;
+    int kind = 0, bits = 0; ///< of its numbers
+    index_t count = 0;      ///< of dimensions
+    std::array<index_t, 8> sizes = {}, strides = {};
+
+    explicit operator bool() const { return given; }
+    index_t dimensions() const { return count; }
+    index_t size(index_t i) const { return sizes[static_cast<std::size_t>(i)]; }
+    index_t stride(index_t i) const { return strides[static_cast<std::size_t>(i)]; }
+    index_t elements() const {
+        index_t all = 1;
+        for (index_t i = 0; i < count; ++i) all *= size(i);
+        return all;
+    }
+};
+
+/// What tensors come from: its memory and its streams. Any thread may call.
+class framework {
+public:
+    virtual ~framework() = default;
+    /// Returns memory of a device that the current stream may use from now on. Throws `cpx::error` if there is none.
+    virtual void* allocate(int device, std::size_t bytes) = 0;
+    virtual void release(void* memory) noexcept = 0;
+    /// Returns the current stream of this thread, a cudaStream_t.
+    virtual void* stream(int device) = 0;
+};
+
+/// What a convolution is given; of a backward dy, dx, dweight and dbias.
+struct convolution_call {
+    tensor x, weight, bias, y, dy, dx, dweight, dbias;
+    cpx::activation act = cpx::activation::none;
+};
+
+/// What a gated delta rule is given; of a backward dout, dx, dfinal and dinitial.
+struct delta_rule_call {
+    char const* where = "";
+    index_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0, chunk = 64;
+    bool qk_l2norm = true;
+    double scale = 0;
+    std::vector<tensor> x, dx; ///< q, k, v, g, beta
+    tensor o, initial, final, starts, maps, dout, dfinal, dinitial;
+};
+
+/// What a rotary embedding is given.
+struct rotary_call {
+    tensor x, positions, y;
+    std::vector<double> frequencies;
+    std::vector<int> axes;
+    index_t head_dim = 0;
+    cpx::rounding how = cpx::rounding::fp32_inside;
+    bool back = false;
+};
+
+/// One rank of an NCCL communicator, whose tensors are on its device: what it has prepared, and its stream.
+class device_group;
+
+using group_pointer = std::unique_ptr<device_group, void (*)(device_group*)>;
+
+/// Takes a communicator of a framework, an ncclComm_t. Collective. See `cpx::nccl::adopt`.
+group_pointer adopt_group(void* comm, int device, std::chrono::milliseconds deadline, framework& from);
+/// Joins the communicator of an id, which `new_group_id` has made on one rank. Collective.
+group_pointer make_group(std::string const& id, int rank, int ranks, int device, std::chrono::milliseconds deadline,
+                         framework& from);
+std::string new_group_id();
+
+int rank_of(device_group const& g);
+int ranks_of(device_group const& g);
+/// Waits until the device has done all that it was given in the current stream; see `cpx::nccl::wait`.
+void wait_for(device_group& g);
+/// Ends its part: every later call throws. `fail` says so to ranks of this host, for that reason.
+void leave(device_group& g);
+void fail(device_group& g, char const* why);
+
+// Each throws `cpx::error` before anything moves if tensors do not fit.
+void exchange_on(device_group& g, relayout_value const& plan, tensor const& x, tensor const& y);
+void convolve_on(device_group& g, halo_value const& before, convolution_call const& c);
+void convolve_backward_on(device_group& g, halo_value const& before, convolution_call const& c);
+void delta_rule_on(device_group& g, carry_value const& plan, delta_rule_call const& c, bool back);
+void rotate_on(framework& from, int device, rotary_call const& c);
+
+} // namespace binding

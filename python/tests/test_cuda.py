@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cpx.torch on GPUs against the same operators on the host: results, gradients, streams, graphs, errors.
+
+In one process of one rank, or in several: torchrun --nproc-per-node N -m pytest python/tests/test_cuda.py
+Ranks may share a GPU.
+"""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+pytest.importorskip("cpx._cuda", reason="this cpx was built for the host alone", exc_type=ImportError)
+
+import torch.distributed as dist  # noqa: E402
+
+import cpx  # noqa: E402
+import cpx.torch as ct  # noqa: E402
+from cpx.dropin import fla, miles  # noqa: E402
+
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+if world > torch.cuda.device_count():  # NCCL takes ranks of one GPU if they seem to be on several hosts
+    os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+batches = [
+    cpx.thd([0, 5, 5, 6, 70, 147]), cpx.thd([0, 3]), cpx.thd([0, 211, 300, 301, 309]), cpx.thd.uniform(4, 96),
+    cpx.thd([0, 1, 2, 1100, 1103, 1500]),
+]
+within = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.2e-2}
+floats = list(within)
+
+
+@pytest.fixture(scope="module")
+def comm(tmp_path_factory):
+    torch.cuda.set_device(device)
+    if world == 1:
+        store = tmp_path_factory.mktemp("group") / "store"
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=device)
+    else:
+        dist.init_process_group("nccl")
+    made = ct.communicator(deadline=60.0)
+    assert ct.communicator() is made and (made.rank, made.ranks, made.device) == (rank, world, device)
+    yield made
+    made.of.leave()
+    dist.destroy_process_group()
+
+
+def numbers(*shape, seed=0):
+    """Returns the same random numbers on every rank, on the host."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(x, dtype):
+    """Returns numbers of float64 that the dtype holds."""
+    return x.to(dtype).double()
+
+
+def share(sharding, x, dtype=None):
+    """Returns the rank's rows of x on its device, which want a gradient."""
+    rows = x[torch.from_numpy(sharding.global_rows(rank))].to(device, dtype or x.dtype)
+    return rows.requires_grad_(rows.is_floating_point())
+
+
+def near(name, got, expected, most):
+    got, expected = got.detach().double().cpu(), expected.detach().double()
+    assert got.shape == expected.shape, name
+    error = ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item() if expected.numel() else 0.0
+    assert error <= most, f"{name}: {error}"
+
+
+def summed(x):
+    """Returns the sum over the ranks of what each has a share of."""
+    whole = x.detach().float()
+    dist.all_reduce(whole)
+    return whole
+
+
+def on_one_rank(program):
+    """Runs a program on the host, of one rank that holds the whole batch."""
+    return cpx.run(1, lambda of: program(ct.communicator(of)))[0]
+
+
+def layouts():
+    last = world - 1
+    return [
+        cpx.zigzag(world), cpx.sequential(world), cpx.striped(world), cpx.table(world, [last, 0, last, 0, last // 2]),
+        cpx.by_length(cpx.zigzag(world), cpx.sequential(world), 2 * world),
+    ]
+
+
+# exchange
+
+
+@pytest.mark.parametrize("dtype", [*floats, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_an_exchange_moves_the_bits_of_any_type(comm, dtype):
+    for batch in batches:
+        source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.striped(world), scope="batch")
+        x = (numbers(batch.tokens, 3, 2) * 100).to(dtype)
+        mine = share(source, x)
+        there, back = ct.relayout(source, target, comm), ct.relayout(target, source, comm)
+        for _ in range(2):
+            y = ct.exchange(mine, there, comm)
+            assert y.dtype == dtype and torch.equal(y, share(target, x))
+            assert torch.equal(ct.exchange(y, back, comm), mine)
+            assert torch.equal(ct.exchange(y, there.transposed(), comm), mine)
+    comm.wait()
+
+
+def test_every_layout_reaches_every_other_and_gradients_come_back(comm):
+    for n, batch in enumerate(batches):
+        x, by = numbers(batch.tokens, 5), numbers(batch.tokens, 5, seed=1)
+        shardings = [cpx.shard(batch, layout, scope=s) for layout in layouts() for s in ("sequence", "batch")]
+        for source in shardings[n % 2::2]:
+            for target in shardings[(n + 1) % 2::2]:
+                mine = share(source, x, torch.float32)
+                y = ct.exchange(mine, ct.relayout(source, target, comm), comm)
+                assert torch.equal(y, share(target, x, torch.float32))
+                (y * share(target, by, torch.float32)).sum().backward()
+                assert torch.equal(mine.grad, share(source, by, torch.float32))
+    comm.wait()
+
+
+@pytest.mark.parametrize("dtype", floats)
+def test_gradients_of_copies_are_added(comm, dtype):
+    for batch in batches:
+        source, every = cpx.shard(batch, cpx.zigzag(world)), cpx.replicated(world, batch)
+        mine = share(source, numbers(batch.tokens, 4), dtype)
+        y = ct.exchange(mine, ct.relayout(source, every, comm), comm)
+        (y * (rank + 1)).sum().backward()
+        assert torch.equal(mine.grad, torch.full_like(mine, sum(range(1, world + 1))))
+
+
+def test_an_exchange_from_tokens_to_heads_has_rows_of_another_width(comm):
+    sections = [(4 * world, 3), (2 * world, 5)]
+    for batch in batches:
+        source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.head_sharded(world, batch, sections)
+        x = numbers(batch.tokens, 22 * world).float()
+        mine = share(source, x)
+        y = ct.exchange(mine, ct.relayout(source, target, comm), comm)
+        first, second = (x[:, :12 * world], x[:, 12 * world:])
+        right = torch.cat([first[:, 12 * rank:12 * (rank + 1)], second[:, 10 * rank:10 * (rank + 1)]], 1)
+        assert torch.equal(y.cpu(), right)
+        (y * y).sum().backward()
+        assert torch.equal(mine.grad, 2 * mine.detach())
+
+
+def test_rows_that_are_apart_or_not_aligned_are_copied_first(comm):
+    batch = batches[0]
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+    plan = ct.relayout(source, target, comm)
+    wide = share(source, numbers(batch.tokens, 7).float()).detach()
+    y = ct.exchange(wide[:, 1:4], plan, comm)
+    assert torch.equal(y, share(target, numbers(batch.tokens, 7).float())[:, 1:4])
+    odd = torch.cat([wide.new_zeros(1), wide.flatten()])[1:].view_as(wide)
+    assert torch.equal(ct.exchange(odd, plan, comm), share(target, numbers(batch.tokens, 7).float()))
+
+
+# convolution
+
+
+@pytest.mark.parametrize("dtype", floats)
+@pytest.mark.parametrize(
+    "taps,channels,activation,bias", [(4, 24, "silu", True), (3, 7, None, False), (4, 6, None, True)]
+)
+def test_a_convolution_is_the_hosts_with_its_gradients(comm, dtype, taps, channels, activation, bias):
+    for batch in batches:
+        x, upstream = (rounded(numbers(batch.tokens, channels, seed=s), dtype) for s in (1, 2))
+        w, b = rounded(numbers(channels, taps, seed=3), dtype), rounded(numbers(channels, seed=4), dtype)
+
+        def call(of, sharding, x, w, b, upstream):
+            w, b = w.clone().requires_grad_(), b.clone().requires_grad_()
+            y = ct.causal_conv1d(x, w, ct.halo(sharding, of, taps - 1), of, b if bias else None, activation)
+            y.backward(upstream)
+            return y, x.grad, w.grad, b.grad
+
+        right = on_one_rank(
+            lambda one: call(one, cpx.shard(batch, cpx.sequential(1)), x.clone().requires_grad_(), w, b, upstream)
+        )
+        for layout in layouts():
+            sharding = cpx.shard(batch, layout)
+            own = torch.from_numpy(sharding.global_rows(rank))
+            y, dx, dw, db = call(
+                comm, sharding, share(sharding, x, dtype), w.to(device, dtype), b.to(device, dtype),
+                share(sharding, upstream, dtype).detach()
+            )
+            assert y.dtype == dx.dtype == dw.dtype == dtype
+            near("y", y, right[0][own], within[dtype])
+            near("dx", dx, right[1][own], within[dtype])
+            near("dweight", summed(dw), right[2], within[dtype])
+            if bias:
+                near("dbias", summed(db), right[3], within[dtype])
+    comm.wait()
+
+
+# the gated delta rule
+
+
+def delta_inputs(batch, heads, dtype):
+    tokens, (key_heads, value_heads, key_dim, value_dim) = batch.tokens, heads
+    return [
+        rounded(numbers(tokens, key_heads, key_dim, seed=1), dtype),
+        rounded(numbers(tokens, key_heads, key_dim, seed=2), dtype),
+        rounded(numbers(tokens, value_heads, value_dim, seed=3), dtype),
+        rounded(-numbers(tokens, value_heads, seed=4).abs(), torch.float32),
+        rounded(numbers(tokens, value_heads, seed=5).sigmoid(), torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("how", ["scan", "serial"])
+@pytest.mark.parametrize("dtype,heads", [
+    (torch.float32, cpx.Heads(2, 4, 40, 24)), (torch.bfloat16, cpx.Heads(2, 4, 128, 128)),
+    (torch.float16, cpx.Heads(1, 1, 64, 64)),
+])
+def test_the_gated_delta_rule_is_the_hosts_with_its_gradients(comm, how, dtype, heads):
+    for batch in batches:
+        whole, upstream = delta_inputs(batch, heads, dtype), rounded(numbers(batch.tokens, *heads[1::2], seed=6), dtype)
+        state = heads.value_heads * heads.key_dim * heads.value_dim
+        initial, of_final = (rounded(numbers(batch.sequences, state, seed=s), torch.float32) for s in (7, 8))
+
+        def call(of, sharding, x, initial, upstream, of_final):
+            initial = initial.clone().requires_grad_()
+            o, final = ct.gated_delta_rule(*x, ct.carry(sharding, of, how), of, initial=initial, final=True)
+            torch.autograd.backward([o, final], [upstream, of_final])
+            return o, final, *(t.grad for t in x), initial.grad
+
+        right = on_one_rank(
+            lambda one: call(
+                one, cpx.shard(batch, cpx.sequential(1)), [t.clone().requires_grad_() for t in whole], initial,
+                upstream, of_final
+            )
+        )
+        for layout in layouts():
+            sharding = cpx.shard(batch, layout)
+            own = torch.from_numpy(sharding.global_rows(rank))
+            x = [share(sharding, t, dtype if i < 3 else torch.float32) for i, t in enumerate(whole)]
+            o, final, *gradients, dinitial = call(
+                comm, sharding, x, initial.float().to(device), share(sharding, upstream, dtype).detach(),
+                of_final.float().to(device)
+            )
+            names = ["dq", "dk", "dv", "dg", "dbeta"]
+            near("o", o, right[0][own], within[dtype])
+            for name, got, expected in zip(names, gradients, right[2:7]):
+                near(name, got, expected[own], 2 * within[dtype])
+            near("final", summed(final), right[1], within[dtype])
+            near("dinitial", summed(dinitial), right[7], 2 * within[dtype])
+    comm.wait()
+
+
+def test_the_gated_delta_rule_of_the_heads_that_a_rank_holds(comm):
+    batch, heads = batches[2], cpx.Heads(world, 2 * world, 16, 16)
+    sections = [(heads[0], 16), (heads[0], 16), (heads[1], 16), (heads[1], 1), (heads[1], 1)]
+    of = cpx.head_sharded(world, batch, sections)
+    whole = delta_inputs(batch, heads, torch.float32)
+    mine = [
+        t.chunk(world, 1)[rank].to(device, torch.float32).clone().requires_grad_() for t in whole
+    ]
+    o = ct.gated_delta_rule(*mine, ct.carry(of, comm, "serial", heads=heads), comm)
+    (o * o).sum().backward()
+
+    def alone(one):
+        x = [t.clone().requires_grad_() for t in whole]
+        o = ct.gated_delta_rule(*x, ct.carry(cpx.shard(batch, cpx.sequential(1)), one), one)
+        (o * o).sum().backward()
+        return o, *(t.grad for t in x)
+
+    right = on_one_rank(alone)
+    for got, expected in zip([o, *(t.grad for t in mine)], right):
+        near("a result", got, expected.chunk(world, 1)[rank], 4e-5)
+
+
+# what needs no other rank
+
+
+@pytest.mark.parametrize("rounding", ["fp32_inside", "round_each_op"])
+@pytest.mark.parametrize("dtype", floats)
+def test_rotary_is_the_hosts(comm, dtype, rounding):
+    batch = batches[0]
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    frequencies = torch.from_numpy(cpx.rotary_frequencies(10000.0, 8))
+    x = share(sharding, numbers(batch.tokens, 3, 10), dtype)
+    for axes, positions in (
+        (None, torch.from_numpy(sharding.positions(rank))),
+        ([0, 1, 2, 0], torch.arange(3 * len(x)).reshape(3, -1) % 97),
+    ):
+        y = ct.rotary(x, positions.to(device), frequencies, axes=axes, rounding=rounding)
+        right = ct.rotary(x.detach().cpu(), positions, frequencies, axes=axes, rounding=rounding)
+        near("y", y, right.double(), within[dtype])
+        x.grad = None
+        y.backward(x.detach())
+        turned = x.detach().cpu().requires_grad_()
+        ct.rotary(turned, positions, frequencies, axes=axes, rounding=rounding).backward(x.detach().cpu())
+        near("dx", x.grad, turned.grad.double(), within[dtype])
+
+
+# streams, graphs, memory
+
+
+def step(comm, sharding, target):
+    """Returns a function of a tensor that exchanges, convolves and runs the delta rule, and its weights."""
+    plans = ct.relayout(sharding, target, comm), ct.halo(target, comm, 3), ct.carry(target, comm)
+    weight = numbers(48, 4, seed=9).float().to(device)
+    gates = -numbers(target.rows(rank), 2, seed=4).abs().float().to(device)
+
+    def run(x):
+        y = ct.causal_conv1d(ct.exchange(x, plans[0], comm), weight, plans[1], comm, None, "silu")
+        q, k, v = (part.unflatten(1, (-1, 8)) for part in y.split((16, 16, 16), 1))
+        return ct.gated_delta_rule(q, k, v, gates, gates.exp(), plans[2], comm)
+
+    return run
+
+
+def test_calls_are_in_the_current_stream_and_behind_those_of_another(comm):
+    batch = batches[4]
+    run = step(comm, cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world)))
+    x = share(cpx.shard(batch, cpx.zigzag(world)), numbers(batch.tokens, 48).float()).detach()
+    right = run(x)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for n in range(6):
+        late = torch.full_like(x, float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[n % 2]):
+            torch.cuda._sleep(2_000_000)
+            late.copy_(x)
+            y = run(late)
+        streams[n % 2].synchronize()
+        assert torch.equal(y, right)
+
+
+def test_a_captured_step_runs_with_other_numbers_whatever_batches_come_between(comm):
+    first, other = (
+        (cpx.shard(b, cpx.zigzag(world)), cpx.shard(b, cpx.sequential(world))) for b in (batches[2], batches[0])
+    )
+    x = share(first[0], numbers(batches[2].tokens, 48).float())
+    call, between = step(comm, *first), step(comm, *other)
+
+    def both():
+        x.grad = None
+        y = call(x)
+        y.square().sum().backward()
+        return y, x.grad
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            both()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = both()
+    for seed in range(3):
+        numbers_now = share(first[0], numbers(batches[2].tokens, 48, seed=seed).float()).detach()
+        a = share(other[0], numbers(batches[0].tokens, 48, seed=seed).float())
+        between(a).sum().backward()
+        with torch.no_grad():
+            x.copy_(numbers_now)
+        graph.replay()
+        torch.cuda.synchronize()
+        again = numbers_now.clone().requires_grad_()
+        right = call(again)
+        right.square().sum().backward()
+        torch.cuda.synchronize()
+        assert torch.equal(y, right) and torch.equal(dx, again.grad)
+    del graph
+
+
+def test_what_was_not_called_before_is_refused_in_a_capture(comm):
+    batch = cpx.thd([0, 77])
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.striped(world))
+    x = share(source, numbers(77, 11).float()).detach()
+    plan = ct.relayout(source, target, comm)
+    torch.cuda.synchronize()
+    with pytest.raises(cpx.Error, match="exchange: first call of a batch: expected before the capture of a graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ct.exchange(x, plan, comm)
+    torch.cuda.synchronize()
+    assert torch.equal(ct.exchange(x, plan, comm), share(target, numbers(77, 11).float()))
+
+
+def test_memory_does_not_grow_and_comes_from_torch(comm):
+    batch = batches[2]
+    run = step(comm, cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world)))
+    x = share(cpx.shard(batch, cpx.zigzag(world)), numbers(batch.tokens, 48).float())
+
+    def train(times):
+        for _ in range(times):
+            x.grad = None
+            run(x).sum().backward()
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0], sys.getrefcount(comm)
+
+    train(20)
+    allocated, free, references = train(20)
+    later = train(300)
+    assert later[0] == allocated and later[2] == references
+    assert world > 1 or later[1] == free
+
+
+def test_a_compiled_function_sees_through_the_operators(comm):
+    batch = batches[0]
+    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+    there, halo = ct.relayout(source, target, comm), ct.halo(target, comm, 3)
+    weight = numbers(6, 4).float().to(device)
+
+    def f(x, there, halo, comm):
+        return ct.causal_conv1d(ct.exchange(x, there, comm) * 2, weight, halo, comm, None, "silu").square()
+
+    x = share(source, numbers(batch.tokens, 6).float())
+    y = torch.compile(f, backend="aot_eager", fullgraph=True)(x, there, halo, comm)
+    y.sum().backward()
+    got, x.grad = x.grad, None
+    right = f(x, there, halo, comm)
+    right.sum().backward()
+    assert torch.equal(y, right) and torch.equal(got, x.grad)
+
+
+# drop-ins
+
+
+def test_drop_ins_take_tensors_on_devices(comm):
+    tokens = 16 * world
+    cu = torch.tensor([0, 4 * world, 16 * world], dtype=torch.int32, device=device)
+    zigzag = cpx.shard(cpx.thd(cu.tolist()), cpx.zigzag(world))
+    packed = cpx.shard(cpx.thd(cu.tolist()), cpx.sequential(world), "batch")
+    x = numbers(tokens, 1, 24).to(torch.bfloat16)
+    mine = share(zigzag, x)
+    rows = miles.zigzag_to_packed_shard(mine, cu, dist.group.WORLD, rank, world)
+    assert torch.equal(rows, share(packed, x))
+    assert torch.equal(miles.packed_shard_to_zigzag(rows, cu, dist.group.WORLD, rank, world), mine)
+
+    context = fla.build_cp_context(cu, dist.group.WORLD, conv1d_kernel_size=4)
+    weight = numbers(24, 4).to(device, torch.bfloat16)
+    y, _ = fla.causal_conv1d(rows.transpose(0, 1), weight, activation="silu", cp_context=context)
+    right = on_one_rank(
+        lambda one: ct.causal_conv1d(
+            x[:, 0].double(), weight.cpu().double(), ct.halo(cpx.shard(packed.batch, cpx.sequential(1)), one, 3), one,
+            None, "silu"
+        )
+    )
+    own = torch.from_numpy(packed.global_rows(rank))
+    near("y", y[0], right[own], 1e-2)
+
+    heads = cpx.Heads(2, 2, 16, 16)
+    whole = delta_inputs(packed.batch, heads, torch.bfloat16)
+    part = [share(packed, t, torch.bfloat16 if i < 3 else torch.float32)[None] for i, t in enumerate(whole)]
+    o, _ = fla.chunk_gated_delta_rule(*part, use_qk_l2norm_in_kernel=True, cp_context=context)
+    right = on_one_rank(
+        lambda one: ct.gated_delta_rule(*whole, ct.carry(cpx.shard(packed.batch, cpx.sequential(1)), one), one)
+    )
+    assert o.dtype == torch.bfloat16
+    near("o", o[0], right[own], 1e-2)
+
+
+# errors
+
+
+def wrong_calls(comm):
+    batch = batches[0]
+    s, t = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+    rows, plan, halo, carry = s.rows(rank), ct.relayout(s, t, comm), ct.halo(s, comm, 3), ct.carry(s, comm)
+    x = torch.zeros(rows, 4, device=device)
+    weight = torch.zeros(4, 4, device=device)
+    q, g = torch.zeros(rows, 2, 8, device=device), torch.zeros(rows, 2, device=device)
+    out = torch.zeros(t.rows(rank), 4, device=device)
+    positions, frequencies = torch.zeros(rows, dtype=torch.int64, device=device), torch.ones(2)
+    yield f"exchange: device of x: expected {device}.*got cpu", lambda: ct.exchange(x.cpu(), plan, comm)
+    yield f"exchange: device of x: expected {device}.*got cpu", lambda: cpx.exchange(plan.of, x.cpu(), comm.of, out)
+    yield f"exchange: device of out: expected {device}.*got cpu", (
+        lambda: cpx.exchange(plan.of, x, comm.of, out.cpu())
+    )
+    yield "exchange: x: expected a tensor of torch.*got ndarray", (
+        lambda: cpx.exchange(plan.of, x.cpu().numpy(), comm.of, out)
+    )
+    yield "exchange: dtype of x.*complex64", lambda: ct.exchange(x.to(torch.complex64), plan, comm)
+    yield "exchange: dtype of out: expected float32, got float64", (
+        lambda: cpx.exchange(plan.of, x, comm.of, out.double())
+    )
+    yield "exchange: memory of x: .*copy it first", (
+        lambda: cpx.exchange(plan.of, torch.zeros(rows, 8, device=device)[:, :4], comm.of, out)
+    )
+    yield "exchange: (rows|shape) of", lambda: ct.exchange(x[1:], plan, comm)
+    yield "causal_conv1d: dtype of x: expected float32, bfloat16, float16, got float64", (
+        lambda: ct.causal_conv1d(x.double(), weight.double(), halo, comm)
+    )
+    yield "causal_conv1d: device of weight", lambda: ct.causal_conv1d(x, weight.cpu(), halo, comm)
+    yield "gated_delta_rule: dtype of g: expected torch.float32, on devices", (
+        lambda: ct.gated_delta_rule(q.half(), q.half(), q.half(), g.half(), g, carry, comm)
+    )
+    yield "gated_delta_rule: chunk: expected 64", lambda: ct.gated_delta_rule(q, q, q, g, g, carry, comm, chunk=32)
+    yield "head_decay_attention: recurrence on devices", lambda: ct.head_decay_attention(q, q, q, g, carry, comm)
+    yield "shift_rows: memory of x: expected the host's", (
+        lambda: ct.shift_rows(x, ct.halo(s, comm, 1, "after"), comm)
+    )
+    yield "rotary: device of positions", lambda: ct.rotary(x, positions.cpu(), frequencies, 4)
+    yield "rotary: device of frequencies: expected cpu", lambda: ct.rotary(x, positions, frequencies.to(device), 4)
+    yield "rotary: dtype of x.*float64", lambda: ct.rotary(x.double(), positions, frequencies.double(), 4)
+
+
+def test_a_wrong_call_is_named_with_its_line_and_moves_nothing(comm):
+    for text, call in wrong_calls(comm):
+        with pytest.raises(cpx.Error) as raised:
+            call()
+        assert re.match(r"^test_cuda.py:[0-9]+: (cuda::)?(" + text + ")", str(raised.value)), str(raised.value)
+    batch = batches[0]
+    s = cpx.shard(batch, cpx.zigzag(world))
+    x = share(s, numbers(batch.tokens, 4).float())
+    assert torch.equal(ct.exchange(x, ct.relayout(s, s, comm), comm), x)
+    with pytest.raises(cpx.Error, match="exchange: double backward"):
+        y = ct.exchange(x, ct.relayout(s, s, comm), comm)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        dx.sum().backward()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or world > 1, reason="wants two GPUs in one process")
+def test_a_tensor_of_another_device_is_named(comm):
+    batch = batches[0]
+    s = cpx.shard(batch, cpx.zigzag(1))
+    with pytest.raises(cpx.Error, match="exchange: device of x: expected cuda:0.*got cuda:1"):
+        ct.exchange(torch.zeros(s.rows(0), 4, device="cuda:1"), ct.relayout(s, s, comm), comm)
+
+
+@pytest.mark.skipif(world != 2, reason="wants two ranks")
+def test_ranks_that_disagree_are_named(comm):
+    one, other = (cpx.shard(cpx.thd([0, 9 + n]), cpx.zigzag(2)) for n in (0, rank))
+    target = cpx.shard(other.batch, cpx.striped(2))
+    x = torch.zeros(other.rows(rank), 13, device=device)
+    with pytest.raises(cpx.Error, match="batch|plan"):
+        ct.exchange(x, ct.relayout(other, target, comm), comm)
+        comm.wait()
+    same = cpx.shard(one.batch, cpx.striped(2))
+    y = ct.exchange(torch.ones(one.rows(rank), 13, device=device), ct.relayout(one, same, comm), comm)
+    comm.wait()
+    assert y.sum().item() == 13 * same.rows(rank)
+
+
+leaving = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    import cpx, cpx.torch as ct
+
+    rank = int(os.environ["RANK"])
+    if torch.cuda.device_count() < 2:
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    comm = ct.communicator(deadline=5.0)
+    batch = cpx.thd([0, 64])
+    s, t = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
+    x = torch.ones(s.rows(rank), 8, device=device)
+    plan = ct.relayout(s, t, comm)
+    ct.exchange(x, plan, comm)
+    comm.wait()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(1)
+    begin = time.time()
+    try:
+        for _ in range(3):
+            ct.exchange(x, plan, comm)
+            comm.wait()
+        print("no error")
+    except cpx.Error as e:
+        print(f"after {time.time() - begin:.0f} s: {e}")
+    try:
+        ct.exchange(x, plan, comm)
+    except cpx.Error as e:
+        print(f"later: {e}")
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(rank > 0 or world > 1, reason="starts ranks of its own")
+def test_a_group_of_which_a_rank_dies_raises_within_its_deadline(tmp_path):
+    program = tmp_path / "leaving.py"
+    program.write_text(textwrap.dedent(leaving))
+    at = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    members = [
+        subprocess.Popen(
+            [sys.executable, str(program)], env={**at, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True
+        )
+        for r in range(2)
+    ]
+    text, _ = members[0].communicate(timeout=90)
+    members[1].kill()
+    members[1].communicate()
+    assert re.search(r"after [0-9]+ s: leaving.py:[0-9]+: nccl", text), text
+    assert re.search(r"later: leaving.py:[0-9]+: nccl: communicator: expected one that has not failed", text), text
+    assert float(re.search(r"after ([0-9]+) s", text)[1]) <= 20
