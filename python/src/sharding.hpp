@@ -17,8 +17,8 @@ namespace binding {
 using cpx::index_t;
 using cpx::range;
 
-/// Chunks into which a run of tokens is cut, and the rank that owns each: of two layouts, of which runs choose, those of
-/// both. What is prepared for later batches has room for so many.
+/// Chunks into which a run of tokens is cut, and the rank that owns each; of two layouts among which runs choose, those
+/// of both. What is prepared for later batches has room for so many.
 struct chunk_list {
     std::vector<int> owners;
 
