@@ -22,9 +22,10 @@ void with_convolution(char const* where, device_group& g, halo_value const& befo
                 where, kind, plan.id.fingerprint(), [&] { return capacity_for(plan.sharding); },
                 [&](cpx::capacity const& most) {
                     auto const after = cpx::halo(plan.sharding, plan.rank, plan.reach, cpx::side::after);
-                    return std::make_unique<prepared>(plan, after, channels, g.nccl(), 0, most);
+                    return std::make_unique<prepared>(plan, after, channels, comm,
+                                                      cuda::conv_exchange_options{.most = most});
                 },
-                [&](prepared& made) { made.set(plan.sharding, comm.stream()); });
+                [&](prepared& made) { made.set(plan.sharding); });
             f(by, [&](auto const& rows) { return cpx::sharded(rows, plan.sharding, plan.rank, comm.memory()); });
         },
         before.real);
