@@ -272,6 +272,24 @@ TEST_SUITE("mpi") {
         CHECK(std::chrono::steady_clock::now() - started < 20s);
     }
 
+    TEST_CASE("a rank that has returned is told at once what fails between others, of which one has returned, too") {
+        if (job::ranks() < 3) return;
+        auto const started = std::chrono::steady_clock::now();
+        for (int turn = 0; turn < 10; ++turn) {
+            auto const text = error(60s, [](cpx::mpi& comm) {
+                if (comm.rank() != 1) return;
+                std::this_thread::sleep_for(50ms); // rank 2 knows by now that rank 0 has left
+                int value = 1;
+                auto const send = cpx::consecutive(2, reinterpret_cast<std::byte const*>(&value), sizeof value);
+                auto const receive = cpx::consecutive(0, reinterpret_cast<std::byte*>(&value), sizeof value);
+                comm.transfer({}, {&send, 1}, {});
+                comm.transfer({}, {}, {&receive, 1});
+            });
+            check_passages(text, {"rank 1 waits in "});
+        }
+        CHECK(std::chrono::steady_clock::now() - started < 20s);
+    }
+
     TEST_CASE("a rank that runs a new plan while the others run one they have agreed on is named at once, by both") {
         if (job::ranks() < 3) return;
         auto const started = std::chrono::steady_clock::now();

@@ -351,7 +351,7 @@ private:
         auto const failure = notes_->read(mine);
         if (failure.empty()) return;
         detail::mpi_failed = true;
-        broken_ = failure; // whoever wrote it has told all ranks
+        broken_ = failure; // which all ranks are told
         throw error("mpi", failure);
     }
 

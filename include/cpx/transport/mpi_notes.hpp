@@ -45,10 +45,12 @@ public:
     void count_sent(int peer) { ++at(me().sent, peer); }
     void count_received(int peer) { ++at(me().received, peer); }
 
-    /// Tells all others that have not left what has failed.
+    /// Tells all others what has failed. Once this rank has said that it writes no more, only those that have not left,
+    /// for the others may be gone; if not, they wait for a rank in an exchange, which tells them.
     void tell_failure(std::string const& what) {
         for (int peer = 0; peer < ranks(); ++peer)
-            if (peer != rank_ && !at(known_, peer).has_left) write(peer, "failed " + what.substr(0, longest));
+            if (peer != rank_ && !at(known_, peer).has_left)
+                write(peer, (ended_ ? "tell " : "failed ") + what.substr(0, longest));
     }
 
     /// Counts an exchange that has come to its end, the last one so far.
@@ -78,6 +80,7 @@ public:
 
     /// Tells all others that this rank writes no more, if all goes well, and how many notes each is to read.
     void tell_end() {
+        ended_ = true;
         for (int peer = 0; peer < ranks(); ++peer)
             if (peer != rank_) send(peer, last_, std::to_string(at(written_, peer)));
     }
@@ -112,7 +115,8 @@ public:
             std::string kind;
             std::uint64_t question = 0;
             words >> kind;
-            if (kind == "failed") return text.substr(kind.size() + 1);
+            if (kind == "tell" && !ended_) tell_failure(text.substr(kind.size() + 1));
+            if (kind == "tell" || kind == "failed") return text.substr(kind.size() + 1);
             if (kind == "batch" || kind == "last") compare_with(from, words, text, kind == "last");
             if (kind == "return") {
                 identity theirs;
@@ -263,6 +267,7 @@ private:
     std::vector<std::uint64_t> written_, read_;
     std::uint64_t question_ = 0;
     std::optional<identity> ran_;
+    bool ended_ = false;
     std::vector<rank_state> known_;
     std::vector<std::pair<std::unique_ptr<std::string>, MPI_Request>> unsent_;
 };
