@@ -238,8 +238,8 @@ inline std::chrono::milliseconds checked_deadline(char const* where, std::chrono
     return std::min<std::chrono::milliseconds>(deadline, std::chrono::hours(24 * 365));
 }
 
-/// The error of `rank`, which waits in an exchange for a rank that has left the group. `last`: the last exchange of that
-/// rank, or null. Ranks may have no rows for each other: then nothing before this has shown that their batches differ.
+/// The error of `rank`, which waits in an exchange for a rank that has left the group. `last`: the last exchange of
+/// that one, or null. Where ranks have no rows for each other, nothing before this shows that their batches differ.
 inline error gone(char const* where, int rank, identity id, int peer, identity const* last) {
     std::string const me = "rank " + std::to_string(rank), who = "rank " + std::to_string(peer);
     std::string const problem = me + " waits in " + id.text() + " for " + who;
