@@ -25,9 +25,9 @@ using names = std::set<std::string>;
 /// A line a header: its name, then names of std that it brings for certain. One of a name's headers is enough.
 constexpr char const* promised = R"(
 algorithm all_of any_of binary_search clamp copy copy_n count count_if equal fill fill_n find find_if for_each
-algorithm includes is_sorted is_sorted_until lower_bound max max_element min min_element minmax mismatch none_of
-algorithm next_permutation nth_element partial_sort remove_if replace reverse rotate search shuffle sort stable_sort
-algorithm transform unique upper_bound
+algorithm includes is_permutation is_sorted is_sorted_until lower_bound max max_element min min_element minmax
+algorithm mismatch none_of next_permutation nth_element partial_sort remove_if replace reverse rotate search shuffle
+algorithm sort stable_sort transform unique upper_bound
 array array begin data end get size ssize to_array
 atomic atomic atomic_ref memory_order_acq_rel memory_order_acquire memory_order_relaxed memory_order_release
 barrier barrier

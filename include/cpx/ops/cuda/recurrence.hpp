@@ -15,9 +15,9 @@
 
 namespace cpx {
 
-/// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made of
-/// the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is some
-/// 125 bytes a token and value head for each group of segments that run at once; others have nothing of that kind.
+/// What a forward on a device leaves to its backward: as on the host and, if `keeps` is set before, what kernels made
+/// of the inputs alone, which the backward makes again otherwise, of the same bits. Of the gated delta rule that is
+/// some 125 bytes a token and value head for each group of segments that run at once; others have nothing of the kind.
 template <class T>
 struct recurrence_saved<T, cuda::memory> {
     cuda::block<float> starts, maps;
