@@ -12,32 +12,13 @@ A peer's result is ok if it is as far from cpx's, in the 2-norm, as two rounding
 """
 
 import ctypes
-import importlib.metadata
-import os
 import statistics
 import sys
 
-TOLERANCE = 2**-7
-USAGE = """usage: python3 bench/peers/causal_conv1d.py LIBRARY
-  LIBRARY  build/gpu/bench/libcpx_peers.so, of: cmake --preset gpu && cmake --build --preset gpu --target cpx_peers"""
+from beside import begin, load, must, version
 
-
-def stop(code, *lines):
-    print(*lines, sep="\n", file=sys.stderr if code else sys.stdout)
-    sys.exit(code)
-
-
-if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-    stop(2, USAGE)
-if not os.path.isfile(sys.argv[1]):
-    stop(2, USAGE, f"no such file: {sys.argv[1]}")
-try:
-    import torch
-except ImportError as e:
-    stop(2, USAGE, f"needs PyTorch: {e}")
-
-# This file has the name of a peer's package, which flash-linear-attention imports, too.
-sys.path = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
+PROGRAM, TOLERANCE = "causal_conv1d.py", 2**-7
+torch = begin(PROGRAM)
 
 
 def median_us(f, calls=20, rounds=9):
@@ -102,41 +83,13 @@ def dao(x, weight, dy, lengths):
     return forward, backward
 
 
-def load(path):
-    """Returns the library of library.cu."""
-    library = ctypes.CDLL(os.path.abspath(path))  # a name without / is looked for in the system's folders alone
-    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    for name, result, arguments in (
-        ("cpx_conv_plan", pointer, [pointer, integer, integer]),
-        ("cpx_conv_plan_free", None, [pointer]),
-        ("cpx_conv_workspace", size, [pointer, size]),
-        ("cpx_conv_forward", integer, [pointer] * 4 + [size] * 3 + [pointer]),
-        ("cpx_conv_backward", integer, [pointer] * 7 + [size] * 4 + [pointer]),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
-
-
-def must(done):
-    if not done:
-        stop(1, "cpx failed; the line above says why")
-
-
-def version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
 def main():
-    try:
-        library = load(sys.argv[1])
-    except (OSError, AttributeError) as e:
-        stop(2, USAGE, f"not that library: {e}")
-    if not torch.cuda.is_available():
-        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    library = load(PROGRAM, (("cpx_conv_plan", pointer, [pointer, integer, integer]),
+                             ("cpx_conv_plan_free", None, [pointer]),
+                             ("cpx_conv_workspace", size, [pointer, size]),
+                             ("cpx_conv_forward", integer, [pointer] * 4 + [size] * 3 + [pointer]),
+                             ("cpx_conv_backward", integer, [pointer] * 7 + [size] * 4 + [pointer])))
     rows, channels, taps, lengths = 32768, 8192, 4, [12000, 9000, 11768]
     torch.manual_seed(1)
     x = torch.randn(rows, channels, device="cuda", dtype=torch.bfloat16)
@@ -145,11 +98,11 @@ def main():
     offsets = torch.tensor([0] + lengths).cumsum(0)
     plan = library.cpx_conv_plan(offsets.data_ptr(), len(lengths), taps)
     must(plan is not None)
-    size = library.cpx_conv_workspace(plan, channels)
-    must(size >= 0)
+    room = library.cpx_conv_workspace(plan, channels)
+    must(room >= 0)
     y, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
     dweight = torch.zeros(channels, taps, device="cuda")
-    workspace = torch.empty(size, device="cuda")
+    workspace = torch.empty(room, device="cuda")
     shape, stream = (rows, channels, taps), torch.cuda.current_stream().cuda_stream
     p = torch.Tensor.data_ptr
 
@@ -158,12 +111,11 @@ def main():
 
     def backward():
         dweight.zero_()
-        must(library.cpx_conv_backward(plan, p(x), p(weight), p(dy), p(dx), p(dweight), p(workspace), size, *shape,
+        must(library.cpx_conv_backward(plan, p(x), p(weight), p(dy), p(dx), p(dweight), p(workspace), room, *shape,
                                        stream) == 0)
 
     forward()
     backward()
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     print(f"causal convolution, {rows} x {channels} bf16, {taps} taps, silu, {len(lengths)} sequences")
     copied = torch.empty_like(x)
     gb = x.numel() * 2 * 1e-9

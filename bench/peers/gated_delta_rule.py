@@ -13,28 +13,13 @@ Exit code 1 if an error of cpx is more than 1.05 times FlashQLA's with mild gate
 """
 
 import ctypes
-import importlib.metadata
-import os
 import statistics
 import sys
 
-USAGE = """usage: python3 bench/peers/gated_delta_rule.py LIBRARY
-  LIBRARY  build/gpu/bench/libcpx_peers.so, of: cmake --preset gpu && cmake --build --preset gpu --target cpx_peers"""
+from beside import begin, load, must, version
 
-
-def stop(code, *lines):
-    print(*lines, sep="\n", file=sys.stderr if code else sys.stdout)
-    sys.exit(code)
-
-
-if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-    stop(2, USAGE)
-if not os.path.isfile(sys.argv[1]):
-    stop(2, USAGE, f"no such file: {sys.argv[1]}")
-try:
-    import torch
-except ImportError as e:
-    stop(2, USAGE, f"needs PyTorch: {e}")
+PROGRAM = "gated_delta_rule.py"
+torch = begin(PROGRAM)
 
 DIM = 128
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -146,28 +131,6 @@ def fla():
     return theirs(chunk_gated_delta_rule)
 
 
-def must(done):
-    if not done:
-        stop(1, "cpx failed; the line above says why")
-
-
-def load(path):
-    """Returns the library of library.cu."""
-    library = ctypes.CDLL(os.path.abspath(path))  # a name without / is looked for in the system's folders alone
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.cpx_delta_rule_bytes.argtypes = [size] * 5 + [pointer]
-    library.cpx_delta_rule_forward.argtypes = [pointer] * 2
-    library.cpx_delta_rule_backward.argtypes = [pointer] * 7
-    return library
-
-
-def version(package):
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
 def median_ms(functions, calls=5, rounds=9):
     """Returns the milliseconds that each takes, one after the other in every round."""
     times = [[] for _ in functions]
@@ -203,13 +166,10 @@ def compare_errors(members):
 
 
 def main():
-    try:
-        library = load(sys.argv[1])
-    except (OSError, AttributeError) as e:
-        stop(2, USAGE, f"not that library: {e}")
-    if not torch.cuda.is_available():
-        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    library = load(PROGRAM, (("cpx_delta_rule_bytes", integer, [size] * 5 + [pointer]),
+                             ("cpx_delta_rule_forward", integer, [pointer] * 2),
+                             ("cpx_delta_rule_backward", integer, [pointer] * 7)))
     members = {"cpx": ours(library)}
     for name, package, peer in (("FlashQLA", "flash-qla", flash_qla), ("fla", "flash-linear-attention", fla)):
         try:

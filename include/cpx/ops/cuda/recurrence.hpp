@@ -261,6 +261,7 @@ public:
 private:
     /// Returns what a call of the forward kept of these segments, and puts them in its order; nothing if none ran them.
     std::span<char> in_order_of_forward(std::vector<visit<float>>& visits) const {
+        if (t_.saved->kept.empty()) return {};
         auto const wanted = this->segments_of(visits);
         for (auto const& made : t_.saved->kept) {
             if (!std::ranges::is_permutation(made.segments, wanted)) continue;

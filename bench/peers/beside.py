@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs share that run libcpx_peers.so (see library.cu) beside peers, on PyTorch's tensors."""
+
+import ctypes
+import importlib.metadata
+import os
+import sys
+
+
+def usage(program):
+    return f"""usage: python3 bench/peers/{program} LIBRARY
+  LIBRARY  build/gpu/bench/libcpx_peers.so, of: cmake --preset gpu && cmake --build --preset gpu --target cpx_peers"""
+
+
+def stop(code, *lines):
+    print(*lines, sep="\n", file=sys.stderr if code else sys.stdout)
+    sys.exit(code)
+
+
+def begin(program):
+    """Returns PyTorch, for a command line that names a library; ends the program with how to call it otherwise."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        stop(2, usage(program))
+    if not os.path.isfile(sys.argv[1]):
+        stop(2, usage(program), f"no such file: {sys.argv[1]}")
+    # One file of this folder has the name of a peer's package, which flash-linear-attention imports, too.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [p for p in sys.path if os.path.abspath(p) != here]
+    try:
+        import torch
+    except ImportError as e:
+        stop(2, usage(program), f"needs PyTorch: {e}")
+    return torch
+
+
+def load(program, functions):
+    """Returns the library that the command line names, with these functions: (name, result, arguments) of each. Ends
+    the program if it is another file, or, as skipped, if there is no GPU."""
+    import torch
+
+    try:
+        library = ctypes.CDLL(os.path.abspath(sys.argv[1]))  # a name without / is looked for in the system's folders
+        for name, result, arguments in functions:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as e:
+        stop(2, usage(program), f"not that library: {e}")
+    if not torch.cuda.is_available():
+        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    return library
+
+
+def must(done):
+    if not done:
+        stop(1, "cpx failed; the line above says why")
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
