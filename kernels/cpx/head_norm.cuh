@@ -6,7 +6,10 @@
 
 #include <cpx/normalised_heads.cuh>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstddef>
 
 namespace cpx::kernels {
 
@@ -39,6 +42,16 @@ struct norm_lanes {
     int lanes, steps;
     bool whole;
 };
+/// Returns how they share heads of `dim` elements: none a head if they cannot.
+template <class T>
+norm_lanes norm_lanes_of(index_t dim, bool whole) {
+    index_t const packs = dim * static_cast<index_t>(sizeof(T)) / 16;
+    bool const fits = dim * static_cast<index_t>(sizeof(T)) % 16 == 0 &&
+                      (packs % 32 == 0 || (packs < 32 && std::has_single_bit(static_cast<std::size_t>(packs))));
+    if (!fits) return {0, 0, false};
+    index_t const lanes = std::min<index_t>(packs, 32);
+    return {static_cast<int>(lanes), static_cast<int>(packs / lanes), whole};
+}
 
 namespace norm {
 

@@ -9,6 +9,8 @@
 
 #include <doctest/doctest.h>
 
+#include "matrix.hpp"
+
 #include <cmath>
 #include <limits>
 #include <random>
@@ -18,53 +20,6 @@ namespace {
 
 using cpx::index_t;
 namespace kernels = cpx::kernels;
-
-/// Rows whose memory begins at a multiple of 16 bytes, NaN until they are written.
-template <class T>
-class matrix {
-public:
-    matrix(index_t count, index_t width)
-        : count_(count), width_(width),
-          memory_(static_cast<std::size_t>(count * width) + 16, static_cast<T>(std::nanf(""))) {}
-    T* data() {
-        auto const address = reinterpret_cast<std::uintptr_t>(memory_.data());
-        return memory_.data() + (16 - address % 16) % 16 / sizeof(T);
-    }
-    cpx::rows<T> rows() { return {data(), count_, width_}; }
-    operator cpx::rows<T const>() { return {data(), count_, width_}; }
-    index_t count() const { return count_; }
-    index_t width() const { return width_; }
-
-    /// Returns the rows of a rank, side by side.
-    template <class S>
-    matrix of(S const& sharding, int rank) {
-        matrix mine(sharding.rows(rank), width_);
-        index_t to = 0;
-        sharding.for_each_piece(rank, [&](cpx::range piece) {
-            for (index_t i = piece.first; i < piece.last; ++i, ++to)
-                std::copy_n(data() + i * width_, width_, mine.data() + to * width_);
-        });
-        return mine;
-    }
-    bool has_the_bits_of(matrix& other) {
-        return std::memcmp(data(), other.data(), static_cast<std::size_t>(count_ * width_) * sizeof(T)) == 0;
-    }
-
-private:
-    index_t count_, width_;
-    std::vector<T> memory_;
-};
-
-template <class T>
-double distance(matrix<T>& got, std::vector<double> const& exact) {
-    double apart = 0, all = 0;
-    for (std::size_t i = 0; i < exact.size(); ++i) {
-        double const x = kernels::widen(got.data()[i]) - exact[i];
-        apart += x * x;
-        all += exact[i] * exact[i];
-    }
-    return std::sqrt(apart / all);
-}
 
 /// Where the rows of a rank stand, in tiles of so many.
 struct places {
@@ -177,7 +132,8 @@ struct problem {
     /// Runs `kernel` for a block a tile and head.
     template <class F>
     void launch(places const& of_tiles, int heads, F&& kernel) {
-        gpu::now().launch({of_tiles.tiles(), static_cast<unsigned>(heads)}, kernels::attention::core_threads, kernel);
+        gpu::now().launch({of_tiles.tiles(), static_cast<unsigned>(heads)}, {kernels::attention::core_threads, 1},
+                          kernel);
     }
     template <class S>
     void forward(S const& sharding, int rank, matrix<T>& queries, matrix<T>& out, matrix<float>& sums) {
@@ -299,8 +255,8 @@ TEST_SUITE("cuda_on_cpu") {
         auto const stuck = [] {
             if (threadIdx.x < 32) __syncthreads();
         };
-        CHECK_THROWS(gpu::now().launch({1, 1}, 64, stuck));
+        CHECK_THROWS(gpu::now().launch({1, 1}, {64, 1}, stuck));
         auto const apart = [] { static_cast<void>(threadIdx.x == 5 ? __syncthreads_or(true) : 0); };
-        CHECK_THROWS(gpu::now().launch({1, 1}, 32, apart));
+        CHECK_THROWS(gpu::now().launch({1, 1}, {32, 1}, apart));
     }
 }

@@ -27,7 +27,7 @@ enum class order { ascending, descending, random };
 enum class copies { at_once, at_the_wait };
 
 struct dim3_of_host {
-    unsigned x = 0, y = 0, z = 0;
+    unsigned x = 0, y = 0;
 };
 
 class machine;
@@ -45,16 +45,19 @@ public:
     copies arrive = copies::at_the_wait;
     dim3_of_host block, grid;
 
-    /// Runs `kernel()` as every thread of every block of a grid. Throws if threads wait for each other for ever, or
+    /// Runs `kernel()` as every thread of every block of a grid; threads: whole warps. Throws if threads wait for each other for ever, or
     /// those of a warp meet in different operations.
-    void launch(dim3_of_host blocks, int threads, std::function<void()> kernel) {
+    void launch(dim3_of_host blocks, dim3_of_host threads, std::function<void()> kernel) {
         grid = blocks;
+        row_of_threads_ = static_cast<int>(threads.x);
         kernel_ = std::move(kernel);
         for (block.y = 0; block.y < grid.y; ++block.y)
-            for (block.x = 0; block.x < grid.x; ++block.x) run_block(threads);
+            for (block.x = 0; block.x < grid.x; ++block.x) run_block(threads.x * threads.y);
     }
 
-    int thread() const { return now_; }
+    dim3_of_host thread() const {
+        return {static_cast<unsigned>(now_ % row_of_threads_), static_cast<unsigned>(now_ / row_of_threads_)};
+    }
     char* shared() { return shared_; }
     std::uint32_t shared_offset(void const* place) const {
         return static_cast<std::uint32_t>(static_cast<char const*>(place) - shared_);
@@ -124,9 +127,9 @@ private:
         void* of_lane[warp_size] = {};
     };
 
-    void run_block(int threads) {
+    void run_block(unsigned threads) {
         std::memset(shared_, 0xff, sizeof shared_);
-        threads_.resize(static_cast<std::size_t>(threads));
+        threads_.resize(threads);
         warps_.assign(threads_.size() / warp_size, {});
         waiting_ = 0;
         any_ = false;
@@ -188,7 +191,7 @@ private:
     ucontext_t scheduler_{};
     std::mt19937 random_{1};
     std::string problem_;
-    int now_ = 0, waiting_ = 0;
+    int now_ = 0, waiting_ = 0, row_of_threads_ = 1;
     bool any_ = false, answer_ = false;
 };
 

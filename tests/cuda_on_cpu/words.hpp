@@ -13,7 +13,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-#define threadIdx (gpu::dim3_of_host{static_cast<unsigned>(gpu::now().thread()), 0, 0})
+#define threadIdx (gpu::now().thread())
 #define blockIdx (gpu::now().block)
 #define gridDim (gpu::now().grid)
 #define __syncthreads() gpu::now().meet()

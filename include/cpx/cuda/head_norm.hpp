@@ -7,8 +7,6 @@
 
 #include <cpx/head_norm.cuh>
 
-#include <algorithm>
-#include <bit>
 #include <string>
 #include <type_traits>
 
@@ -25,17 +23,6 @@ void norm_given(char const* where, norm_input<T> const& n, caller here) {
     require_rows(where, "x", n.x, n.x.count(), n.x.width(), here);
     if (n.z.data()) require_rows(where, "z", n.z, n.x.count(), n.x.width(), here);
     require_rows(where, "weight", n.weight, 1, n.dim(), here);
-}
-
-/// Returns how lanes share heads of `dim` elements, none a head if they cannot; `whole`: see `norm_lanes`.
-template <class T>
-kernels::norm_lanes norm_lanes_of(index_t dim, bool whole) {
-    index_t const packs = dim * static_cast<index_t>(sizeof(T)) / 16;
-    bool const fits = dim * static_cast<index_t>(sizeof(T)) % 16 == 0 &&
-                      (packs % 32 == 0 || (packs < 32 && std::has_single_bit(static_cast<std::size_t>(packs))));
-    if (!fits) return {0, 0, false};
-    index_t const lanes = std::min<index_t>(packs, 32);
-    return {static_cast<int>(lanes), static_cast<int>(packs / lanes), whole};
 }
 
 /// Launches a warp for each row.
@@ -70,7 +57,7 @@ void normalise_rows(norm_input<T> const& n, std::type_identity_t<rows<T>> y, cud
         detail::vector_bytes({detail::address(n.x.data()), detail::row_bytes(n.x), detail::address(z.data()),
                               detail::row_bytes(z), detail::address(n.weight.data()), detail::address(y.data()),
                               detail::row_bytes(y)}) == 16;
-    auto const by = detail::norm_lanes_of<T>(n.dim(), whole);
+    auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
     if (by.lanes > 0)
         detail::launch_rows(where, kernels::normalise_rows<T>, n.x.count(), stream, here, n, y, by);
     else
@@ -98,7 +85,7 @@ void normalise_rows_backward(norm_input<T> const& n, std::type_identity_t<rows<T
                               detail::row_bytes(z), detail::address(n.weight.data()), detail::address(dy.data()),
                               detail::row_bytes(dy), detail::address(dx.data()), detail::row_bytes(dx),
                               detail::address(of_z.data()), detail::row_bytes(of_z)}) == 16;
-    auto const by = detail::norm_lanes_of<T>(n.dim(), whole);
+    auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
     if (by.lanes > 0)
         detail::launch_rows(where, kernels::normalise_rows_backward<T>, n.x.count(), stream, here, n, dy, dx, dz, terms,
                             by);

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Norms of rows against float64's, forward and backward, of heads that lanes share in every way; the same bits wherever
+// rows begin.
+#include "words.hpp"
+
+#include <cpx/cpx.hpp>
+#include <cpx/head_norm.cuh>
+#include <cpx/ops.hpp>
+
+#include <doctest/doctest.h>
+
+#include "matrix.hpp"
+
+#include <random>
+#include <vector>
+
+namespace {
+
+using cpx::index_t;
+namespace kernels = cpx::kernels;
+
+constexpr index_t count = 11, heads = 3;
+
+/// A matrix of random numbers, and the same in float64.
+template <class T>
+struct both {
+    matrix<T> own;
+    std::vector<double> wide;
+
+    both(std::mt19937& random, index_t rows, index_t width) : own(rows, width) {
+        std::normal_distribution<float> number;
+        for (index_t i = 0; i < rows * width; ++i) {
+            own.data()[i] = static_cast<T>(number(random));
+            wide.push_back(kernels::widen(own.data()[i]));
+        }
+    }
+    cpx::rows<double const> exact() const { return {wide.data(), own.count(), own.width()}; }
+};
+
+/// What the kernels give.
+template <class T>
+struct results {
+    matrix<T> y, dx, dz;
+    matrix<float> terms;
+
+    results(kernels::norm_input<T> const& n, cpx::rows<T const> dy, bool whole)
+        : y(count, n.x.width()), dx(y), dz(y), terms(count, n.dim()) {
+        std::fill_n(terms.data(), count * n.dim(), 0.0f); // which is added to
+        auto const by = kernels::norm_lanes_of<T>(n.dim(), whole);
+        auto const launch = [](auto&& kernel) { gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, kernel); };
+        if (by.lanes > 0) {
+            launch([&] { kernels::normalise_rows<T>(n, y.rows(), by); });
+            launch([&] { kernels::normalise_rows_backward<T>(n, dy, dx.rows(), dz.rows(), terms.rows(), by); });
+        } else {
+            launch([&] { kernels::normalise_any_rows<T>(n, y.rows()); });
+            launch([&] { kernels::normalise_any_rows_backward<T>(n, dy, dx.rows(), dz.rows(), terms.rows()); });
+        }
+    }
+};
+
+template <class T>
+void check(index_t dim, bool gated, bool shared_by_lanes) {
+    CAPTURE(dim);
+    CAPTURE(gated);
+    REQUIRE((kernels::norm_lanes_of<T>(dim, true).lanes > 0) == shared_by_lanes);
+    std::mt19937 random(static_cast<unsigned>(dim));
+    index_t const width = heads * dim;
+    both<T> x(random, count, width), z(random, count, width), weight(random, 1, dim), dy(random, count, width);
+    kernels::norm_input<T> const n{x.own, gated ? cpx::rows<T const>(z.own) : cpx::rows<T const>(), weight.own, 1e-6f,
+                                   gated ? 0.0f : 1.0f};
+    results<T> got(n, dy.own, true), elsewhere(n, dy.own, false);
+
+    std::vector<double> y(x.wide), dx(x.wide), dz(x.wide), dweight(static_cast<std::size_t>(dim));
+    auto const wide = [&](std::vector<double>& to) { return cpx::rows<double>(to.data(), count, width); };
+    if (gated) {
+        cpx::gated_rms_norm<double>(x.exact(), z.exact(), weight.wide, 1e-6, wide(y));
+        cpx::gated_rms_norm_backward<double>(x.exact(), z.exact(), weight.wide, 1e-6, dy.exact(), wide(dx), wide(dz),
+                                             dweight);
+    } else {
+        cpx::rms_norm<double>(x.exact(), weight.wide, 1e-6, 1.0, wide(y));
+        cpx::rms_norm_backward<double>(x.exact(), weight.wide, 1e-6, 1.0, dy.exact(), wide(dx), dweight);
+    }
+    double const unit = sizeof(T) == 4 ? 1e-6 : 0x1p-9; // float's sums, or one rounding to bfloat16
+    CHECK(distance(got.y, y) < unit);
+    CHECK(distance(got.dx, dx) < unit);
+    if (gated) CHECK(distance(got.dz, dz) < unit);
+    matrix<float> sums(1, dim);
+    std::fill_n(sums.data(), dim, 0.0f);
+    for (index_t i = 0; i < count * dim; ++i) sums.data()[i % dim] += got.terms.data()[i];
+    CHECK(distance(sums, dweight) < 1e-6);
+
+    CHECK(got.y.has_the_bits_of(elsewhere.y));
+    CHECK(got.dx.has_the_bits_of(elsewhere.dx));
+    if (gated) CHECK(got.dz.has_the_bits_of(elsewhere.dz));
+    CHECK(got.terms.has_the_bits_of(elsewhere.terms));
+}
+
+} // namespace
+
+TEST_SUITE("cuda_on_cpu") {
+    TEST_CASE("norms of rows are float64's, however lanes share a head") {
+        for (bool const gated : {false, true}) {
+            for (index_t const dim : {8, 16, 128, 512}) check<float>(dim, gated, true);
+            for (index_t const dim : {8, 64, 256, 1024}) check<__nv_bfloat16>(dim, gated, true);
+            check<__half>(128, gated, true);
+            check<float>(40, gated, false);
+            check<__nv_bfloat16>(20, gated, false);
+        }
+    }
+}
