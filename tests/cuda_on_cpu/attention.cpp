@@ -5,7 +5,7 @@
 
 #include <cpx/attention_cores_backward.cuh>
 #include <cpx/cpx.hpp>
-#include <cpx/plan/segments.hpp>
+#include <cpx/plan/places.hpp>
 
 #include <doctest/doctest.h>
 
@@ -21,41 +21,15 @@ namespace {
 using cpx::index_t;
 namespace kernels = cpx::kernels;
 
-/// Where the rows of a rank stand, in tiles of so many.
-struct places {
-    std::vector<index_t> first, tile, place, row, token;
-
-    template <class S>
-    places(S const& sharding, int rank, int rows) {
-        auto list = cpx::segments(sharding, rank);
-        std::ranges::sort(list, {}, [](cpx::segment const& s) { return std::pair(s.sequence, s.token); });
-        auto const sequences = static_cast<std::size_t>(sharding.batch().sequences());
-        first.resize(sequences + 1);
-        tile.resize(sequences + 1);
-        index_t count = 0;
-        for (cpx::segment const& s : list) {
-            place.push_back(count);
-            row.push_back(s.row);
-            token.push_back(s.token);
-            first[static_cast<std::size_t>(s.sequence) + 1] += s.count;
-            count += s.count;
-        }
-        for (std::size_t s = 0; s < sequences; ++s) {
-            tile[s + 1] = tile[s] + (first[s + 1] + rows - 1) / rows;
-            first[s + 1] += first[s];
-        }
-    }
-    kernels::attended_places view() const {
-        return {first.data(),
-                tile.data(),
-                place.data(),
-                row.data(),
-                token.data(),
-                static_cast<int>(first.size()) - 1,
-                static_cast<int>(place.size())};
-    }
-    unsigned tiles() const { return static_cast<unsigned>(tile.back()); }
-};
+kernels::attended_places view_of(cpx::place_lists const& lists) {
+    return {lists.first.data(),
+            lists.first_tile.data(),
+            lists.place.data(),
+            lists.row.data(),
+            lists.token.data(),
+            static_cast<int>(lists.first.size()) - 1,
+            static_cast<int>(lists.place.size())};
+}
 
 struct shape {
     int dim, heads, key_heads, ranks;
@@ -126,32 +100,33 @@ struct problem {
         delta.data()[i * of.heads + h] = static_cast<float>(pull);
     }
 
-    kernels::attended_tensors<T> tensors(matrix<T>& queries, places const& of_queries, places const& of_keys) {
-        return {queries, k, v, of_queries.view(), of_keys.view(), 0, 0, group, of.dim, scale};
+    kernels::attended_tensors<T> tensors(matrix<T>& queries, cpx::place_lists const& of_queries,
+                                         cpx::place_lists const& of_keys) {
+        return {queries, k, v, view_of(of_queries), view_of(of_keys), 0, 0, group, of.dim, scale};
     }
     /// Runs `kernel` for a block a tile and head.
     template <class F>
-    void launch(places const& of_tiles, int heads, F&& kernel) {
-        gpu::now().launch({of_tiles.tiles(), static_cast<unsigned>(heads)}, {kernels::attention::core_threads, 1},
-                          kernel);
+    void launch(cpx::place_lists const& of_tiles, int heads, F&& kernel) {
+        gpu::now().launch({static_cast<unsigned>(of_tiles.tiles()), static_cast<unsigned>(heads)},
+                          {kernels::attention::core_threads, 1}, kernel);
     }
     template <class S>
     void forward(S const& sharding, int rank, matrix<T>& queries, matrix<T>& out, matrix<float>& sums) {
-        places const here(sharding, rank, kernels::attention::core_rows), all = every_key();
+        cpx::place_lists const here(sharding, rank, kernels::attention::core_rows), all = every_key();
         auto const t = tensors(queries, here, all);
         launch(here, of.heads, [&] { kernels::attend_on_cores<T, D>(t, out.rows(), sums.rows()); });
     }
     template <class S>
     void queries_back(S const& sharding, int rank, matrix<T>& queries, kernels::attended_gradients<T> const& from,
                       matrix<T>& to) {
-        places const here(sharding, rank, kernels::attention::core_rows), all = every_key();
+        cpx::place_lists const here(sharding, rank, kernels::attention::core_rows), all = every_key();
         auto const t = tensors(queries, here, all);
         launch(here, of.heads, [&] { kernels::attend_backward_queries_on_cores<T, D>(t, from, to.rows()); });
     }
     template <class S, class Out>
     void keys_back(S const& sharding, int rank, matrix<T>& queries, kernels::attended_gradients<T> const& from,
                    matrix<Out>& to_k, matrix<Out>& to_v) {
-        places const here(sharding, rank, kernels::attention::core_rows),
+        cpx::place_lists const here(sharding, rank, kernels::attention::core_rows),
             all(cpx::shard(batch, cpx::sequential<>(1)), 0, kernels::attention::core_keys(D));
         matrix<float> sums(2 * tokens, k.width());
         auto const t = tensors(queries, here, all);
@@ -159,7 +134,9 @@ struct problem {
             kernels::attend_backward_keys_on_cores<T, Out, D>(t, from, group, sums.data(), to_k.rows(), to_v.rows());
         });
     }
-    places every_key() const { return {cpx::shard(batch, cpx::sequential<>(1)), 0, kernels::attention::core_rows}; }
+    cpx::place_lists every_key() const {
+        return {cpx::shard(batch, cpx::sequential<>(1)), 0, kernels::attention::core_rows};
+    }
 };
 
 template <class T, int D>

@@ -45,8 +45,8 @@ public:
     copies arrive = copies::at_the_wait;
     dim3_of_host block, grid;
 
-    /// Runs `kernel()` as every thread of every block of a grid; threads: whole warps. Throws if threads wait for each other for ever, or
-    /// those of a warp meet in different operations.
+    /// Runs `kernel()` as every thread of every block of a grid; threads: whole warps. Throws if threads wait for each
+    /// other for ever, or those of a warp meet in different operations.
     void launch(dim3_of_host blocks, dim3_of_host threads, std::function<void()> kernel) {
         grid = blocks;
         row_of_threads_ = static_cast<int>(threads.x);

@@ -7,7 +7,7 @@
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/row_gather.hpp>
 #include <cpx/cuda/write_numbers.hpp>
-#include <cpx/plan/segments.hpp>
+#include <cpx/plan/places.hpp>
 
 #include <cpx/attention_cores_backward.cuh>
 #include <cpx/attention_sums.cuh>
@@ -44,37 +44,23 @@ class attention_places {
 public:
     template <any_sharding S>
     attention_places(S const& sharding, int rank, int rows, memory const& in, caller here) {
-        auto list = segments(sharding, rank, here);
-        std::ranges::sort(list, {}, [](segment const& s) { return std::pair(s.sequence, s.token); });
-        auto const sequences = static_cast<std::size_t>(sharding.batch().sequences());
-        std::vector<index_t> first(sequences + 1), tile(sequences + 1), place, row, token;
-        index_t count = 0;
-        for (segment const& s : list) {
-            place.push_back(count);
-            row.push_back(s.row);
-            token.push_back(s.token);
-            first[static_cast<std::size_t>(s.sequence) + 1] += s.count;
-            count += s.count;
-        }
-        for (std::size_t s = 0; s < sequences; ++s) {
-            tile[s + 1] = tile[s] + (first[s + 1] + rows - 1) / rows;
-            first[s + 1] += first[s];
-        }
-        tiles_ = tile.back();
+        place_lists const lists(sharding, rank, rows, here);
+        tiles_ = lists.tiles();
         require(tiles_ < index_t{1} << 31, "attention", "tiles of rows", "less than 2^31", tiles_, here);
         std::vector<index_t> numbers;
-        for (auto const* part : {&first, &tile, &place, &row, &token})
+        for (auto const* part : {&lists.first, &lists.first_tile, &lists.place, &lists.row, &lists.token})
             numbers.insert(numbers.end(), part->begin(), part->end());
         numbers_ = in.room<index_t>(std::ssize(numbers));
         write_numbers(numbers, numbers_.data(), in.stream(), here);
+        auto const sequences = lists.first.size() - 1, segments = lists.place.size();
         index_t const *const by_sequence = numbers_.data(), *const by_segment = by_sequence + 2 * (sequences + 1);
         view_ = {by_sequence,
                  by_sequence + sequences + 1,
                  by_segment,
-                 by_segment + list.size(),
-                 by_segment + 2 * list.size(),
+                 by_segment + segments,
+                 by_segment + 2 * segments,
                  static_cast<int>(sequences),
-                 static_cast<int>(list.size())};
+                 static_cast<int>(segments)};
     }
     index_t tiles() const { return tiles_; }
     kernels::attended_places const& view() const { return view_; }
