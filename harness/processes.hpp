@@ -38,7 +38,7 @@ inline int gpus() {
     if (process == 0) {
         int code = failed;
         try { // nothing may return from here: the process would run the tests once more
-            code = usable_gpus(most);
+            code = usable_gpus(most, ranks_are::processes);
         } catch (std::exception const& e) {
             std::fprintf(stderr, "counting GPUs: %s\n", e.what());
         } catch (...) {
@@ -72,6 +72,8 @@ inline std::vector<int> run(int ranks, std::function<std::string(int)> const& f)
         ::setenv("MASTER_ADDR", "127.0.0.1", 1);
         ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
         ::unsetenv("NCCL_COMM_ID");
+        if (char const* const host = std::getenv("NCCL_HOSTID")) // see ranks_of_a_gpu
+            ::setenv("NCCL_HOSTID", (host + std::to_string(rank)).c_str(), 1);
         std::string problem;
         try {
             problem = f(rank);

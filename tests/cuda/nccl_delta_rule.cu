@@ -233,6 +233,7 @@ std::vector<numbers> on_gpus(group& gpus, problem const& p, S const& sharding, b
         }
         meet();
     });
+    for (auto& whole : r.of) gpus.share(whole);
     return r.of;
 }
 
@@ -291,6 +292,7 @@ void check_in_turn(group& gpus, std::vector<problem> const& problems) {
     });
     for (std::size_t i = 0; i < problems.size(); ++i) {
         CAPTURE(i);
+        for (auto& whole : found[i]->of) gpus.share(whole);
         check_same(found[i]->of, on_gpus<How, float>(gpus, problems[i], shard(problems[i]), false));
     }
 }

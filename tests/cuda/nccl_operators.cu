@@ -33,7 +33,8 @@ results empty_results(problem<T, W> const& p) {
 template <class T, class W, cpx::any_sharding S>
 results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap, form const& wanted = {}) {
     results r = empty_results(p);
-    std::vector<rank_sums> sums(static_cast<std::size_t>(gpus.ranks()));
+    std::vector<rank_sums> sums(static_cast<std::size_t>(gpus.ranks()),
+                                {std::vector<float>(p.weight.size(), NAN), std::vector<float>(p.bias.size(), NAN)});
     gpus.run([&](cpx::nccl& comm, auto const& meet) {
         int const rank = comm.rank();
         index_t const width = p.channels, count = sharding.rows(rank);
@@ -77,6 +78,8 @@ results run(group& gpus, problem<T, W> const& p, S const& sharding, index_t gap,
         place(dx.read(), sharding, rank, width, r.dx);
         sums[static_cast<std::size_t>(rank)] = {dweight.read(), dbias.read()};
     });
+    for (auto* const whole : {&r.y, &r.dx}) gpus.share(*whole);
+    for (auto& [dweight, dbias] : sums) gpus.share(dweight), gpus.share(dbias);
     add_sums(r, sums);
     return r;
 }
@@ -155,6 +158,7 @@ results rotate(group& gpus, problem<T, W> const& p, S const& sharding) {
         place(y.read(), sharding, rank, p.channels, r.y);
         place(dy.read(), sharding, rank, p.channels, r.dx);
     });
+    for (auto* const whole : {&r.y, &r.dx}) gpus.share(*whole);
     return r;
 }
 
@@ -190,7 +194,7 @@ void for_each_sharding(cpx::thd const& batch, int ranks, F&& f) {
 /// Calls `f(gpus)` with two ranks, and with four or three if there are GPUs for them.
 template <class F>
 void on_groups(F&& f) {
-    int const all = usable_gpus(4);
+    int const all = usable_ranks(4);
     for (int const ranks : {2, 3, 4})
         if (ranks == 2 || ranks == all) {
             group gpus(ranks);
@@ -304,8 +308,10 @@ TEST_SUITE("cuda") {
         on_groups([&](group& gpus) {
             results by_tokens(p), by_heads(p);
             attention_on_ranks::gathered<float>(communicators{gpus}, p, zigzag(gpus.ranks()), by_tokens);
+            for (auto& whole : by_tokens.of) gpus.share(whole);
             attention_on_ranks::check_same(by_tokens, alone);
             attention_on_ranks::by_heads<float>(communicators{gpus}, p, gpus.ranks(), by_heads);
+            for (auto& whole : by_heads.of) gpus.share(whole);
             attention_on_ranks::check_same(by_heads, alone);
         });
     }
