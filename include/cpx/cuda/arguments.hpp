@@ -1,18 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// What operators ask of the memory that they are given: that it fits and is this device's, and how it is aligned.
+// What operators ask of what they are given: its elements, and that its memory fits and is this device's.
 #pragma once
 
 #include <cpx/core/overlap.hpp>
 #include <cpx/core/rows.hpp>
 #include <cpx/cuda/runtime.hpp>
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <algorithm>
+#include <concepts>
 #include <initializer_list>
 #include <span>
 #include <string>
 #include <type_traits>
 
-namespace cpx::cuda::detail {
+namespace cpx::cuda {
+
+/// A type with which the GPU's operators calculate; they do so in float.
+template <class T>
+concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
+
+namespace detail {
 
 using cpx::detail::in_place, cpx::detail::operand, cpx::detail::require_apart;
 
@@ -78,4 +88,6 @@ void require_rows(char const* where, char const* what, rows<T> r, index_t count,
     require_memory(where, what, r, here);
 }
 
-} // namespace cpx::cuda::detail
+} // namespace detail
+
+} // namespace cpx::cuda

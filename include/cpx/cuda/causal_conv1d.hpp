@@ -17,10 +17,6 @@
 
 namespace cpx::cuda {
 
-/// What a convolution may hold. Sums are float.
-template <class T>
-concept conv_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
-
 using cpx::activation;
 
 namespace detail {
@@ -41,7 +37,7 @@ template <class T, class W>
 kernels::conv_input<T> conv_given(char const* where, conv_plan const& plan, rows<T const> x, rows<T const> halo,
                                   rows<W> weight, std::type_identity_t<std::span<W const>> bias, caller here) {
     using number = std::remove_const_t<W>;
-    static_assert(conv_element<T>, "cpx: causal_conv1d of elements that are not float, __nv_bfloat16 or __half");
+    static_assert(gpu_number<T>, "cpx: causal_conv1d of elements that are not float, __nv_bfloat16 or __half");
     static_assert(std::same_as<number, float> || std::same_as<number, T>,
                   "cpx: causal_conv1d with a weight that is neither float nor of the elements of x");
     index_t const channels = weight.count();
@@ -209,7 +205,7 @@ void causal_conv1d_backward_edge(conv_plan const& plan, rows<A> x, std::type_ide
 }
 
 /// What the backward of a convolution computes: of bare rows, or of rows with their sharding (see conv_exchange.hpp).
-template <conv_element T, class... S>
+template <gpu_number T, class... S>
 struct causal_conv1d_gradients;
 
 /// dweight and dbias may be left empty.
@@ -217,7 +213,7 @@ struct causal_conv1d_gradients;
 /// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
 /// hold: the gradient is the sum over all ranks. `workspace`, for either of them: at least
 /// `causal_conv1d_workspace(plan, channels)` elements at a multiple of 16 bytes.
-template <conv_element T>
+template <gpu_number T>
 struct causal_conv1d_gradients<T> {
     field<rows<T>> dx;
     field<rows<float>> dweight = {};

@@ -22,10 +22,6 @@ namespace cpx::cuda {
 /// How a gated delta rule is run: token by token, which every GPU and size has, or chunk by chunk on tensor cores.
 enum class delta_rule_path { plain, tensor_cores };
 
-/// What a gated delta rule may hold. Gates, states and sums are float.
-template <class T>
-concept delta_rule_element = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
-
 /// The sizes of a gated delta rule or of a decay a head, and how it is run.
 struct gated_delta_rule_shape {
     index_t key_heads = 1, value_heads = 1; ///< a multiple of the key heads: value head h reads key head h / group

@@ -7,7 +7,7 @@
 namespace cpx::cuda {
 
 /// Returns the bytes of workspace that `gated_delta_rule_fold` and its backward want.
-template <delta_rule_element T>
+template <gpu_number T>
 index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return detail::delta_fold_space<true, T>(shape, tokens, sequences).bytes;
 }
@@ -22,7 +22,7 @@ index_t gated_delta_rule_fold_workspace(gated_delta_rule_shape const& shape, ind
 /// other, with operands of bfloat16: within rounding of the state that `gated_delta_rule` hands on.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
                                       std::type_identity_t<gated_delta_rule_input<T>> const& in, std::span<float> maps,
                                       std::span<float> ends, std::span<char> workspace, cudaStream_t stream,
@@ -36,7 +36,7 @@ delta_rule_path gated_delta_rule_fold(gated_delta_rule_shape const& shape,
 ///
 /// dout: the gradients of o; `in.v` and `in.state` are not read. dstates: (sequences, value heads, Dk, Dv), written;
 /// the rest as in the fold.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path gated_delta_rule_backward_fold(gated_delta_rule_shape const& shape,
                                                std::type_identity_t<gated_delta_rule_input<T>> const& in,
                                                rows<T const> dout, std::span<float> dstates, std::span<char> workspace,

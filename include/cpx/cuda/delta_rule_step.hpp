@@ -80,7 +80,7 @@ void run_delta_rule_step(char const* where, gated_delta_rule_shape const& shape,
 /// Can be captured; slots are read on the device.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
-template <delta_rule_element T>
+template <gpu_number T>
 void gated_delta_rule_step(gated_delta_rule_shape const& shape,
                            std::type_identity_t<gated_delta_rule_step_input<T>> const& in, rows<T> o,
                            std::span<float> states, cudaStream_t stream, caller here = caller::here()) {
@@ -89,7 +89,7 @@ void gated_delta_rule_step(gated_delta_rule_shape const& shape,
 }
 
 /// The same of a decay a head, as `head_decay_attention` has it.
-template <delta_rule_element T>
+template <gpu_number T>
 void head_decay_attention_step(gated_delta_rule_shape const& shape,
                                std::type_identity_t<head_decay_step_input<T>> const& in, rows<T> o,
                                std::span<float> states, cudaStream_t stream, caller here = caller::here()) {

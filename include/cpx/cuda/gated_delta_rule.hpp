@@ -9,21 +9,21 @@ namespace cpx::cuda {
 
 /// Returns the bytes of workspace that a forward wants, of `tokens` rows in `sequences`, whatever the path; `saved`: if
 /// it is given `gated_delta_rule_input::saved`.
-template <delta_rule_element T>
+template <gpu_number T>
 index_t gated_delta_rule_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                    bool saved = false) {
     return detail::delta_forward_space<true, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// The same of a backward.
-template <delta_rule_element T>
+template <gpu_number T>
 index_t gated_delta_rule_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences,
                                             bool saved = false) {
     return detail::delta_backward_space<true, T>(shape, tokens, sequences, saved).bytes;
 }
 
 /// Returns the bytes that a forward may save for the backward, some 125 a token and value head; 0 on the plain path.
-template <delta_rule_element T>
+template <gpu_number T>
 index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return detail::delta_saved_space<T>(shape, tokens, sequences).bytes;
 }
@@ -41,7 +41,7 @@ index_t gated_delta_rule_saved(gated_delta_rule_shape const& shape, index_t toke
 /// no bit, nor do the other sequences, which may hold NaN.
 ///
 /// Throws `cpx::error` on shapes that do not fit and memory of another device, before anything is launched.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
                                  std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T> o,
                                  std::span<float> last, std::span<char> workspace, cudaStream_t stream,
@@ -55,7 +55,7 @@ delta_rule_path gated_delta_rule(gated_delta_rule_shape const& shape,
 /// Nothing is divided by a decay or by beta: g may be minus infinity, beta 0. Nothing is wanted of the forward but its
 /// inputs and, if given, `in.saved`, which changes no bit. Returns the path it took, as `gated_delta_rule` does; where
 /// that could be tensor cores but rows do not begin at multiples of 16 bytes, the path has to be set to `plain`.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path
 gated_delta_rule_backward(gated_delta_rule_shape const& shape,
                           std::type_identity_t<gated_delta_rule_input<T>> const& in, rows<T const> dout,

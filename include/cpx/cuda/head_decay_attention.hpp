@@ -10,18 +10,18 @@ namespace cpx::cuda {
 
 /// Returns the bytes of workspace that `head_decay_attention` wants, of `tokens` rows in `sequences`, whatever the
 /// path.
-template <delta_rule_element T>
+template <gpu_number T>
 index_t head_decay_attention_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return detail::delta_forward_space<false, T>(shape, tokens, sequences, false).bytes;
 }
 
 /// The same of its backward, and of its folds.
-template <delta_rule_element T>
+template <gpu_number T>
 index_t head_decay_attention_backward_workspace(gated_delta_rule_shape const& shape, index_t tokens,
                                                 index_t sequences) {
     return detail::delta_backward_space<false, T>(shape, tokens, sequences, false).bytes;
 }
-template <delta_rule_element T>
+template <gpu_number T>
 index_t head_decay_attention_fold_workspace(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     return detail::delta_fold_space<false, T>(shape, tokens, sequences).bytes;
 }
@@ -32,7 +32,7 @@ index_t head_decay_attention_fold_workspace(gated_delta_rule_shape const& shape,
 ///
 /// Arguments, paths, bits and errors as of `gated_delta_rule`, of whose kernels these are the member that erases
 /// nothing. The host's is `cpx::head_decay_attention`.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path head_decay_attention(gated_delta_rule_shape const& shape,
                                      std::type_identity_t<head_decay_input<T>> const& in, rows<T> o,
                                      std::span<float> last, std::span<char> workspace, cudaStream_t stream,
@@ -45,7 +45,7 @@ delta_rule_path head_decay_attention(gated_delta_rule_shape const& shape,
 /// Computes the gradients of `head_decay_attention`, given those of o and of the last states, `dlast`, or none.
 ///
 /// Nothing is divided by a decay: g may be minus infinity. Nothing is wanted of the forward but its inputs.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path
 head_decay_attention_backward(gated_delta_rule_shape const& shape, std::type_identity_t<head_decay_input<T>> const& in,
                               rows<T const> dout, std::span<float const> dlast,
@@ -61,7 +61,7 @@ head_decay_attention_backward(gated_delta_rule_shape const& shape, std::type_ide
 ///
 /// maps: (sequences, value heads), the m; ends: (sequences, value heads, Dk, Dv); 1 and zeros for no tokens. The rest
 /// as in `gated_delta_rule_fold`.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path head_decay_attention_fold(gated_delta_rule_shape const& shape,
                                           std::type_identity_t<head_decay_input<T>> const& in, std::span<float> maps,
                                           std::span<float> ends, std::span<char> workspace, cudaStream_t stream,
@@ -72,7 +72,7 @@ delta_rule_path head_decay_attention_fold(gated_delta_rule_shape const& shape,
 
 /// Computes what the outputs of every segment alone make the gradient of the state before it, as
 /// `gated_delta_rule_backward_fold` does.
-template <delta_rule_element T>
+template <gpu_number T>
 delta_rule_path head_decay_attention_backward_fold(gated_delta_rule_shape const& shape,
                                                    std::type_identity_t<head_decay_input<T>> const& in,
                                                    rows<T const> dout, std::span<float> dstates,

@@ -12,15 +12,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <concepts>
 #include <span>
 #include <type_traits>
 
 namespace cpx::cuda {
-
-/// A type with which the GPU's operators calculate; they do so in float.
-template <class T>
-concept gpu_number = std::same_as<T, float> || std::same_as<T, __nv_bfloat16> || std::same_as<T, __half>;
 
 /// What becomes of the rows that a scatter does not write.
 enum class other_rows { stay, zeros };

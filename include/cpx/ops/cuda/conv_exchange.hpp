@@ -27,7 +27,7 @@ struct conv_exchange_options {
 /// Belongs to the communicator, which outlives it, and to its stream. Calls are collective, in the same order on all
 /// ranks. No call leaves anything in it for another one: layers may come in any order, and the forward as often as
 /// activations are recomputed.
-template <conv_element T, any_sharding S>
+template <gpu_number T, any_sharding S>
 class conv_exchange {
 public:
     /// For the forward. `before`: `halo(sharding, rank, taps - 1)`; `channels`: those of this rank.
@@ -148,7 +148,7 @@ private:
 ///
 /// dx: (rows, channels), written. dweight: (channels, K), dbias: (channels), this rank's share, added to what they
 /// hold: the gradient is the sum over all ranks.
-template <conv_element T, any_sharding S>
+template <gpu_number T, any_sharding S>
 struct causal_conv1d_gradients<T, S> {
     sharded_field<T, S, memory> dx;
     field<rows<float>> dweight = {};

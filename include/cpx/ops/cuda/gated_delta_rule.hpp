@@ -158,7 +158,7 @@ template <carry_kind How, any_sharding S, class T, any_sharding X>
 void gated_delta_rule(carry_plan<How, S> const& plan, delta_rule_tensors<T, X, cuda::memory> const& t,
                       delta_rule_heads const& heads, delta_rule_options const& options, cuda::state_exchange& by,
                       caller here = caller::here()) {
-    constexpr bool fits = std::same_as<X, S>, element = cuda::delta_rule_element<T>;
+    constexpr bool fits = std::same_as<X, S>, element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: gated_delta_rule of tensors that are not sharded as the plan; make the plan with "
                         "carry(q.sharding(), ...)");
     static_assert(element, "cpx: gated_delta_rule of elements that it does not have on devices; use float, "
@@ -188,7 +188,7 @@ void gated_delta_rule_backward(carry_plan<How, S> const& plan, delta_rule_tensor
                                delta_rule_options const& options, cuda::state_exchange& by,
                                caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
-    constexpr bool element = cuda::delta_rule_element<T>;
+    constexpr bool element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: gated_delta_rule_backward of tensors or gradients that are not sharded as the plan; make "
                         "the plan with carry(q.sharding(), ...) and the gradients of the same sharding");
     static_assert(same, "cpx: gated_delta_rule_backward wants gradients of the tensors' elements");

@@ -129,7 +129,7 @@ auto head_decay_given(head_decay_tensors<T, S> const& t) {
 template <carry_kind How, any_sharding S, class T, any_sharding X>
 void recur(carry_plan<How, S> const& plan, head_decay_attention const& r, head_decay_tensors<T, X> const& t,
            cuda::state_exchange& by, caller here = caller::here()) {
-    constexpr bool fits = std::same_as<X, S>, element = cuda::delta_rule_element<T>;
+    constexpr bool fits = std::same_as<X, S>, element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: recur of tensors that are not sharded as the plan; make the plan with "
                         "carry(q.sharding(), ...)");
     static_assert(element, "cpx: recur of elements that a decay a head does not have on devices; use float, "
@@ -155,7 +155,7 @@ void recur_backward(carry_plan<How, S> const& plan, head_decay_attention const& 
                     head_decay_gradient_tensors<D, G> const& to, cuda::state_exchange& by,
                     caller here = caller::here()) {
     constexpr bool fits = std::same_as<X, S> && std::same_as<G, S>, same = std::same_as<D, T>;
-    constexpr bool element = cuda::delta_rule_element<T>;
+    constexpr bool element = cuda::gpu_number<T>;
     static_assert(fits, "cpx: recur_backward of tensors or gradients that are not sharded as the plan; make the plan "
                         "with carry(q.sharding(), ...) and the gradients of the same sharding");
     static_assert(same, "cpx: recur_backward wants gradients of the tensors' elements");
