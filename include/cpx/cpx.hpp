@@ -47,6 +47,7 @@
 #include <cpx/plan/halo.hpp>
 #include <cpx/plan/media.hpp>
 #include <cpx/plan/mrope.hpp>
+#include <cpx/plan/parcel.hpp>
 #include <cpx/plan/relayout.hpp>
 #include <cpx/plan/route.hpp>
 #include <cpx/plan/run_list.hpp>

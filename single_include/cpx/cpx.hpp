@@ -4090,11 +4090,9 @@ struct plan {
         return elements + detail::product("sent_elements", "elements", {whole_rows, width}, here);
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
-    bool covers_target() const {
-        index_t cells = 0;
-        for (message const& m : receives) cells += total(m.rows) * (m.columns.empty() ? 1 : total(m.columns));
-        return cells == target_rows * (target_width ? target_width : 1);
-    }
+    bool covers_target() const { return covers(receives, target_rows, target_width); }
+    /// Returns whether every place of the source goes to one of a target, so that what comes back covers the source.
+    bool covers_source() const { return kind != flow::copies && covers(sends, source_rows, source_width); }
 
     /// Returns the plan that moves everything back: the backward of this one.
     ///
@@ -4118,6 +4116,14 @@ struct plan {
     }
 
     friend bool operator==(plan const&, plan const&) = default;
+
+private:
+    static bool covers(std::vector<message> const& messages, index_t rows, index_t width) {
+        index_t const whole = width ? width : 1;
+        index_t cells = 0;
+        for (message const& m : messages) cells += total(m.rows) * (m.columns.empty() ? whole : total(m.columns));
+        return cells == rows * whole;
+    }
 };
 
 } // namespace cpx
@@ -5219,6 +5225,25 @@ index_t most_beside(S const& s, index_t reach, capacity const& most, caller here
     return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
 }
 
+/// What tables of a plan take: rectangles, and bytes that leave, or come, by one exchange.
+struct table_sizes {
+    index_t rectangles = 0, staged = 0;
+};
+
+/// Returns what tables of any plans take at most that are like `plans` and have `room`: a rectangle for each run of
+/// rows and columns. `width`: elements of a row that moves whole, of `element` bytes each.
+inline table_sizes most_tables(std::span<plan const> plans, movement_room const& room, index_t width, int ranks,
+                               std::size_t element, caller here) {
+    index_t columns = 1, elements = width;
+    for (plan const& p : plans) {
+        elements = std::max({elements, p.source_width, p.target_width});
+        for (auto const* const messages : {&p.sends, &p.receives})
+            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+    }
+    index_t const bytes = product("exchange", "bytes", {room.rows, elements, static_cast<index_t>(element)}, here);
+    return {2 * columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+}
+
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
 /// one direction, by their numbers, and whether those back are the same messages the other way; lanes that tell them of
 /// every batch, if there are such; what all of them take at most, and the elements of a row of theirs.
@@ -6044,6 +6069,138 @@ void place_rows(media const& m, media_places const& places, std::vector<segment>
 
 } // namespace cpx
 
+// cpx/plan/parcel.hpp
+// A plan's messages as bytes of a buffer: what a transport takes from one rank's memory and leaves in another's.
+
+namespace cpx {
+
+/// One end of a message: the bytes of some rows and columns of a buffer, in row-major order.
+///
+/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list runs
+/// of the same counts with the same unit, each at its own places. `columns` is never empty; `base` may be null where
+/// there are no bytes.
+template <class Byte>
+struct parcel {
+    int peer = 0;
+    Byte* base = nullptr;
+    index_t stride = 0;
+    index_t unit = 0;
+    std::span<run const> rows, columns;
+
+    index_t bytes() const {
+        index_t row_count = 0, column_count = 0;
+        for (run const r : rows) row_count += r.count;
+        for (run const c : columns) column_count += c.count;
+        return row_count * column_count * unit;
+    }
+};
+
+using outgoing = parcel<std::byte const>;
+using incoming = parcel<std::byte>;
+
+namespace detail {
+
+inline constexpr run one{0, 1};
+
+} // namespace detail
+
+/// Returns one end of a message of `bytes` consecutive bytes.
+template <class Byte>
+parcel<Byte> consecutive(int peer, Byte* data, index_t bytes) {
+    return {peer, data, bytes, bytes, {&detail::one, 1}, {&detail::one, 1}};
+}
+
+/// Calls `f(bytes, count)` for the runs of consecutive bytes of a parcel, in the order in which both ends have them.
+template <class Byte, class F>
+void for_each_run(parcel<Byte> const& p, F&& f) {
+    if (p.unit == 0) return;
+    bool const dense = p.columns.size() == 1 && p.columns[0].count * p.unit == p.stride;
+    for (run const r : p.rows) {
+        Byte* row = p.base + r.first * p.stride;
+        if (dense)
+            f(row, static_cast<std::size_t>(r.count * p.stride));
+        else
+            for (index_t i = 0; i < r.count; ++i, row += p.stride)
+                for (run const c : p.columns) f(row + c.first * p.unit, static_cast<std::size_t>(c.count * p.unit));
+    }
+}
+
+/// Copies the bytes of a parcel to `to`, side by side.
+inline void pack(outgoing const& from, std::byte* to) {
+    for_each_run(from, [&](std::byte const* bytes, std::size_t count) {
+        std::memcpy(to, bytes, count);
+        to += count;
+    });
+}
+
+/// Copies what `pack` has left at `from` to the places of a parcel.
+inline void unpack(std::byte const* from, incoming const& to) {
+    for_each_run(to, [&](std::byte* bytes, std::size_t count) {
+        std::memcpy(bytes, from, count);
+        from += count;
+    });
+}
+
+/// Copies one end of a message to the other, without a buffer between them.
+inline void copy(outgoing const& from, incoming const& to) {
+    if (from.unit == 0) return;
+    bool const dense = from.columns.size() == 1 && from.columns[0].count * from.unit == from.stride &&
+                       from.stride == to.stride; // whole rows, side by side at both ends
+    for (std::size_t i = 0; i < from.rows.size(); ++i) {
+        std::byte const* source = from.base + from.rows[i].first * from.stride;
+        std::byte* target = to.base + to.rows[i].first * to.stride;
+        if (dense) {
+            std::memcpy(target, source, static_cast<std::size_t>(from.rows[i].count * from.stride));
+            continue;
+        }
+        for (index_t row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
+            for (std::size_t k = 0; k < from.columns.size(); ++k)
+                std::memcpy(target + to.columns[k].first * to.unit, source + from.columns[k].first * from.unit,
+                            static_cast<std::size_t>(from.columns[k].count * from.unit));
+    }
+}
+
+namespace detail {
+
+/// Returns one end of messages, in a buffer of that rank's rows.
+template <class Byte, class T>
+std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
+    std::vector<parcel<Byte>> list;
+    list.reserve(messages.size());
+    index_t const element = static_cast<index_t>(sizeof(T));
+    for (message const& m : messages) {
+        bool const whole = m.columns.empty();
+        list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
+                        whole ? buffer.width() * element : element, m.rows,
+                        whole ? std::span(&one, 1) : std::span(m.columns)});
+    }
+    return list;
+}
+
+/// Moves out of `list` the message to `rank` itself, if there is one.
+template <class Byte>
+parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
+    auto const own = std::ranges::find(list, rank, &parcel<Byte>::peer);
+    if (own == list.end()) return {};
+    parcel<Byte> const taken = *own;
+    list.erase(own);
+    return taken;
+}
+
+/// Returns runs of the same counts, side by side from 0 on.
+inline std::vector<run> side_by_side(std::vector<run> runs) {
+    index_t first = 0;
+    for (run& r : runs) {
+        r.first = first;
+        first += r.count;
+    }
+    return runs;
+}
+
+} // namespace detail
+
+} // namespace cpx
+
 // cpx/plan/traffic.hpp
 // How much moves between two shardings, over all ranks.
 
@@ -6272,92 +6429,6 @@ private:
 // What a transport is: it knows its rank and moves rectangles of bytes between ranks.
 
 namespace cpx {
-
-/// One end of a message: the bytes of some rows and columns of a buffer, in row-major order.
-///
-/// Row i begins at `base + i * stride` bytes, column k of it `k * unit` bytes later. Both ends of a message list runs
-/// of the same counts with the same unit, each at its own places. `columns` is never empty; `base` may be null where
-/// there are no bytes.
-template <class Byte>
-struct parcel {
-    int peer = 0;
-    Byte* base = nullptr;
-    index_t stride = 0;
-    index_t unit = 0;
-    std::span<run const> rows, columns;
-
-    index_t bytes() const {
-        index_t row_count = 0, column_count = 0;
-        for (run const r : rows) row_count += r.count;
-        for (run const c : columns) column_count += c.count;
-        return row_count * column_count * unit;
-    }
-};
-
-using outgoing = parcel<std::byte const>;
-using incoming = parcel<std::byte>;
-
-namespace detail {
-
-inline constexpr run one{0, 1};
-
-} // namespace detail
-
-/// Returns one end of a message of `bytes` consecutive bytes.
-template <class Byte>
-parcel<Byte> consecutive(int peer, Byte* data, index_t bytes) {
-    return {peer, data, bytes, bytes, {&detail::one, 1}, {&detail::one, 1}};
-}
-
-/// Calls `f(bytes, count)` for the runs of consecutive bytes of a parcel, in the order in which both ends have them.
-template <class Byte, class F>
-void for_each_run(parcel<Byte> const& p, F&& f) {
-    if (p.unit == 0) return;
-    bool const dense = p.columns.size() == 1 && p.columns[0].count * p.unit == p.stride;
-    for (run const r : p.rows) {
-        Byte* row = p.base + r.first * p.stride;
-        if (dense)
-            f(row, static_cast<std::size_t>(r.count * p.stride));
-        else
-            for (index_t i = 0; i < r.count; ++i, row += p.stride)
-                for (run const c : p.columns) f(row + c.first * p.unit, static_cast<std::size_t>(c.count * p.unit));
-    }
-}
-
-/// Copies the bytes of a parcel to `to`, side by side.
-inline void pack(outgoing const& from, std::byte* to) {
-    for_each_run(from, [&](std::byte const* bytes, std::size_t count) {
-        std::memcpy(to, bytes, count);
-        to += count;
-    });
-}
-
-/// Copies what `pack` has left at `from` to the places of a parcel.
-inline void unpack(std::byte const* from, incoming const& to) {
-    for_each_run(to, [&](std::byte* bytes, std::size_t count) {
-        std::memcpy(bytes, from, count);
-        from += count;
-    });
-}
-
-/// Copies one end of a message to the other, without a buffer between them.
-inline void copy(outgoing const& from, incoming const& to) {
-    if (from.unit == 0) return;
-    bool const dense = from.columns.size() == 1 && from.columns[0].count * from.unit == from.stride &&
-                       from.stride == to.stride; // whole rows, side by side at both ends
-    for (std::size_t i = 0; i < from.rows.size(); ++i) {
-        std::byte const* source = from.base + from.rows[i].first * from.stride;
-        std::byte* target = to.base + to.rows[i].first * to.stride;
-        if (dense) {
-            std::memcpy(target, source, static_cast<std::size_t>(from.rows[i].count * from.stride));
-            continue;
-        }
-        for (index_t row = 0; row < from.rows[i].count; ++row, source += from.stride, target += to.stride)
-            for (std::size_t k = 0; k < from.columns.size(); ++k)
-                std::memcpy(target + to.columns[k].first * to.unit, source + from.columns[k].first * from.unit,
-                            static_cast<std::size_t>(from.columns[k].count * from.unit));
-    }
-}
 
 /// One rank's end of a group of ranks 0 .. ranks() - 1, by which `exchange` moves messages between them.
 ///
@@ -6769,20 +6840,6 @@ namespace cpx {
 
 namespace detail {
 
-template <class Byte, class T>
-std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
-    std::vector<parcel<Byte>> list;
-    list.reserve(messages.size());
-    index_t const element = static_cast<index_t>(sizeof(T));
-    for (message const& m : messages) {
-        bool const whole = m.columns.empty();
-        list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
-                        whole ? buffer.width() * element : element, m.rows,
-                        whole ? std::span(&one, 1) : std::span(m.columns)});
-    }
-    return list;
-}
-
 /// Whether all of `X` are in the memory of the ranks of a transport.
 template <class Comm, class... X>
 inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
@@ -6794,16 +6851,6 @@ bool in_one_order(M const& a, M const& b) {
         return a.stream() == b.stream();
     else
         return a == b;
-}
-
-/// Moves out of `list` the message to `rank` itself, if there is one.
-template <class Byte>
-parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
-    auto const own = std::ranges::find(list, rank, &parcel<Byte>::peer);
-    if (own == list.end()) return {};
-    parcel<Byte> const taken = *own;
-    list.erase(own);
-    return taken;
 }
 
 /// Rows at one end of an exchange, and the elements of each; 0: any.
@@ -6846,16 +6893,6 @@ void exchange_messages(plan const& p, identity const& id, rows<A> const& from, s
             kept.bytes(), here);
     copy(own, kept);
     transfer(comm, id, sends, receives, here);
-}
-
-/// Returns runs of the same counts, side by side from 0 on.
-inline std::vector<run> side_by_side(std::vector<run> runs) {
-    index_t first = 0;
-    for (run& r : runs) {
-        r.first = first;
-        first += r.count;
-    }
-    return runs;
 }
 
 /// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.

@@ -18,6 +18,7 @@
 #include <array>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -94,6 +95,26 @@ bool check(cpx::plan const& p, cpx::lane_plan const& lanes, tables::row_shapes c
     return true;
 }
 
+/// Checks that tables of a plan's exchanges in one direction are no more than what a movement of its batch reserves.
+template <class Plan>
+void check_room(Plan const& p, typename cpx::detail::moved<Plan>::width width, std::span<cpx::plan const> plans) {
+    using kind = cpx::detail::moved<Plan>;
+    auto const of = kind::batch_of(p);
+    int const ranks = std::get<0>(of).ranks();
+    cpx::capacity most{0, std::get<0>(of).batch().sequences()};
+    for (int r = 0; r < ranks; ++r)
+        most.rows = std::apply([&](auto const&... s) { return std::max({most.rows, s.rows(r)...}); }, of);
+    index_t const w = kind::row_width(width);
+    auto const room = kind::room(p, width, most, cpx::caller::here());
+    auto const sizes = tables::most_tables(plans, room, w, ranks, 2, cpx::caller::here());
+    std::vector<tables::rectangle> list;
+    for (cpx::plan const& one : plans) {
+        auto const t = tables::tables_of(tables::listed_rectangles(one, {w, w, w + 8, w + 8, 2}, list), {});
+        CHECK(std::max(t.packed, t.unpacked) <= sizes.staged);
+    }
+    CHECK(std::ssize(list) <= sizes.rectangles);
+}
+
 /// Checks one kind of plan, there and back. Returns how many batches lanes told.
 template <class Plan>
 int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
@@ -104,6 +125,7 @@ int check(Plan const& p, typename cpx::detail::moved<Plan>::width width) {
         auto const lanes = kind::lanes(p, width, back);
         index_t const w = kind::row_width(width);
         kind::exchanges(p, width, back, [&](std::span<cpx::plan const> plans) {
+            check_room(p, width, plans);
             for (std::size_t i = 0; i < plans.size(); ++i) {
                 REQUIRE(lanes.size() >= plans.size());
                 told += check(plans[i], lanes[i], {w, w, w + 8, w, 2});

@@ -153,6 +153,7 @@ TEST_SUITE("plan") {
             sent += p.sent_rows();
             CHECK(p.target_rows == b.rows(r));
             CHECK(p.covers_target());
+            CHECK(p.covers_source());
             CHECK(p.messages() <= 2);
             for (cpx::message const& m : p.sends)
                 for (cpx::run const& run : m.rows) CHECK(run.first + run.count <= p.source_rows);
@@ -164,6 +165,12 @@ TEST_SUITE("plan") {
         auto const heads = cpx::relayout(a, cpx::head_sharded<4>(batch, {{4, 128}}), 1);
         CHECK(heads.target_rows == batch.tokens());
         CHECK(heads.sent_elements(512) == a.rows(1) * 384);
+        CHECK(heads.covers_target());
+        CHECK(heads.covers_source());
+        auto const all = cpx::relayout(a, cpx::replicated<4>(batch), 1);
+        CHECK(all.covers_target());
+        CHECK(!all.covers_source()); // its rows are copied
+        CHECK(all.transposed().covers_source());
     }
 
     TEST_CASE("a plan has one message a peer, and rows that stay are a message to itself") {

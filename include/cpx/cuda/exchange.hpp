@@ -62,22 +62,13 @@ public:
         auto made = make(plans, here);
         if (!plans.empty() && !plans[0].local)
             detail::agree(comm, plans[0].id.template for_elements<T>(width), plans[0], here);
-        index_t rectangles = std::ssize(made.list), staged = made.staged;
-        if (of.room) { // a rectangle for each run of rows and columns
-            index_t columns = 1, elements = width;
-            for (plan const& p : plans) {
-                elements = std::max(elements, std::max(p.source_width, p.target_width));
-                for (auto const* const messages : {&p.sends, &p.receives})
-                    for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
-            }
-            rectangles = std::max(rectangles, 2 * columns * (of.room->runs + 2 * comm.ranks()));
-            index_t const element = static_cast<index_t>(sizeof(T)), space = 256 * comm.ranks();
-            index_t const bytes = cpx::detail::product("exchange", "bytes", {of.room->rows, elements, element}, here);
-            staged = std::max(staged, bytes + space);
-        }
-        list_ = buffer<char>(head() + rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
-        staged_out_ = buffer<char>(staged, here);
-        staged_in_ = buffer<char>(staged, here);
+        auto most = of.room ? cpx::detail::most_tables(plans, *of.room, width, comm.ranks(), sizeof(T), here)
+                            : cpx::detail::table_sizes{};
+        most.rectangles = std::max(most.rectangles, std::ssize(made.list));
+        most.staged = std::max(most.staged, made.staged);
+        list_ = buffer<char>(head() + most.rectangles * static_cast<index_t>(sizeof(kernels::rectangle)), here);
+        staged_out_ = buffer<char>(most.staged, here);
+        staged_in_ = buffer<char>(most.staged, here);
         load_write_numbers(here);
         cuda::stream const stream;
         connect(made.plans, stream, here);
@@ -256,16 +247,12 @@ private:
         for (plan const& p : plans) {
             cpx::detail::require_own(where, "rank of the plan", p.rank, p.ranks(), comm_.rank(), comm_.ranks(), here);
             bool const sums = p.kind == flow::sums;
-            auto const end_of = [&](index_t rows, index_t own_width, index_t stride,
-                                    std::vector<message> const& messages) {
+            auto const end_of = [&](index_t rows, index_t own_width, index_t stride, bool covered) {
                 index_t const width = own_width ? own_width : width_;
-                index_t cells = 0;
-                for (message const& m : messages)
-                    cells += total(m.rows) * (m.columns.empty() ? width : total(m.columns));
-                return end{rows, width, stride ? stride : width, cells == rows * width};
+                return end{rows, width, stride ? stride : width, covered};
             };
-            end const source = end_of(p.source_rows, p.source_width, of_.from_stride, p.sends),
-                      target = end_of(p.target_rows, p.target_width, of_.to_stride, p.receives);
+            end const source = end_of(p.source_rows, p.source_width, of_.from_stride, p.covers_source()),
+                      target = end_of(p.target_rows, p.target_width, of_.to_stride, p.covers_target());
             require(of_.others.empty() || (target.covered && !sums), where,
                     "plan of which some rows move in another way", "one that fills the target and does not add",
                     "another", here);

@@ -89,12 +89,12 @@ public:
                     "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
             peer_target& p = targets_.emplace_back();
             p.pitch = target_width * element;
-            auto const out = columns(plan, rank, groups, plan.from, rank_),
-                       in = columns(plan, rank, groups, plan.to, rank);
-            for (std::size_t i = 0; i < out.size(); ++i) {
-                index_t const bytes = out[i].count == 0 ? 0 : (sections.empty() ? width : out[i].count) * element;
-                p.columns[i] = {out[i].first * element, in[i].first * element, bytes};
-            }
+            using cpx::detail::shipped_columns;
+            auto const out = shipped_columns(plan.from, plan.to, rank_, rank, groups, plan.from, rank_),
+                       in = shipped_columns(plan.from, plan.to, rank_, rank, groups, plan.to, rank);
+            for (std::size_t i = 0; i < out.size(); ++i) // of sections of which nothing is shipped there is none
+                p.columns[i] = {out[i].first * element, in[i].first * element,
+                                (sections.empty() ? width : out[i].count) * element};
         }
         set(plan.from, plan.to);
     }
@@ -211,22 +211,6 @@ private:
         index_t pitch; ///< of its target, bytes
         std::array<column_run, kernels::most_sections> columns;
     };
-
-    /// Returns the columns that this rank ships to `peer`, one run a section, as places of `holder` on `rank`.
-    template <any_sharding Holder>
-    static std::vector<run> columns(relayout_plan<From, To> const& plan, int peer, std::span<section const> groups,
-                                    Holder const& holder, int rank) {
-        std::vector<run> list;
-        index_t first = 0;
-        for (section const& s : groups) {
-            range const share = holder.heads(rank, s.heads);
-            range const heads = cpx::detail::shipped_heads(plan.from, plan.to, plan.rank, peer, s.heads);
-            list.push_back(heads.empty() ? run{}
-                                         : run{first + (heads.first - share.first) * s.width, heads.size() * s.width});
-            first += share.size() * s.width;
-        }
-        return list;
-    }
 
     detail::device_side_of<From> from_;
     detail::device_side_of<To> to_;

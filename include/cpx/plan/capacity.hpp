@@ -74,6 +74,25 @@ index_t most_beside(S const& s, index_t reach, capacity const& most, caller here
     return product("movement", "rows of the halo", {most_segments(s, most, here), reach, (reach + 1) / 2 + 1}, here);
 }
 
+/// What tables of a plan take: rectangles, and bytes that leave, or come, by one exchange.
+struct table_sizes {
+    index_t rectangles = 0, staged = 0;
+};
+
+/// Returns what tables of any plans take at most that are like `plans` and have `room`: a rectangle for each run of
+/// rows and columns. `width`: elements of a row that moves whole, of `element` bytes each.
+inline table_sizes most_tables(std::span<plan const> plans, movement_room const& room, index_t width, int ranks,
+                               std::size_t element, caller here) {
+    index_t columns = 1, elements = width;
+    for (plan const& p : plans) {
+        elements = std::max({elements, p.source_width, p.target_width});
+        for (auto const* const messages : {&p.sends, &p.receives})
+            for (message const& m : *messages) columns = std::max(columns, std::ssize(m.columns) + 1);
+    }
+    index_t const bytes = product("exchange", "bytes", {room.rows, elements, static_cast<index_t>(element)}, here);
+    return {2 * columns * (room.runs + 2 * ranks), bytes + 256 * ranks}; // messages begin at multiples of 256
+}
+
 /// What a movement knows of a kind of plan: what tells a batch from others, the plan of another one, its exchanges in
 /// one direction, by their numbers, and whether those back are the same messages the other way; lanes that tell them of
 /// every batch, if there are such; what all of them take at most, and the elements of a row of theirs.

@@ -68,11 +68,9 @@ struct plan {
         return elements + detail::product("sent_elements", "elements", {whole_rows, width}, here);
     }
     /// Returns whether every place of the target receives something; if not, an exchange fills it with zeros first.
-    bool covers_target() const {
-        index_t cells = 0;
-        for (message const& m : receives) cells += total(m.rows) * (m.columns.empty() ? 1 : total(m.columns));
-        return cells == target_rows * (target_width ? target_width : 1);
-    }
+    bool covers_target() const { return covers(receives, target_rows, target_width); }
+    /// Returns whether every place of the source goes to one of a target, so that what comes back covers the source.
+    bool covers_source() const { return kind != flow::copies && covers(sends, source_rows, source_width); }
 
     /// Returns the plan that moves everything back: the backward of this one.
     ///
@@ -96,6 +94,14 @@ struct plan {
     }
 
     friend bool operator==(plan const&, plan const&) = default;
+
+private:
+    static bool covers(std::vector<message> const& messages, index_t rows, index_t width) {
+        index_t const whole = width ? width : 1;
+        index_t cells = 0;
+        for (message const& m : messages) cells += total(m.rows) * (m.columns.empty() ? whole : total(m.columns));
+        return cells == rows * whole;
+    }
 };
 
 } // namespace cpx

@@ -12,20 +12,6 @@ namespace cpx {
 
 namespace detail {
 
-template <class Byte, class T>
-std::vector<parcel<Byte>> parcels(std::span<message const> messages, rows<T> const& buffer) {
-    std::vector<parcel<Byte>> list;
-    list.reserve(messages.size());
-    index_t const element = static_cast<index_t>(sizeof(T));
-    for (message const& m : messages) {
-        bool const whole = m.columns.empty();
-        list.push_back({m.peer, reinterpret_cast<Byte*>(buffer.data()), buffer.stride() * element,
-                        whole ? buffer.width() * element : element, m.rows,
-                        whole ? std::span(&one, 1) : std::span(m.columns)});
-    }
-    return list;
-}
-
 /// Whether all of `X` are in the memory of the ranks of a transport.
 template <class Comm, class... X>
 inline constexpr bool in_memory_of = (std::same_as<memory_of<X>, rank_memory_of<Comm>> && ...);
@@ -37,16 +23,6 @@ bool in_one_order(M const& a, M const& b) {
         return a.stream() == b.stream();
     else
         return a == b;
-}
-
-/// Moves out of `list` the message to `rank` itself, if there is one.
-template <class Byte>
-parcel<Byte> take_own(std::vector<parcel<Byte>>& list, int rank) {
-    auto const own = std::ranges::find(list, rank, &parcel<Byte>::peer);
-    if (own == list.end()) return {};
-    parcel<Byte> const taken = *own;
-    list.erase(own);
-    return taken;
 }
 
 /// Rows at one end of an exchange, and the elements of each; 0: any.
@@ -89,16 +65,6 @@ void exchange_messages(plan const& p, identity const& id, rows<A> const& from, s
             kept.bytes(), here);
     copy(own, kept);
     transfer(comm, id, sends, receives, here);
-}
-
-/// Returns runs of the same counts, side by side from 0 on.
-inline std::vector<run> side_by_side(std::vector<run> runs) {
-    index_t first = 0;
-    for (run& r : runs) {
-        r.first = first;
-        first += r.count;
-    }
-    return runs;
 }
 
 /// Receives every contribution into a buffer of its own, then adds them in rank order, whatever the order of arrival.

@@ -4,6 +4,7 @@
 
 #include <cpx/transport/concept.hpp>
 
+#include <cstring>
 #include <string_view>
 #include <vector>
 
