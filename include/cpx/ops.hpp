@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cpx/ops/attention_backward.hpp>
+#include <cpx/ops/attention_cache.hpp>
 #include <cpx/ops/balance_loss.hpp>
 #include <cpx/ops/causal_conv1d.hpp>
 #include <cpx/ops/decode.hpp>

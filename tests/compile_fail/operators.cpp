@@ -146,6 +146,15 @@ void attention(view<zigzag> q, view<keys> k) { cpx::attention(q, k, k, heads, 1,
 // expect: attention of q and o, or of k and v, on two shardings
 void attention_result(view<zigzag> q, view<everywhere> k, view<other> o) { cpx::attention(q, k, k, heads, 1, o); }
 
+// expect: attention_cache of keys and values on two shardings, or of other elements
+void append(cpx::attention_cache<float>& cache, view<zigzag> k, view<other> v) { cache.append(k, v); }
+
+// expect: cached_attention wants q and o of the sharding that it was made of
+void cached(cpx::attention_cache<float> const& cache, cpx::cached_attention<zigzag> const& attend, view<zigzag> q,
+            view<other> o, cpx::threads& comm) {
+    attend(cache, q, 1, o, comm);
+}
+
 using queries = cpx::attention_queries<float, zigzag>;
 
 // expect: a struct of tensors of one sharding is given one of another
@@ -276,6 +285,20 @@ void turns(held_twice x, labels_of positions) {
 
 // expect: attention.q, k, v, heads, scale, o. wants tensors
 void attends(held_twice q, view<everywhere> k) { cpx::attention(q.data(), k, k, heads, 1, q); }
+
+// expect: append.k, v. wants two tensors
+// expect: attend.cache, q, scale, o, comm. of a cached_attention wants an attention_cache
+void over_caches(cpx::attention_cache<float>& cache, cpx::cached_attention<zigzag> const& attend, held_twice q) {
+    cache.append(q.data(), q);
+    attend(cache, q, 1, q);
+}
+
+// expect: cached_attention.queries, rank. wants on what queries are sharded
+// expect: attention_cache<T>.heads, sharding, rank. wants attention_heads
+void caches(held_twice q) {
+    cpx::cached_attention of_a_tensor(q, 0);
+    cpx::attention_cache<float> cache(q.sharding(), 0);
+}
 
 // expect: attention_delta.o, dout, dim, delta. wants tensors
 void deltas(held_twice o) { cpx::attention_delta(o.data(), o, 1, o); }

@@ -39,13 +39,17 @@ concept attended_memory = any_memory<M> && attends<M, T>;
 template <class X>
 concept attended = sharded_anywhere<X> && attends<memory_of<X>, element_of<X>>;
 
+/// Throws unless the heads fit each other.
+inline void require_some_heads(char const* where, attention_heads const& heads, caller here) {
+    require(heads.query_heads > 0, where, "query heads", "at least 1", heads.query_heads, here);
+    require_groups(where, "query heads", heads.query_heads, "key heads", heads.key_heads, here);
+    product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
+}
 /// Returns what the rank of q holds. Throws unless the heads fit each other, and keys the queries' batch and rank.
 template <class T, any_sharding Q, class A, any_sharding K, any_memory M>
 attended_heads require_heads(char const* where, sharded<T, Q, M> const& q, sharded<A, K, M> const& k,
                              attention_heads const& heads, caller here) {
-    require(heads.query_heads > 0, where, "query heads", "at least 1", heads.query_heads, here);
-    require_groups(where, "query heads", heads.query_heads, "key heads", heads.key_heads, here);
-    product(where, "query heads x dim", {heads.query_heads, heads.dim}, here);
+    require_some_heads(where, heads, here);
     Q const& queries = q.sharding();
     K const& keys = k.sharding();
     require_batch(where, "batch of keys and values", "the queries'", queries.batch(), keys.batch(), here);

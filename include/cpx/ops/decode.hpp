@@ -104,8 +104,8 @@ using state_sharding_of = decltype(state_sharding(std::declval<S const&>(), {}))
 /// heads on all ranks. A finished sequence may have no token in later steps: its state stays where it is, and is handed
 /// on from the last sharding in which the sequence had a token.
 ///
-/// Attention layers keep keys and values, not states: the caller appends those of every step where its attention reads
-/// them. Positions for the rotary embedding go on from the length that the sequence had.
+/// Attention layers keep keys and values, not states, see `attention_cache`. Positions for the rotary embedding go on
+/// from the length that the sequence had.
 template <any_sharding From, any_sharding To>
 class gated_delta_net_relayout {
 public:
