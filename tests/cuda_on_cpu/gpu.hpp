@@ -27,7 +27,7 @@ enum class order { ascending, descending, random };
 enum class copies { at_once, at_the_wait };
 
 struct dim3_of_host {
-    unsigned x = 0, y = 0;
+    unsigned x = 0, y = 0, z = 1;
 };
 
 class machine;
@@ -51,13 +51,15 @@ public:
         grid = blocks;
         row_of_threads_ = static_cast<int>(threads.x);
         kernel_ = std::move(kernel);
-        for (block.y = 0; block.y < grid.y; ++block.y)
-            for (block.x = 0; block.x < grid.x; ++block.x) run_block(threads.x * threads.y);
+        for (block.z = 0; block.z < grid.z; ++block.z)
+            for (block.y = 0; block.y < grid.y; ++block.y)
+                for (block.x = 0; block.x < grid.x; ++block.x) run_block(threads.x * threads.y);
     }
 
     dim3_of_host thread() const {
         return {static_cast<unsigned>(now_ % row_of_threads_), static_cast<unsigned>(now_ / row_of_threads_)};
     }
+    int lane() const { return now_ % warp_size; }
     char* shared() { return shared_; }
     std::uint32_t shared_offset(void const* place) const {
         return static_cast<std::uint32_t>(static_cast<char const*>(place) - shared_);
@@ -200,17 +202,18 @@ inline machine& now() {
     return only;
 }
 
-/// Returns of the lane whose number differs by `apart` what it gave.
-inline float from_lane_apart(float mine, int apart) {
+/// Returns what lane `from` of the warp gave.
+template <class T>
+T from_lane(T mine, int from) {
     struct given {
-        float x;
-        int apart;
-    } of{mine, apart};
+        T x;
+        int from;
+    } of{mine, from};
     now().meet_in_warp(
         [](void* const* lanes) {
             auto const lane = [&](int l) -> given& { return *static_cast<given*>(lanes[l]); };
-            float got[machine::warp_size];
-            for (int l = 0; l < machine::warp_size; ++l) got[l] = lane(l ^ lane(l).apart).x;
+            T got[machine::warp_size];
+            for (int l = 0; l < machine::warp_size; ++l) got[l] = lane(lane(l).from).x;
             for (int l = 0; l < machine::warp_size; ++l) lane(l).x = got[l];
         },
         &of);

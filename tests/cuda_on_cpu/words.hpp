@@ -18,7 +18,10 @@
 #define gridDim (gpu::now().grid)
 #define __syncthreads() gpu::now().meet()
 #define __syncthreads_or(mine) gpu::now().meet(mine)
-#define __shfl_xor_sync(mask, mine, apart) gpu::from_lane_apart(mine, apart)
+#define __shfl_sync(mask, mine, lane) gpu::from_lane(mine, lane)
+#define __shfl_xor_sync(mask, mine, apart) gpu::from_lane(mine, gpu::now().lane() ^ (apart))
+#define __shfl_up_sync(mask, mine, apart)                                                                              \
+    gpu::from_lane(mine, max(gpu::now().lane() - (apart), gpu::now().lane() % (apart)))
 
 inline unsigned __ballot_sync(unsigned, bool mine) { return gpu::lanes_that_say(mine); }
 inline void __syncwarp() {
