@@ -7,8 +7,10 @@
 #include <cpx/cuda/elements.hpp>
 #include <cpx/layout/head_sharded.hpp>
 
+#include <array>
 #include <cstdio>
-#include <numeric>
+#include <initializer_list>
+#include <utility>
 
 namespace {
 
@@ -113,9 +115,15 @@ int main(int argc, char** argv) {
     std::printf("%-12s %-14s %-13s %-9s %10s %9s %9s   %s\n", "sequences", "heads", "path", "", "ms", "TFLOP/s",
                 "of limit", "queries + keys, ms");
     timing::limits limits;
-    std::vector<index_t> const eight{12288, 7001, 5120, 3333, 2500, 1536, 987, 3};
-    for (work const& w : {work{"1 x 32768", {32768}, 16, 2, 256}, work{"1 x 32768", {32768}, 32, 8, 128},
-                          work{"8, 32768", eight, 16, 2, 256}, work{"8, 32768", eight, 32, 8, 128}}) {
+    std::vector<work> all; // heads of Qwen3.5, and of Qwen3
+    for (auto const& [name, lengths] : std::initializer_list<std::pair<char const*, std::vector<index_t>>>{
+             {"1 x 8192", {8192}},
+             {"4 x 8192", {8192, 8192, 8192, 8192}},
+             {"1 x 32768", {32768}},
+             {"8, 32768", {12288, 7001, 5120, 3333, 2500, 1536, 987, 3}}})
+        for (auto const& [queries, keys, dim] : {std::array{16, 2, 256}, std::array{32, 8, 128}})
+            all.push_back({name, lengths, queries, keys, dim});
+    for (work const& w : all) {
         double pairs = 0; // of a query and a key that it sees
         for (index_t const n : w.lengths) pairs += static_cast<double>(n) * static_cast<double>(n + 1) / 2;
         double const flop = 2 * pairs * static_cast<double>(w.query_heads * w.dim); // of a product

@@ -13,8 +13,8 @@ struct attention_heads {
     index_t query_heads = 1, key_heads = 1;
     index_t dim = 1;
     /// On devices, of elements of 16 bits: tensor cores multiply, where these can (`cuda::attention_path_of`), with
-    /// weights rounded to such elements. Has no effect elsewhere.
-    bool on_tensor_cores = false;
+    /// weights rounded to such elements; else a plain kernel, some ten times slower. Has no effect elsewhere.
+    bool on_tensor_cores = true;
 };
 
 namespace detail {
