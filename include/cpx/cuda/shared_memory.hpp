@@ -2,6 +2,7 @@
 // Memory of every rank into which relayouts move rows, by one kernel where ranks reach each other's memory.
 #pragma once
 
+#include <cpx/core/near_ranks.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/window.hpp>
 
@@ -132,32 +133,23 @@ private:
     /// Returns for every rank the neighbouring ranks of its host, `most` at most.
     static std::vector<range> find_groups(nccl& comm, numbers const& mine, caller here) {
         require(mine[0] >= 1, "cuda::shared_memory", "ranks of a group", "at least 1", mine[0], here);
-        index_t const rank = comm.rank(), size = std::min<index_t>(mine[0], kernels::most_ranks);
-        range group{rank, rank + 1};
-        while (group.first > 0 && comm.on_this_host(static_cast<int>(group.first - 1))) --group.first;
-        while (group.last < comm.ranks() && comm.on_this_host(static_cast<int>(group.last))) ++group.last;
-        group.first += (rank - group.first) / size * size;
-        group.last = std::min(group.last, group.first + size);
-
         struct answer {
             range group;
             numbers wanted;
-        } const own{group, mine};
+        } const own{cpx::detail::near_ranks(comm.rank(), comm.ranks(), std::min<index_t>(mine[0], kernels::most_ranks),
+                                            [&](int r) { return comm.on_this_host(r); }),
+                    mine};
         std::vector<answer> all(static_cast<std::size_t>(comm.ranks()));
         comm.gather(&own, all.data(), sizeof own, here);
-        std::vector<range> groups;
-        for (index_t r = 0; r < comm.ranks(); ++r) {
-            answer const& a = all[static_cast<std::size_t>(r)];
+        std::vector<range> found;
+        for (answer const& a : all) {
             for (std::size_t i = 0; i < mine.size(); ++i)
                 require(a.wanted[i] == mine[i], "cuda::shared_memory",
                         std::array{"ranks of a group, on all ranks", "bytes, on all ranks", "blocks, on all ranks"}[i],
                         mine[i], a.wanted[i], here);
-            bool agreed = true; // else hosts look different from different ranks
-            for (index_t peer = a.group.first; peer < a.group.last; ++peer)
-                agreed = agreed && all[static_cast<std::size_t>(peer)].group == a.group;
-            groups.push_back(agreed ? a.group : range{r, r + 1});
+            found.push_back(a.group);
         }
-        return groups;
+        return cpx::detail::agreed_groups(found);
     }
 
     nccl& comm_;
