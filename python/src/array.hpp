@@ -2,6 +2,7 @@
 // Arrays of whatever framework, by DLPack, as rows of cpx.
 #pragma once
 
+#include "dlpack.hpp"
 #include "strided.hpp"
 
 #include <cpx/core/rows.hpp>
@@ -19,20 +20,32 @@ namespace binding {
 
 namespace nb = nanobind;
 
-/// An argument that is an array, or none. Keeps the array alive; destroyed with the GIL held.
+/// An argument that is an array, or none. Its caller keeps the object alive; destroyed with the GIL held.
 struct array {
     char const* where = ""; ///< the function, in errors
     char const* name = "";  ///< the argument
-    nb::ndarray<nb::ro> held = {};
+    bool given = false;
+    void const* data = nullptr;
+    dlpack::device place = {};
     nb::dlpack::dtype type = {};
+    index_t count = 0; ///< of dimensions
+    std::int64_t const *sizes = nullptr, *strides = nullptr;
+    nb::ndarray<nb::ro> held = {}; ///< what was made to read it, if anything was
 
-    explicit operator bool() const { return held.is_valid(); }
-    index_t dimensions() const { return static_cast<index_t>(held.ndim()); }
-    index_t size(index_t i) const { return static_cast<index_t>(held.shape(static_cast<std::size_t>(i))); }
-    index_t stride(index_t i) const { return held.stride(static_cast<std::size_t>(i)); }
-    index_t elements() const { return static_cast<index_t>(held.size()); }
+    explicit operator bool() const { return given; }
+    index_t dimensions() const { return count; }
+    index_t size(index_t i) const { return sizes[i]; }
+    index_t stride(index_t i) const { return strides[i]; }
+    index_t elements() const {
+        index_t all = 1;
+        for (index_t i = 0; i < count; ++i) all *= size(i);
+        return all;
+    }
     bool on_host() const; ///< in memory that the host reads
 };
+
+/// Returns by what a type of tensors tells of them, DLPack's exchange of C, or null. With the GIL held.
+dlpack::exchange const* exchange_of(nb::handle type);
 
 /// Returns the array that `object` is: of NumPy, torch, JAX or whatever speaks DLPack. Throws `cpx::error` that names
 /// the argument if it is none, or if it is to be written and must not be.
@@ -67,7 +80,7 @@ cpx::rows<T const> rows_of(array const& a) {
     if (!a) return {};
     require_elements(a, type_of<T>());
     auto const [count, width, stride] = rows_in(a);
-    return {static_cast<T const*>(static_cast<void const*>(a.held.data())), count, width, stride};
+    return {static_cast<T const*>(a.data), count, width, stride};
 }
 template <class T>
 cpx::rows<T> rows_to(array const& a) {
@@ -80,7 +93,7 @@ std::span<T const> list_of(array const& a, index_t size = -1) {
     if (!a) return {};
     require_elements(a, type_of<T>());
     require_list(a, size);
-    return {static_cast<T const*>(static_cast<void const*>(a.held.data())), static_cast<std::size_t>(a.elements())};
+    return {static_cast<T const*>(a.data), static_cast<std::size_t>(a.elements())};
 }
 template <class T>
 std::span<T> list_to(array const& a, index_t size = -1) {

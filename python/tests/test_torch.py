@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.utils.checkpoint  # noqa: E402
 from torch import library  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
@@ -275,7 +276,8 @@ def test_attention_is_torchs():
 
 
 def one_rank(program):
-    return cpx.run(1, lambda comm: program(ct.communicator(comm)))[0]
+    """Runs a program in this thread: torch 2.11 ends the process if a second thread traces."""
+    return program(ct.communicator(cpx.threads(1)[0]))
 
 
 small = cpx.thd([0, 3, 3, 10])
@@ -321,6 +323,58 @@ def test_torch_itself_finds_nothing_wrong_with_the_operators():
     def program(comm):
         for op, args in calls(comm):
             assert set(library.opcheck(op.default, args).values()) == {"SUCCESS"}
+
+    one_rank(program)
+
+
+def test_modes_classes_of_tensors_and_profiles_see_the_operators():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.add(str(op))
+            return op(*args, **(kwargs or {}))
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            functions.add(getattr(function, "__name__", str(function)).partition(".")[0])
+            return super().__torch_function__(function, types, args, kwargs)
+
+    def program(comm):
+        zigzag = cpx.shard(small, cpx.zigzag(1))
+        relayout, halo, carry = ct.relayout(zigzag, zigzag, comm), ct.halo(zigzag, comm, 3), ct.carry(zigzag, comm)
+        weight = numbers(4, 4, seed=1)
+
+        def run(x):
+            y = ct.causal_conv1d(ct.exchange(x, relayout, comm), weight.to(x.device), halo, comm)
+            q = y.reshape(10, 2, 2)
+            return ct.head_decay_attention(q, q, q, -q[..., 0].abs(), carry, comm)
+
+        x = numbers(10, 4).requires_grad_()
+        right = run(x)
+        right.sum().backward()
+        with Seen():
+            y = run(x)
+            (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(y, right) and torch.equal(dx, x.grad)
+        assert isinstance(run(x.detach().as_subclass(Own)), Own) and "exchange" in functions
+        with torch.profiler.profile() as profile:
+            run(x)
+        names = {e.name for e in profile.events()}
+        assert names >= {"cpx::exchange", "cpx::causal_conv1d", "cpx::head_decay_attention"}, names
+
+    seen, functions = set(), set()
+    one_rank(program)
+    for name in ("exchange", "causal_conv1d", "head_decay_attention"):
+        assert {f"cpx.{name}.default", f"cpx.{name}_backward.default"} <= seen
+
+
+def test_parameters_and_lazily_negated_tensors_are_read_as_their_values():
+    def program(comm):
+        s = cpx.shard(small, cpx.zigzag(1))
+        plan, x = ct.relayout(s, s, comm), numbers(10, 4)
+        assert torch.equal(ct.exchange(torch._neg_view(x), plan, comm), -x)
+        assert torch.equal(ct.exchange(torch.nn.Parameter(x), plan, comm), x)
+        assert torch.equal(cpx.exchange(plan.of, torch.nn.Parameter(x), comm.of), x)
 
     one_rank(program)
 

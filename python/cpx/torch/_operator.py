@@ -14,19 +14,20 @@ from ._objects import held
 
 _operators = getattr(registry, "Library")("cpx", "DEF")
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_numpy_knows = {
-    torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.uint16, torch.bool,
-}
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiled = torch._C._autograd._profiler_enabled
+_plain = {torch.Tensor, torch.nn.Parameter}
+_described = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and later: without a look at gradients
 
 
 def array(x):
-    """Returns what package cpx reads and writes of a tensor: NumPy's view where there is one, which is cheap."""
+    """Returns x as package cpx reads it, for its values alone."""
     if x is None:
         return None
-    if x.requires_grad:
+    if x.requires_grad and not _described:
         x = x.detach()
-    return x.numpy() if x.is_cpu and x.dtype in _numpy_knows else x
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def contiguous_like(x, *_):
@@ -55,16 +56,18 @@ def check(where, device, _sums=(), **tensors):
     for name, x in tensors.items():
         if x is None:
             continue
-        require(isinstance(x, torch.Tensor), where, name, "a torch.Tensor", type(x).__name__)
-        require(x.layout == torch.strided, where, f"layout of {name}", "torch.strided", x.layout)
+        if not isinstance(x, torch.Tensor):
+            raise Error(where, name, "a torch.Tensor", type(x).__name__)
+        if x.layout is not torch.strided:
+            raise Error(where, f"layout of {name}", "torch.strided", str(x.layout))
         if x.device != device:
             raise Error(where, f"device of {name}", f"{device}, as of the call", str(x.device))
         if first is None:
-            first = x
+            first = x.dtype
         elif name in _sums and not x.is_cpu:
-            require(x.dtype == torch.float32, where, f"dtype of {name}", "torch.float32, on devices", x.dtype)
-        elif x.dtype != first.dtype:
-            raise Error(where, f"dtype of {name}", f"{first.dtype}, as of the others", str(x.dtype))
+            require(x.dtype is torch.float32, where, f"dtype of {name}", "torch.float32, on devices", x.dtype)
+        elif x.dtype is not first:
+            raise Error(where, f"dtype of {name}", f"{first}, as of the others", str(x.dtype))
 
 
 def keep(ctx, where, plan, comm):
@@ -83,65 +86,92 @@ def wants_gradient(args):
     return False
 
 
-def operator(schema, kernel, fake, save, backward):
+def _watched():
+    """Whether torch looks at calls beside running them: it traces, profiles, or is in a mode or a transform."""
+    return (
+        torch.compiler.is_compiling() or _modes() > 0 or _function_modes() > 0 or _transform() is not None
+        or _profiled() or _traced() is not None
+    )
+
+
+def operator(schema, kernel, fake, save, backward, alone=None):
     """Registers an operator and returns what calls it.
 
     save(ctx, args, results) keeps what backward(ctx, *gradients of results) needs, which returns one gradient, or
-    None, for every argument.
+    None, for every argument. alone: the kernel where the dispatcher is left out, if None may stand for a result there.
     """
-    op, name = _define(schema, kernel, fake)
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args):
-            with _below_autograd():
-                results = op(*args)
-            save(ctx, args, results)
-            return results
+    def recorded(run):
+        class Node(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *args):
+                results = run(*args)
+                save(ctx, args, results)
+                return results
 
-        @staticmethod
-        def backward(ctx, *gradients):
-            return backward(ctx, *gradients)
+            @staticmethod
+            def backward(ctx, *gradients):
+                return backward(ctx, *gradients)
 
-    return _register_autograd(op, name, Node)
+        return Node
+
+    return _register(schema, kernel, fake, recorded, alone or kernel)
 
 
 def backward_operator(schema, kernel, fake):
     """The same of an operator that computes gradients, and has none itself: a double backward raises cpx.Error."""
-    op, name = _define(schema, kernel, fake)
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args):
-            with _below_autograd():
-                return op(*args)
+    def recorded(run):
+        class Node(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *args):
+                return run(*args)
 
-        @staticmethod
-        def backward(ctx, *gradients):
-            raise Error(name.removesuffix("_backward"), "double backward", "a gradient that is taken once",
-                        "a gradient of its gradient")
+            @staticmethod
+            def backward(ctx, *gradients):
+                raise Error(name.removesuffix("_backward"), "double backward", "a gradient that is taken once",
+                            "a gradient of its gradient")
 
-    return _register_autograd(op, name, Node)
+        return Node
 
-
-def _define(schema, kernel, fake):
     name = schema.partition("(")[0]
+    return _register(schema, kernel, fake, recorded, kernel)
+
+
+def _register(schema, kernel, fake, recorded, alone):
+    """Registers an operator, whose tensors are its first arguments; recorded(run) returns its node of autograd.
+
+    What calls it leaves the dispatcher out where that would only run the kernel, which takes half of a call's time.
+    """
+    name, _, arguments = schema.partition("(")
     _operators.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _operators.impl(name, kernel, "CompositeExplicitAutograd")
     registry.register_fake("cpx::" + name, fake, lib=_operators)
-    return getattr(torch.ops.cpx, name).default, name
+    op = getattr(torch.ops.cpx, name).default
+    tensors = arguments.partition(")")[0].count("Tensor")
 
-
-def _register_autograd(op, name, node):
-    def autograd(*args):
-        if wants_gradient(args):
-            return node.apply(*args)
+    def dispatched(*args):
         with _below_autograd():
             return op(*args)
 
-    def call(*args):
-        return op(*args) if torch.compiler.is_compiling() else autograd(*args)  # the dispatcher would only come here
+    node, node_alone = recorded(dispatched), recorded(alone)
+    for made in node, node_alone:
+        made.__name__ = made.__qualname__ = name
+    record = super(torch.autograd.Function, node_alone).apply  # Function's own looks for transforms: there are none
 
-    node.__name__ = node.__qualname__ = name
+    def autograd(*args):
+        return node.apply(*args) if wants_gradient(args) else dispatched(*args)
+
+    def call(*args):
+        if _watched():
+            return op(*args)
+        wanted = False
+        for x in args[:tensors]:
+            if x is not None:
+                if type(x) not in _plain:
+                    return op(*args)
+                wanted = wanted or x.requires_grad
+        return record(*args) if wanted and torch.is_grad_enabled() else alone(*args)
+
     _operators.impl(name, autograd, "Autograd")
     return call

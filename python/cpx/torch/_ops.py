@@ -8,7 +8,7 @@ import math
 
 import torch
 
-import cpx
+from cpx import _ext
 from cpx._error import Error, require
 
 from ._objects import Carry, Halo, Relayout, held, taken_comm, taken_plan
@@ -32,14 +32,14 @@ def _rows(where, x):
 def _exchange(x, plan, comm, shape):
     p, c = _held("exchange", plan, comm)
     y = x.new_empty(shape)
-    cpx.exchange(p.of, array(moved(x)), c, out=array(y))
+    _ext.exchange(p.of, array(moved(x)), y, c)
     return y
 
 
 def _exchange_backward(dy, plan, comm, shape):
     p, c = _held("exchange_backward", plan, comm)
     dx = dy.new_empty(shape)
-    cpx.exchange(p.back, array(moved(dy.contiguous())), c, out=array(dx))
+    _ext.exchange(p.back, array(moved(dy.contiguous())), dx, c)
     return dx
 
 
@@ -86,14 +86,14 @@ def exchange(x, plan, comm):
 def _shift(x, plan, comm, fill):
     p, c = _held("shift_rows", plan, comm)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    cpx.shift_rows(p.of, array(x), c, fill, out=array(y))
+    _ext.shift_rows(p.of, array(x), y, c, fill)
     return y
 
 
 def _shift_backward(dy, plan, comm):
     p, c = _held("shift_rows_backward", plan, comm)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    cpx.shift_rows(p.back, array(dy.contiguous()), c, 0, out=array(dx))
+    _ext.shift_rows(p.back, array(dy.contiguous()), dx, c, 0)
     return dx
 
 
@@ -126,7 +126,7 @@ def shift_rows(x, plan, comm, fill=0.0):
 def _sum(x, comm):
     c = held("sum_over_ranks", "communicator", comm)
     y = x.clone(memory_format=torch.contiguous_format)
-    cpx.sum_over_ranks(array(y), c)
+    _ext.sum_over_ranks(y, c)
     return y
 
 
@@ -159,7 +159,7 @@ def sum_over_ranks(x, comm):
 def _conv(x, weight, bias, activation, order, plan, comm):
     p, c = _held("causal_conv1d", plan, comm)
     y = contiguous_like(x)
-    cpx.causal_conv1d(p.of, array(moved(x)), array(weight), c, array(bias), activation, out=array(y))
+    _ext.causal_conv1d(p.of, array(moved(x)), array(weight), array(bias), activation, y, c, None, None)
     return y
 
 
@@ -168,9 +168,9 @@ def _conv_backward(x, weight, bias, dy, activation, order, plan, comm):
     dx = contiguous_like(x)
     dweight = weight.new_zeros(weight.shape, dtype=sums(weight))
     dbias = weight.new_zeros(0 if bias is None else bias.shape, dtype=sums(weight))
-    cpx.causal_conv1d_backward(
-        p.of, p.back, array(moved(x)), array(weight), array(dy.contiguous()), c, array(bias), activation, order=order,
-        dx=array(dx), dweight=array(dweight), dbias=None if bias is None else array(dbias),
+    _ext.causal_conv1d_backward(
+        p.of, p.back, array(moved(x)), array(weight), array(bias), activation, array(dy.contiguous()), dx, dweight,
+        None if bias is None else dbias, c, order
     )
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
@@ -238,37 +238,37 @@ def _saved_shapes(name, heads, sizes):
 
 def _make_recurrence(name):
     """Registers a recurrence and its gradient. sizes: segments, maps, sequences and value heads of this rank."""
-    forward, backward = getattr(cpx, name), getattr(cpx, name + "_backward")
     takes_beta = name in ("gated_delta_rule", "kimi_delta_attention")
 
     def results(make, v, initial, save, final, heads, sizes):
         whole, starts, maps = _saved_shapes(name, heads, sizes)
         return (
             contiguous_like(v),
-            make(whole, dtype=sums(v)) if final else v.new_empty(0, dtype=sums(v)),
-            v.new_empty(starts if save else 0, dtype=sums(v)),
-            v.new_empty(maps if save else 0, dtype=sums(v)),
+            make(whole, dtype=sums(v)) if final else None,
+            v.new_empty(starts, dtype=sums(v)) if save else None,
+            v.new_empty(maps, dtype=sums(v)) if save else None,
         )
-
-    def options(chunk, qk_l2norm, scale, heads):
-        norm = {"qk_l2norm": qk_l2norm} if takes_beta else {}
-        return {"heads": heads, "chunk": chunk, "scale": scale, **norm}
 
     def inputs(q, k, v, g, beta):
         return [array(x) for x in ((q, k, v, g, beta) if takes_beta else (q, k, v, g))]
 
-    def run(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
+    def alone(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
         p, c = _held(name, plan, comm)
         made = o, last, starts, maps = results(v.new_zeros, v, initial, save, final, heads, sizes)
-        forward(
-            p.of, *inputs(q, k, v, g, beta), c, initial=array(initial), final=array(last) if final else None,
-            saved=(array(starts), array(maps)) if save else None, out=array(o),
-            **options(chunk, qk_l2norm, scale, heads)
+        _ext.recur(
+            name, p.of, inputs(q, k, v, g, beta), o, tuple(heads), (chunk, qk_l2norm, scale), c, array(initial), last,
+            starts, maps
         )
         return made
 
+    def filled(made, v):
+        return tuple(v.new_empty(0, dtype=sums(v)) if x is None else x for x in made)
+
+    def run(q, k, v, *more):
+        return filled(alone(q, k, v, *more), v)
+
     def fake(q, k, v, g, beta, initial, save, final, chunk, qk_l2norm, scale, heads, sizes, plan, comm):
-        return results(v.new_empty, v, initial, save, final, heads, sizes)
+        return filled(results(v.new_empty, v, initial, save, final, heads, sizes), v)
 
     def gradients(make, q, k, v, g, beta, dinitial, heads, sizes):
         whole, _, _ = _saved_shapes(name, heads, sizes)
@@ -283,11 +283,10 @@ def _make_recurrence(name):
     ):
         p, c = _held(name + "_backward", plan, comm)
         made = gradients(q.new_zeros, q, k, v, g, beta, dinitial, heads, sizes)
-        backward(
-            p.of, *inputs(q, k, v, g, beta), array(do.contiguous()), (array(starts), array(maps)), c,
-            dfinal=None if dfinal is None else array(dfinal.contiguous()),
-            dinitial=array(made[5]) if dinitial else None, out=[array(d) for d in made[:5 if takes_beta else 4]],
-            **options(chunk, qk_l2norm, scale, heads)
+        _ext.recur_backward(
+            name, p.of, inputs(q, k, v, g, beta), array(do.contiguous()), list(made[:5 if takes_beta else 4]),
+            tuple(heads), (chunk, qk_l2norm, scale), c, starts, maps,
+            None if dfinal is None else array(dfinal.contiguous()), made[5] if dinitial else None
         )
         return made
 
@@ -325,7 +324,7 @@ def _make_recurrence(name):
         f"{name}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, bool save, bool final, "
         "SymInt chunk, bool qk_l2norm, float scale, SymInt[] heads, SymInt[] sizes, SymInt plan, SymInt comm) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
-        run, fake, save_inputs, gradient,
+        run, fake, save_inputs, gradient, alone,
     )
 
 

@@ -2,7 +2,6 @@
 // Ranks on devices in Python: NCCL communicators, whose operators take tensors by DLPack's exchange of C.
 #include "../comm.hpp"
 #include "../numbers.hpp"
-#include "dlpack.hpp"
 #include "tensor.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -67,16 +66,12 @@ private:
 
 /// Returns the framework of a type of tensors, or null.
 dlpack_framework* framework_of(nb::handle type) {
-    static auto& known = *new std::unordered_map<PyObject*, dlpack_framework*>; // with the GIL held
-    auto const found = known.find(type.ptr());
-    if (found != known.end()) return found->second;
-    nb::object const capsule = nb::getattr(type, dlpack::attribute, nb::none());
-    if (!PyCapsule_IsValid(capsule.ptr(), dlpack::capsule_name)) return nullptr;
-    auto const* by = static_cast<dlpack::exchange const*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::capsule_name));
-    while (by && by->of.major != 1) by = by->before;
-    if (!by || !by->describe) return nullptr;
-    type.inc_ref(); // its address stands for it
-    return known[type.ptr()] = new dlpack_framework(*by);
+    static auto& known = *new std::unordered_map<dlpack::exchange const*, dlpack_framework*>; // with the GIL held
+    auto const* const by = exchange_of(type);
+    if (!by) return nullptr;
+    auto& found = known[by];
+    if (!found) found = new dlpack_framework(*by);
+    return found;
 }
 
 /// Returns how errors name a device: "cpu", "cuda:1".
