@@ -72,11 +72,17 @@ def _of(group, deadline=600.0):
         raise Error(_where, "backend of the group", "nccl; ranks with tensors on the CPU are threads, of cpx.run",
                     dist.get_backend(group))
     by = device_extension(_where)
-    device = torch.device("cuda", torch.cuda.current_device())
-    if hasattr(backend, "_comm_ptr"):
-        backend.eager_connect_single_device(device)
-        return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device.index, deadline)
+    device = torch.cuda.current_device()
+    if not hasattr(backend, "_comm_ptr"):
+        return _over_store(group, device, deadline)
+    backend.eager_connect_single_device(torch.device("cuda", device))
+    return by.nccl_adopt(torch.Tensor, backend._comm_ptr(), device, deadline)
+
+
+def _over_store(group, device, deadline):
+    """Returns the rank of a communicator of its own, whose ranks find each other by the store of their group."""
+    by = device_extension(_where)
     store, key = dist.distributed_c10d._get_process_group_store(group), "cpx/nccl"
     if group.rank() == 0:
         store.set(key, by.nccl_id())
-    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device.index, deadline)
+    return by.nccl_make(torch.Tensor, store.get(key), group.rank(), group.size(), device, deadline)

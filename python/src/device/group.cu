@@ -36,6 +36,13 @@ std::string new_group_id() {
 int rank_of(device_group const& g) { return g.nccl().rank(); }
 int ranks_of(device_group const& g) { return g.nccl().ranks(); }
 
+void require_there(device_group const& g) {
+    ncclComm_t const comm = g.nccl().get(); // none: it has failed, as the call will say
+    ncclResult_t state = ncclSuccess;
+    cpx::require(!comm || ncclCommGetAsyncError(comm, &state) == ncclSuccess, "communicator", "NCCL's communicator",
+                 "one that lasts until this one has left", "one that its process group has ended");
+}
+
 void wait_for(device_group& g) {
     on_device const here(g.nccl().device());
     g.comm().wait();

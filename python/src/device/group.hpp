@@ -13,11 +13,13 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <chrono>
 #include <concepts>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -97,15 +99,14 @@ public:
     /// Ends its part: every later call throws, and what was prepared is freed when the device needs it no longer.
     void leave() {
         if (std::exchange(left_, true)) return;
-        // After an error the device may wait for ever where another ends the communicator: then freeing would, too.
-        if (lent_ && !nccl_->get()) {
-            static_cast<void>(new auto(std::move(prepared_)));
-            return;
-        }
         int before = 0;
         static_cast<void>(cudaGetDevice(&before));
         static_cast<void>(cudaSetDevice(nccl_->device()));
+        // The device may wait for ever for a rank that is gone, where another ends the communicator: then freeing
+        // would, too.
+        bool const done = !lent_ || (nccl_->get() && has_done_all());
         if (lent_) nccl_->give_up("leave"); // its owner may have ended it: it is not touched any more
+        if (!done) static_cast<void>(new auto(std::move(prepared_)));
         prepared_.clear();
         static_cast<void>(cudaSetDevice(before));
     }
@@ -173,6 +174,17 @@ public:
     }
 
 private:
+    /// Waits for the device, at most for the deadline, and asks nothing of NCCL.
+    bool has_done_all() const {
+        auto const end = std::chrono::steady_clock::now() + nccl_->deadline();
+        while (begun_ && cudaStreamQuery(comm_.stream()) == cudaErrorNotReady) {
+            if (std::chrono::steady_clock::now() > end) return false;
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+        static_cast<void>(cudaGetLastError());
+        return true;
+    }
+
     std::unique_ptr<cpx::nccl> nccl_;
     bool lent_, begun_ = false, left_ = false;
     framework& from_;

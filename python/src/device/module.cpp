@@ -146,14 +146,14 @@ public:
     void fail(std::string const& why) override { binding::fail(*group_, why.c_str()); }
     void wait() {
         call const now("wait", *this);
-        wait_for(*group_);
+        wait_for(there());
     }
 
     void exchange(relayout_value const& plan, nb::handle source, nb::handle target) override {
         reader const read("exchange", device_);
         tensor const x = read("x", source), y = read("out", target);
         call const now("exchange", *this);
-        exchange_on(*group_, plan, x, y);
+        exchange_on(there(), plan, x, y);
     }
     void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) override {
         char const* const where = "causal_conv1d";
@@ -163,7 +163,7 @@ public:
         c.x = read("x", o.x), c.weight = read("weight", o.weight), c.bias = read.if_given("bias", o.bias);
         c.y = read("out", o.y), c.act = act;
         call const now(where, *this);
-        convolve_on(*group_, before, c);
+        convolve_on(there(), before, c);
     }
     void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) override {
         char const* const where = "causal_conv1d_backward";
@@ -173,7 +173,7 @@ public:
         c.dy = read("dy", o.dy), c.dx = read("dx", o.dx), c.dweight = read.if_given("dweight", o.dweight);
         c.dbias = read.if_given("dbias", o.dbias), c.act = act;
         call const now(where, *this);
-        convolve_backward_on(*group_, before, c);
+        convolve_backward_on(there(), before, c);
     }
     void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) override {
         std::string const text = std::string(name) + (back ? "_backward" : "");
@@ -198,10 +198,15 @@ public:
             c.final = read.if_given("final", o.final);
         }
         call const now(where, *this);
-        delta_rule_on(*group_, plan, c, back);
+        delta_rule_on(there(), plan, c, back);
     }
 
 private:
+    device_group& there() const {
+        require_there(*group_);
+        return *group_;
+    }
+
     group_pointer group_;
     int device_;
 };

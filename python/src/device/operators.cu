@@ -38,16 +38,20 @@ void with_float(tensor const& t, F&& f) {
     with_type<float, __nv_bfloat16, __half>(t, std::forward<F>(f));
 }
 
-/// Returns what turns pairs on a device, kept for the process: models have few.
-cuda::rotary_pairs const& pairs_of(int device, rotary_call const& c) {
+/// Returns what turns pairs on a device, kept for the process: models have few. Throws `cpx::error` if it is to be made
+/// in a capture.
+cuda::rotary_pairs const& pairs_of(int device, rotary_call const& c, cudaStream_t stream) {
     using key = std::tuple<int, std::vector<double>, std::vector<int>, cpx::rounding>;
     static std::mutex guard;
     static auto& known = *new std::map<key, cuda::rotary_pairs>; // CUDA may end before this library does
     std::lock_guard const lock(guard);
     key const of(device, c.frequencies, c.axes, c.how);
     auto found = known.find(of);
-    if (found == known.end())
+    if (found == known.end()) {
+        cpx::require(!is_capturing(stream), c.x.where, "first call with such frequencies",
+                     "before the capture of a graph", "in it");
         found = known.try_emplace(of, std::span<double const>(c.frequencies), c.axes, c.how).first;
+    }
     return found->second;
 }
 
@@ -78,7 +82,7 @@ void rotate_on(framework& from, int device, rotary_call const& c) {
                                       count > 0 ? std::ssize(list) / count : 0);
     with_float(c.x, [&]<class T>(as<T>) {
         cuda::rotated<T> const pair{rows_of<T>(c.x), rows_to<T>(c.y)};
-        auto const& pairs = pairs_of(device, c);
+        auto const& pairs = pairs_of(device, c, stream);
         if (c.back)
             cuda::rotary_backward<T>(std::span(&pair, 1), c.head_dim, pairs, cuda::rotary_positions(at), stream);
         else

@@ -93,6 +93,8 @@ std::string new_group_id();
 
 int rank_of(device_group const& g);
 int ranks_of(device_group const& g);
+/// Throws `cpx::error` if the owner of a communicator has ended it, as far as NCCL can tell.
+void require_there(device_group const& g);
 /// Waits until the device has done all that it was given in the current stream; see `cpx::nccl::wait`.
 void wait_for(device_group& g);
 /// Ends its part: every later call throws. `fail` says so to ranks of this host, for that reason.
