@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -20,10 +21,12 @@ if not torch.cuda.is_available():
 pytest.importorskip("cpx._cuda", reason="this cpx was built for the host alone", exc_type=ImportError)
 
 import torch.distributed as dist  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
 
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
 from cpx.dropin import fla, miles  # noqa: E402
+from cpx.torch import _group  # noqa: E402
 
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -401,27 +404,101 @@ def test_memory_does_not_grow_and_comes_from_torch(comm):
 
     train(20)
     allocated, free, references = train(20)
-    later = train(300)
+    later = train(2500 if world == 1 else 100)  # of four operators each
     assert later[0] == allocated and later[2] == references
     assert world > 1 or later[1] == free
 
 
-def test_a_compiled_function_sees_through_the_operators(comm):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_function_sees_through_the_operators(comm, backend):
+    weight, frequencies = numbers(24, 4).float().to(device), torch.from_numpy(cpx.rotary_frequencies(1e4, 8))
+
+    def f(x, there, halo, carry, positions, gates, comm):
+        y = ct.causal_conv1d(ct.exchange(x, there, comm) * 2, weight, halo, comm, None, "silu")
+        q, k, v = (part.unflatten(1, (1, 8)) for part in y.split(8, 1))
+        return ct.gated_delta_rule(ct.rotary(q, positions, frequencies), k, v, gates, -gates, carry, comm).square()
+
+    compiled = torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
+    for batch in (batches[0], batches[2]):
+        source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
+        more = (
+            ct.relayout(source, target, comm), ct.halo(target, comm, 3), ct.carry(target, comm),
+            torch.from_numpy(target.positions(rank)).to(device), -numbers(target.rows(rank), 1).abs().float().to(device)
+        )
+        x = share(source, numbers(batch.tokens, 24).float())
+        y = compiled(x, *more, comm)
+        y.sum().backward()
+        got, x.grad = x.grad, None
+        right = f(x, *more, comm)
+        right.sum().backward()
+        near("y", y, right.cpu(), 1e-5)
+        near("dx", got, x.grad.cpu(), 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_the_same_bits_again(comm, reentrant):
+    batch = batches[2]
+    run = step(comm, cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world)))
+    x = share(cpx.shard(batch, cpx.zigzag(world)), numbers(batch.tokens, 48).float())
+    run(x).square().sum().backward()
+    right, x.grad = x.grad, None
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, right)
+
+
+# groups
+
+
+def right_exchange(comm, ranks, own, width=5):
+    """Returns whether a communicator of its own moves rows as it should."""
+    batch = cpx.thd([0, 9, 40])
+    source, target = cpx.shard(batch, cpx.zigzag(ranks)), cpx.shard(batch, cpx.striped(ranks))
+    whole = numbers(batch.tokens, width).float().to(device)
+    rows = (whole[torch.from_numpy(s.global_rows(own)).to(device)] for s in (source, target))
+    x, y = rows
+    got = ct.exchange(x, ct.relayout(source, target, comm), comm)
+    comm.wait()
+    return torch.equal(got, y)
+
+
+def test_a_communicator_over_the_store_of_a_group_beside_that_of_the_group(comm):
+    other = ct.Communicator(_group._over_store(dist.group.WORLD, device.index, 60.0))
+    assert (other.rank, other.ranks, other.device) == (rank, world, device)
+    assert right_exchange(other, world, rank) and right_exchange(comm, world, rank)
+    other.of.leave()
+    assert right_exchange(comm, world, rank)
+
+
+def test_a_group_of_some_ranks_has_its_own(comm):
+    groups = [dist.new_group([r]) for r in range(world)]
+    alone = ct.communicator(groups[rank], deadline=60.0)
+    assert alone is ct.communicator(groups[rank]) and (alone.rank, alone.ranks) == (0, 1)
+    assert right_exchange(alone, 1, 0) and right_exchange(comm, world, rank)
+    alone.of.leave()
+    assert right_exchange(comm, world, rank)
+
+
+@pytest.mark.skipif(world > 1, reason="ranks would wait for each other")
+def test_threads_that_call_at_once_are_named(comm):
     batch = batches[0]
-    source, target = cpx.shard(batch, cpx.zigzag(world)), cpx.shard(batch, cpx.sequential(world))
-    there, halo = ct.relayout(source, target, comm), ct.halo(target, comm, 3)
-    weight = numbers(6, 4).float().to(device)
+    s = cpx.shard(batch, cpx.zigzag(1))
+    x, plan = share(s, numbers(batch.tokens, 8).float()).detach(), ct.relayout(s, s, comm)
+    problems = []
 
-    def f(x, there, halo, comm):
-        return ct.causal_conv1d(ct.exchange(x, there, comm) * 2, weight, halo, comm, None, "silu").square()
+    def calls():
+        try:
+            for _ in range(300):
+                assert torch.equal(ct.exchange(x, plan, comm), x)
+        except Exception as e:
+            problems.append(e)
 
-    x = share(source, numbers(batch.tokens, 6).float())
-    y = torch.compile(f, backend="aot_eager", fullgraph=True)(x, there, halo, comm)
-    y.sum().backward()
-    got, x.grad = x.grad, None
-    right = f(x, there, halo, comm)
-    right.sum().backward()
-    assert torch.equal(y, right) and torch.equal(got, x.grad)
+    threads = [threading.Thread(target=calls) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(isinstance(e, cpx.Error) and "one thread at a time" in str(e) for e in problems), problems
+    assert right_exchange(comm, 1, 0)
 
 
 # drop-ins
@@ -488,7 +565,7 @@ def wrong_calls(comm):
     yield "exchange: memory of x: .*copy it first", (
         lambda: cpx.exchange(plan.of, torch.zeros(rows, 8, device=device)[:, :4], comm.of, out)
     )
-    yield "exchange: (rows|shape) of", lambda: ct.exchange(x[1:], plan, comm)
+    yield "exchange, source: rows of the buffer", lambda: ct.exchange(x[1:], plan, comm)
     yield "causal_conv1d: dtype of x: expected float32, bfloat16, float16, got float64", (
         lambda: ct.causal_conv1d(x.double(), weight.double(), halo, comm)
     )
@@ -534,7 +611,7 @@ def test_ranks_that_disagree_are_named(comm):
     one, other = (cpx.shard(cpx.thd([0, 9 + n]), cpx.zigzag(2)) for n in (0, rank))
     target = cpx.shard(other.batch, cpx.striped(2))
     x = torch.zeros(other.rows(rank), 13, device=device)
-    with pytest.raises(cpx.Error, match="batch|plan"):
+    with pytest.raises(cpx.Error, match="ranks disagree on offset 1 of cu_seqlens"):
         ct.exchange(x, ct.relayout(other, target, comm), comm)
         comm.wait()
     same = cpx.shard(one.batch, cpx.striped(2))
@@ -599,3 +676,56 @@ def test_a_group_of_which_a_rank_dies_raises_within_its_deadline(tmp_path):
     assert re.search(r"after [0-9]+ s: leaving.py:[0-9]+: nccl", text), text
     assert re.search(r"later: leaving.py:[0-9]+: nccl: communicator: expected one that has not failed", text), text
     assert float(re.search(r"after ([0-9]+) s", text)[1]) <= 20
+
+
+ending = """
+    import gc, os, sys, tempfile
+    import torch, torch.distributed as dist
+    import cpx, cpx.torch as ct
+    from cpx.torch import _group
+
+    torch.cuda.set_device(0)
+    at = f"file://{tempfile.mkdtemp()}/store"
+    dist.init_process_group("nccl", init_method=at, rank=0, world_size=1)
+    comm = ct.communicator(deadline=10.0)
+    batch = cpx.thd([0, 64])
+    s, t = cpx.shard(batch, cpx.zigzag(1)), cpx.shard(batch, cpx.sequential(1))
+    x, weight = (torch.ones(n, 4096, device="cuda", requires_grad=True) for n in (64, 4))
+    relayout, halo = ct.relayout(s, t, comm), ct.halo(s, comm, 3)
+
+    def call():
+        return ct.causal_conv1d(ct.exchange(x, relayout, comm), weight.T.contiguous(), halo, comm)
+
+    y = call()
+    y.sum().backward()
+    y = call()
+"""
+endings = {
+    "all is left as it is": "",
+    "the group ends first": "comm.wait(); dist.destroy_process_group()",
+    "the communicator leaves, twice": "comm.of.leave(); comm.of.leave(); dist.destroy_process_group()",
+    "references go": "_group._made.clear(); del comm, relayout, halo, y; gc.collect(); dist.destroy_process_group()",
+    "the device is busy": "torch.cuda._sleep(500_000_000); z = [call() for _ in range(20)]",
+    "an exception ends it": "torch.cuda._sleep(500_000_000); call(); raise KeyError('as planned')",
+    "a call after it has left": "comm.of.leave()\ntry: call()\nexcept cpx.Error as e: print(e)",
+    "a backward after it has left": "comm.of.leave()\ntry: y.sum().backward()\nexcept cpx.Error as e: print(e)",
+    "a call after its group": "dist.destroy_process_group()\ntry: call()\nexcept cpx.Error as e: print(e)",
+}
+
+
+@pytest.mark.skipif(world > 1, reason="starts processes of its own")
+def test_a_process_ends_cleanly_in_whatever_order_things_go():
+    begin = textwrap.dedent(ending)
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", begin + end], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) for name, end in endings.items()
+    }
+    for name, process in started.items():
+        out, text = process.communicate(timeout=120)
+        wanted = 1 if "exception" in name else 0
+        assert process.returncode == wanted and "Fatal" not in text, (name, process.returncode, text[-2000:])
+        if "after it has left" in name:
+            assert "expected one that has not left" in out, (name, out, text[-2000:])
+        if "after its group" in name:
+            assert "communicator: NCCL's communicator: expected one that lasts" in out, (name, out, text[-2000:])
