@@ -3,7 +3,8 @@
 //
 // q, k, v and their gradients may be float, bfloat16 or half; lse, delta and all sums are float. Heads have up to 256
 // columns. Everything is in the stream of q, in which nobody waits. A row of o and dq has the same bits on every
-// sharding, and so have dk and dv where the host's have. Kernels are plain, or on tensor cores if the heads say so.
+// sharding, and so have dk and dv where the host's have, if their kernels are the same: on tensor cores where elements,
+// heads and rows let them be (`cuda::attention_path_of`) and the heads do not ask for plain ones.
 #pragma once
 
 #include <cpx/cuda/attention_calls.hpp>
