@@ -148,16 +148,24 @@ def median_ms(functions, calls=5, rounds=9):
 
 
 def compare_errors(members):
-    """Prints the relative errors of all, and returns whether those of cpx are small enough."""
+    """Prints the relative errors of all, takes peers that fail off the list, and returns whether those of cpx are small
+    enough."""
     right = True
     print(f"{'error':30s}" + "".join(f"{name:>10s}" for name in NAMES))
     for gates in ("mild", "strong", "none"):
         p = Problem([200, 311, 513], 2, 4, gates)
         expected, errors = exact(p), {}
-        for name, make in members.items():
-            forward, backward = make(p)
-            errors[name] = [((a.double() - b).norm() / b.norm()).item() for a, b in
-                            zip([forward(), *backward()], expected)]
+        for name, make in list(members.items()):
+            try:
+                forward, backward = make(p)
+                results = [forward(), *backward()]
+            except Exception as e:  # a peer may refuse the versions of what it is built on
+                if name == "cpx":
+                    raise
+                print(f"{name} left out: {e}")
+                del members[name]
+                continue
+            errors[name] = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, expected)]
             print(f"{name:22s}{gates:8s}" + "".join(f"{e:10.1e}" for e in errors[name]))
         right = right and all(e <= 2**-7 for e in errors["cpx"])  # NaN is not
         if gates == "mild" and "FlashQLA" in errors:
