@@ -343,9 +343,8 @@ constexpr int delta_walks_threads = Erases ? 512 : 256;
 template <bool Erases>
 constexpr int delta_walks_blocks = Erases ? 1 : 2;
 
-/// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 2 / Halves
-/// blocks of `delta_walks_threads` for the former, and of as many for the latter or, of both halves, fewer, which take
-/// one sequence and value head after the other. Where nothing is erased no gradients of values are written.
+/// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 4 / Halves
+/// blocks of `delta_walks_threads`. Where nothing is erased no gradients of values are written.
 template <int Halves, bool Erases>
 static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walks_blocks<Erases>)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
@@ -355,14 +354,13 @@ static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walk
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
     let_next_kernel_come();
-    int const chains = back.plan.count * back.key_heads * back.group * 2 / Halves; // at most, by either walk
-    int const block = static_cast<int>(blockIdx.x), stride = static_cast<int>(gridDim.x) - chains;
-    if (block >= chains)
-        delta::walk_along<true, Halves, Erases>(keys, values, along, block - chains, stride, chains);
+    int const half = static_cast<int>(gridDim.x) / 2, block = static_cast<int>(blockIdx.x);
+    if (block >= half)
+        delta::walk_along<true, Halves, Erases>(keys, values, along, block - half);
     else if constexpr (Erases)
         delta::walk_back<Halves>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
-        delta::walk_along<true, Halves, false, true>(queries, dout, back, block, chains, chains);
+        delta::walk_along<true, Halves, false, true>(queries, dout, back, block);
 #endif
 }
 

@@ -30,7 +30,6 @@ struct delta_gradients {
     int key_heads, group;
     float scale;
     delta_rows<__nv_bfloat16> dv{}; ///< (tokens, value heads * 128), where nothing is erased; else a walk has made them
-    bool first_chunks_first = false; ///< of a sequence: the order in which both walks have come to its chunks
 };
 
 namespace delta {

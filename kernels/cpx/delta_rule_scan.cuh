@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            x_maker<std::remove_reference_t<decltype(memory)>>{}.make(memory, last - first);
+            make_xs(memory, first, last);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();

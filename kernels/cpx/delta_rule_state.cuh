@@ -116,25 +116,21 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory)
     __syncthreads();
 }
 
-/// Makes X of chunk after chunk, in the memory of a walk or of a fold.
+/// Makes X of chunks, in the memory of a walk or of a fold.
 template <class Memory>
-struct x_maker {
+__device__ __forceinline__ void make_xs(Memory& memory, int first, int last) {
     ring<Memory::stages> r;
     ring<2> x;
-    int done = 0;
-
-    __device__ __forceinline__ void make(Memory& memory, int chunks) {
-        for (int const last = done + chunks; done < last; ++done, r.next(), x.next()) {
-            wait(memory.full[r.at], r.parity);
-            // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
-            if (done > 0) wait(memory.read[x.at ^ 1], done - 1 >> 1 & 1);
-            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.x_full[x.at]);
-            arrive_warp(memory.empty[r.at]);
-        }
+    for (int c = first; c < last; ++c, r.next(), x.next()) {
+        wait(memory.full[r.at], r.parity);
+        // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
+        if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1);
+        compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.x_full[x.at]);
+        arrive_warp(memory.empty[r.at]);
     }
-};
+}
 
 /// Takes half a state over a chunk, whose X is being made; its products are still under way. f: the state before it, an
 /// operand, already faded in s. Calls `meanwhile()` while the first products are.
@@ -162,163 +158,132 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     arrive_warp(memory.empty[at]);
 }
 
-/// A sequence and value head along which a block walks.
-struct walk_chain {
-    int head, number; ///< of the sequence
-    delta_sequence sequence;
-    int chunks; ///< up to its last stretch or, Traced, all
-
-    template <int Halves, bool Traced>
-    static __device__ __forceinline__ walk_chain at(delta_walk const& in, int place) {
-        int const heads = in.key_heads * in.group, number = place * Halves / 2 / heads;
-        delta_sequence const sequence = in.plan.sequences[number];
-        return {place * Halves / 2 % heads, number, sequence,
-                Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.stretch_chunks};
-    }
-};
-
-/// Walks along Halves halves of the value channels of a sequence and value head, number `place` of `count`, up to its
-/// last stretch or, Traced, along all of it, and then writes the states before all chunks instead of those before
-/// stretches. Of both halves, Traced, it goes on to number `place + stride`, and so on. By a warp that loads, a
-/// warpgroup that makes X, unless nothing is erased, one for each half that has its state.
+/// Walks along Halves halves of the value channels of a sequence and value head, `block` of all of them, up to its last
+/// stretch or, Traced, along all of it, and then writes the states before all chunks instead of those before stretches.
+/// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           int const place, int const stride, int const count) {
+                                           int block) {
     static_assert(!(Erases && Back) && (Traced || !Back));
     using layout = state_memory<Halves, Erases>;
     auto& memory = shared_memory<layout>();
     constexpr int stages = layout::stages, first_group = Erases ? 2 : 1;
-    int const first_half = Halves == 2 ? 0 : place % 2;
     begin_walk(memory);
-    int const heads = in.key_heads * in.group, every = Traced ? walk_chunks : in.plan.stretch_chunks;
-    int const group = static_cast<int>(threadIdx.x) / 128;
-    auto const next = [&](int& at) { return Traced && Halves == 2 && (at += stride) < count; };
+    int const heads = in.key_heads * in.group, first_half = Halves == 2 ? 0 : block % 2;
+    int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
+    delta_sequence const sequence = in.plan.sequences[number];
+    int const chunks = Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.stretch_chunks,
+              every = Traced ? walk_chunks : in.plan.stretch_chunks, group = static_cast<int>(threadIdx.x) / 128;
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
             ring<stages> r;
-            int landings = 0, at = place;
-            do {
-                auto const [head, number, sequence, chunks] = walk_chain::at<Halves, Traced>(in, at);
-                for (int i = 0; i < chunks; ++i, r.next()) {
-                    int const c = Back ? chunks - 1 - i : i;
-                    int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
-                    bool const whole = n == delta_chunk;
-                    barrier& full = whole ? memory.full[r.at] : memory.landed;
-                    wait(memory.empty[r.at], r.parity ^ 1);
-                    if (threadIdx.x == 0) {
-                        full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
-                                                  step_gates.bytes());
-                        load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                        std::int64_t const prepared = std::int64_t{sequence.first_chunk + c} * heads + head;
-                        if constexpr (Erases)
-                            load_prepared(in.prepared, prepared, full, memory.inverse[r.at], memory.gates[r.at],
-                                          step_gates);
-                        else
-                            load_gates(in.prepared, prepared, full, memory.gates[r.at], step_gates);
-                        load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
-                    }
-                    __syncwarp();
-                    if (whole) continue;
-                    wait(memory.landed, landings++ % 2);
-                    clear_rows(memory.keys[r.at], n);
-                    clear_rows(memory.keys[r.at] + panel_bytes, n);
-#pragma unroll
-                    for (int i = 0; i < Halves; ++i) clear_rows(memory.values[r.at][i], n);
-                    cutlass::arch::fence_view_async_shared();
-                    arrive_warp(memory.full[r.at]);
+            for (int i = 0, landings = 0; i < chunks; ++i, r.next()) {
+                int const c = Back ? chunks - 1 - i : i;
+                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+                bool const whole = n == delta_chunk;
+                barrier& full = whole ? memory.full[r.at] : memory.landed;
+                wait(memory.empty[r.at], r.parity ^ 1);
+                if (threadIdx.x == 0) {
+                    full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
+                                              step_gates.bytes());
+                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+                    if constexpr (Erases)
+                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
+                    else
+                        load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
+                    load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
                 }
-            } while (next(at));
+                __syncwarp();
+                if (whole) continue;
+                wait(memory.landed, landings++ % 2);
+                clear_rows(memory.keys[r.at], n);
+                clear_rows(memory.keys[r.at] + panel_bytes, n);
+#pragma unroll
+                for (int i = 0; i < Halves; ++i) clear_rows(memory.values[r.at][i], n);
+                cutlass::arch::fence_view_async_shared();
+                arrive_warp(memory.full[r.at]);
+            }
         } else if (threadIdx.x == 32) { // to publish takes long
-            int parity = 0, at = place;
-            do {
-                auto const [head, number, sequence, chunks] = walk_chain::at<Halves, Traced>(in, at);
-                for (int c = 0; c < chunks; parity ^= 1) {
-                    c = min(c + every, chunks);
-                    wait(memory.written, parity);
-                    memory.seen.arrive();
+            for (int c = 0, parity = 0; c < chunks; parity ^= 1) {
+                c = min(c + every, chunks);
+                wait(memory.written, parity);
+                memory.seen.arrive();
 #pragma unroll
-                    for (int half = first_half; half < first_half + Halves; ++half)
-                        if (Traced)
-                            publish(in.plan.flags + 2 * in.half_of(number, head, half) + (Back ? 1 : 0), c);
-                        else
-                            publish(in.plan.flags + in.half_of(sequence.first_stretch + c / every, head, half), 1);
-                }
-            } while (next(at));
+                for (int half = first_half; half < first_half + Halves; ++half)
+                    if (Traced)
+                        publish(in.plan.flags + 2 * in.half_of(number, head, half) + (Back ? 1 : 0), c);
+                    else
+                        publish(in.plan.flags + in.half_of(sequence.first_stretch + c / every, head, half), 1);
+            }
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         if constexpr (Erases) {
-            int at = place;
-            x_maker<layout> maker;
-            do maker.make(memory, walk_chain::at<Halves, Traced>(in, at).chunks);
-            while (next(at));
+            make_xs(memory, 0, chunks);
         }
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
-        int parity = 1, at = place;
+        half_state s;
+        load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+        float* snapshot = in.snapshots + in.half_of(sequence.first_stretch + 1, head, half) * snapshot_words;
+        char* trace =
+            in.states + in.half_of(sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
+        int left = every, parity = 1;
         ring<stages> r;
         ring<2> x;
-        do {
-            auto const [head, number, sequence, chunks] = walk_chain::at<Halves, Traced>(in, at);
-            half_state s;
-            load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-            float* snapshot = in.snapshots + in.half_of(sequence.first_stretch + 1, head, half) * snapshot_words;
-            char* trace =
-                in.states + in.half_of(sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
-            int left = every;
-            std::uint32_t v[16];
-            float fading = 0;
-            auto const await_chunk = [&] {
-                wait(memory.full[r.at], r.parity);
-                load_transposed(memory.values[r.at][own], v);
-                fading = memory.gates[r.at].decay[delta_chunk - 1];
+        std::uint32_t v[16];
+        float fading = 0;
+        auto const await_chunk = [&] {
+            wait(memory.full[r.at], r.parity);
+            load_transposed(memory.values[r.at][own], v);
+            fading = memory.gates[r.at].decay[delta_chunk - 1];
+        };
+        if (chunks > 0) await_chunk();
+        for (int c = 0; c < chunks; ++c, x.next()) {
+            std::uint32_t f[32], y[16];
+            if constexpr (Erases || Traced) round_to_operand(s, f);
+            scale(s, fading); // while products are under way, the compiler would await them
+            auto const leave_trace = [&] {
+                if constexpr (Traced) {
+                    store_trace(f, trace);
+                    trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
+                }
             };
-            if (chunks > 0) await_chunk();
-            for (int c = 0; c < chunks; ++c, x.next()) {
-                std::uint32_t f[32], y[16];
-                if constexpr (Erases || Traced) round_to_operand(s, f);
-                scale(s, fading); // while products are under way, the compiler would await them
-                auto const leave_trace = [&] {
-                    if constexpr (Traced) {
-                        store_trace(f, trace);
-                        trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
-                    }
-                };
-                if constexpr (Erases) {
-                    erase_and_write(memory, r.at, x, f, v, s, leave_trace);
-                } else {
-                    delta_gates const& gates = memory.gates[r.at];
-                    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
-                    keep(s);
-                    cute::warpgroup_arrive();
-                    multiply_down(s, y, memory.keys[r.at], true);
-                    cute::warpgroup_commit_batch();
-                    leave_trace();
-                }
-                barrier& read = memory.empty[r.at];
-                r.next();
-                if (c + 1 < chunks) await_chunk();
-                cute::warpgroup_wait<0>();
+            if constexpr (Erases) {
+                erase_and_write(memory, r.at, x, f, v, s, leave_trace);
+            } else {
+                delta_gates const& gates = memory.gates[r.at];
+                scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
                 keep(s);
-                if constexpr (!Erases) arrive_warp(read);
-                if (--left == 0 || c + 1 == chunks) {
-                    left = every;
-                    if (!Traced) {
-                        store_words(s, snapshot);
-                        snapshot += in.half_of(1, 0, 0) * snapshot_words;
-                    }
-                    wait(memory.seen, parity);
-                    parity ^= 1;
-                    arrive_warp(memory.written);
-                }
+                cute::warpgroup_arrive();
+                multiply_down(s, y, memory.keys[r.at], true);
+                cute::warpgroup_commit_batch();
+                leave_trace();
             }
-            if constexpr (Back)
-                if (in.last) store_state(s, half, in.last + in.state_of(number, head));
-        } while (next(at));
+            barrier& read = memory.empty[r.at];
+            r.next();
+            if (c + 1 < chunks) await_chunk();
+            cute::warpgroup_wait<0>();
+            keep(s);
+            if constexpr (!Erases) arrive_warp(read);
+            if (--left == 0 || c + 1 == chunks) {
+                left = every;
+                if (!Traced) {
+                    store_words(s, snapshot);
+                    snapshot += in.half_of(1, 0, 0) * snapshot_words;
+                }
+                wait(memory.seen, parity);
+                parity ^= 1;
+                arrive_warp(memory.written);
+            }
+        }
+        if constexpr (Back)
+            if (in.last) store_state(s, half, in.last + in.state_of(number, head));
     }
 }
 
@@ -339,8 +304,7 @@ static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_stat
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
     let_next_kernel_come();
-    int const blocks = static_cast<int>(gridDim.x);
-    delta::walk_along<false, 1, Erases>(keys, values, in, static_cast<int>(blockIdx.x), blocks, blocks);
+    delta::walk_along<false, 1, Erases>(keys, values, in, static_cast<int>(blockIdx.x));
 #endif
 }
 

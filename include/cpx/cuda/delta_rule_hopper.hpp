@@ -58,14 +58,12 @@ inline int multiprocessors() {
 /// Whether as many blocks keep the multiprocessors busy.
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
-/// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy; else 16, or
-/// 32 if there are stretches enough, as a state is written and read before each. By scan it is always the same, so that
-/// the bits are those of every GPU.
-inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
+/// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy. By scan it
+/// is always the same, so that the bits are those of every GPU.
+inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t sequences) {
     if (shape.stretch > 0) return shape.stretch;
     if (shape.scan) return 32;
-    if (fills_multiprocessors(sequences * shape.value_heads)) return 1 << 24;
-    return tokens / kernels::delta_chunk * shape.value_heads >= 32 * 8 * multiprocessors() ? 32 : 16;
+    return fills_multiprocessors(sequences * shape.value_heads) ? 1 << 24 : 16;
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows.
@@ -95,7 +93,7 @@ delta_space delta_saved_space(gated_delta_rule_shape const& shape, index_t token
 template <bool Erases, class T>
 delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
     if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
-    auto space = delta_plan_space(shape, tokens, sequences, delta_stretch(shape, tokens, sequences));
+    auto space = delta_plan_space(shape, tokens, sequences, delta_stretch(shape, sequences));
     space.hopper = true;
     if (!saved) take_delta_prepared<Erases>(shape, space);
     space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.stretch_chunks;
@@ -223,16 +221,6 @@ void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_r
     launch_delta_fold<Erases>(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
 }
 
-/// Returns by how many blocks the backward walks along sequences, both halves each, while others walk back: all, where
-/// these leave room for them; else those of some sequences, so that gradients can follow them while what they have read
-/// and written is in L2.
-inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t sequences) {
-    index_t const chains = sequences * shape.value_heads, room = multiprocessors() - chains;
-    if (chains <= room) return chains;
-    index_t const quarter = multiprocessors() / 4 / shape.value_heads * shape.value_heads;
-    return std::min(chains, std::max({shape.value_heads, quarter, room}));
-}
-
 template <bool Erases, class T>
 void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                                   rows<T const> dout, std::span<float const> dlast,
@@ -247,18 +235,16 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
     back.states = workspace + space.dstates;
     back.initial = dlast.data();
     back.last = to.dstate.data();
-    index_t const chains = space.sequences * shape.value_heads, few = delta_walks_along(shape, space.sequences);
     auto const launch_walks = [&](auto halves) {
         constexpr std::size_t along = sizeof(delta::state_memory<halves, Erases>);
-        launch_hopper(kernels::delta_rule_walks<halves, Erases>, chains * 2 / halves + (halves == 2 ? few : chains * 2),
+        launch_hopper(kernels::delta_rule_walks<halves, Erases>, space.sequences * shape.value_heads * 4 / halves,
                       kernels::delta_walks_threads<Erases>,
                       Erases ? std::max(along, sizeof(delta::dstate_memory<halves>)) : along, stream,
                       "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
     };
-    bool const both = Erases && fills_multiprocessors(2 * chains); // then what both halves share counts
-    if constexpr (!Erases)                                         // where halves share little
+    if constexpr (!Erases) // where halves share little
         launch_walks(std::integral_constant<int, 1>());
-    else if (both)
+    else if (fills_multiprocessors(2 * space.sequences * shape.value_heads)) // then what both halves share counts
         launch_walks(std::integral_constant<int, 2>());
     else // then how long a step takes
         launch_walks(std::integral_constant<int, 1>());
@@ -267,7 +253,7 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
                   sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
                   kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
                                            delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
-                                           walk.group, walk.scale, delta_view(to.dv), both && few < chains});
+                                           walk.group, walk.scale, delta_view(to.dv)});
 }
 
 } // namespace cpx::cuda::detail
