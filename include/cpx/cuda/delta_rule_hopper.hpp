@@ -58,12 +58,14 @@ inline int multiprocessors() {
 /// Whether as many blocks keep the multiprocessors busy.
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
-/// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy. By scan it
-/// is always the same, so that the bits are those of every GPU.
-inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t sequences) {
+/// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy; else 16, or
+/// 32 if there are stretches enough, as a state is written and read before each. By scan it is always the same, so that
+/// the bits are those of every GPU.
+inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     if (shape.stretch > 0) return shape.stretch;
     if (shape.scan) return 32;
-    return fills_multiprocessors(sequences * shape.value_heads) ? 1 << 24 : 16;
+    if (fills_multiprocessors(sequences * shape.value_heads)) return 1 << 24;
+    return tokens / kernels::delta_chunk * shape.value_heads >= 32 * 8 * multiprocessors() ? 32 : 16;
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows.
@@ -93,7 +95,7 @@ delta_space delta_saved_space(gated_delta_rule_shape const& shape, index_t token
 template <bool Erases, class T>
 delta_space delta_forward_space(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences, bool saved) {
     if (!has_delta_hopper<Erases, T>(shape, tokens)) return delta_plan_space(shape, tokens, sequences, 1 << 24);
-    auto space = delta_plan_space(shape, tokens, sequences, delta_stretch(shape, sequences));
+    auto space = delta_plan_space(shape, tokens, sequences, delta_stretch(shape, tokens, sequences));
     space.hopper = true;
     if (!saved) take_delta_prepared<Erases>(shape, space);
     space.states_first = (tokens + kernels::delta_chunk - 1) / kernels::delta_chunk + 1 > space.stretch_chunks;
