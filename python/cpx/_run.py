@@ -18,6 +18,7 @@ def run(ranks, program, *args, deadline=600.0):
     comms = _ext.threads(ranks, deadline)
     results = [None] * ranks
     failures = []  # in the order in which ranks fail
+    ended = threading.Semaphore(0)
 
     def member(rank):
         comm = comms[rank]
@@ -27,7 +28,10 @@ def run(ranks, program, *args, deadline=600.0):
             failures.append((rank, e))
             comm.fail(_reason(e))
         finally:
-            comm.leave()
+            try:
+                comm.leave()
+            finally:
+                ended.release()
 
     members = []
     try:
@@ -35,14 +39,18 @@ def run(ranks, program, *args, deadline=600.0):
             thread = threading.Thread(target=member, args=(rank,), name=f"cpx rank {rank}")
             thread.start()
             members.append(thread)
-        for thread in members:
-            thread.join()
+        for _ in members:
+            # By intervals: of an interrupt that reached another thread, or came just before a wait began, Python learns
+            # when the wait is over.
+            while not ended.acquire(timeout=0.1):
+                pass
     except BaseException as e:  # no more threads, or an interrupt: end those that run
         for comm in comms:
             comm.fail(_reason(e))
+        raise
+    finally:
         for thread in members:
             thread.join()
-        raise
     if failures:
         rank, first = next((f for f in failures if not _is_echo(f[1])), failures[0])
         raise Error("threads", f"rank {rank} failed: {_reason(first)}") from first

@@ -109,7 +109,9 @@ del wait, holder
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
-def test_an_interrupt_ends_all_ranks():
+@pytest.mark.parametrize("to", ["os.kill(os.getpid()", "signal.pthread_kill(threading.get_ident()"])
+def test_an_interrupt_ends_all_ranks(to):
+    """Also one that does not wake the thread that waits for them."""
     program = """
 import os, signal, threading, time, numpy as np, cpx
 batch = cpx.thd([0, 7, 20])
@@ -117,7 +119,8 @@ source, target = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequentia
 stop = threading.Event()
 def program(comm):
     if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        TO, signal.SIGINT)
         return stop.wait(60)
     try:
         cpx.exchange(cpx.relayout(source, target, 0), np.zeros((source.rows(0), 1)), comm)
@@ -128,7 +131,7 @@ try:
     cpx.run(2, program)
 except KeyboardInterrupt:
     print("interrupted")
-"""
+""".replace("TO", to)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "failed: KeyboardInterrupt" in done.stdout and "interrupted\n" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
