@@ -7,6 +7,7 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+from torch import library as registry  # noqa: E402
 
 import cpx  # noqa: E402
 import cpx.torch as ct  # noqa: E402
@@ -54,7 +55,7 @@ def main(comm):
         print(f"{name:22} {of_cpx:9.1f} {of_torch - of_cpx:19.1f} {of_autograd - of_cpx:20.1f}")
     print(f"{'relayout, kept':22} {microseconds(lambda: ct.relayout(source, target, mine)):9.1f}")
     wanted = x.clone().requires_grad_()
-    for name, call in {"of torch.library": operator(), "of autograd alone": Node.apply}.items():
+    for name, call in {"of torch's library": operator(), "of autograd alone": Node.apply}.items():
         without, recorded = (microseconds(lambda: call(given)) for given in (x, wanted))
         print(f"{'an empty one ' + name:32} {without:19.1f} {recorded:20.1f}")
 
@@ -71,7 +72,7 @@ class Node(torch.autograd.Function):
 
 def operator():
     """Returns an operator of torch that does nothing, and has a gradient, to compare with."""
-    made = torch.library.custom_op("cpx_empty::nothing", mutates_args=())(empty)
+    made = registry.custom_op("cpx_empty::nothing", mutates_args=())(empty)
     made.register_autograd(lambda ctx, dy: dy)
     return made
 
