@@ -8,28 +8,18 @@ one length as a batch; the backward of all three inputs. Medians of rounds betwe
 of what one product of 8192 x 8192 matrices reaches on the same GPU.
 """
 
-import statistics
-import sys
+from beside import begin, median_ms, name_gpu
+
+torch = begin("attention.py", library=False)
 
 PEERS = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
 
 
-def median_ms(torch, f, calls=2, rounds=5):
-    f()
-    f()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            f()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
-    return statistics.median(times)
+def milliseconds(f, calls=2):
+    return median_ms([f], calls, rounds=5)[0]
 
 
-def attention(torch, peer, sequences, length, query_heads, key_heads, dim):
+def attention(peer, sequences, length, query_heads, key_heads, dim):
     """Returns the milliseconds of a forward and of a backward."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -44,27 +34,16 @@ def attention(torch, peer, sequences, length, query_heads, key_heads, dim):
 
     with sdpa_kernel(getattr(SDPBackend, peer)):
         with torch.no_grad():
-            first = median_ms(torch, forward)
+            first = milliseconds(forward)
         o = forward()
-        return first, median_ms(torch, lambda: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True))
+        return first, milliseconds(lambda: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True))
 
 
 def main():
-    if len(sys.argv) != 1:
-        sys.exit("usage: python3 bench/peers/attention.py (no arguments)")
-    # A file of this folder has the name of a package that PyTorch's compiler may look for.
-    sys.path.pop(0)
-    try:
-        import torch
-    except ImportError as e:
-        sys.exit(f"needs PyTorch: {e}")
-    if not torch.cuda.is_available():
-        print("cpx: skipped, 1 GPU wanted, 0 found")
-        return
+    name_gpu()
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    reached = 2 * 8192**3 / median_ms(torch, lambda: a @ b, calls=10) * 1e-9
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, "
-          f"cuDNN {torch.backends.cudnn.version()}; a product of 8192 x 8192 matrices reaches {reached:.0f} TFLOP/s")
+    reached = 2 * 8192**3 / milliseconds(lambda: a @ b, calls=10) * 1e-9
+    print(f"cuDNN {torch.backends.cudnn.version()}; a product of 8192 x 8192 matrices reaches {reached:.0f} TFLOP/s")
     print(f"{'sequences':12s} {'heads':14s} {'by':17s} {'':9s} {'ms':>9s} {'TFLOP/s':>9s} {'of it':>6s}")
     for sequences, length in ((1, 8192), (4, 8192), (1, 32768)):
         for query_heads, key_heads, dim in ((16, 2, 256), (32, 8, 128)):
@@ -72,7 +51,7 @@ def main():
             for peer in PEERS:
                 name = (f"{f'{sequences} x {length}':12s} {f'{query_heads}/{key_heads} of {dim}':14s} {peer:17s}")
                 try:
-                    times = attention(torch, peer, sequences, length, query_heads, key_heads, dim)
+                    times = attention(peer, sequences, length, query_heads, key_heads, dim)
                 except RuntimeError as e:
                     print(name, "skipped:", str(e).splitlines()[0])
                     continue

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs share that run libcpx_peers.so (see library.cu) beside peers, on PyTorch's tensors."""
+"""What programs share that time peers on PyTorch's tensors, most of them beside libcpx_peers.so (see library.cu)."""
 
 import ctypes
 import importlib.metadata
 import os
+import statistics
 import sys
 
 
-def usage(program):
+def usage(program, library=True):
+    if not library:
+        return f"usage: python3 bench/peers/{program} (no arguments)"
     return f"""usage: python3 bench/peers/{program} LIBRARY
   LIBRARY  build/gpu/bench/libcpx_peers.so, of: cmake --preset gpu && cmake --build --preset gpu --target cpx_peers"""
 
@@ -17,11 +20,12 @@ def stop(code, *lines):
     sys.exit(code)
 
 
-def begin(program):
-    """Returns PyTorch, for a command line that names a library; ends the program with how to call it otherwise."""
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        stop(2, usage(program))
-    if not os.path.isfile(sys.argv[1]):
+def begin(program, library=True):
+    """Returns PyTorch, for a command line that names a library, or nothing if the program wants none; ends the program
+    with how to call it otherwise."""
+    if len(sys.argv) != 1 + library or (library and sys.argv[1].startswith("-")):
+        stop(2, usage(program, library))
+    if library and not os.path.isfile(sys.argv[1]):
         stop(2, usage(program), f"no such file: {sys.argv[1]}")
     # One file of this folder has the name of a peer's package, which flash-linear-attention imports, too.
     here = os.path.dirname(os.path.abspath(__file__))
@@ -29,15 +33,22 @@ def begin(program):
     try:
         import torch
     except ImportError as e:
-        stop(2, usage(program), f"needs PyTorch: {e}")
+        stop(2, usage(program, library), f"needs PyTorch: {e}")
     return torch
+
+
+def name_gpu():
+    """Prints on what the program runs; ends it, as skipped, if there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
 
 
 def load(program, functions):
     """Returns the library that the command line names, with these functions: (name, result, arguments) of each. Ends
     the program if it is another file, or, as skipped, if there is no GPU."""
-    import torch
-
     try:
         library = ctypes.CDLL(os.path.abspath(sys.argv[1]))  # a name without / is looked for in the system's folders
         for name, result, arguments in functions:
@@ -45,10 +56,27 @@ def load(program, functions):
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as e:
         stop(2, usage(program), f"not that library: {e}")
-    if not torch.cuda.is_available():
-        stop(0, "cpx: skipped, GPUs: 1 wanted, 0 found")
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
+    name_gpu()
     return library
+
+
+def median_ms(functions, calls, rounds):
+    """Returns the milliseconds that a call of each takes, one after the other in every round, of which the first does
+    not count: medians of rounds between two events."""
+    import torch
+
+    times = [[] for _ in functions]
+    for number in range(rounds + 1):
+        for function, of in zip(functions, times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(calls):
+                function()
+            end.record()
+            end.synchronize()
+            if number > 0:
+                of.append(begin.elapsed_time(end) / calls)
+    return [statistics.median(of) for of in times]
 
 
 def must(done):

@@ -12,29 +12,16 @@ A peer's result is ok if it is as far from cpx's, in the 2-norm, as two rounding
 """
 
 import ctypes
-import statistics
 import sys
 
-from beside import begin, load, must, version
+from beside import begin, load, median_ms, must, version
 
 PROGRAM, TOLERANCE = "causal_conv1d.py", 2**-7
 torch = begin(PROGRAM)
 
 
-def median_us(f, calls=20, rounds=9):
-    for _ in range(5):
-        f()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            f()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e3)
-    return statistics.median(times)
+def median_us(f):
+    return 1e3 * median_ms([f], calls=20, rounds=9)[0]
 
 
 def compare(a, b):

@@ -13,10 +13,9 @@ Exit code 1 if an error of cpx is more than 1.05 times FlashQLA's with mild gate
 """
 
 import ctypes
-import statistics
 import sys
 
-from beside import begin, load, must, version
+from beside import begin, load, median_ms, must, version
 
 PROGRAM = "gated_delta_rule.py"
 torch = begin(PROGRAM)
@@ -131,22 +130,6 @@ def fla():
     return theirs(chunk_gated_delta_rule)
 
 
-def median_ms(functions, calls=5, rounds=9):
-    """Returns the milliseconds that each takes, one after the other in every round."""
-    times = [[] for _ in functions]
-    for number in range(rounds + 1):
-        for function, of in zip(functions, times):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(calls):
-                function()
-            end.record()
-            end.synchronize()
-            if number > 0:
-                of.append(begin.elapsed_time(end) / calls)
-    return [statistics.median(of) for of in times]
-
-
 def compare_errors(members):
     """Prints the relative errors of all, takes peers that fail off the list, and returns whether those of cpx are small
     enough."""
@@ -192,7 +175,7 @@ def main():
             p = Problem(lengths, 16, 32, gates)
             made = [make(p) for make in members.values()]
             for direction, what in enumerate(("forward", "backward")):
-                times = median_ms([functions[direction] for functions in made])
+                times = median_ms([functions[direction] for functions in made], calls=5, rounds=9)
                 name = f"{what} {len(lengths)} x {lengths[0]}, {gates}"
                 print(f"{name:30s}" + "".join(f"{t:10.3f}" for t in times), flush=True)
             del p, made

@@ -54,15 +54,6 @@ lists all_tokens(cpx::thd const& batch) {
     return list;
 }
 
-/// A batch of at most one token a sequence, sequence s on rank `owners[s]`.
-by_tokens on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owners) {
-    std::vector<int> present;
-    for (index_t s = 0; s < batch.sequences(); ++s)
-        if (batch.length(s) > 0) present.push_back(owners[at(s)]);
-    if (present.empty()) present.push_back(0);
-    return cpx::shard<cpx::scope::batch>(batch, cpx::table(ranks, present));
-}
-
 template <class T>
 using caches = std::vector<cpx::attention_cache<T>>;
 

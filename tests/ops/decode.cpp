@@ -31,15 +31,6 @@ using by_heads = cpx::head_sharded<>;
 
 std::size_t at(index_t i) { return static_cast<std::size_t>(i); }
 
-/// A batch of at most one token a sequence, sequence s on rank `owners[s]`, which decodes it.
-spread on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owners) {
-    std::vector<int> present;
-    for (index_t s = 0; s < batch.sequences(); ++s)
-        if (batch.length(s) > 0) present.push_back(owners[at(s)]);
-    if (present.empty()) present.push_back(0);
-    return cpx::shard<cpx::scope::batch>(batch, cpx::table(ranks, present));
-}
-
 /// Returns whether `rank` holds one of the first `count` tokens of sequence `s`. An empty sequence counts as rank 0's.
 template <cpx::any_sharding S>
 bool holds_first(S const& sharding, int rank, index_t s, index_t count) {

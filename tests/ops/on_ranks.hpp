@@ -168,6 +168,15 @@ private:
     cpx::aligned<cpx::dynamic> cut_;
 };
 
+/// A batch of at most one token a sequence, sequence s on rank `owners[s]`, which decodes it.
+inline by_tokens on_owners(cpx::thd const& batch, int ranks, std::vector<int> const& owners) {
+    std::vector<int> present;
+    for (index_t s = 0; s < batch.sequences(); ++s)
+        if (batch.length(s) > 0) present.push_back(owners[static_cast<std::size_t>(s)]);
+    if (present.empty()) present.push_back(0);
+    return cpx::shard<cpx::scope::batch>(batch, cpx::table(ranks, present));
+}
+
 /// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts. A unit of 1 is balanced.
 inline void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const& units,
                               std::function<void(std::string const&, by_tokens const&)> const& f) {
