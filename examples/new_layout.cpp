@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A layout of one's own: the last rank, which also has the loss to compute, holds half as many tokens as the others.
-#include "common/run.hpp"
+#include "common/command_line.hpp"
 #include "common/whole.hpp"
 
 #include <cpx/cpx.hpp>
@@ -95,8 +95,8 @@ void print_traffic(char const* title, From const& from, To const& to) {
 } // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app("Defines a layout and uses it with everything that cpx derives from it.", "new_layout");
-    return examples::run_example(argc, argv, app, [] {
+    examples::command_line app("Defines a layout and uses it with everything that cpx derives from it.", "new_layout");
+    return app.run(argc, argv, [] {
         cpx::thd const batch({0, 8, 9, 9, 30, 133}); // sequences of 8, 1, 0, 21 and 103 tokens
         auto const light = cpx::shard(batch, light_tail<ranks>{});
         auto const packed = cpx::shard<cpx::scope::batch>(batch, light_tail<ranks>{});

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A recurrence of one's own: a linear recurrent unit, S_t = a_t S_{t-1} + x_t and o_t = S_t in every channel.
-#include "common/run.hpp"
+#include "common/command_line.hpp"
 #include "common/whole.hpp"
 
 #include <cpx/ops/recurrence.hpp>
@@ -37,8 +37,9 @@ struct linear_unit { // what it does to one channel of one segment
 };
 
 int main(int argc, char** argv) {
-    CLI::App app("Defines a recurrence and runs it on every sharding, forward and backward.", "new_operator");
-    return examples::run_example(argc, argv, app, [] {
+    examples::command_line app("Defines a recurrence and runs it on every sharding, forward and backward.",
+                               "new_operator");
+    return app.run(argc, argv, [] {
         cpx::thd const batch({0, 8, 9, 9, 30, 133}); // sequences of 8, 1, 0, 21 and 103 tokens
         auto const run = [](auto how, auto const& sharding, cpx::threads& comm) {
             auto const numbers = [&](double f) { return examples::numbers(sharding, comm.rank(), 6, f); };

@@ -2,7 +2,7 @@
 // Says whether a training configuration is of the model that a config.json describes, and can be run as it says.
 //
 //     check_config config.json train.json
-#include "../common/run.hpp"
+#include "../common/command_line.hpp"
 
 #include <cpx/model/config_check.hpp>
 
@@ -12,22 +12,19 @@
 #include <string>
 
 int main(int argc, char** argv) {
-    CLI::App app(
+    examples::command_line app(
         "Holds a training configuration against the config.json of its model. Exits with 0 if they agree, with "
         "2 if not: all mismatches are shown, with field, value and source of both sides. What one of the files "
         "leaves out is not compared, and told; if nothing can be compared, that is an error.",
         "check_config");
     std::string hf, train;
     bool json = false;
-    app.add_option("HF.json", hf,
-                   "config.json of a Hugging Face model: Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3-VL, Qwen3.5")
-        ->required();
-    app.add_option("TRAIN.json", train,
-                   "one object, whose keys are the names of Megatron's arguments: num_layers or num-layers")
-        ->required();
-    app.add_flag("--json", json, "print JSON");
+    app.required("HF.json", hf, "config.json of a Hugging Face model: Qwen3, Qwen3-MoE, Qwen3-Next, Qwen3-VL, Qwen3.5");
+    app.required("TRAIN.json", train,
+                 "one object, whose keys are the names of Megatron's arguments: num_layers or num-layers");
+    app.flag("--json", json, "print JSON");
     bool agrees = true;
-    int const code = examples::run_example(argc, argv, app, [&] {
+    int const code = app.run(argc, argv, [&] {
         auto const model = cpx::hf_config::read(hf);
         auto const report = cpx::check_config(model, cpx::train_config::read(train));
         if (json) // names of files need not be UTF-8

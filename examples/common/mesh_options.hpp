@@ -2,13 +2,12 @@
 // A mesh and the split of a model's layers from the command line: "tp=2,pp=4,vpp=2" becomes cpx types.
 #pragma once
 
+#include "command_line.hpp"
 #include "numbers.hpp"
 
 #include <cpx/mesh/mesh.hpp>
 #include <cpx/model/naming.hpp>
 #include <cpx/model/pipeline.hpp>
-
-#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <array>
@@ -57,16 +56,15 @@ inline cpx::mesh_sizes parse_mesh(std::string_view text, char const* where = "--
 /// Options that say which rank has which layers and experts.
 class mesh_options {
 public:
-    explicit mesh_options(CLI::App& app, bool required = true) {
-        app.add_option(
-               "--mesh", mesh_,
-               "Sizes such as tp=2,cp=1,dp=4,ep=4,pp=2,etp=1,vpp=2; what is left out is 1, etp as tp; tp, cp, dp "
-               "and pp make the world; vpp is the number of chunks of layers of a rank, a virtual pipeline")
-            ->required(required);
-        app.add_option("--first", first_, "Layers of the first pipeline rank, if another number than between");
-        app.add_option("--last", last_, "Layers of the last pipeline rank, if another number than between");
-        app.add_option("--pipeline-layout", layout_,
-                       "In place of vpp, --first and --last, Megatron's layout string, such as \"Et*3|(tt|)*29,m|L\"");
+    explicit mesh_options(command_line& app, bool required = true) {
+        char const* const help =
+            "Sizes such as tp=2,cp=1,dp=4,ep=4,pp=2,etp=1,vpp=2; what is left out is 1, etp as tp; tp, cp, dp "
+            "and pp make the world; vpp is the number of chunks of layers of a rank, a virtual pipeline";
+        required ? app.required("--mesh", mesh_, help) : app.option("--mesh", mesh_, help);
+        app.option("--first", first_, "Layers of the first pipeline rank, if another number than between");
+        app.option("--last", last_, "Layers of the last pipeline rank, if another number than between");
+        app.option("--pipeline-layout", layout_,
+                   "In place of vpp, --first and --last, Megatron's layout string, such as \"Et*3|(tt|)*29,m|L\"");
     }
 
     /// Returns the mesh. Throws `cpx::error` that names its option, as the others do.

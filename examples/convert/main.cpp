@@ -9,8 +9,8 @@
 
 #include "../audit/input.hpp"
 #include "../audit/report.hpp"
+#include "../common/command_line.hpp"
 #include "../common/mesh_options.hpp"
-#include "../common/run.hpp"
 
 #include <cpx/core/error.hpp>
 #include <cpx/core/index.hpp>
@@ -28,28 +28,26 @@
 #include <vector>
 
 int main(int argc, char** argv) {
-    CLI::App app("Converts a checkpoint of Hugging Face's into shards, a file for each cell of (pp, ep, tp) ranks of a "
-                 "Megatron job, in which tensors have Megatron's names of the whole model; or shards back. The folder "
-                 "OUT appears whole or not at all. Exits with 2 if shards are not those of their config.json, or not "
-                 "complete: what audit says of them is shown, and nothing is made.",
-                 "convert");
+    examples::command_line app(
+        "Converts a checkpoint of Hugging Face's into shards, a file for each cell of (pp, ep, tp) ranks of a "
+        "Megatron job, in which tensors have Megatron's names of the whole model; or shards back. The folder "
+        "OUT appears whole or not at all. Exits with 2 if shards are not those of their config.json, or not "
+        "complete: what audit says of them is shown, and nothing is made.",
+        "convert");
     std::vector<std::string> from;
     std::string out, to = "shards", linear = "native", unit = "1";
-    app.add_option("FROM", from,
-                   "Folder of config.json and model.safetensors, or of several files and their index; or "
-                   "of shards, or all shards themselves. And last OUT, the folder to be made")
-        ->required();
-    app.add_option("--to", to, "shards, or hf")->capture_default_str();
+    app.required("FROM", from,
+                 "Folder of config.json and model.safetensors, or of several files and their index; or "
+                 "of shards, or all shards themselves. And last OUT, the folder to be made");
+    app.option("--to", to, "shards, or hf");
     examples::mesh_options const mesh(app, false);
-    app.add_option("--linear-attention", linear,
-                   "native for Megatron Core's own gated delta net, hf for Hugging Face's modules, whole on every rank")
-        ->capture_default_str();
-    app.add_option("--make-vocab-size-divisible-by", unit, "Rows of the embedding on a rank of tp: a multiple of it")
-        ->capture_default_str();
+    app.option("--linear-attention", linear,
+               "native for Megatron Core's own gated delta net, hf for Hugging Face's modules, whole on every rank");
+    app.option("--make-vocab-size-divisible-by", unit, "Rows of the embedding on a rank of tp: a multiple of it");
 
     bool good = true;
-    int const code = examples::run_example(argc, argv, app, [&] {
-        if (from.size() < 2) throw CLI::RequiredError("OUT");
+    int const code = app.run(argc, argv, [&] {
+        if (from.size() < 2) examples::command_line::missing("OUT");
         out = from.back(); // CLI11 knows no operand behind several
         from.pop_back();
         examples::require_one_of(to, {"shards", "hf"}, "--to", "direction");
@@ -57,7 +55,7 @@ int main(int argc, char** argv) {
         if (to == "hf") {
             for (char const* const option : {"--mesh", "--first", "--last", "--pipeline-layout", "--linear-attention",
                                              "--make-vocab-size-divisible-by"})
-                examples::require_effect(app, option, false, "--to shards", to);
+                app.require_effect(option, false, "--to shards", to);
             auto in = shards::read(from);
             if (in.config.empty()) // whoever opens it says what is wrong
                 in.config = (convert::fs::path(in.shards.front().where).parent_path() / convert::config_name).string();
@@ -69,7 +67,7 @@ int main(int argc, char** argv) {
         }
         cpx::require(from.size() == 1, "FROM", "folders", "1, for --to shards", from.size());
         auto const& checkpoint = from.front();
-        cpx::require(app.count("--mesh") > 0, "--mesh", "sizes", "some, for --to shards", "none");
+        cpx::require(app.has("--mesh"), "--mesh", "sizes", "some, for --to shards", "none");
         auto const config = cpx::hf_config::read(convert::fs::path(checkpoint) / convert::config_name);
         auto sizes = cpx::sizes_of(config);
         convert::hf_folder const folder(checkpoint);

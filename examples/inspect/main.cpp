@@ -3,7 +3,7 @@
 //
 //     inspect --cu 0,8,20 --ranks 2 --layout zigzag --to sequential --svg picture.svg
 //     inspect --media "t5,i4x6,t3;v2x4x4;t7" --ranks 2 --svg picture.svg
-#include "common/run.hpp"
+#include "common/command_line.hpp"
 #include "svg.hpp"
 #include "text.hpp"
 
@@ -59,33 +59,31 @@ std::string to_json(inspect::report const& report) {
 } // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app("Shows which rank holds which rows of a packed batch, and what moves between two shardings.",
-                 "inspect");
+    examples::command_line app(
+        "Shows which rank holds which rows of a packed batch, and what moves between two shardings.", "inspect");
     std::string cu, media, ranks, layout = "zigzag", to, cut = "balanced", heads, width, svg;
     bool json = false;
-    app.add_option("--cu", cu, "Offsets of the sequences, as in cu_seqlens: 0,8,20");
-    app.add_option("--media", media,
-                   "In place of --cu, sequences of text, images and videos: t5,i4x6,t3;v2x4x4;t7, with heights and "
-                   "widths in patches, 4 of which make a placeholder; an image has a start and an end, a frame of a "
-                   "video 3 tokens of text before these, too");
-    app.add_option("--ranks", ranks, "Number of ranks, at most 4096")->required();
-    app.add_option("--layout", layout,
-                   "sequential, zigzag, striped or table=OWNER,OWNER..., then :sequence or :batch if wanted; "
-                   "or head_sharded, replicated")
-        ->capture_default_str();
-    app.add_option("--to", to, "The sharding to move to, as in --layout");
-    app.add_option("--cut", cut, "Where chunks begin: balanced, or aligned:64 for multiples of 64 tokens")
-        ->capture_default_str();
-    app.add_option("--heads", heads, "Heads to share out under head_sharded [one a rank]");
-    app.add_option("--width", width, "Bytes of a row; then what is held and moves is told in bytes, too");
-    app.add_flag("--json", json, "Print JSON instead of text");
-    app.add_option("--svg", svg, "Write a picture to this file, too");
+    app.option("--cu", cu, "Offsets of the sequences, as in cu_seqlens: 0,8,20");
+    app.option("--media", media,
+               "In place of --cu, sequences of text, images and videos: t5,i4x6,t3;v2x4x4;t7, with heights and "
+               "widths in patches, 4 of which make a placeholder; an image has a start and an end, a frame of a "
+               "video 3 tokens of text before these, too");
+    app.required("--ranks", ranks, "Number of ranks, at most 4096");
+    app.option("--layout", layout,
+               "sequential, zigzag, striped or table=OWNER,OWNER..., then :sequence or :batch if wanted; "
+               "or head_sharded, replicated");
+    app.option("--to", to, "The sharding to move to, as in --layout");
+    app.option("--cut", cut, "Where chunks begin: balanced, or aligned:64 for multiples of 64 tokens");
+    app.option("--heads", heads, "Heads to share out under head_sharded [one a rank]");
+    app.option("--width", width, "Bytes of a row; then what is held and moves is told in bytes, too");
+    app.flag("--json", json, "Print JSON instead of text");
+    app.option("--svg", svg, "Write a picture to this file, too");
 
-    return examples::run_example(argc, argv, app, [&] {
-        cpx::require(app.count("--cu") + app.count("--media") == 1, "--cu", "batch", "either --cu or --media",
-                     app.count("--cu") ? "both" : "neither");
+    return app.run(argc, argv, [&] {
+        cpx::require(app.has("--cu") != app.has("--media"), "--cu", "batch", "either --cu or --media",
+                     app.has("--cu") ? "both" : "neither");
         inspect::report known;
-        if (app.count("--media")) known.media = inspect::media_parser().parse(media);
+        if (app.has("--media")) known.media = inspect::media_parser().parse(media);
         known.batch = known.media ? known.media->batch : examples::parse_batch(cu);
         known.ranks = examples::parse_ranks(ranks, examples::most_ranks);
         auto const parse = [&](std::string const& text, char const* where) {
@@ -94,12 +92,12 @@ int main(int argc, char** argv) {
             return spec;
         };
         auto from = parse(layout, "--layout");
-        auto target = app.count("--to") ? std::optional(parse(to, "--to")) : std::nullopt;
+        auto target = app.has("--to") ? std::optional(parse(to, "--to")) : std::nullopt;
         auto const either = [&](auto const& has) { return has(from) || (target && has(*target)); };
         std::string const named = target ? layout + " and " + to : layout;
-        examples::require_effect(app, "--heads", known.by_heads, "--layout or --to head_sharded", named);
-        examples::require_effect(app, "--cut", either([](auto const& spec) { return !spec.every_row(); }),
-                                 "a --layout or --to that cuts the tokens", named);
+        app.require_effect("--heads", known.by_heads, "--layout or --to head_sharded", named);
+        app.require_effect("--cut", either([](auto const& spec) { return !spec.every_row(); }),
+                           "a --layout or --to that cuts the tokens", named);
 
         if (known.by_heads)
             known.heads =
@@ -114,7 +112,7 @@ int main(int argc, char** argv) {
         bool const colour = isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR");
         std::string const shown = json ? to_json(report) : inspect::text_picture(report, colour).draw();
         std::optional<examples::output_file> picture;
-        if (app.count("--svg")) picture.emplace("--svg", svg, inspect::svg_picture(report).draw());
+        if (app.has("--svg")) picture.emplace("--svg", svg, inspect::svg_picture(report).draw());
         std::cout << shown;
         examples::flush_output();
         if (picture) picture->commit();

@@ -5,8 +5,8 @@
 //     names --mesh dp=4,ep=4 --rank 1 --layers 4 --experts 8 --to hf --config config.json < names
 #include "hf.hpp"
 
+#include "../common/command_line.hpp"
 #include "../common/mesh_options.hpp"
-#include "../common/run.hpp"
 
 #include <cpx/core/error.hpp>
 #include <cpx/model/hf_names.hpp>
@@ -84,7 +84,7 @@ std::string translated(std::string_view line, translation const& translate) {
 } // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app(
+    examples::command_line app(
         "Translates the names of parameters on standard input, a line each: from those that a rank of a "
         "Megatron job gives to the model's, which count all layers and experts, or back. What is no name of a "
         "decoder layer or an expert stays as it is; with --to local, what another rank has is left out, so that "
@@ -92,30 +92,28 @@ int main(int argc, char** argv) {
         "names");
     examples::mesh_options const mesh(app);
     std::string rank, layers, experts = "0", stage = "0", to = "global", config;
-    app.add_option("--rank", rank, "World rank that has the names")->required();
-    app.add_option("--layers", layers, "Decoder layers of the model")->required();
-    app.add_option("--experts", experts, "Experts of a layer, 0 of dense models")->capture_default_str();
-    app.add_option("--stage", stage, "Which of the rank's chunks of layers has the names: the virtual pipeline stage")
-        ->capture_default_str();
-    app.add_option("--to", to, "global for the model's names, local for the rank's, hf for Hugging Face's")
-        ->capture_default_str();
-    app.add_option(
+    app.required("--rank", rank, "World rank that has the names");
+    app.required("--layers", layers, "Decoder layers of the model");
+    app.option("--experts", experts, "Experts of a layer, 0 of dense models");
+    app.option("--stage", stage, "Which of the rank's chunks of layers has the names: the virtual pipeline stage");
+    app.option("--to", to, "global for the model's names, local for the rank's, hf for Hugging Face's");
+    app.option(
         "--config", config,
         "config.json of the model, for --to hf; weights beside it, or their index, say how it is written. Without "
         "it names are those of Qwen3, Qwen3-MoE and Qwen3-Next: \"model.\", a tensor for each expert");
     bool embedding = false, loss = false;
-    app.add_flag("--account-for-embedding", embedding, "The embedding counts as a layer of the first pipeline rank");
-    app.add_flag("--account-for-loss", loss, "The loss counts as a layer of the last pipeline rank");
+    app.flag("--account-for-embedding", embedding, "The embedding counts as a layer of the first pipeline rank");
+    app.flag("--account-for-loss", loss, "The loss counts as a layer of the last pipeline rank");
 
-    return examples::run_example(argc, argv, app, [&] {
+    return app.run(argc, argv, [&] {
         using cpx::naming, cpx::pipeline, examples::parse_number;
         examples::require_one_of(to, {"global", "local", "hf"}, "--to", "names");
-        examples::require_effect(app, "--config", to == "hf", "--to hf", to);
+        app.require_effect("--config", to == "hf", "--to hf", to);
         auto const names = mesh.names(parse_number(layers, 1, pipeline::most_layers, "--layers", "number of layers"),
                                       parse_number(experts, 0, naming::most_experts, "--experts", "number of experts"),
                                       embedding, loss);
         std::vector<cpx::hf_names> hf;
-        if (to == "hf" && app.count("--config") == 0)
+        if (to == "hf" && !app.has("--config"))
             hf = names::assumed_hf_names(names.stages().layers(), names.experts());
         else if (to == "hf")
             hf.push_back(names::read_hf_names(config, names.stages().layers(), names.experts()));

@@ -4,8 +4,8 @@
 
 #include "outcome.hpp"
 
+#include "../common/command_line.hpp"
 #include "../common/figures.hpp"
-#include "../common/run.hpp"
 
 #include <cpx/model/contract.hpp>
 
@@ -29,7 +29,7 @@ struct options {
 std::vector<std::string> const attentions{"gather", "head_sharded"}, carries{"scan", "serial"};
 
 /// Throws `cpx::error` on what cannot be run; fills in what the device decides.
-void complete(CLI::App const& app, options& o) {
+void complete(examples::command_line const& app, options& o) {
     using examples::require_one_of;
     require_one_of(o.device, {"cpu", "cuda"}, "--device", "device");
     require_one_of(o.dtype, {"float64", "float32", "bfloat16"}, "--dtype", "type");
@@ -39,15 +39,14 @@ void complete(CLI::App const& app, options& o) {
     require_one_of(o.carry, carries, "--carry", "value");
     if (o.dtype.empty()) o.dtype = o.on_gpus() ? "float32" : "float64";
     for (char const* const option : {"--carry", "--cut"}) // by heads there is none
-        examples::require_effect(app, option, o.linear != "head_sharded", "linear attention by tokens",
-                                 "--linear head_sharded");
-    examples::require_effect(app, "--products", o.on_gpus(), "--device cuda", "cpu");
-    examples::require_effect(app, "--ranks", !qwen::is_launched(), "no launcher of MPI, which says how many", "one");
+        app.require_effect(option, o.linear != "head_sharded", "linear attention by tokens", "--linear head_sharded");
+    app.require_effect("--products", o.on_gpus(), "--device cuda", "cpu");
+    app.require_effect("--ranks", !qwen::is_launched(), "no launcher of MPI, which says how many", "one");
     bool const has = o.dtype == "float32" || o.dtype == (o.on_gpus() ? "bfloat16" : "float64");
     cpx::require(has, "--dtype", ("type with --device " + o.device).c_str(),
                  o.on_gpus() ? "float32 or bfloat16" : "float64 or float32", cpx::quote(o.dtype));
     if (!o.on_gpus()) return;
-    examples::require_effect(app, "--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
+    app.require_effect("--chunk", false, "--device cpu", "cuda, whose chunks are 64 tokens");
 }
 
 struct report {
@@ -373,41 +372,34 @@ void print_table(std::vector<report> const& reports, int ranks, options const& o
 bool qwen::is_launched() { return std::getenv("OMPI_COMM_WORLD_SIZE") || std::getenv("PMI_SIZE"); }
 
 int main(int argc, char** argv) {
-    CLI::App app("Runs a checkpoint of Qwen3.5 or Qwen3-VL under context parallelism and compares it with a reference.",
-                 "qwen");
+    examples::command_line app(
+        "Runs a checkpoint of Qwen3.5 or Qwen3-VL under context parallelism and compares it with a reference.", "qwen");
     options o;
-    app.add_option("--model", o.model, "directory with config.json and model.safetensors")->required();
-    app.add_option("--reference", o.reference,
-                   "safetensors file with input_ids, cu_seqlens and logprobs; with images or videos their grids and "
-                   "features, too")
-        ->required();
-    app.add_option(
-           "--ranks", o.ranks,
-           "ranks, as threads of this process, at most 256; on GPUs one each; under mpirun as many as that starts")
-        ->capture_default_str();
-    app.add_option("--device", o.device, "cpu, or cuda: float32 or bfloat16")->capture_default_str();
-    app.add_option("--dtype", o.dtype,
-                   "float64 or float32, on GPUs float32 or bfloat16; left out: float64, on GPUs float32");
-    app.add_option("--products", o.products,
-                   "on GPUs: cublas, or fixed, by a plain kernel that makes exact strategies bitwise those of one GPU")
-        ->capture_default_str();
-    app.add_option("--attention", o.attention, "gather (keys and values) or head_sharded");
-    app.add_option("--linear", o.linear,
-                   "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them; a model "
-                   "without layers of linear attention has none");
-    app.add_option("--carry", o.carry, "scan or serial");
-    app.add_option("--cut", o.cut, "balanced or aligned:UNIT, for the sharding of linear attention");
-    app.add_option("--chunk", o.chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
-    app.add_option("--features", o.features,
-                   "who has the features of images and videos: by_item, of each image or frame one rank, or replicated")
-        ->capture_default_str();
-    app.add_option(
-           "--experts-over", o.experts_over,
-           "how many neighbouring ranks share the experts of a mixture; a divisor of the ranks and of the experts")
-        ->capture_default_str();
-    app.add_flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
-    app.add_flag("--all", o.all, "a table of all strategies, not of one a way to run linear attention");
-    app.add_flag("--json", o.json, "print JSON, of all strategies");
+    app.required("--model", o.model, "directory with config.json and model.safetensors");
+    app.required("--reference", o.reference,
+                 "safetensors file with input_ids, cu_seqlens and logprobs; with images or videos their grids and "
+                 "features, too");
+    app.option("--ranks", o.ranks,
+               "ranks, as threads of this process, at most 256; on GPUs one each; under mpirun as many as that starts");
+    app.option("--device", o.device, "cpu, or cuda: float32 or bfloat16");
+    app.option("--dtype", o.dtype,
+               "float64 or float32, on GPUs float32 or bfloat16; left out: float64, on GPUs float32");
+    app.option("--products", o.products,
+               "on GPUs: cublas, or fixed, by a plain kernel that makes exact strategies bitwise those of one GPU");
+    app.option("--attention", o.attention, "gather (keys and values) or head_sharded");
+    app.option("--linear", o.linear,
+               "sequential, sequential:batch, zigzag, striped or head_sharded; left out: all of them; a model "
+               "without layers of linear attention has none");
+    app.option("--carry", o.carry, "scan or serial");
+    app.option("--cut", o.cut, "balanced or aligned:UNIT, for the sharding of linear attention");
+    app.option("--chunk", o.chunk, "tokens a chunk of the gated delta rule");
+    app.option("--features", o.features,
+               "who has the features of images and videos: by_item, of each image or frame one rank, or replicated");
+    app.option("--experts-over", o.experts_over,
+               "how many neighbouring ranks share the experts of a mixture; a divisor of the ranks and of the experts");
+    app.flag("--backward", o.backward, "compare the gradients of the loss, too, with grad.* of the reference");
+    app.flag("--all", o.all, "a table of all strategies, not of one a way to run linear attention");
+    app.flag("--json", o.json, "print JSON, of all strategies");
     auto const run_all = [&](cpx::transport_ref* launched) {
         bool const wide = o.dtype == "float64";
         int const ranks = launched ? launched->ranks() : examples::parse_ranks(o.ranks, examples::most_threads);
@@ -419,7 +411,7 @@ int main(int argc, char** argv) {
         else
             print_table(reports, ranks, o, element);
     };
-    return examples::run_example(argc, argv, app, [&] {
+    return app.run(argc, argv, [&] {
         complete(app, o);
         qwen::with_launched(run_all);
     });

@@ -3,8 +3,8 @@
 
 #include "mrope.hpp"
 
+#include "../common/command_line.hpp"
 #include "../common/figures.hpp"
-#include "../common/run.hpp"
 
 #include <nlohmann/json.hpp>
 
@@ -45,20 +45,19 @@ void report(verify::job const& j, std::string const& kind, bool serial, bool jso
 } // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app("Runs the operator of a golden file on a sharding and compares it with the file's outputs.", "verify");
+    examples::command_line app(
+        "Runs the operator of a golden file on a sharding and compares it with the file's outputs.", "verify");
     std::string file, ranks = "2", layout = "zigzag", dtype = "float64", carry = "scan", cut = "balanced", chunk = "64";
     bool json = false;
-    app.add_option("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d, gdn_layer or mrope_index")
-        ->required();
-    app.add_option("--ranks", ranks, "ranks, as threads of this process, at most 256")->capture_default_str();
-    app.add_option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded")
-        ->capture_default_str();
-    app.add_option("--dtype", dtype, "float64 or float32")->capture_default_str();
-    app.add_option("--carry", carry, "scan or serial")->capture_default_str();
-    app.add_option("--cut", cut, "balanced or aligned:UNIT")->capture_default_str();
-    app.add_option("--chunk", chunk, "tokens a chunk of the gated delta rule")->capture_default_str();
-    app.add_flag("--json", json, "print JSON");
-    return examples::run_example(argc, argv, app, [&] {
+    app.required("FILE", file, "safetensors file of kind gated_delta_rule, causal_conv1d, gdn_layer or mrope_index");
+    app.option("--ranks", ranks, "ranks, as threads of this process, at most 256");
+    app.option("--layout", layout, "sequential, zigzag, striped or table=OWNERS[:sequence|:batch]; head_sharded");
+    app.option("--dtype", dtype, "float64 or float32");
+    app.option("--carry", carry, "scan or serial");
+    app.option("--cut", cut, "balanced or aligned:UNIT");
+    app.option("--chunk", chunk, "tokens a chunk of the gated delta rule");
+    app.flag("--json", json, "print JSON");
+    return app.run(argc, argv, [&] {
         examples::require_one_of(dtype, {"float64", "float32"}, "--dtype", "type");
         examples::require_one_of(carry, {"scan", "serial"}, "--carry", "carry");
         cpx::safetensors const golden(file);
@@ -74,10 +73,9 @@ int main(int argc, char** argv) {
         std::string const kind = golden.metadata("kind");
         bool const by_heads = j.layout.name == "head_sharded", layer = kind == "gdn_layer";
         for (char const* const option : {"--carry", "--chunk"})
-            examples::require_effect(app, option, kind == "gated_delta_rule" || layer, "a file with a recurrence",
-                                     kind);
-        examples::require_effect(app, "--carry", !by_heads, "a --layout by tokens", layout);
-        examples::require_effect(app, "--cut", !by_heads || layer, "a --layout by tokens", layout);
+            app.require_effect(option, kind == "gated_delta_rule" || layer, "a file with a recurrence", kind);
+        app.require_effect("--carry", !by_heads, "a --layout by tokens", layout);
+        app.require_effect("--cut", !by_heads || layer, "a --layout by tokens", layout);
         if (dtype == "float64")
             report<double>(j, kind, carry == "serial", json);
         else
