@@ -312,7 +312,7 @@ TEST_SUITE("ops") {
     TEST_CASE("caches and attention over them reject what does not fit, before anything is kept or written") {
         auto const batch = lengths({6, 5});
         cpx::attention_heads const heads{4, 2, 2};
-        auto const zigzag = cpx::shard(batch, cpx::zigzag<>(2));
+        by_tokens const zigzag = cpx::shard(batch, cpx::zigzag<>(2));
         auto const rejects = [](char const* where, std::string const& passage, auto const& f) {
             support::rejects({"attention_cache.cpp", std::string(where) + ": " + passage}, f);
         };
@@ -328,7 +328,7 @@ TEST_SUITE("ops") {
         };
         auto const append = [&](auto const& k, auto const& v) { return [&cache, k, v] { cache.append(k, v); }; };
         auto const k = tensor(zigzag, 1, 4);
-        auto const three = cpx::shard(lengths({6, 5, 1}), cpx::zigzag<>(2));
+        by_tokens const three = cpx::shard(lengths({6, 5, 1}), cpx::zigzag<>(2));
         rejects(cache_name, "sequences: expected 2, got 3", append(tensor(three, 1, 4), tensor(three, 1, 4)));
         rejects(cache_name, "rank of k: expected 1 of 2, got 0 of 2", append(tensor(zigzag, 0, 4), k));
         cpx::replicated<> const everywhere(2, batch);
@@ -336,7 +336,7 @@ TEST_SUITE("ops") {
                 append(tensor(everywhere, 1, 4), tensor(everywhere, 1, 4)));
         rejects(cache_name, "shape of k: expected (5, 4), got (5, 8)", append(tensor(zigzag, 1, 8), k));
         rejects(cache_name, "shape of v: expected (5, 4), got (5, 2)", append(k, tensor(zigzag, 1, 2)));
-        auto const other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(2));
+        by_tokens const other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(2));
         rejects(cache_name, "sharding of v: expected that of k, got another", append(k, tensor(other, 1, 4)));
         by_heads const split(2, batch, {{4, 2}, {2, 2}, {2, 2}});
         cpx::attention_cache<double> of_heads(heads, split, 1);

@@ -230,11 +230,12 @@ TEST_SUITE("ops") {
 
     TEST_CASE("the gradient of one sequence does not reach another") {
         golden<double> f("gdr_odd");
-        auto const before = delta_rule<cpx::scan>(f, cpx::shard<cpx::scope::batch>(f.batch, cpx::zigzag<3>{}), 16);
+        on_ranks::by_tokens const zigzag = cpx::shard<cpx::scope::batch>(f.batch, cpx::zigzag<3>{});
+        auto const before = delta_rule<cpx::scan>(f, zigzag, 16);
         cpx::index_t const row = f.batch.offset(3) + 5; // a token of sequence 3
         f.values.at("do")[static_cast<std::size_t>(row * f.width("do"))] += 1;
         f.values.at("k")[static_cast<std::size_t>(row * f.width("k") + 1)] += 1;
-        auto const after = delta_rule<cpx::scan>(f, cpx::shard<cpx::scope::batch>(f.batch, cpx::zigzag<3>{}), 16);
+        auto const after = delta_rule<cpx::scan>(f, zigzag, 16);
         for (char const* name : {"dq", "dk", "dv", "dg", "dbeta"}) {
             CAPTURE(name);
             cpx::index_t const width = f.width(name + 1), tokens = f.batch.tokens();

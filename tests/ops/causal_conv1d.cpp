@@ -34,7 +34,7 @@ std::vector<conv<T>> problems() {
 /// Calls `f(name, sharding)` with layouts of their own types: static ones, a length rule and a layout of this test.
 template <class F>
 void for_each_typed_sharding(cpx::thd const& batch, F&& f) {
-    f("static zigzag", cpx::shard(batch, cpx::zigzag<3>{}));
+    f("static zigzag", cpx::shard(batch, cpx::zigzag<4>{}, cpx::aligned<16>{}));
     f("sequential<5> over batch", by_tokens(cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{})));
     f("miles' rule", by_tokens(cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{},
                                                                 [](index_t n) { return n % 8 == 0; }})));
@@ -319,8 +319,8 @@ TEST_SUITE("ops") {
 
     TEST_CASE("the convolution rejects what does not fit, before anything moves") {
         auto const batch = lengths({6, 5}), other = lengths({5, 6});
-        auto const sharding = cpx::shard(batch, cpx::zigzag<>(1));
-        using S = cpx::sharding<cpx::zigzag<>>;
+        using S = by_tokens;
+        S const sharding = cpx::shard(batch, cpx::zigzag<>(1));
         std::vector<float> const weight(12), bias(3);
         std::vector<float> values(33), written(33);
         cpx::rows<float const> const w(weight, 4);
@@ -396,7 +396,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("the backward of the convolution leaves out what is not wanted, and rejects what does not fit") {
         auto const p = random_conv<double>(lengths({6, 5}), 3, 4, true, cpx::activation::silu, 4);
-        using S = cpx::sharding<cpx::zigzag<>>;
+        using S = by_tokens;
         S const sharding = cpx::shard(p.batch, cpx::zigzag<>(1)), other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
         auto const before = cpx::halo(sharding, 0, 3), after = cpx::halo(sharding, 0, 3, cpx::side::after);
         std::vector<double> values = p.x, written(values.size()), sums(12), biases(3);

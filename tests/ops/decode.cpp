@@ -360,7 +360,7 @@ TEST_SUITE("ops") {
         auto const& [whole, prompt] = conversations[1];
         auto const p = random_layer<T>(lengths(whole), uneven, true, 3);
         auto const want = expected(p.template as<double>());
-        auto const zigzag = cpx::shard(lengths(prompt), cpx::zigzag<3>{}, cpx::aligned<2>{});
+        by_tokens const zigzag = cpx::shard(lengths(prompt), cpx::zigzag<3>{}, cpx::aligned<2>{});
         for (auto const first : prefills)
             for (auto const then : decodings) {
                 CAPTURE(static_cast<int>(first));
@@ -567,7 +567,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("decoding rejects what does not fit") {
         auto const batch = lengths({3, 5});
-        auto const from = cpx::shard(batch, cpx::zigzag<>(1));
+        by_tokens const from = cpx::shard(batch, cpx::zigzag<>(1));
         auto const one = cpx::thd::uniform(2, 1);
         by_heads const to(1, one, grouped.sections());
         std::string const name = "gated_delta_net_relayout: ";
@@ -584,7 +584,7 @@ TEST_SUITE("ops") {
                 make(by_heads(1, batch, uneven.sections()), to, 0));
         rejects({"decode.cpp", name + "tokens of sequence 1 in the target: expected at most 1, or a sharding of whole "
                                       "sequences, such as replicated, got 2"},
-                make(from, cpx::shard(lengths({1, 2}), cpx::zigzag<>(1)), 0));
+                make(from, by_tokens(cpx::shard(lengths({1, 2}), cpx::zigzag<>(1))), 0));
         rejects({"decode.cpp", "relayout: ranks of the target: expected 1, got 2"},
                 make(from, by_heads(2, one, grouped.sections()), 0));
         for (int const rank : {-1, 1})
@@ -625,13 +625,13 @@ TEST_SUITE("ops") {
                 call(right, right, 2));
 
         auto const p = random_layer<float>(one, grouped, false, 1);
-        auto const tokens_of = cpx::shard(one, cpx::zigzag<>(1));
+        by_tokens const tokens_of = cpx::shard(one, cpx::zigzag<>(1));
         std::vector<float> rows(2 * 12);
         auto const step = [&](cpx::gated_delta_net_state<float> const& state) {
             return [=, &rows] {
                 cpx::sharded const x(cpx::rows<float>(rows, 12), tokens_of, 0);
                 cpx::threads::run(1, [&](cpx::threads& comm) {
-                    cpx::gated_delta_net<cpx::scan, cpx::sharding<cpx::zigzag<>>> const net(tokens_of, 0, grouped);
+                    cpx::gated_delta_net<cpx::scan, by_tokens> const net(tokens_of, 0, grouped);
                     net(p.view(), x, x, comm, {.state = state});
                 });
             };

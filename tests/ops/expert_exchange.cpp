@@ -60,8 +60,8 @@ struct results {
 };
 
 /// Runs a layer whose tokens are sharded and whose experts every group of `share` neighbours shares.
-template <class T, cpx::any_sharding S>
-results<T> run(layer<T> const& l, S const& sharding, int share, sum_order order) {
+template <class T>
+results<T> run(layer<T> const& l, by_tokens const& sharding, int share, sum_order order) {
     results<T> all;
     reference::same_on_ranks<T> of_gate_up, of_down;
     std::mutex one_at_a_time;
@@ -83,7 +83,7 @@ results<T> run(layer<T> const& l, S const& sharding, int share, sum_order order)
         auto const w = l.of(at.own());
         auto const saved = cpx::moe<T>(w, x.data(), std::move(choices), std::move(at), y.data());
         auto const g = cpx::moe_backward<T>(w, saved, dy.data(), dx.data());
-        cpx::weight_sums<S> const sums(sharding, rank, order);
+        cpx::weight_sums<by_tokens> const sums(sharding, rank, order);
         std::vector<T> dgate_up(l.gate_up.size()), ddown(l.down.size());
         sums.experts(saved.at, saved.input.view(), g.dgate_up.view(), cpx::rows<T>(dgate_up, l.n.hidden), comm);
         sums.experts(saved.at, saved.activation.view(), g.doutput.view(), cpx::rows<T>(ddown, l.n.inner), comm);
@@ -121,7 +121,7 @@ results<T> alone(layer<T> const& l) {
 }
 
 template <class T>
-void check_layer(layer<T> const& l, auto const& sharding) {
+void check_layer(layer<T> const& l, by_tokens const& sharding) {
     auto const expected = alone(l);
     int const ranks = sharding.ranks();
     for (int share = 1; share <= ranks; ++share) {
@@ -180,7 +180,7 @@ TEST_SUITE("ops") {
             auto const own = all.sequences(l.batch.sequences(), world.rank());
             index_t const begin = l.batch.offset(own.first);
             auto const batch = lengths({l.batch.length(own.first), l.batch.length(own.first + 1)});
-            auto const sharding = cpx::shard(batch, cpx::zigzag<>(2));
+            by_tokens const sharding = cpx::shard(batch, cpx::zigzag<>(2));
             int const rank = of_context.rank();
             auto const part = [&](std::vector<double> const& whole) {
                 std::vector<double> const rows(whole.begin() + begin * l.n.hidden,
@@ -211,7 +211,7 @@ TEST_SUITE("ops") {
     TEST_CASE("one expert of all tokens, and rows that stay, are exchanges, too") {
         auto const batch = lengths({5, 6});
         on(4, [&](cpx::threads& comm) {
-            auto const sharding = cpx::shard(batch, cpx::zigzag<>(4));
+            by_tokens const sharding = cpx::shard(batch, cpx::zigzag<>(4));
             auto const places = cpx::global_rows(sharding, comm.rank());
             cpx::row_buffer<index_t> chosen(sharding.rows(comm.rank()), 1);
             for (index_t row = 0; row < chosen.count(); ++row) chosen.view()(row, 0) = 5; // of 8: rank 2's
@@ -312,8 +312,8 @@ TEST_SUITE("ops") {
         });
         on(2, [&](cpx::threads& comm) {
             auto const batch = lengths({6});
-            auto const sharding = cpx::shard(batch, cpx::sequential<>(2));
-            cpx::tensor<float, std::remove_const_t<decltype(sharding)>> const x(sharding, comm.rank(), 3);
+            by_tokens const sharding = cpx::shard(batch, cpx::sequential<>(2));
+            cpx::tensor<float, by_tokens> const x(sharding, comm.rank(), 3);
             for (sum_order const order : {sum_order::by_rank, sum_order::by_row})
                 for (index_t const columns : {0, 2, -3})
                     rejects({"weight_sums::share: columns of a section: expected a divisor of the width, 3, got " +
@@ -384,8 +384,7 @@ TEST_SUITE("ops") {
             std::vector<double> logits(first, first + batch.tokens() * experts);
             double const expected = formula(logits), eps = std::numeric_limits<T>::epsilon();
             std::vector<T> one, other;
-            CHECK(std::abs(static_cast<double>(run_on(cpx::shard(batch, cpx::sequential<>(1)), over, one)) -
-                           expected) <= 20 * eps);
+            CHECK(std::abs(static_cast<double>(run_on(one_rank(batch), over, one)) - expected) <= 20 * eps);
             for (std::size_t i = 0; i < logits.size(); ++i) { // half the loss, by differences
                 double const step = 1e-5, kept = logits[i];
                 logits[i] = kept + step;
@@ -396,12 +395,12 @@ TEST_SUITE("ops") {
                 CHECK(std::abs((more - less) / (2 * step) / 2 - static_cast<double>(one[i])) <= 1e-9 + 10 * eps);
             }
             for (int const ranks : {2, 3, 5}) {
-                T const loss = run_on(cpx::shard(batch, cpx::zigzag<>(ranks)), over, other);
+                T const loss = run_on(by_tokens(cpx::shard(batch, cpx::zigzag<>(ranks))), over, other);
                 CHECK(std::abs(static_cast<double>(loss) - expected) <= 20 * eps);
                 CHECK(same_bits(other, one));
-                run_on(cpx::shard(batch, cpx::striped<>(ranks)), over, other);
+                run_on(by_tokens(cpx::shard(batch, cpx::striped<>(ranks))), over, other);
                 CHECK(same_bits(other, one));
-                run_on(cpx::shard<cpx::scope::batch>(batch, cpx::zigzag<>(ranks)), over, other);
+                run_on(by_tokens(cpx::shard<cpx::scope::batch>(batch, cpx::zigzag<>(ranks))), over, other);
                 CHECK(same_bits(other, one));
                 run_on(cpx::replicated<>(ranks, batch), over, other);
                 CHECK(same_bits(other, one));
@@ -410,11 +409,11 @@ TEST_SUITE("ops") {
         cpx::row_buffer<T> wrong(3, experts);
         on(1, [&](cpx::threads& comm) {
             auto const of = cpx::choose_experts<T>(cpx::rows<T const>(gate, hidden), cpx::rows<T const>(x, hidden), 2);
-            auto const sharding = cpx::shard(batch, cpx::sequential<>(1));
+            by_tokens const sharding = cpx::shard(batch, cpx::sequential<>(1));
             auto const loss = cpx::expert_balance(of, sharding, cpx::balance_over::batch, comm);
             support::rejects({"balance_loss_backward: shape of dlogits: expected (20, 5), got (3, 5)"},
                              [&] { cpx::balance_loss_backward<T>(loss, of, sharding, 0, 1, wrong.view()); });
-            auto const few = cpx::shard(lengths({4}), cpx::sequential<>(1));
+            by_tokens const few = cpx::shard(lengths({4}), cpx::sequential<>(1));
             support::rejects({"expert_exchange.cpp", "expert_balance: shape of logits: expected (4, 5), got (20, 5)"},
                              [&] { cpx::expert_balance(of, few, cpx::balance_over::batch, comm); });
             support::rejects({"expert_balance: over: expected sequence or batch, got 7"},
@@ -425,7 +424,7 @@ TEST_SUITE("ops") {
                 {"ranks are in different exchanges: ", wrong_choices ? "target width: expected " : "cu_seqlens"}, [&] {
                     on(2, [&](cpx::threads& comm) {
                         bool const other = comm.rank() == 1;
-                        auto const sharding =
+                        by_tokens const sharding =
                             cpx::shard(other && !wrong_choices ? lengths({8, 12}) : lengths({6, 14}), cpx::zigzag<>(2));
                         auto const own = take(x, {{1, hidden}}, sharding, comm.rank());
                         auto const of = cpx::choose_experts<T>(cpx::rows<T const>(gate, hidden), own.data(),

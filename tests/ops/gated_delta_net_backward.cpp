@@ -149,9 +149,9 @@ TEST_SUITE("ops") {
 
     TEST_CASE("the backward rejects what does not fit, before anything moves, and adds to what weights hold") {
         auto const batch = lengths({6, 5});
-        auto const on = [](cpx::thd const& of) { return cpx::shard(of, cpx::zigzag<>(1)); };
-        auto const sharding = on(batch), other = on(lengths({5, 6})), longer = on(lengths({6, 7}));
-        using S = std::remove_cv_t<decltype(sharding)>;
+        using S = by_tokens;
+        auto const on = [](cpx::thd const& of) -> S { return cpx::shard(of, cpx::zigzag<>(1)); };
+        S const sharding = on(batch), other = on(lengths({5, 6})), longer = on(lengths({6, 7}));
         using net = cpx::gated_delta_net<cpx::scan, S>;
         auto const p = random_layer<double>(batch, grouped, false, 1);
         auto const expected = gradient<cpx::scan>(p, p.x, sharding, sum_order::by_rank);

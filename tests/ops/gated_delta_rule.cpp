@@ -130,7 +130,7 @@ TEST_SUITE("ops") {
             check_close(run<cpx::scan>(p, sharding), expected, p.batch);
             check_close(run<cpx::serial>(p, sharding), expected, p.batch);
         };
-        check(cpx::shard(p.batch, cpx::zigzag<3>{}));
+        check(cpx::shard(p.batch, cpx::zigzag<4>{}, cpx::aligned<16>{}));
         check(by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::striped<4, 2>{}, cpx::aligned<16>{})));
         check(by_tokens(cpx::shard(p.batch, backwards{})));
         check(by_tokens(
@@ -178,7 +178,7 @@ TEST_SUITE("ops") {
                 check_same(run<cpx::serial>(p, sharding), one);
                 check_same(run<cpx::scan>(p, sharding), one);
             }
-            check_same(run<cpx::scan>(p, cpx::head_sharded<3>(p.batch, p.sections())), one);
+            check_same(run<cpx::scan>(p, cpx::head_sharded<>(3, p.batch, p.sections())), one);
         }
     }
 
@@ -242,7 +242,7 @@ TEST_SUITE("ops") {
             check(run<cpx::serial>(p, one_rank(p.batch)));
             check(run<cpx::serial>(
                 p, by_tokens(cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<3>{}, cpx::aligned<16>{}))));
-            check(run<cpx::scan>(p, cpx::head_sharded<3>(p.batch, p.sections())));
+            check(run<cpx::scan>(p, cpx::head_sharded<>(3, p.batch, p.sections())));
         }
     }
 
@@ -276,7 +276,7 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE("the delta rule rejects what does not fit") {
-        using S = cpx::sharding<cpx::zigzag<>>;
+        using S = by_tokens;
         auto const batch = lengths({6, 5});
         S const sharding = cpx::shard(batch, cpx::zigzag<>(1)), other = cpx::shard(lengths({5, 6}), cpx::zigzag<>(1));
         std::vector<float> values(11 * 16), states(2 * 32);

@@ -118,7 +118,7 @@ TEST_SUITE("ops") {
                 auto const expected = file.read<double>(to);
                 std::vector<T> one;
                 for (int const ranks : {1, 3, 4}) {
-                    auto const sharding = cpx::shard(b.batch, cpx::zigzag<>(ranks));
+                    on_ranks::by_tokens const sharding = cpx::shard(b.batch, cpx::zigzag<>(ranks));
                     auto const all = on_ranks::assemble<T>(sharding, {{1, width}}, [&](cpx::threads& comm) {
                         auto const ids = on_ranks::take(b.ids, {{1, 1}}, sharding, comm.rank());
                         auto const positions = cpx::mrope_positions(b.items, ids, tokens, comm);
@@ -179,14 +179,15 @@ TEST_SUITE("ops") {
         CHECK(whole.deltas == std::vector<index_t>{3 + 3 * 6 + 1 - 16, 0, 1 + 2 + 1 - 3});
         for (int const ranks : {1, 2, 5}) {
             cpx::tally sent;
-            CHECK(problem_of(b, placeholders, cpx::shard(b.batch, cpx::zigzag<>(ranks)), whole, sent) == "");
+            CHECK(problem_of(b, placeholders, on_ranks::by_tokens(cpx::shard(b.batch, cpx::zigzag<>(ranks))), whole,
+                             sent) == "");
         }
     }
 
     TEST_CASE("a rank whose placeholders are too many or in other places throws, and so do the others") {
         auto const b = media_writer().text(9).image(4, 4).text(8).end().done();
         auto const run = [&](std::vector<index_t> const& changed) {
-            auto const sharding = cpx::shard(b.batch, cpx::sequential<>(3));
+            on_ranks::by_tokens const sharding = cpx::shard(b.batch, cpx::sequential<>(3));
             auto wrong = b.ids;
             for (index_t const row : changed)
                 wrong[static_cast<std::size_t>(row)] = 107 - wrong[static_cast<std::size_t>(row)];
@@ -216,7 +217,7 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE("ranks that know different grids, or give another's ids, are rejected") {
-        auto const sharding = cpx::shard(lengths({10}), cpx::zigzag<>(2));
+        on_ranks::by_tokens const sharding = cpx::shard(lengths({10}), cpx::zigzag<>(2));
         auto const run = [&](bool grids) {
             return message([&] {
                 cpx::threads::run(2, [&](cpx::threads& comm) {
@@ -233,11 +234,12 @@ TEST_SUITE("ops") {
     TEST_CASE("ids of another shape or of other ranks are rejected") {
         auto const b = media_writer().text(9).end().done();
         cpx::threads::run(1, [&](cpx::threads& comm) {
-            auto const sharding = cpx::shard(b.batch, cpx::sequential<>(1));
+            on_ranks::by_tokens const sharding = cpx::shard(b.batch, cpx::sequential<>(1));
             auto const wide = cpx::make_tensor<index_t>(sharding, 0, 2);
             rejects({"mrope.cpp", "mrope_positions: shape of ids: expected (9, 1), got (9, 2)"},
                     [&] { cpx::mrope_positions(b.items, wide, placeholders, comm); });
-            auto const of_two = cpx::make_tensor<index_t>(cpx::shard(b.batch, cpx::sequential<>(2)), 0, 1);
+            auto const of_two =
+                cpx::make_tensor<index_t>(on_ranks::by_tokens(cpx::shard(b.batch, cpx::sequential<>(2))), 0, 1);
             rejects({"mrope_positions: rank of the ids: expected 0 of 1, got 0 of 2"},
                     [&] { cpx::mrope_positions(b.items, of_two, placeholders, comm); });
         });

@@ -9,7 +9,6 @@
 #include <ops/golden.hpp>
 #include <ops/on_ranks.hpp>
 #include <ops/reference.hpp>
-#include <support/erased.hpp>
 #include <support/rejects.hpp>
 
 #include <bit>
@@ -77,8 +76,6 @@ std::vector<T> some_columns(std::vector<T> const& whole, index_t width, index_t 
         some.insert(some.end(), row + first, row + first + count);
     return some;
 }
-
-support::any_tokens alone(cpx::thd const& batch) { return one_rank(batch); }
 
 /// Forward and backward.
 template <cpx::carry_kind How, class R, class T, cpx::any_sharding S>
@@ -253,8 +250,8 @@ void check_same(outcome<T> const& a, outcome<T> const& b) {
 }
 
 template <class R, class T>
-support::any_rows by_heads(problem<R, T> const& p, int ranks) {
-    return cpx::head_sharded<>(ranks, p.batch, p.sections());
+cpx::head_sharded<> by_heads(problem<R, T> const& p, int ranks) {
+    return {ranks, p.batch, p.sections()};
 }
 
 template <class R>
@@ -269,7 +266,7 @@ void everywhere(cpx::thd const& batch, std::vector<int> const& ranks, F&& f) {
     for (int const count : ranks)
         for_each_sharding(batch, count, {1, 16}, [&](std::string const& name, auto const& sharding) {
             CAPTURE(name);
-            f(support::any_tokens(sharding), cpx::is_exact<cpx::serial>(sharding, 16));
+            f(sharding, cpx::is_exact<cpx::serial>(sharding, 16));
         });
 }
 
@@ -277,14 +274,14 @@ template <class R, class T>
 void check_golden() {
     for (index_t const chunk : {1, 5, 64}) {
         golden_problem<R> const g(file_of<R>, chunk);
-        g.check(run<cpx::serial>(g.p.template as<T>(), g.template upstream<T>(), alone(g.p.batch)));
+        g.check(run<cpx::serial>(g.p.template as<T>(), g.template upstream<T>(), one_rank(g.p.batch)));
     }
     golden_problem<R> const g(file_of<R>, 16);
     auto const p = g.p.template as<T>();
     auto const upstream = g.template upstream<T>();
-    auto const one = run<cpx::serial>(p, upstream, alone(p.batch));
+    auto const one = run<cpx::serial>(p, upstream, one_rank(p.batch));
     g.check(one);
-    everywhere(p.batch, {2, 3, 4, 5, 8}, [&](support::any_tokens const& sharding, bool exact) {
+    everywhere(p.batch, {2, 3, 4, 5, 8}, [&](by_tokens const& sharding, bool exact) {
         g.check(run<cpx::scan>(p, upstream, sharding));
         auto const serial = run<cpx::serial>(p, upstream, sharding);
         if (exact)
@@ -306,7 +303,7 @@ void check_tokens() {
         R const r{heads[i % 5], {.chunk = chunks[i % 3], .scale = i % 2 ? 0.7 : 0.}};
         auto const p = random_problem<R, T>(random_batch(numbers, 4), r, decays[i / 3], i % 4 > 0, i);
         auto const expected = by_token(p.template as<double>());
-        auto const got = run<cpx::scan>(p, random_upstream(p, true, i), alone(p.batch));
+        auto const got = run<cpx::scan>(p, random_upstream(p, true, i), one_rank(p.batch));
         CHECK(relative_error(got.o, expected.o) <= 2000 * std::numeric_limits<T>::epsilon());
         CHECK(relative_error(got.final, expected.final) <= 2000 * std::numeric_limits<T>::epsilon());
     }
@@ -329,7 +326,7 @@ void check_differences(std::size_t turn) {
     double const decays[] = {1e-3, 2, 30, 0.1};
     auto p = random_problem<R, double>(lengths(packings[turn % 3]), r, decays[turn], true, turn);
     auto const upstream = random_upstream(p, true, turn + 50);
-    auto const expected = run<cpx::serial>(p, upstream, alone(p.batch));
+    auto const expected = run<cpx::serial>(p, upstream, one_rank(p.batch));
     support::splitmix numbers(turn + 7);
     auto const check = [&](std::vector<double>& x, std::vector<double> const& slopes, std::vector<double> direction) {
         auto const value = x;
@@ -360,7 +357,7 @@ void check_differences(std::size_t turn) {
         CHECK(relative_error(got.dx, expected.dx) <= 1e-12);
         CHECK(relative_error(got.dinitial, expected.dinitial) <= 1e-12);
     };
-    everywhere(p.batch, {3}, [&](support::any_tokens const& sharding, bool) {
+    everywhere(p.batch, {3}, [&](by_tokens const& sharding, bool) {
         check_near(run<cpx::scan>(p, upstream, sharding));
         check_near(run<cpx::serial>(p, upstream, sharding));
     });
@@ -374,7 +371,7 @@ void check_leaks() {
     auto const upstream = random_upstream(p, true, 3);
     index_t const columns = width(p.sections()), out = width(p.outputs()), states = 2 * p.state();
     for (double const change : {1e-3, std::numeric_limits<double>::quiet_NaN()})
-        everywhere(p.batch, {1, 3}, [&](support::any_tokens const& sharding, bool) {
+        everywhere(p.batch, {1, 3}, [&](by_tokens const& sharding, bool) {
             auto const check = [&]<class How>(How) {
                 auto const before = run<How>(p, upstream, sharding);
                 for (index_t const row : {0, 11, 19, 20, 33, 49}) {
@@ -407,7 +404,7 @@ template <class R>
 void check_received(int ranks) {
     auto const p = random_problem<R, double>(lengths({64}), R{{1, 2, 3, 5}, {.chunk = 4}}, 1e-2, false, 11);
     auto const upstream = random_upstream(p, false, 1);
-    auto const got = run<cpx::scan>(p, upstream, support::any_tokens(cpx::shard(p.batch, cpx::sequential<>(ranks))));
+    auto const got = run<cpx::scan>(p, upstream, by_tokens(cpx::shard(p.batch, cpx::sequential<>(ranks))));
     for (int rank = 0; rank < ranks; ++rank) {
         auto const bytes = [&](int level) -> index_t {
             index_t const digits = std::bit_width(static_cast<unsigned>(level)); // at most log2 W, rounded up
@@ -459,14 +456,14 @@ TEST_SUITE("ops") {
         auto const r = kimi_delta_attention{{2, 4, 8, 4}, {.chunk = 16}};
         auto const p = random_problem<kimi_delta_attention, double>(lengths({33, 1, 70, 0, 16}), r, 0.1, true, 8);
         auto const upstream = random_upstream(p, true, 9);
-        auto const all = run<cpx::serial>(p, upstream, alone(p.batch));
+        auto const all = run<cpx::serial>(p, upstream, one_rank(p.batch));
         index_t const columns = width(p.sections()), out = width(p.outputs()), states = 4 * p.state();
         for (index_t s = 0; s < p.batch.sequences(); ++s) {
             index_t const first = p.batch.offset(s), last = p.batch.offset(s + 1);
             problem<kimi_delta_attention, double> const own{
                 lengths({last - first}), r, slice(p.x, columns, first, last), slice(p.initial, states, s, s + 1)};
             outcome<double> const of_own{slice(upstream.o, out, first, last), slice(upstream.final, states, s, s + 1)};
-            check_same(run<cpx::scan>(own, of_own, alone(own.batch)),
+            check_same(run<cpx::scan>(own, of_own, one_rank(own.batch)),
                        {slice(all.o, out, first, last), slice(all.final, states, s, s + 1),
                         slice(all.dx, columns, first, last), slice(all.dinitial, states, s, s + 1)});
         }
@@ -483,15 +480,15 @@ TEST_SUITE("ops") {
             other.x.insert(other.x.end(), row + before_g + 4, row + before_g + 8);
         }
         auto const expected = reference::run<cpx::serial>(p, one_rank(p.batch));
-        auto const got = run<cpx::serial>(other, random_upstream(other, true, 1), alone(p.batch));
+        auto const got = run<cpx::serial>(other, random_upstream(other, true, 1), one_rank(p.batch));
         CHECK(relative_error(got.o, expected.o) <= 1e-14);
         CHECK(relative_error(got.final, expected.final) <= 1e-14);
     }
 
     TEST_CASE("a recurrence rejects what does not fit, before anything is written") {
-        using S = support::any_tokens;
+        using S = by_tokens;
         auto const batch = lengths({6, 5});
-        S const sharding = alone(batch), other = alone(lengths({5, 6}));
+        S const sharding = one_rank(batch), other = one_rank(lengths({5, 6}));
         std::vector<double> values(11 * 16), states(4 * 32), outputs(11 * 8 * 2, 7);
         cpx::sharded<double, S> const q({values.data(), 11, 4, 16}, sharding, 0),
             v({values.data() + 4, 11, 8, 16}, sharding, 0),
@@ -569,7 +566,7 @@ TEST_SUITE("ops") {
     TEST_CASE("ranks that run two recurrences, or one on two batches, are told") {
         cpx::recurrence_heads const heads{1, 1, 2, 2};
         auto const run_on = [&](auto const& r, cpx::thd const& batch, cpx::threads& threads) {
-            support::any_tokens const sharding = cpx::shard(batch, cpx::sequential<>(2));
+            by_tokens const sharding = cpx::shard(batch, cpx::sequential<>(2));
             counts_received comm{threads};
             auto const input = [&](std::size_t i) {
                 return cpx::make_tensor<double>(sharding, comm.rank(), r.inputs()[i].heads * r.inputs()[i].width);

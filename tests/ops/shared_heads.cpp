@@ -89,7 +89,7 @@ TEST_SUITE("ops") {
                     CAPTURE(ranks);
                     check(cpx::head_sharded<>(ranks, batch, {{c.shared, c.width}, {c.readers, 1}}));
                     check(cpx::replicated<>(ranks, batch));
-                    check(cpx::shard(batch, cpx::zigzag<>(ranks)));
+                    check(by_tokens(cpx::shard(batch, cpx::zigzag<>(ranks))));
                 }
             }
     }
@@ -114,7 +114,7 @@ TEST_SUITE("ops") {
                     for (int rank = 0; rank < ranks; ++rank) {
                         cpx::range const all{0, heads},
                             none = cpx::owned_heads(cpx::replicated<>(ranks, batch), rank, heads);
-                        CHECK(cpx::owned_heads(cpx::shard(batch, cpx::zigzag<>(ranks)), rank, heads) == all);
+                        CHECK(cpx::owned_heads(by_tokens(cpx::shard(batch, cpx::zigzag<>(ranks))), rank, heads) == all);
                         CHECK(none.size() == (rank == 0 ? heads : 0));
                     }
                 }

@@ -69,7 +69,7 @@ void for_each(cpx::thd const& batch, F&& f) {
         f("heads on " + std::to_string(ranks) + " ranks", cpx::head_sharded<>(ranks, batch, {{4, 3}, {2, 5}}));
         f("replicated on " + std::to_string(ranks) + " ranks", cpx::replicated<>(ranks, batch));
     }
-    f("static zigzag", cpx::shard(batch, cpx::zigzag<3>{}));
+    f("static zigzag", cpx::shard(batch, cpx::zigzag<4>{}, cpx::aligned<16>{}));
     f("sequential<5> over batch", by_tokens(cpx::shard<cpx::scope::batch>(batch, cpx::sequential<5>{})));
     f("miles' rule", by_tokens(cpx::shard(batch, cpx::by_length{cpx::zigzag<4>{}, cpx::sequential<4>{},
                                                                 [](index_t n) { return n % 8 == 0; }})));
@@ -235,7 +235,7 @@ TEST_SUITE("ops") {
         // nor does one whose weights are all 0, though its labels have log-probabilities
         auto p = random_problem<double>(support::lengths({4, 3}), 3, true, 2);
         std::ranges::fill(p.weights, 0.0);
-        auto const got = run(p, cpx::shard(p.batch, cpx::zigzag<>(3)));
+        auto const got = run(p, by_tokens(cpx::shard(p.batch, cpx::zigzag<>(3))));
         CHECK(got.logp[0] < 0);
         CHECK(got.loss.mean == 0);
         CHECK(got.loss.weight == 0);
@@ -245,7 +245,7 @@ TEST_SUITE("ops") {
     TEST_CASE("the gradient of the loss is its difference, on ranks") {
         for (bool const weighted : {false, true}) {
             auto p = random_problem<double>(cpx::thd({0, 7, 7, 12, 13}, {5, 0, 5, 1}), 4, weighted, 9);
-            auto const sharding = cpx::shard(p.batch, cpx::zigzag<>(3));
+            by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(3));
             auto const all = run(p, sharding, 1.5);
             gradients::check(cpx::rows<double>(p.logits, 4), cpx::rows<double const>(all.dlogits, 4),
                              [&] { return 1.5 * run(p, sharding).loss.mean; });
@@ -323,7 +323,7 @@ TEST_SUITE("ops") {
         auto const expected = labels_of(p.batch, p.tokens);
         for (int const ranks : {2, 4, 8}) {
             CAPTURE(ranks);
-            auto const sharding = cpx::shard(p.batch, cpx::zigzag<>(ranks));
+            by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(ranks));
             std::vector<index_t> labels(p.tokens.size(), poison<index_t>());
             std::mutex guard;
             cpx::threads::run(ranks, [&](cpx::threads& threads) {
@@ -349,7 +349,7 @@ TEST_SUITE("ops") {
     }
 
     TEST_CASE("ranks that shift by another k, or by another operator, are told which") {
-        auto const sharding = cpx::shard(cpx::thd({0, 12}), cpx::zigzag<2>{});
+        by_tokens const sharding = cpx::shard(cpx::thd({0, 12}), cpx::zigzag<2>{});
         auto const disagree = [&](std::string const& passage, auto const& odd) {
             std::array<std::string, 2> texts;
             static_cast<void>(support::message([&] {
@@ -421,7 +421,7 @@ TEST_SUITE("ops") {
     TEST_CASE("the gradient of embeddings k ahead is their difference, on ranks") {
         index_t const width = 2;
         auto const batch = cpx::thd({0, 0, 1, 5, 12}, {0, 1, 3, 7});
-        auto const sharding = cpx::shard(batch, cpx::zigzag<>(3));
+        by_tokens const sharding = cpx::shard(batch, cpx::zigzag<>(3));
         support::splitmix numbers(95);
         auto x = uniform<double>(numbers, batch.tokens() * width, 1);
         for (index_t k = 1; k <= 4; ++k) {
@@ -478,9 +478,9 @@ TEST_SUITE("ops") {
 
     TEST_CASE("labels and loss reject what does not fit, before anything moves") {
         auto const batch = support::lengths({6, 5});
-        auto const sharding = cpx::shard(batch, cpx::zigzag<>(1)),
-                   another = cpx::shard(support::lengths({5, 6}), cpx::zigzag<>(1));
-        using S = cpx::sharding<cpx::zigzag<>>;
+        using S = by_tokens;
+        S const sharding = cpx::shard(batch, cpx::zigzag<>(1)),
+                another = cpx::shard(support::lengths({5, 6}), cpx::zigzag<>(1));
         std::vector<index_t> ids(22);
         std::vector<double> values(22), weights(11, 1);
         cpx::sharded<index_t, S> const tokens({ids.data(), 11, 1}, sharding, 0),
@@ -534,7 +534,7 @@ TEST_SUITE("ops") {
                          mean(logp, tokens, with(endless)));
         support::rejects({"mean_token_loss: weights: expected on every rank or on none, got on some ranks"}, [&] {
             cpx::threads::run(2, [&](cpx::threads& comm) {
-                cpx::tensor<double, S> p(cpx::shard(batch, cpx::zigzag<>(2)), comm.rank(), 1);
+                cpx::tensor<double, S> p(S(cpx::shard(batch, cpx::zigzag<>(2))), comm.rank(), 1);
                 cpx::tensor<index_t, S> const of(p.sharding(), comm.rank(), 1);
                 std::vector<double> const w(comm.rank() == 1 ? p.elements().size() : 0, 2);
                 cpx::mean_token_loss(p, of, comm, w);

@@ -165,7 +165,7 @@ TEST_SUITE("ops") {
 
     TEST_CASE("the gradient of a replicated tower is that of its own placeholders, and 0 elsewhere") {
         auto const b = media_writer().text(1).image(4, 4).text(3).image(2, 2).end().done();
-        auto const s = cpx::shard(b.batch, cpx::zigzag<>(2));
+        on_ranks::by_tokens const s = cpx::shard(b.batch, cpx::zigzag<>(2));
         numbers sums(5 * width);
         std::mutex guard;
         cpx::threads::run(2, [&](cpx::threads& comm) {
@@ -276,7 +276,7 @@ TEST_SUITE("ops") {
             features_by_item(b.items, media_kind::image, {1, 0});
         });
         cpx::threads::run(1, [&](cpx::threads& comm) {
-            auto const s = cpx::shard(b.batch, cpx::zigzag<>(1));
+            on_ranks::by_tokens const s = cpx::shard(b.batch, cpx::zigzag<>(1));
             auto const p = cpx::mrope_positions(b.items, take(b.ids, {{1, 1}}, s, 0), placeholders, comm);
             auto x = cpx::make_tensor<float>(s, 0, width), narrow = cpx::make_tensor<float>(s, 0, width - 1);
             auto const features = cpx::make_tensor<float>(p.features(media_kind::image), 0, width);
@@ -284,13 +284,14 @@ TEST_SUITE("ops") {
                     [&] { cpx::put_features(p, media_kind::image, features, narrow); });
             rejects({"put_features: sharding of the features: expected that of the placeholders, got another"},
                     [&] { cpx::put_features(p, media_kind::video, features, x); });
-            auto other = cpx::make_tensor<float>(cpx::shard(lengths({10}), cpx::zigzag<>(1)), 0, width);
+            auto other =
+                cpx::make_tensor<float>(on_ranks::by_tokens(cpx::shard(lengths({10}), cpx::zigzag<>(1))), 0, width);
             rejects({"add_features: sharding of x"}, [&] { cpx::add_features(p, media_kind::image, features, other); });
             rejects({"put_features: kind: expected image or video, got 0"},
                     [&] { cpx::put_features(p, media_kind::text, features, x); });
         });
         cpx::threads::run(2, [&](cpx::threads& comm) { // x of the other rank
-            auto const s = cpx::shard(b.batch, cpx::zigzag<>(2));
+            on_ranks::by_tokens const s = cpx::shard(b.batch, cpx::zigzag<>(2));
             int const rank = comm.rank();
             auto const p = cpx::mrope_positions(b.items, take(b.ids, {{1, 1}}, s, rank), placeholders, comm);
             auto x = cpx::make_tensor<float>(s, 1 - rank, 8);

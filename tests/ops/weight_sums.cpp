@@ -149,8 +149,8 @@ TEST_SUITE("ops") {
             for (index_t const columns : {1, 2, 5})
                 for (int const ranks : {1, 2, 3, 5, 8}) {
                     auto const p = random_projection<double>(lengths(packing), 3 * columns, 1, 9);
-                    auto const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(ranks));
-                    using S = std::remove_cv_t<decltype(sharding)>;
+                    by_tokens const sharding = cpx::shard<cpx::scope::batch>(p.batch, cpx::zigzag<>(ranks));
+                    using S = by_tokens;
                     CAPTURE(ranks);
                     CAPTURE(columns);
                     std::mutex guard;
@@ -220,8 +220,8 @@ TEST_SUITE("ops") {
 
     TEST_CASE("sums add to what they hold, and reject a gradient of another shape before anything moves") {
         auto const p = random_projection<double>(lengths({7}), 3, 2, 4);
-        auto const sharding = cpx::shard(p.batch, cpx::zigzag<>(1));
-        using S = std::remove_cv_t<decltype(sharding)>;
+        by_tokens const sharding = cpx::shard(p.batch, cpx::zigzag<>(1));
+        using S = by_tokens;
         for (sum_order const order : {sum_order::by_rank, sum_order::by_row}) {
             std::vector<double> sum(6, 1.), gains(2, 1.);
             auto const call = [&](cpx::rows<double> to) {

@@ -125,7 +125,8 @@ void balance_loss_backward(balance_loss<T> const& of_batch, expert_choices<T> co
                            caller here = caller::here()) {
     char const* const where = "balance_loss_backward";
     index_t const experts = of_batch.factor.width(), units = of_batch.factor.count();
-    detail::require_shape(where, "logits", of.logits.view(), sharding.rows(rank, here), experts, here);
+    detail::require_shape(where, "logits", of.logits.view(), detail::rows_of_rank(where, sharding, rank, here), experts,
+                          here);
     detail::require_shape(where, "dlogits", dlogits, of.logits.count(), experts, here);
     require(units == 1 || units == sharding.batch().sequences(), where, "sequences of the loss",
             sharding.batch().sequences(), units, here);
