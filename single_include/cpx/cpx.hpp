@@ -2047,6 +2047,15 @@ inline index_t columns_of(char const* where, std::span<section const> sections, 
     return columns;
 }
 
+[[noreturn]] inline void no_owner(int chunk, int ranks, int owner, caller here) {
+    throw error("sharding", "owner of chunk " + std::to_string(chunk), "a rank from 0 to " + std::to_string(ranks - 1),
+                std::to_string(owner), here);
+}
+[[noreturn]] inline void not_listed(int place, int rank, int last, int chunk, caller here) {
+    throw error("sharding", "chunk " + std::to_string(place) + " in the layout's list of rank " + std::to_string(rank),
+                "one of the rank's after " + std::to_string(last), std::to_string(chunk), here);
+}
+
 // Stand for what callers pass; nvcc does not accept lambdas in a concept.
 struct takes_range {
     void operator()(range) const {}
@@ -2228,8 +2237,7 @@ private:
         detail::product("sharding", "tokens times chunks", {batch_.tokens(), l.chunks()}, here);
         for (int c = 0; c < l.chunks(); ++c)
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
-                throw error("sharding", "owner of chunk " + std::to_string(c),
-                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)), here);
+                detail::no_owner(c, ranks(), l.owner(c), here);
         if constexpr (listed_layout<L>) check_list(l, here);
     }
 
@@ -2239,10 +2247,7 @@ private:
         for (int rank = 0; rank < ranks(); ++rank)
             for (int i = 0, last = -1, count = l.chunks(rank); i < count; ++i, ++listed) {
                 int const c = l.chunk(rank, i);
-                if (c <= last || c >= l.chunks() || l.owner(c) != rank)
-                    throw error("sharding",
-                                "chunk " + std::to_string(i) + " in the layout's list of rank " + std::to_string(rank),
-                                "one of the rank's after " + std::to_string(last), std::to_string(c), here);
+                if (c <= last || c >= l.chunks() || l.owner(c) != rank) detail::not_listed(i, rank, last, c, here);
                 last = c;
             }
         require(listed == l.chunks(), "sharding", "chunks in the layout's lists", l.chunks(), listed, here);
@@ -2842,14 +2847,19 @@ private:
 
 namespace detail {
 
+[[noreturn]] inline void misplaced(char const* where, char const* what, bool same_sharding, int got, int rank,
+                                   char const* whose, caller here) {
+    if (!same_sharding) throw error(where, std::string("sharding of ") + what, whose, "another", here);
+    throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)), std::to_string(got),
+                here);
+}
+
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
 template <class T, any_sharding S, any_memory M>
 void require_place(char const* where, char const* what, sharded<T, S, M> const& x, S const& sharding, int rank,
                    char const* whose, caller here) {
-    if (!(x.sharding() == sharding)) throw error(where, std::string("sharding of ") + what, whose, "another", here);
-    if (x.rank() != rank)
-        throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)),
-                    std::to_string(x.rank()), here);
+    bool const same = x.sharding() == sharding;
+    if (!same || x.rank() != rank) misplaced(where, what, same, x.rank(), rank, whose, here);
 }
 
 /// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.
@@ -3432,6 +3442,77 @@ private:
 
 } // namespace cpx
 
+// cpx/plan/global_rows.hpp
+// Which rows of a batch a rank holds, and where the rows of a batch are: for loaders, and for what comes after.
+
+namespace cpx {
+
+/// Returns the global rows that a rank holds, as pieces in its local order: to copy them needs one call a piece.
+///
+/// Where every rank holds every row (`head_sharded`, `replicated`), all rows: of heads, each rank takes its columns.
+/// Throws `cpx::error` if there is no such rank. Cost: O(pieces).
+template <any_sharding S>
+std::vector<range> pieces(S const& sharding, int rank, caller here = caller::here()) {
+    detail::require_rank("pieces", rank, sharding.ranks(), here);
+    std::vector<range> list;
+    sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
+    return list;
+}
+template <class X>
+detail::refused pieces(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: pieces(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
+}
+
+/// Returns the global row of every local row of a rank: its rows of a batch that the loader has whole, as gathers and
+/// scatters by index want them. Local row i is row `global_rows(sharding, rank)[i]` of the batch.
+///
+/// Of a padded tensor, row i is row `packing.rows()[global_rows(sharding, rank)[i]]`.
+/// Throws as `pieces` does, and if there is not the memory. Cost: O(rows).
+template <any_sharding S>
+std::vector<index_t> global_rows(S const& sharding, int rank, caller here = caller::here()) {
+    detail::require_rank("global_rows", rank, sharding.ranks(), here);
+    auto list = detail::zeros<index_t>("global_rows", {sharding.rows(rank)}, here);
+    auto next = list.begin();
+    sharding.for_each_piece(rank, [&](range piece) {
+        for (index_t row = piece.first; row < piece.last; ++row) *next++ = row;
+    });
+    return list;
+}
+template <class X>
+std::vector<index_t> global_rows(X const&, detail::any = {}, detail::any = {}) {
+    static_assert(detail::never<X>,
+                  "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
+    return {};
+}
+
+/// Returns the way back: for every global row the rank that holds it and its local row there. Where every rank holds
+/// every row, the slot is that of rank 0, and the local row the same on all.
+///
+/// Throws `cpx::error` if there is not the memory. Cost: O(tokens + W runs).
+template <any_sharding S>
+std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
+    auto list = detail::zeros<slot>("slots", {sharding.batch().tokens()}, here);
+    for (int rank = 0; rank < (S::every_row ? 1 : sharding.ranks()); ++rank) {
+        index_t local = 0;
+        sharding.for_each_piece(rank, [&](range piece) {
+            for (index_t row = piece.first; row < piece.last; ++row)
+                list[static_cast<std::size_t>(row)] = {rank, local++};
+        });
+    }
+    return list;
+}
+template <class X, class... Rest>
+    requires(!any_sharding<X> || sizeof...(Rest) > 0)
+std::vector<slot> slots(X const&, Rest const&...) {
+    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns, "
+                                    "and no rank: it tells of all");
+    return {};
+}
+
+} // namespace cpx
+
 // cpx/plan/segments.hpp
 // The maximal runs of consecutive tokens of one sequence among a rank's rows.
 
@@ -3460,7 +3541,7 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     std::vector<segment> list;
     thd const& batch = s.batch();
     index_t row = 0, sequence = 0;
-    s.for_each_piece(rank, [&](range piece) {
+    for (range piece : pieces(s, rank))
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
@@ -3472,7 +3553,6 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
             row += common.size();
             piece.first = common.last;
         }
-    });
     return list;
 }
 template <class X>
@@ -3816,41 +3896,59 @@ std::string const& sharding_name() {
     return name;
 }
 
-/// Calls `f(number, name)` for all that types do not tell: run-time sizes, owners, cuts, sections. `name()` says what a
-/// number is.
-template <any_sharding S, class F>
-void for_each_setting(S const& s, F&& f) {
-    auto const text = [](auto const& number) { return std::to_string(number); };
-    f(s.ranks(), [] { return std::string("ranks"); });
+/// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
+/// setting at `named` what it is.
+struct setting_reader {
+    std::uint64_t hash = 0;
+    std::vector<index_t>* list = nullptr;
+    index_t named = -1;
+    std::string name = {};
+
+    /// `what` has a # where each of the numbers belongs: "owner of chunk #".
+    void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {
+        hash = mix(hash, static_cast<std::uint64_t>(number));
+        if (!list) return;
+        if (std::ssize(*list) == named) {
+            name.clear();
+            for (auto next = of.begin(); *what; ++what)
+                name += *what == '#' ? std::to_string(*next++) : std::string(1, *what);
+        }
+        list->push_back(number);
+    }
+};
+
+/// Lets `read` read all that types do not tell: run-time sizes, owners, cuts, sections.
+template <any_sharding S>
+setting_reader read_settings(S const& s, setting_reader read = {}) {
+    read(s.ranks(), "ranks");
     for (index_t i = 0; section const& group : s.sections()) {
-        f(group.heads, [&] { return "heads of section " + text(i); });
-        f(group.width, [&] { return "width of section " + text(i); });
+        read(group.heads, "heads of section #", {i});
+        read(group.width, "width of section #", {i});
         ++i;
     }
     if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
         for (int rank = 0; rank < s.ranks(); ++rank) {
-            f(s.rows(rank), [&] { return "rows of rank " + text(rank); });
+            read(s.rows(rank), "rows of rank #", {rank});
             if constexpr (!S::every_row)
-                s.for_each_piece(rank, [&, i = 0](range piece) mutable {
-                    f(piece.first, [&] { return "first row of piece " + text(i) + " of rank " + text(rank); });
-                    ++i;
+                s.for_each_piece(rank, [&, i = index_t{0}](range piece) mutable {
+                    read(piece.first, "first row of piece # of rank #", {i++, rank});
                 });
         }
     } else {
         constexpr bool one_layout = layout<typename S::layout_type>; // a length rule is known by its answers
         for (index_t i = 0; i < (one_layout ? 1 : s.runs()); ++i) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
-            auto const of = [&] { return one_layout ? std::string() : " of run " + text(i); };
-            f(l.chunks(), [&] { return "chunks" + of(); });
-            for (int c = 0; c < l.chunks(); ++c) f(l.owner(c), [&] { return "owner of chunk " + text(c) + of(); });
+            read(l.chunks(), one_layout ? "chunks" : "chunks of run #", {i});
+            for (int c = 0; c < l.chunks(); ++c)
+                read(l.owner(c), one_layout ? "owner of chunk #" : "owner of chunk # of run #", {c, i});
         }
         if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            f(s.cut().unit(), [] { return std::string("unit"); });
+            read(s.cut().unit(), "unit");
         else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
             for (index_t t = 1; t < index_t{1} << 32; t *= 2)
-                f(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t),
-                  [&] { return "begin of chunk 1 of 3 in " + text(3 * t) + " tokens"; });
+                read(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t), "begin of chunk 1 of 3 in # tokens", {3 * t});
     }
+    return read;
 }
 
 /// Whether the numbers above follow from the type alone.
@@ -3862,82 +3960,96 @@ inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
 /// Hashes the numbers above; those of a type once.
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
-    auto const find = [](S const& of) {
-        std::uint64_t hash = 0;
-        for_each_setting(of, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
-        return hash;
-    };
     if constexpr (settled<S>) {
-        static std::uint64_t const hash = find(s);
+        static std::uint64_t const hash = read_settings(s).hash;
         return hash;
     } else {
-        return find(s);
+        return read_settings(s).hash;
     }
 }
 
-/// Tells in at most 79 characters what `hash`, the one above, sums up: all of it, or the first of it and the hash.
-template <any_sharding S>
-std::string sharding_settings(S const& s, std::uint64_t hash) {
-    std::string text;
-    bool whole = false;
-    auto const add = [&](std::string const& more) { text += (text.empty() ? "" : ", ") + more; };
-    for (section const& group : s.sections())
-        add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
-    whole = S::every_row && text.size() < 80; // all of a sharding by heads
-    if constexpr (requires { typename S::layout_type; }) {
-        using L = typename S::layout_type;
-        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            add("unit " + std::to_string(s.cut().unit()));
-        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
-            add("owners");
-            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
-                text += ' ' + std::to_string(s.policy().owner(c));
-        }
-        whole = layout<L> && ascends<typename S::cut_type> && text.size() < 80;
-    }
-    if (whole) return text;
+/// Tells in at most 79 characters what `hash` sums up: `text`, if that is `whole`, or its beginning and the hash.
+inline std::string cut_settings(std::string text, bool whole, std::uint64_t hash) {
+    if (whole && text.size() < 80) return text;
     if (text.size() > 40) text = text.substr(0, text.rfind(' ', 40)) + " ...";
-    add("hash " + std::to_string(hash));
+    return text + (text.empty() ? "" : ", ") + "hash " + std::to_string(hash);
+}
+
+inline std::string section_settings(std::span<section const> sections) {
+    std::string text;
+    for (section const& group : sections)
+        text += (text.empty() ? "" : ", ") + std::to_string(group.heads) + " heads of " + std::to_string(group.width);
     return text;
 }
 
-template <any_sharding A, any_sharding B>
-identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
-    identity id;
-    identity::set(id.operation, operation);
-    identity::set(id.source, sharding_name<A>());
-    identity::set(id.target, sharding_name<B>());
-    std::uint64_t const source = sharding_hash(from), target = sharding_hash(to);
-    identity::set(id.source_settings, sharding_settings(from, source));
-    identity::set(id.target_settings, sharding_settings(to, target));
-    id[identity::ranks] = static_cast<std::uint64_t>(from.ranks());
-    id[identity::source_hash] = source;
-    id[identity::target_hash] = target;
-    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
-    id.set_batch(from.batch());
-    return id;
+/// Tells the settings of a sharding, whose hash is the one above.
+template <any_sharding S>
+std::string sharding_settings(S const& s, std::uint64_t hash) {
+    std::string text = section_settings(s.sections());
+    if constexpr (requires { typename S::layout_type; }) {
+        using L = typename S::layout_type;
+        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
+            text += (text.empty() ? "unit " : ", unit ") + std::to_string(s.cut().unit());
+        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
+            text += text.empty() ? "owners" : ", owners";
+            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
+                text += ' ' + std::to_string(s.policy().owner(c));
+        }
+        return cut_settings(text, layout<L> && ascends<typename S::cut_type>, hash);
+    } else {
+        return cut_settings(text, S::every_row, hash); // its sections are all of a sharding by heads
+    }
 }
 
-/// Where settings that an identity cuts short can be read: `list(named, name)` returns all the numbers and calls one of
-/// them by its name. A plan is the same with it and without.
+/// Where settings that an identity cuts short can be read. A plan is the same with it and without.
 struct settings {
-    std::shared_ptr<std::function<std::vector<index_t>(index_t named, std::string& name)> const> list = {};
+    struct source {
+        virtual ~source() = default;
+        virtual setting_reader read(setting_reader reader) const = 0;
+    };
+    std::shared_ptr<source const> from = {};
     friend bool operator==(settings const&, settings const&) { return true; }
 };
 
-/// Returns the settings of a sharding, but none if `told`, its text in an identity, is all of them.
+/// What an identity says of one sharding; `all`: its settings, but none if the text is all of them.
+struct identity_end {
+    std::string const& name;
+    std::uint64_t hash;
+    std::string text;
+    settings all = {};
+};
 template <any_sharding S>
-settings settings_of(S const& s, std::string_view told) {
-    if (!identity::cut_short(told)) return {};
-    auto const list = [s](index_t named, std::string& name) {
-        std::vector<index_t> numbers;
-        for_each_setting(s, [&](index_t number, auto const& its_name) {
-            if (std::ssize(numbers) == named) name = its_name();
-            numbers.push_back(number);
-        });
-        return numbers;
+identity_end end_of(S const& s) {
+    struct source final : settings::source {
+        explicit source(S const& of) : sharding(of) {}
+        setting_reader read(setting_reader reader) const override { return read_settings(sharding, std::move(reader)); }
+        S sharding;
     };
-    return {std::make_shared<typename decltype(settings::list)::element_type>(list)};
+    std::uint64_t const hash = sharding_hash(s);
+    identity_end end{sharding_name<S>(), hash, sharding_settings(s, hash)};
+    if (identity::cut_short(end.text)) end.all.from.reset(static_cast<settings::source const*>(new source(s)));
+    return end;
+}
+
+/// Returns the identity of a plan of a batch from one sharding to another.
+inline identity identify(std::string_view operation, identity_end const& from, identity_end const& to, int ranks,
+                         thd const& batch, index_t parameter = 0) {
+    identity id;
+    identity::set(id.operation, operation);
+    identity::set(id.source, from.name);
+    identity::set(id.target, to.name);
+    identity::set(id.source_settings, from.text);
+    identity::set(id.target_settings, to.text);
+    id[identity::ranks] = static_cast<std::uint64_t>(ranks);
+    id[identity::source_hash] = from.hash;
+    id[identity::target_hash] = to.hash;
+    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
+    id.set_batch(batch);
+    return id;
+}
+template <any_sharding A, any_sharding B>
+identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
+    return identify(operation, end_of(from), end_of(to), from.ranks(), from.batch(), parameter);
 }
 
 } // namespace detail
@@ -4200,6 +4312,7 @@ struct carry_chains {
     std::vector<int> holders = {};      ///< the ranks of the chains, see `carry_link::holders`
     index_t steps = 0;                  ///< exchanges, the same on all ranks
     identity id = {};
+    detail::settings settings = {}; ///< of the sharding
 
     /// Returns the rank that holds what lies `onward` levels after segment `i`.
     int holder(index_t i, index_t onward) const {
@@ -4208,7 +4321,6 @@ struct carry_chains {
     }
     /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
     plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
-        auto const settings = detail::settings_of(sharding, id.source_settings.data());
         return {.rank = rank,
                 .source_rows = source.rows(),
                 .target_rows = target.rows(),
@@ -4307,11 +4419,13 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
     }
     require(c.links.size() == c.segments.size(), "carry", "segments of the rank, each token on one rank",
             c.segments.size(), c.links.size(), here);
+    auto const end = detail::end_of(sharding);
+    c.id = detail::identify(std::same_as<How, scan> ? "carry, scan" : "carry", end, end, sharding.ranks(),
+                            sharding.batch());
+    c.settings = end.all;
     if constexpr (std::same_as<How, scan>) {
-        c.id = detail::identify("carry, scan", sharding, sharding);
         c.steps = static_cast<index_t>(std::bit_width(static_cast<std::size_t>(longest - 1)));
     } else {
-        c.id = detail::identify("carry", sharding, sharding);
         c.steps = longest - 1;
         c.level_begin.resize(static_cast<std::size_t>(longest) + 1); // a counting sort
         auto const begin = c.level_begin.begin();
@@ -4369,20 +4483,13 @@ public:
     /// Returns one past the last global row added for `peer`.
     index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
 
-    /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
-    template <class Columns>
-    std::vector<message> finish(bool whole_rows, Columns&& columns) {
-        std::vector<message> messages;
-        for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
-            if (entries_[peer].runs.empty()) continue;
-            message m{static_cast<int>(peer), std::move(entries_[peer].runs), {}};
-            if (!whole_rows) m.columns = columns(m.peer);
-            if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
-        }
-        return messages;
-    }
+    /// Returns the messages that are not empty, of whole rows.
     std::vector<message> finish() {
-        return finish(true, [](int) { return std::vector<run>{}; });
+        std::vector<message> messages;
+        for (std::size_t peer = 0; peer < entries_.size(); ++peer)
+            if (!entries_[peer].runs.empty())
+                messages.push_back({static_cast<int>(peer), std::move(entries_[peer].runs), {}});
+        return messages;
     }
 
 private:
@@ -4526,8 +4633,9 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
     p.batch = batch;
-    p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
-    p.source_settings = p.target_settings = detail::settings_of(sharding, p.id.source_settings.data());
+    auto const end = detail::end_of(sharding);
+    p.id = detail::identify(where == side::before ? "halo" : "halo after", end, end, sharding.ranks(), batch, reach);
+    p.source_settings = p.target_settings = end.all;
     p.kind = flow::copies;
     p.local = S::every_row;
 
@@ -4883,16 +4991,35 @@ struct relayout_plan : plan {
 
 namespace detail {
 
+/// Which heads of every section each rank holds.
+class head_shares {
+public:
+    template <any_sharding S>
+    head_shares(S const& s, std::span<section const> of) : every_row(S::every_row), ranks(s.ranks()), sections(of) {
+        shares_.reserve(sections.size() * static_cast<std::size_t>(ranks));
+        for (section const& each : sections)
+            for (int rank = 0; rank < ranks; ++rank) shares_.push_back(s.heads(rank, each.heads));
+    }
+    range held(int rank, std::size_t section) const {
+        return shares_[section * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(rank)];
+    }
+
+    bool const every_row; ///< as the sharding says
+    int const ranks;
+    std::span<section const> const sections;
+
+private:
+    std::vector<range> shares_;
+};
+
 /// Returns the heads of a section that rank `i` ships to rank `j`: those that `j` needs and `i` holds, unless `j` has
 /// them already or another rank is to send them. Where several ranks hold a head, the lowest of them sends it (shares
 /// ascend with ranks).
-template <any_sharding From, any_sharding To>
-range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
-    range const held = from.heads(i, heads);
-    range const needed = intersect(held, to.heads(j, heads));
-    if (i == j || !From::every_row) return needed;
-    index_t const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
-    range const own = from.heads(j, heads);
+inline range shipped_heads(head_shares const& from, head_shares const& to, int i, int j, std::size_t section) {
+    range const needed = intersect(from.held(i, section), to.held(j, section));
+    if (i == j || !from.every_row) return needed;
+    index_t const lower = i > 0 ? from.held(i - 1, section).last : 0;
+    range const own = from.held(j, section);
     range shipped{std::max(needed.first, lower), needed.last};
     if (j < i)
         shipped.first = std::max(shipped.first, own.last);
@@ -4902,15 +5029,14 @@ range shipped_heads(From const& from, To const& to, int i, int j, index_t heads)
 }
 
 /// Returns the columns that rank `i` ships to rank `j`, as places in a local row of `holder` on `rank`.
-template <any_sharding From, any_sharding To, any_sharding Holder>
-std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
-                                 Holder const& holder, int rank) {
+inline std::vector<run> shipped_columns(head_shares const& from, head_shares const& to, int i, int j,
+                                        head_shares const& holder, int rank) {
     std::vector<run> columns;
-    columns.reserve(sections.size());
+    columns.reserve(holder.sections.size());
     index_t first = 0;
-    for (section const& s : sections) {
-        range const share = holder.heads(rank, s.heads);
-        range const heads = shipped_heads(from, to, i, j, s.heads);
+    for (std::size_t group = 0; group < holder.sections.size(); ++group) {
+        section const& s = holder.sections[group];
+        range const share = holder.held(rank, group), heads = shipped_heads(from, to, i, j, group);
         if (!heads.empty()) {
             run const shipped{first + (heads.first - share.first) * s.width, heads.size() * s.width};
             columns.push_back(shipped);
@@ -4920,23 +5046,35 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
     return columns;
 }
 
-/// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
-template <any_sharding Mine, any_sharding Other>
-index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages, caller here) {
-    index_t row = 0, hint = 0;
-    mine.for_each_piece(rank, [&](range piece) {
-        index_t next = piece.first;
-        other.for_each_holder(piece, hint, [&](int peer, range common) {
-            if (!Other::every_row && common.first != next)
-                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(common.first), here);
-            messages.add(peer, row + common.first - piece.first, common);
-            next = common.last;
-        });
-        row += piece.size();
-    });
-    return row;
+/// Returns whether some rows or heads stand on several ranks.
+inline bool has_replicas(head_shares const& shares) {
+    for (std::size_t s = 0; s < shares.sections.size() && shares.every_row; ++s) {
+        index_t everywhere = 0;
+        for (int rank = 0; rank < shares.ranks; ++rank) everywhere += shares.held(rank, s).size();
+        if (everywhere > shares.sections[s].heads) return true;
+    }
+    return false;
 }
+
+/// The columns of the messages that a rank sends, or receives.
+struct message_columns {
+    head_shares const &from, &to;
+    int rank;
+    bool sends;
+    bool whole_rows; ///< messages have no columns
+
+    std::vector<run> of(int peer) const {
+        return sends ? shipped_columns(from, to, rank, peer, from, rank)
+                     : shipped_columns(from, to, peer, rank, to, rank);
+    }
+    /// Gives messages their columns, `same`: to all peers one list, and drops those that have none.
+    void give(std::vector<message>& messages, bool same) const {
+        if (whole_rows) return;
+        std::vector<run> const own = same ? of(rank) : std::vector<run>();
+        for (message& m : messages) m.columns = same ? own : of(m.peer);
+        std::erase_if(messages, [](message const& m) { return m.columns.empty(); });
+    }
+};
 
 /// A sharding of which `holders` tells who has rows. Its pieces are known to give each row to one rank.
 template <class S>
@@ -4947,11 +5085,20 @@ template <any_sharding S>
 std::vector<run> held_runs(S const& sharding, int rank, bool local) {
     joined_rows rows;
     index_t row = 0;
-    sharding.for_each_piece(rank, [&](range piece) {
+    for (range const piece : pieces(sharding, rank)) {
         rows.add(local ? row : piece.first, piece);
         row += piece.size();
-    });
+    }
     return std::move(rows.runs);
+}
+
+/// Lists the rows of `count` ranks, `first` and those after it, when they are first read.
+template <any_sharding S>
+std::shared_ptr<late_runs const> late_rows(S const& sharding, int first, int count, bool local) {
+    std::function<std::vector<run>(int)> list = [sharding, first, local](int i) {
+        return held_runs(sharding, first + i, local);
+    };
+    return std::make_shared<late_runs>(count, std::move(list));
 }
 
 /// The messages of a rank on one side of an exchange, and its rows there.
@@ -5011,44 +5158,67 @@ inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells co
     return found;
 }
 
-/// Finds the messages of `rank`, whose rows are `mine`, with all ranks where their rows are `other`; `columns(peer)`
-/// gives their columns, of which a rank that holds every row may know that all peers have the same.
-template <any_sharding Mine, any_sharding Other, class Columns>
-common_messages find_common(Mine const& mine, int rank, Other const& other, bool whole_rows, bool same_columns,
-                            Columns&& columns, caller here) {
-    int const ranks = mine.ranks();
-    common_messages found;
-    if (Mine::every_row || Other::every_row) found.messages.reserve(static_cast<std::size_t>(ranks));
-    auto const add = [&](int peer, run_list rows, std::vector<run> its_columns) {
-        if (whole_rows || !its_columns.empty())
-            found.messages.push_back({peer, std::move(rows), std::move(its_columns)});
-    };
-    if constexpr (Other::every_row && !Mine::every_row) { // with all ranks the same rows
-        found.rows = mine.rows(rank);
-        found.known = known_holders<Mine>;
-        auto const late = std::make_shared<late_runs>(1, [mine, rank](int) { return held_runs(mine, rank, true); });
-        for (int peer = 0; peer < ranks && found.rows > 0; ++peer)
-            add(peer, {late, 0}, whole_rows ? std::vector<run>() : columns(peer));
-        return found;
-    } else if constexpr (Mine::every_row && known_holders<Other>) {
-        if (auto const holders = other.holders(); !holders.empty()) {
-            found.rows = mine.rows(rank);
-            found.known = true;
-            auto const late = std::make_shared<late_runs>(ranks, [other](int r) { return held_runs(other, r, false); });
-            auto const own = whole_rows ? std::vector<run>() : columns(rank);
-            for (int peer = 0; peer < ranks; ++peer)
-                if (holders[static_cast<std::size_t>(peer)])
-                    add(peer, {late, peer}, same_columns || whole_rows ? own : columns(peer));
-            return found;
-        }
-    }
-    if constexpr (routed<Mine, Other>)
-        if (auto const all = whole_rows ? common_cells(mine, other) : std::nullopt)
-            return scale_lanes(routed_lanes(mine.policy(), rank, other.policy()), *all, mine.batch());
-    message_list list(ranks);
-    found.rows = list_common(mine, rank, other, list, here);
-    found.messages = list.finish(whole_rows, columns);
+/// Finds the messages of a rank that has rows of `mine` with ranks that have them all: with each the same rows.
+template <any_sharding Mine>
+common_messages rows_for_all(Mine const& mine, message_columns const& columns) {
+    common_messages found{mine.rows(columns.rank), {}, known_holders<Mine>};
+    auto const late = late_rows(mine, columns.rank, 1, true);
+    for (int peer = 0; peer < mine.ranks() && found.rows > 0; ++peer) found.messages.push_back({peer, {late, 0}, {}});
+    columns.give(found.messages, false);
     return found;
+}
+
+/// Finds the messages of a rank that has all `rows` with the ranks among which `other` divides them, `holders`.
+/// `same_columns`: it has the same for all of them.
+template <any_sharding Other>
+common_messages rows_of_holders(index_t rows, Other const& other, std::vector<bool> const& holders,
+                                message_columns const& columns, bool same_columns) {
+    common_messages found{rows, {}, true};
+    auto const late = late_rows(other, 0, other.ranks(), false);
+    for (int peer = 0; peer < other.ranks(); ++peer)
+        if (holders[static_cast<std::size_t>(peer)]) found.messages.push_back({peer, {late, peer}, {}});
+    columns.give(found.messages, same_columns);
+    return found;
+}
+
+/// Finds which of `pieces`, a rank's rows in local order, lie where under `other`.
+template <any_sharding Other>
+common_messages list_common(std::vector<range> const& pieces, Other const& other, message_columns const& columns,
+                            caller here) {
+    message_list messages(other.ranks());
+    index_t row = 0, hint = 0;
+    for (range const piece : pieces) {
+        index_t next = piece.first;
+        other.for_each_holder(piece, hint, [&](int peer, range common) {
+            if (!Other::every_row && common.first != next)
+                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
+                            "row " + std::to_string(common.first), here);
+            messages.add(peer, row + common.first - piece.first, common);
+            next = common.last;
+        });
+        row += piece.size();
+    }
+    common_messages found{row, messages.finish()};
+    columns.give(found.messages, false);
+    return found;
+}
+
+/// Finds the messages of a rank, whose rows are `mine`, with all ranks where their rows are `other`. `same_columns`: if
+/// it holds every row, it has the same columns for all peers.
+template <any_sharding Mine, any_sharding Other>
+common_messages find_common(Mine const& mine, Other const& other, message_columns const& columns, bool same_columns,
+                            caller here) {
+    if constexpr (Other::every_row && !Mine::every_row) {
+        return rows_for_all(mine, columns);
+    } else {
+        if constexpr (Mine::every_row && known_holders<Other>)
+            if (auto const holders = other.holders(); !holders.empty())
+                return rows_of_holders(mine.rows(columns.rank), other, holders, columns, same_columns);
+        if constexpr (routed<Mine, Other>)
+            if (auto const all = columns.whole_rows ? common_cells(mine, other) : std::nullopt)
+                return scale_lanes(routed_lanes(mine.policy(), columns.rank, other.policy()), *all, mine.batch());
+        return list_common(pieces(mine, columns.rank), other, columns, here);
+    }
 }
 
 /// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
@@ -5072,23 +5242,52 @@ inline index_t kept(std::vector<message> const& messages, int rank) {
     return 0;
 }
 
-/// Returns whether some rows or heads stand on several ranks.
-template <any_sharding S>
-bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
-    if constexpr (S::every_row)
-        for (section const& group : sections) {
-            index_t everywhere = 0;
-            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, group.heads).size();
-            if (everywhere > group.heads) return true;
-        }
-    return false;
-}
-
 /// Throws unless both shardings are of one batch over as many ranks.
 template <any_sharding From, any_sharding To>
 void require_same_group(char const* where, From const& from, To const& to, caller here) {
     require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
     require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
+}
+
+/// Returns the sections of what is moved, none: whole rows. Throws unless both shardings have the same or one has none.
+inline std::span<section const> common_sections(std::span<section const> from, std::span<section const> to,
+                                                caller here) {
+    require(from.empty() || to.empty() || std::ranges::equal(from, to), "relayout", "sections of the target",
+            "those of the source", "others", here);
+    return from.empty() ? to : from;
+}
+
+/// Makes the plan of a relayout of what its two ends are. `sections`: of what is moved.
+inline plan finish_relayout(int rank, thd const& batch, std::span<section const> sections, head_shares const& held,
+                            head_shares const& needed, identity_end const& from, identity_end const& to,
+                            common_messages out, common_messages in, caller here) {
+    plan p{.rank = rank,
+           .source_rows = out.rows,
+           .target_rows = in.rows,
+           .sends = std::move(out.messages),
+           .receives = std::move(in.messages),
+           .id = identify("relayout", from, to, held.ranks, batch),
+           .batch = batch,
+           .source_settings = from.all,
+           .target_settings = to.all};
+    for (std::size_t s = 0; s < sections.size(); ++s) {
+        p.source_width += held.held(rank, s).size() * sections[s].width;
+        p.target_width += needed.held(rank, s).size() * sections[s].width;
+        p.id[identity::source_width] += static_cast<std::uint64_t>(sections[s].heads * sections[s].width);
+    }
+    p.id[identity::target_width] = p.id[identity::source_width];
+    if (sections.empty())
+        for (auto* messages : {&p.sends, &p.receives})
+            for (message& m : *messages) m.columns.clear();
+    if (has_replicas(held)) p.kind = flow::selects;
+    if (has_replicas(needed)) p.kind = flow::copies;
+    if (out.known && in.known) return p;
+    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
+            brought(p.receives), here);
+    // Rows that stay are found twice: among those that leave and among those that arrive.
+    require(kept(p.sends, rank) == kept(p.receives, rank), "relayout", "rows that leave this rank for itself",
+            kept(p.receives, rank), kept(p.sends, rank), here);
+    return p;
 }
 
 } // namespace detail
@@ -5110,46 +5309,17 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     detail::require_same_group("relayout", from, to, here);
     detail::require_rank("relayout", rank, from.ranks(), here);
-    std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
-    require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
-            "those of the source", "others", here);
+    auto const sections = detail::common_sections(from.sections(), to.sections(), here);
     constexpr section whole_row; // stands for the sections where rows move whole
-    bool const whole_rows = sections.empty();
-    auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
-    bool const by_columns = !whole_rows || From::every_row;
-
-    relayout_plan<From, To> p{{}, from, to};
-    p.rank = rank;
-    p.batch = from.batch();
-    p.id = detail::identify("relayout", from, to);
-    p.source_settings = detail::settings_of(from, p.id.source_settings.data());
-    p.target_settings = detail::settings_of(to, p.id.target_settings.data());
-    p.source_width = detail::local_width(from, rank, sections);
-    p.target_width = detail::local_width(to, rank, sections);
-    for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
-    p.id[identity::target_width] = p.id[identity::source_width];
-
-    bool const replicas = detail::has_replicas(from, groups); // of a head: the lowest rank sends it
-    auto out = detail::find_common(
-        from, rank, to, !by_columns, !replicas,
-        [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); }, here);
-    auto in = detail::find_common(
-        to, rank, from, !by_columns, !From::every_row,
-        [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); }, here);
-    p.source_rows = out.rows, p.sends = std::move(out.messages);
-    p.target_rows = in.rows, p.receives = std::move(in.messages);
-    if (whole_rows)
-        for (auto* messages : {&p.sends, &p.receives})
-            for (message& m : *messages) m.columns.clear();
-    if (replicas) p.kind = flow::selects;
-    if (detail::has_replicas(to, groups)) p.kind = flow::copies;
-    if (out.known && in.known) return p;
-    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
-            detail::brought(p.receives), here);
-    // Rows that stay are found twice: among those that leave and among those that arrive.
-    require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
-            "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
-    return p;
+    auto const groups = sections.empty() ? std::span(&whole_row, 1) : sections;
+    bool const whole_rows = sections.empty() && !From::every_row;
+    detail::head_shares const held(from, groups), needed(to, groups);
+    bool const replicas = detail::has_replicas(held); // of a head: the lowest rank sends it
+    auto out = detail::find_common(from, to, {held, needed, rank, true, whole_rows}, !replicas, here);
+    auto in = detail::find_common(to, from, {held, needed, rank, false, whole_rows}, !From::every_row, here);
+    return {detail::finish_relayout(rank, from.batch(), sections, held, needed, detail::end_of(from),
+                                    detail::end_of(to), std::move(out), std::move(in), here),
+            from, to};
 }
 template <class X>
 detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {
@@ -5465,77 +5635,6 @@ conv_batch conv_batch_of(char const* where, halo_plan<S> const& p, halo_plan<S> 
         }
     }
     return made;
-}
-
-} // namespace cpx
-
-// cpx/plan/global_rows.hpp
-// Which rows of a batch a rank holds, and where the rows of a batch are: for loaders, and for what comes after.
-
-namespace cpx {
-
-/// Returns the global rows that a rank holds, as pieces in its local order: to copy them needs one call a piece.
-///
-/// Where every rank holds every row (`head_sharded`, `replicated`), all rows: of heads, each rank takes its columns.
-/// Throws `cpx::error` if there is no such rank. Cost: O(pieces).
-template <any_sharding S>
-std::vector<range> pieces(S const& sharding, int rank, caller here = caller::here()) {
-    detail::require_rank("pieces", rank, sharding.ranks(), here);
-    std::vector<range> list;
-    sharding.for_each_piece(rank, [&](range piece) { list.push_back(piece); });
-    return list;
-}
-template <class X>
-detail::refused pieces(X const&, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>,
-                  "cpx: pieces(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
-    return {};
-}
-
-/// Returns the global row of every local row of a rank: its rows of a batch that the loader has whole, as gathers and
-/// scatters by index want them. Local row i is row `global_rows(sharding, rank)[i]` of the batch.
-///
-/// Of a padded tensor, row i is row `packing.rows()[global_rows(sharding, rank)[i]]`.
-/// Throws as `pieces` does, and if there is not the memory. Cost: O(rows).
-template <any_sharding S>
-std::vector<index_t> global_rows(S const& sharding, int rank, caller here = caller::here()) {
-    detail::require_rank("global_rows", rank, sharding.ranks(), here);
-    auto list = detail::zeros<index_t>("global_rows", {sharding.rows(rank)}, here);
-    auto next = list.begin();
-    sharding.for_each_piece(rank, [&](range piece) {
-        for (index_t row = piece.first; row < piece.last; ++row) *next++ = row;
-    });
-    return list;
-}
-template <class X>
-std::vector<index_t> global_rows(X const&, detail::any = {}, detail::any = {}) {
-    static_assert(detail::never<X>,
-                  "cpx: global_rows(sharding, rank) wants a sharding, such as shard(batch, zigzag<4>{}) returns");
-    return {};
-}
-
-/// Returns the way back: for every global row the rank that holds it and its local row there. Where every rank holds
-/// every row, the slot is that of rank 0, and the local row the same on all.
-///
-/// Throws `cpx::error` if there is not the memory. Cost: O(tokens + W runs).
-template <any_sharding S>
-std::vector<slot> slots(S const& sharding, caller here = caller::here()) {
-    auto list = detail::zeros<slot>("slots", {sharding.batch().tokens()}, here);
-    for (int rank = 0; rank < (S::every_row ? 1 : sharding.ranks()); ++rank) {
-        index_t local = 0;
-        sharding.for_each_piece(rank, [&](range piece) {
-            for (index_t row = piece.first; row < piece.last; ++row)
-                list[static_cast<std::size_t>(row)] = {rank, local++};
-        });
-    }
-    return list;
-}
-template <class X, class... Rest>
-    requires(!any_sharding<X> || sizeof...(Rest) > 0)
-std::vector<slot> slots(X const&, Rest const&...) {
-    static_assert(detail::never<X>, "cpx: slots(sharding) wants a sharding, such as shard(batch, zigzag<4>{}) returns, "
-                                    "and no rank: it tells of all");
-    return {};
 }
 
 } // namespace cpx
@@ -6767,14 +6866,14 @@ void compare_batches(char const* where, thd const& batch, int ranks, Gather&& ga
 template <class Gather>
 void compare_settings(char const* where, char const* whose, settings const& of, int ranks, Gather&& gather,
                       caller here) {
-    std::string name;
-    auto const numbers = of.list ? (*of.list)(-1, name) : std::vector<index_t>();
+    auto const read = [&](setting_reader reader) { return of.from ? of.from->read(std::move(reader)) : reader; };
+    std::vector<index_t> numbers, again;
+    static_cast<void>(read({.list = &numbers}));
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
         [&](index_t i) {
-            name = "more settings than these";
-            if (of.list) (*of.list)(i, name);
-            return name + " of the " + whose + " sharding";
+            return read({.list = &again, .named = i, .name = "more settings than these"}).name + " of the " + whose +
+                   " sharding";
         },
         ranks, gather, here);
 }

@@ -83,15 +83,15 @@ public:
         index_t const element = static_cast<index_t>(sizeof(T));
         source_width_ = sections.empty() ? width : plan.source_width;
         runs_ = static_cast<int>(groups.size());
+        cpx::detail::head_shares const held(plan.from, groups), needed(plan.to, groups);
         for (int rank = 0; rank < plan.ranks(); ++rank) {
             index_t const target_width = sections.empty() ? width : cpx::detail::local_width(plan.to, rank, sections);
             require(std::max(source_width_, target_width) * element < index_t{1} << 31, "cuda::relayout",
                     "bytes of a row", "less than 2^31", std::max(source_width_, target_width) * element, here);
             peer_target& p = targets_.emplace_back();
             p.pitch = target_width * element;
-            using cpx::detail::shipped_columns;
-            auto const out = shipped_columns(plan.from, plan.to, rank_, rank, groups, plan.from, rank_),
-                       in = shipped_columns(plan.from, plan.to, rank_, rank, groups, plan.to, rank);
+            auto const out = cpx::detail::shipped_columns(held, needed, rank_, rank, held, rank_),
+                       in = cpx::detail::shipped_columns(held, needed, rank_, rank, needed, rank);
             for (std::size_t i = 0; i < out.size(); ++i) // of sections of which nothing is shipped there is none
                 p.columns[i] = {out[i].first * element, in[i].first * element,
                                 (sections.empty() ? width : out[i].count) * element};

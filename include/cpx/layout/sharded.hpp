@@ -225,14 +225,19 @@ private:
 
 namespace detail {
 
+[[noreturn]] inline void misplaced(char const* where, char const* what, bool same_sharding, int got, int rank,
+                                   char const* whose, caller here) {
+    if (!same_sharding) throw error(where, std::string("sharding of ") + what, whose, "another", here);
+    throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)), std::to_string(got),
+                here);
+}
+
 /// Throws `cpx::error` unless `x` is what `rank` holds under `sharding`, which are those of `whose`.
 template <class T, any_sharding S, any_memory M>
 void require_place(char const* where, char const* what, sharded<T, S, M> const& x, S const& sharding, int rank,
                    char const* whose, caller here) {
-    if (!(x.sharding() == sharding)) throw error(where, std::string("sharding of ") + what, whose, "another", here);
-    if (x.rank() != rank)
-        throw error(where, std::string("rank of ") + what, whose + (", " + std::to_string(rank)),
-                    std::to_string(x.rank()), here);
+    bool const same = x.sharding() == sharding;
+    if (!same || x.rank() != rank) misplaced(where, what, same, x.rank(), rank, whose, here);
 }
 
 /// Throws `cpx::error` unless `x` lies as `other` does, which is `whose`.

@@ -60,6 +60,15 @@ inline index_t columns_of(char const* where, std::span<section const> sections, 
     return columns;
 }
 
+[[noreturn]] inline void no_owner(int chunk, int ranks, int owner, caller here) {
+    throw error("sharding", "owner of chunk " + std::to_string(chunk), "a rank from 0 to " + std::to_string(ranks - 1),
+                std::to_string(owner), here);
+}
+[[noreturn]] inline void not_listed(int place, int rank, int last, int chunk, caller here) {
+    throw error("sharding", "chunk " + std::to_string(place) + " in the layout's list of rank " + std::to_string(rank),
+                "one of the rank's after " + std::to_string(last), std::to_string(chunk), here);
+}
+
 // Stand for what callers pass; nvcc does not accept lambdas in a concept.
 struct takes_range {
     void operator()(range) const {}
@@ -241,8 +250,7 @@ private:
         detail::product("sharding", "tokens times chunks", {batch_.tokens(), l.chunks()}, here);
         for (int c = 0; c < l.chunks(); ++c)
             if (l.owner(c) < 0 || l.owner(c) >= ranks()) // not l.ranks(): that of a length rule's layout may be wrong
-                throw error("sharding", "owner of chunk " + std::to_string(c),
-                            "a rank from 0 to " + std::to_string(ranks() - 1), std::to_string(l.owner(c)), here);
+                detail::no_owner(c, ranks(), l.owner(c), here);
         if constexpr (listed_layout<L>) check_list(l, here);
     }
 
@@ -252,10 +260,7 @@ private:
         for (int rank = 0; rank < ranks(); ++rank)
             for (int i = 0, last = -1, count = l.chunks(rank); i < count; ++i, ++listed) {
                 int const c = l.chunk(rank, i);
-                if (c <= last || c >= l.chunks() || l.owner(c) != rank)
-                    throw error("sharding",
-                                "chunk " + std::to_string(i) + " in the layout's list of rank " + std::to_string(rank),
-                                "one of the rank's after " + std::to_string(last), std::to_string(c), here);
+                if (c <= last || c >= l.chunks() || l.owner(c) != rank) detail::not_listed(i, rank, last, c, here);
                 last = c;
             }
         require(listed == l.chunks(), "sharding", "chunks in the layout's lists", l.chunks(), listed, here);

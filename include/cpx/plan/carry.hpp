@@ -81,6 +81,7 @@ struct carry_chains {
     std::vector<int> holders = {};      ///< the ranks of the chains, see `carry_link::holders`
     index_t steps = 0;                  ///< exchanges, the same on all ranks
     identity id = {};
+    detail::settings settings = {}; ///< of the sharding
 
     /// Returns the rank that holds what lies `onward` levels after segment `i`.
     int holder(index_t i, index_t onward) const {
@@ -89,7 +90,6 @@ struct carry_chains {
     }
     /// Returns the plan of one exchange; `from`: whether states come from the segments before or after.
     plan between(detail::state_rows& source, detail::state_rows& target, side from) const {
-        auto const settings = detail::settings_of(sharding, id.source_settings.data());
         return {.rank = rank,
                 .source_rows = source.rows(),
                 .target_rows = target.rows(),
@@ -188,11 +188,13 @@ carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here
     }
     require(c.links.size() == c.segments.size(), "carry", "segments of the rank, each token on one rank",
             c.segments.size(), c.links.size(), here);
+    auto const end = detail::end_of(sharding);
+    c.id = detail::identify(std::same_as<How, scan> ? "carry, scan" : "carry", end, end, sharding.ranks(),
+                            sharding.batch());
+    c.settings = end.all;
     if constexpr (std::same_as<How, scan>) {
-        c.id = detail::identify("carry, scan", sharding, sharding);
         c.steps = static_cast<index_t>(std::bit_width(static_cast<std::size_t>(longest - 1)));
     } else {
-        c.id = detail::identify("carry", sharding, sharding);
         c.steps = longest - 1;
         c.level_begin.resize(static_cast<std::size_t>(longest) + 1); // a counting sort
         auto const begin = c.level_begin.begin();

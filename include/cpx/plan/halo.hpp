@@ -137,8 +137,9 @@ halo_plan<S> halo(S const& sharding, int rank, index_t reach, side where = side:
     halo_plan<S> p{{}, sharding, reach, where, segments(sharding, rank), {}, {0}};
     p.rank = rank;
     p.batch = batch;
-    p.id = detail::identify(where == side::before ? "halo" : "halo after", sharding, sharding, reach);
-    p.source_settings = p.target_settings = detail::settings_of(sharding, p.id.source_settings.data());
+    auto const end = detail::end_of(sharding);
+    p.id = detail::identify(where == side::before ? "halo" : "halo after", end, end, sharding.ranks(), batch, reach);
+    p.source_settings = p.target_settings = end.all;
     p.kind = flow::copies;
     p.local = S::every_row;
 

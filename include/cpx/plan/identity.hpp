@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -233,41 +233,59 @@ std::string const& sharding_name() {
     return name;
 }
 
-/// Calls `f(number, name)` for all that types do not tell: run-time sizes, owners, cuts, sections. `name()` says what a
-/// number is.
-template <any_sharding S, class F>
-void for_each_setting(S const& s, F&& f) {
-    auto const text = [](auto const& number) { return std::to_string(number); };
-    f(s.ranks(), [] { return std::string("ranks"); });
+/// Is given the settings of a sharding one after the other: hashes them, lists them if there is a list, and says of the
+/// setting at `named` what it is.
+struct setting_reader {
+    std::uint64_t hash = 0;
+    std::vector<index_t>* list = nullptr;
+    index_t named = -1;
+    std::string name = {};
+
+    /// `what` has a # where each of the numbers belongs: "owner of chunk #".
+    void operator()(index_t number, char const* what, std::initializer_list<index_t> of = {}) {
+        hash = mix(hash, static_cast<std::uint64_t>(number));
+        if (!list) return;
+        if (std::ssize(*list) == named) {
+            name.clear();
+            for (auto next = of.begin(); *what; ++what)
+                name += *what == '#' ? std::to_string(*next++) : std::string(1, *what);
+        }
+        list->push_back(number);
+    }
+};
+
+/// Lets `read` read all that types do not tell: run-time sizes, owners, cuts, sections.
+template <any_sharding S>
+setting_reader read_settings(S const& s, setting_reader read = {}) {
+    read(s.ranks(), "ranks");
     for (index_t i = 0; section const& group : s.sections()) {
-        f(group.heads, [&] { return "heads of section " + text(i); });
-        f(group.width, [&] { return "width of section " + text(i); });
+        read(group.heads, "heads of section #", {i});
+        read(group.width, "width of section #", {i});
         ++i;
     }
     if constexpr (!requires { typename S::layout_type; }) { // other shardings are known by their rows
         for (int rank = 0; rank < s.ranks(); ++rank) {
-            f(s.rows(rank), [&] { return "rows of rank " + text(rank); });
+            read(s.rows(rank), "rows of rank #", {rank});
             if constexpr (!S::every_row)
-                s.for_each_piece(rank, [&, i = 0](range piece) mutable {
-                    f(piece.first, [&] { return "first row of piece " + text(i) + " of rank " + text(rank); });
-                    ++i;
+                s.for_each_piece(rank, [&, i = index_t{0}](range piece) mutable {
+                    read(piece.first, "first row of piece # of rank #", {i++, rank});
                 });
         }
     } else {
         constexpr bool one_layout = layout<typename S::layout_type>; // a length rule is known by its answers
         for (index_t i = 0; i < (one_layout ? 1 : s.runs()); ++i) {
             auto const l = layout_at(s.policy(), s.runs() > 0 ? s.run(i).size() : 0);
-            auto const of = [&] { return one_layout ? std::string() : " of run " + text(i); };
-            f(l.chunks(), [&] { return "chunks" + of(); });
-            for (int c = 0; c < l.chunks(); ++c) f(l.owner(c), [&] { return "owner of chunk " + text(c) + of(); });
+            read(l.chunks(), one_layout ? "chunks" : "chunks of run #", {i});
+            for (int c = 0; c < l.chunks(); ++c)
+                read(l.owner(c), one_layout ? "owner of chunk #" : "owner of chunk # of run #", {c, i});
         }
         if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            f(s.cut().unit(), [] { return std::string("unit"); });
+            read(s.cut().unit(), "unit");
         else if constexpr (!ascends<typename S::cut_type>) // a user's cut is known by its answers
             for (index_t t = 1; t < index_t{1} << 32; t *= 2)
-                f(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t),
-                  [&] { return "begin of chunk 1 of 3 in " + text(3 * t) + " tokens"; });
+                read(s.cut().snap(s.cut().begin(1, 3, 3 * t), 3 * t), "begin of chunk 1 of 3 in # tokens", {3 * t});
     }
+    return read;
 }
 
 /// Whether the numbers above follow from the type alone.
@@ -279,82 +297,96 @@ inline constexpr bool settled<sharding<L, Scope, Cut>> = std::is_empty_v<Cut>;
 /// Hashes the numbers above; those of a type once.
 template <any_sharding S>
 std::uint64_t sharding_hash(S const& s) {
-    auto const find = [](S const& of) {
-        std::uint64_t hash = 0;
-        for_each_setting(of, [&](auto number, auto const&) { hash = mix(hash, static_cast<std::uint64_t>(number)); });
-        return hash;
-    };
     if constexpr (settled<S>) {
-        static std::uint64_t const hash = find(s);
+        static std::uint64_t const hash = read_settings(s).hash;
         return hash;
     } else {
-        return find(s);
+        return read_settings(s).hash;
     }
 }
 
-/// Tells in at most 79 characters what `hash`, the one above, sums up: all of it, or the first of it and the hash.
-template <any_sharding S>
-std::string sharding_settings(S const& s, std::uint64_t hash) {
-    std::string text;
-    bool whole = false;
-    auto const add = [&](std::string const& more) { text += (text.empty() ? "" : ", ") + more; };
-    for (section const& group : s.sections())
-        add(std::to_string(group.heads) + " heads of " + std::to_string(group.width));
-    whole = S::every_row && text.size() < 80; // all of a sharding by heads
-    if constexpr (requires { typename S::layout_type; }) {
-        using L = typename S::layout_type;
-        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
-            add("unit " + std::to_string(s.cut().unit()));
-        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
-            add("owners");
-            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
-                text += ' ' + std::to_string(s.policy().owner(c));
-        }
-        whole = layout<L> && ascends<typename S::cut_type> && text.size() < 80;
-    }
-    if (whole) return text;
+/// Tells in at most 79 characters what `hash` sums up: `text`, if that is `whole`, or its beginning and the hash.
+inline std::string cut_settings(std::string text, bool whole, std::uint64_t hash) {
+    if (whole && text.size() < 80) return text;
     if (text.size() > 40) text = text.substr(0, text.rfind(' ', 40)) + " ...";
-    add("hash " + std::to_string(hash));
+    return text + (text.empty() ? "" : ", ") + "hash " + std::to_string(hash);
+}
+
+inline std::string section_settings(std::span<section const> sections) {
+    std::string text;
+    for (section const& group : sections)
+        text += (text.empty() ? "" : ", ") + std::to_string(group.heads) + " heads of " + std::to_string(group.width);
     return text;
 }
 
-template <any_sharding A, any_sharding B>
-identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
-    identity id;
-    identity::set(id.operation, operation);
-    identity::set(id.source, sharding_name<A>());
-    identity::set(id.target, sharding_name<B>());
-    std::uint64_t const source = sharding_hash(from), target = sharding_hash(to);
-    identity::set(id.source_settings, sharding_settings(from, source));
-    identity::set(id.target_settings, sharding_settings(to, target));
-    id[identity::ranks] = static_cast<std::uint64_t>(from.ranks());
-    id[identity::source_hash] = source;
-    id[identity::target_hash] = target;
-    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
-    id.set_batch(from.batch());
-    return id;
+/// Tells the settings of a sharding, whose hash is the one above.
+template <any_sharding S>
+std::string sharding_settings(S const& s, std::uint64_t hash) {
+    std::string text = section_settings(s.sections());
+    if constexpr (requires { typename S::layout_type; }) {
+        using L = typename S::layout_type;
+        if constexpr (requires { s.cut().unit(); } && ascends<typename S::cut_type>)
+            text += (text.empty() ? "unit " : ", unit ") + std::to_string(s.cut().unit());
+        if constexpr (layout<L> && !std::is_empty_v<L>) { // an empty type has its owners in its name
+            text += text.empty() ? "owners" : ", owners";
+            for (int c = 0; c < s.policy().chunks() && text.size() < 80; ++c)
+                text += ' ' + std::to_string(s.policy().owner(c));
+        }
+        return cut_settings(text, layout<L> && ascends<typename S::cut_type>, hash);
+    } else {
+        return cut_settings(text, S::every_row, hash); // its sections are all of a sharding by heads
+    }
 }
 
-/// Where settings that an identity cuts short can be read: `list(named, name)` returns all the numbers and calls one of
-/// them by its name. A plan is the same with it and without.
+/// Where settings that an identity cuts short can be read. A plan is the same with it and without.
 struct settings {
-    std::shared_ptr<std::function<std::vector<index_t>(index_t named, std::string& name)> const> list = {};
+    struct source {
+        virtual ~source() = default;
+        virtual setting_reader read(setting_reader reader) const = 0;
+    };
+    std::shared_ptr<source const> from = {};
     friend bool operator==(settings const&, settings const&) { return true; }
 };
 
-/// Returns the settings of a sharding, but none if `told`, its text in an identity, is all of them.
+/// What an identity says of one sharding; `all`: its settings, but none if the text is all of them.
+struct identity_end {
+    std::string const& name;
+    std::uint64_t hash;
+    std::string text;
+    settings all = {};
+};
 template <any_sharding S>
-settings settings_of(S const& s, std::string_view told) {
-    if (!identity::cut_short(told)) return {};
-    auto const list = [s](index_t named, std::string& name) {
-        std::vector<index_t> numbers;
-        for_each_setting(s, [&](index_t number, auto const& its_name) {
-            if (std::ssize(numbers) == named) name = its_name();
-            numbers.push_back(number);
-        });
-        return numbers;
+identity_end end_of(S const& s) {
+    struct source final : settings::source {
+        explicit source(S const& of) : sharding(of) {}
+        setting_reader read(setting_reader reader) const override { return read_settings(sharding, std::move(reader)); }
+        S sharding;
     };
-    return {std::make_shared<typename decltype(settings::list)::element_type>(list)};
+    std::uint64_t const hash = sharding_hash(s);
+    identity_end end{sharding_name<S>(), hash, sharding_settings(s, hash)};
+    if (identity::cut_short(end.text)) end.all.from.reset(static_cast<settings::source const*>(new source(s)));
+    return end;
+}
+
+/// Returns the identity of a plan of a batch from one sharding to another.
+inline identity identify(std::string_view operation, identity_end const& from, identity_end const& to, int ranks,
+                         thd const& batch, index_t parameter = 0) {
+    identity id;
+    identity::set(id.operation, operation);
+    identity::set(id.source, from.name);
+    identity::set(id.target, to.name);
+    identity::set(id.source_settings, from.text);
+    identity::set(id.target_settings, to.text);
+    id[identity::ranks] = static_cast<std::uint64_t>(ranks);
+    id[identity::source_hash] = from.hash;
+    id[identity::target_hash] = to.hash;
+    id[identity::parameter] = static_cast<std::uint64_t>(parameter);
+    id.set_batch(batch);
+    return id;
+}
+template <any_sharding A, any_sharding B>
+identity identify(std::string_view operation, A const& from, B const& to, index_t parameter = 0) {
+    return identify(operation, end_of(from), end_of(to), from.ranks(), from.batch(), parameter);
 }
 
 } // namespace detail

@@ -35,20 +35,13 @@ public:
     /// Returns one past the last global row added for `peer`.
     index_t end(int peer) const { return entries_[static_cast<std::size_t>(peer)].end; }
 
-    /// Returns the messages that are not empty; `columns(peer)` gives their columns, or nothing to drop the message.
-    template <class Columns>
-    std::vector<message> finish(bool whole_rows, Columns&& columns) {
-        std::vector<message> messages;
-        for (std::size_t peer = 0; peer < entries_.size(); ++peer) {
-            if (entries_[peer].runs.empty()) continue;
-            message m{static_cast<int>(peer), std::move(entries_[peer].runs), {}};
-            if (!whole_rows) m.columns = columns(m.peer);
-            if (whole_rows || !m.columns.empty()) messages.push_back(std::move(m));
-        }
-        return messages;
-    }
+    /// Returns the messages that are not empty, of whole rows.
     std::vector<message> finish() {
-        return finish(true, [](int) { return std::vector<run>{}; });
+        std::vector<message> messages;
+        for (std::size_t peer = 0; peer < entries_.size(); ++peer)
+            if (!entries_[peer].runs.empty())
+                messages.push_back({static_cast<int>(peer), std::move(entries_[peer].runs), {}});
+        return messages;
     }
 
 private:

@@ -3,10 +3,14 @@
 #pragma once
 
 #include <cpx/layout/sharded.hpp>
+#include <cpx/plan/global_rows.hpp>
 #include <cpx/plan/lanes.hpp>
 #include <cpx/plan/message_list.hpp>
 
+#include <functional>
+#include <memory>
 #include <optional>
+#include <utility>
 
 namespace cpx {
 
@@ -21,16 +25,35 @@ struct relayout_plan : plan {
 
 namespace detail {
 
+/// Which heads of every section each rank holds.
+class head_shares {
+public:
+    template <any_sharding S>
+    head_shares(S const& s, std::span<section const> of) : every_row(S::every_row), ranks(s.ranks()), sections(of) {
+        shares_.reserve(sections.size() * static_cast<std::size_t>(ranks));
+        for (section const& each : sections)
+            for (int rank = 0; rank < ranks; ++rank) shares_.push_back(s.heads(rank, each.heads));
+    }
+    range held(int rank, std::size_t section) const {
+        return shares_[section * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(rank)];
+    }
+
+    bool const every_row; ///< as the sharding says
+    int const ranks;
+    std::span<section const> const sections;
+
+private:
+    std::vector<range> shares_;
+};
+
 /// Returns the heads of a section that rank `i` ships to rank `j`: those that `j` needs and `i` holds, unless `j` has
 /// them already or another rank is to send them. Where several ranks hold a head, the lowest of them sends it (shares
 /// ascend with ranks).
-template <any_sharding From, any_sharding To>
-range shipped_heads(From const& from, To const& to, int i, int j, index_t heads) {
-    range const held = from.heads(i, heads);
-    range const needed = intersect(held, to.heads(j, heads));
-    if (i == j || !From::every_row) return needed;
-    index_t const lower = i > 0 ? from.heads(i - 1, heads).last : 0;
-    range const own = from.heads(j, heads);
+inline range shipped_heads(head_shares const& from, head_shares const& to, int i, int j, std::size_t section) {
+    range const needed = intersect(from.held(i, section), to.held(j, section));
+    if (i == j || !from.every_row) return needed;
+    index_t const lower = i > 0 ? from.held(i - 1, section).last : 0;
+    range const own = from.held(j, section);
     range shipped{std::max(needed.first, lower), needed.last};
     if (j < i)
         shipped.first = std::max(shipped.first, own.last);
@@ -40,15 +63,14 @@ range shipped_heads(From const& from, To const& to, int i, int j, index_t heads)
 }
 
 /// Returns the columns that rank `i` ships to rank `j`, as places in a local row of `holder` on `rank`.
-template <any_sharding From, any_sharding To, any_sharding Holder>
-std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, std::span<section const> sections,
-                                 Holder const& holder, int rank) {
+inline std::vector<run> shipped_columns(head_shares const& from, head_shares const& to, int i, int j,
+                                        head_shares const& holder, int rank) {
     std::vector<run> columns;
-    columns.reserve(sections.size());
+    columns.reserve(holder.sections.size());
     index_t first = 0;
-    for (section const& s : sections) {
-        range const share = holder.heads(rank, s.heads);
-        range const heads = shipped_heads(from, to, i, j, s.heads);
+    for (std::size_t group = 0; group < holder.sections.size(); ++group) {
+        section const& s = holder.sections[group];
+        range const share = holder.held(rank, group), heads = shipped_heads(from, to, i, j, group);
         if (!heads.empty()) {
             run const shipped{first + (heads.first - share.first) * s.width, heads.size() * s.width};
             columns.push_back(shipped);
@@ -58,23 +80,35 @@ std::vector<run> shipped_columns(From const& from, To const& to, int i, int j, s
     return columns;
 }
 
-/// Lists which rows of `rank` under `mine` lie where under `other`. Returns the rows of `rank`.
-template <any_sharding Mine, any_sharding Other>
-index_t list_common(Mine const& mine, int rank, Other const& other, message_list& messages, caller here) {
-    index_t row = 0, hint = 0;
-    mine.for_each_piece(rank, [&](range piece) {
-        index_t next = piece.first;
-        other.for_each_holder(piece, hint, [&](int peer, range common) {
-            if (!Other::every_row && common.first != next)
-                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
-                            "row " + std::to_string(common.first), here);
-            messages.add(peer, row + common.first - piece.first, common);
-            next = common.last;
-        });
-        row += piece.size();
-    });
-    return row;
+/// Returns whether some rows or heads stand on several ranks.
+inline bool has_replicas(head_shares const& shares) {
+    for (std::size_t s = 0; s < shares.sections.size() && shares.every_row; ++s) {
+        index_t everywhere = 0;
+        for (int rank = 0; rank < shares.ranks; ++rank) everywhere += shares.held(rank, s).size();
+        if (everywhere > shares.sections[s].heads) return true;
+    }
+    return false;
 }
+
+/// The columns of the messages that a rank sends, or receives.
+struct message_columns {
+    head_shares const &from, &to;
+    int rank;
+    bool sends;
+    bool whole_rows; ///< messages have no columns
+
+    std::vector<run> of(int peer) const {
+        return sends ? shipped_columns(from, to, rank, peer, from, rank)
+                     : shipped_columns(from, to, peer, rank, to, rank);
+    }
+    /// Gives messages their columns, `same`: to all peers one list, and drops those that have none.
+    void give(std::vector<message>& messages, bool same) const {
+        if (whole_rows) return;
+        std::vector<run> const own = same ? of(rank) : std::vector<run>();
+        for (message& m : messages) m.columns = same ? own : of(m.peer);
+        std::erase_if(messages, [](message const& m) { return m.columns.empty(); });
+    }
+};
 
 /// A sharding of which `holders` tells who has rows. Its pieces are known to give each row to one rank.
 template <class S>
@@ -85,11 +119,20 @@ template <any_sharding S>
 std::vector<run> held_runs(S const& sharding, int rank, bool local) {
     joined_rows rows;
     index_t row = 0;
-    sharding.for_each_piece(rank, [&](range piece) {
+    for (range const piece : pieces(sharding, rank)) {
         rows.add(local ? row : piece.first, piece);
         row += piece.size();
-    });
+    }
     return std::move(rows.runs);
+}
+
+/// Lists the rows of `count` ranks, `first` and those after it, when they are first read.
+template <any_sharding S>
+std::shared_ptr<late_runs const> late_rows(S const& sharding, int first, int count, bool local) {
+    std::function<std::vector<run>(int)> list = [sharding, first, local](int i) {
+        return held_runs(sharding, first + i, local);
+    };
+    return std::make_shared<late_runs>(count, std::move(list));
 }
 
 /// The messages of a rank on one side of an exchange, and its rows there.
@@ -149,44 +192,67 @@ inline common_messages scale_lanes(std::vector<lane> const& lanes, lane_cells co
     return found;
 }
 
-/// Finds the messages of `rank`, whose rows are `mine`, with all ranks where their rows are `other`; `columns(peer)`
-/// gives their columns, of which a rank that holds every row may know that all peers have the same.
-template <any_sharding Mine, any_sharding Other, class Columns>
-common_messages find_common(Mine const& mine, int rank, Other const& other, bool whole_rows, bool same_columns,
-                            Columns&& columns, caller here) {
-    int const ranks = mine.ranks();
-    common_messages found;
-    if (Mine::every_row || Other::every_row) found.messages.reserve(static_cast<std::size_t>(ranks));
-    auto const add = [&](int peer, run_list rows, std::vector<run> its_columns) {
-        if (whole_rows || !its_columns.empty())
-            found.messages.push_back({peer, std::move(rows), std::move(its_columns)});
-    };
-    if constexpr (Other::every_row && !Mine::every_row) { // with all ranks the same rows
-        found.rows = mine.rows(rank);
-        found.known = known_holders<Mine>;
-        auto const late = std::make_shared<late_runs>(1, [mine, rank](int) { return held_runs(mine, rank, true); });
-        for (int peer = 0; peer < ranks && found.rows > 0; ++peer)
-            add(peer, {late, 0}, whole_rows ? std::vector<run>() : columns(peer));
-        return found;
-    } else if constexpr (Mine::every_row && known_holders<Other>) {
-        if (auto const holders = other.holders(); !holders.empty()) {
-            found.rows = mine.rows(rank);
-            found.known = true;
-            auto const late = std::make_shared<late_runs>(ranks, [other](int r) { return held_runs(other, r, false); });
-            auto const own = whole_rows ? std::vector<run>() : columns(rank);
-            for (int peer = 0; peer < ranks; ++peer)
-                if (holders[static_cast<std::size_t>(peer)])
-                    add(peer, {late, peer}, same_columns || whole_rows ? own : columns(peer));
-            return found;
-        }
-    }
-    if constexpr (routed<Mine, Other>)
-        if (auto const all = whole_rows ? common_cells(mine, other) : std::nullopt)
-            return scale_lanes(routed_lanes(mine.policy(), rank, other.policy()), *all, mine.batch());
-    message_list list(ranks);
-    found.rows = list_common(mine, rank, other, list, here);
-    found.messages = list.finish(whole_rows, columns);
+/// Finds the messages of a rank that has rows of `mine` with ranks that have them all: with each the same rows.
+template <any_sharding Mine>
+common_messages rows_for_all(Mine const& mine, message_columns const& columns) {
+    common_messages found{mine.rows(columns.rank), {}, known_holders<Mine>};
+    auto const late = late_rows(mine, columns.rank, 1, true);
+    for (int peer = 0; peer < mine.ranks() && found.rows > 0; ++peer) found.messages.push_back({peer, {late, 0}, {}});
+    columns.give(found.messages, false);
     return found;
+}
+
+/// Finds the messages of a rank that has all `rows` with the ranks among which `other` divides them, `holders`.
+/// `same_columns`: it has the same for all of them.
+template <any_sharding Other>
+common_messages rows_of_holders(index_t rows, Other const& other, std::vector<bool> const& holders,
+                                message_columns const& columns, bool same_columns) {
+    common_messages found{rows, {}, true};
+    auto const late = late_rows(other, 0, other.ranks(), false);
+    for (int peer = 0; peer < other.ranks(); ++peer)
+        if (holders[static_cast<std::size_t>(peer)]) found.messages.push_back({peer, {late, peer}, {}});
+    columns.give(found.messages, same_columns);
+    return found;
+}
+
+/// Finds which of `pieces`, a rank's rows in local order, lie where under `other`.
+template <any_sharding Other>
+common_messages list_common(std::vector<range> const& pieces, Other const& other, message_columns const& columns,
+                            caller here) {
+    message_list messages(other.ranks());
+    index_t row = 0, hint = 0;
+    for (range const piece : pieces) {
+        index_t next = piece.first;
+        other.for_each_holder(piece, hint, [&](int peer, range common) {
+            if (!Other::every_row && common.first != next)
+                throw error("relayout", "layout gives a token to no rank or to two", "row " + std::to_string(next),
+                            "row " + std::to_string(common.first), here);
+            messages.add(peer, row + common.first - piece.first, common);
+            next = common.last;
+        });
+        row += piece.size();
+    }
+    common_messages found{row, messages.finish()};
+    columns.give(found.messages, false);
+    return found;
+}
+
+/// Finds the messages of a rank, whose rows are `mine`, with all ranks where their rows are `other`. `same_columns`: if
+/// it holds every row, it has the same columns for all peers.
+template <any_sharding Mine, any_sharding Other>
+common_messages find_common(Mine const& mine, Other const& other, message_columns const& columns, bool same_columns,
+                            caller here) {
+    if constexpr (Other::every_row && !Mine::every_row) {
+        return rows_for_all(mine, columns);
+    } else {
+        if constexpr (Mine::every_row && known_holders<Other>)
+            if (auto const holders = other.holders(); !holders.empty())
+                return rows_of_holders(mine.rows(columns.rank), other, holders, columns, same_columns);
+        if constexpr (routed<Mine, Other>)
+            if (auto const all = columns.whole_rows ? common_cells(mine, other) : std::nullopt)
+                return scale_lanes(routed_lanes(mine.policy(), columns.rank, other.policy()), *all, mine.batch());
+        return list_common(pieces(mine, columns.rank), other, columns, here);
+    }
 }
 
 /// Returns the elements of a local row, or 0 if there are no sections: rows of any width.
@@ -210,23 +276,52 @@ inline index_t kept(std::vector<message> const& messages, int rank) {
     return 0;
 }
 
-/// Returns whether some rows or heads stand on several ranks.
-template <any_sharding S>
-bool has_replicas([[maybe_unused]] S const& s, [[maybe_unused]] std::span<section const> sections) {
-    if constexpr (S::every_row)
-        for (section const& group : sections) {
-            index_t everywhere = 0;
-            for (int rank = 0; rank < s.ranks(); ++rank) everywhere += s.heads(rank, group.heads).size();
-            if (everywhere > group.heads) return true;
-        }
-    return false;
-}
-
 /// Throws unless both shardings are of one batch over as many ranks.
 template <any_sharding From, any_sharding To>
 void require_same_group(char const* where, From const& from, To const& to, caller here) {
     require(from.ranks() == to.ranks(), where, "ranks of the target", from.ranks(), to.ranks(), here);
     require_batch(where, "batch of the target", "the source's", from.batch(), to.batch(), here);
+}
+
+/// Returns the sections of what is moved, none: whole rows. Throws unless both shardings have the same or one has none.
+inline std::span<section const> common_sections(std::span<section const> from, std::span<section const> to,
+                                                caller here) {
+    require(from.empty() || to.empty() || std::ranges::equal(from, to), "relayout", "sections of the target",
+            "those of the source", "others", here);
+    return from.empty() ? to : from;
+}
+
+/// Makes the plan of a relayout of what its two ends are. `sections`: of what is moved.
+inline plan finish_relayout(int rank, thd const& batch, std::span<section const> sections, head_shares const& held,
+                            head_shares const& needed, identity_end const& from, identity_end const& to,
+                            common_messages out, common_messages in, caller here) {
+    plan p{.rank = rank,
+           .source_rows = out.rows,
+           .target_rows = in.rows,
+           .sends = std::move(out.messages),
+           .receives = std::move(in.messages),
+           .id = identify("relayout", from, to, held.ranks, batch),
+           .batch = batch,
+           .source_settings = from.all,
+           .target_settings = to.all};
+    for (std::size_t s = 0; s < sections.size(); ++s) {
+        p.source_width += held.held(rank, s).size() * sections[s].width;
+        p.target_width += needed.held(rank, s).size() * sections[s].width;
+        p.id[identity::source_width] += static_cast<std::uint64_t>(sections[s].heads * sections[s].width);
+    }
+    p.id[identity::target_width] = p.id[identity::source_width];
+    if (sections.empty())
+        for (auto* messages : {&p.sends, &p.receives})
+            for (message& m : *messages) m.columns.clear();
+    if (has_replicas(held)) p.kind = flow::selects;
+    if (has_replicas(needed)) p.kind = flow::copies;
+    if (out.known && in.known) return p;
+    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
+            brought(p.receives), here);
+    // Rows that stay are found twice: among those that leave and among those that arrive.
+    require(kept(p.sends, rank) == kept(p.receives, rank), "relayout", "rows that leave this rank for itself",
+            kept(p.receives, rank), kept(p.sends, rank), here);
+    return p;
 }
 
 } // namespace detail
@@ -248,46 +343,17 @@ relayout_plan<From, To> relayout(From const& from, To const& to, int rank, calle
                   "cpx: relayout between shardings over different numbers of ranks; shard both over the same ranks");
     detail::require_same_group("relayout", from, to, here);
     detail::require_rank("relayout", rank, from.ranks(), here);
-    std::span<section const> sections = from.sections().empty() ? to.sections() : from.sections();
-    require(to.sections().empty() || std::ranges::equal(sections, to.sections()), "relayout", "sections of the target",
-            "those of the source", "others", here);
+    auto const sections = detail::common_sections(from.sections(), to.sections(), here);
     constexpr section whole_row; // stands for the sections where rows move whole
-    bool const whole_rows = sections.empty();
-    auto const groups = whole_rows ? std::span(&whole_row, 1) : sections;
-    bool const by_columns = !whole_rows || From::every_row;
-
-    relayout_plan<From, To> p{{}, from, to};
-    p.rank = rank;
-    p.batch = from.batch();
-    p.id = detail::identify("relayout", from, to);
-    p.source_settings = detail::settings_of(from, p.id.source_settings.data());
-    p.target_settings = detail::settings_of(to, p.id.target_settings.data());
-    p.source_width = detail::local_width(from, rank, sections);
-    p.target_width = detail::local_width(to, rank, sections);
-    for (section const& s : sections) p.id[identity::source_width] += static_cast<std::uint64_t>(s.heads * s.width);
-    p.id[identity::target_width] = p.id[identity::source_width];
-
-    bool const replicas = detail::has_replicas(from, groups); // of a head: the lowest rank sends it
-    auto out = detail::find_common(
-        from, rank, to, !by_columns, !replicas,
-        [&](int peer) { return detail::shipped_columns(from, to, rank, peer, groups, from, rank); }, here);
-    auto in = detail::find_common(
-        to, rank, from, !by_columns, !From::every_row,
-        [&](int peer) { return detail::shipped_columns(from, to, peer, rank, groups, to, rank); }, here);
-    p.source_rows = out.rows, p.sends = std::move(out.messages);
-    p.target_rows = in.rows, p.receives = std::move(in.messages);
-    if (whole_rows)
-        for (auto* messages : {&p.sends, &p.receives})
-            for (message& m : *messages) m.columns.clear();
-    if (replicas) p.kind = flow::selects;
-    if (detail::has_replicas(to, groups)) p.kind = flow::copies;
-    if (out.known && in.known) return p;
-    require(p.covers_target(), "relayout", "rows of the target that messages bring, each place once", p.target_rows,
-            detail::brought(p.receives), here);
-    // Rows that stay are found twice: among those that leave and among those that arrive.
-    require(detail::kept(p.sends, rank) == detail::kept(p.receives, rank), "relayout",
-            "rows that leave this rank for itself", detail::kept(p.receives, rank), detail::kept(p.sends, rank), here);
-    return p;
+    auto const groups = sections.empty() ? std::span(&whole_row, 1) : sections;
+    bool const whole_rows = sections.empty() && !From::every_row;
+    detail::head_shares const held(from, groups), needed(to, groups);
+    bool const replicas = detail::has_replicas(held); // of a head: the lowest rank sends it
+    auto out = detail::find_common(from, to, {held, needed, rank, true, whole_rows}, !replicas, here);
+    auto in = detail::find_common(to, from, {held, needed, rank, false, whole_rows}, !From::every_row, here);
+    return {detail::finish_relayout(rank, from.batch(), sections, held, needed, detail::end_of(from),
+                                    detail::end_of(to), std::move(out), std::move(in), here),
+            from, to};
 }
 template <class X>
 detail::refused relayout(X const&, detail::any = {}, detail::any = {}, detail::any = {}) {

@@ -2,7 +2,7 @@
 // The maximal runs of consecutive tokens of one sequence among a rank's rows.
 #pragma once
 
-#include <cpx/layout/sharding.hpp>
+#include <cpx/plan/global_rows.hpp>
 
 #include <vector>
 
@@ -31,7 +31,7 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
     std::vector<segment> list;
     thd const& batch = s.batch();
     index_t row = 0, sequence = 0;
-    s.for_each_piece(rank, [&](range piece) {
+    for (range piece : pieces(s, rank))
         while (!piece.empty()) {
             while (batch.offset(sequence + 1) <= piece.first) ++sequence;
             range const common = intersect(piece, {batch.offset(sequence), batch.offset(sequence + 1)});
@@ -43,7 +43,6 @@ std::vector<segment> segments(S const& s, int rank, caller here = caller::here()
             row += common.size();
             piece.first = common.last;
         }
-    });
     return list;
 }
 template <class X>

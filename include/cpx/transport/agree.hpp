@@ -52,14 +52,14 @@ void compare_batches(char const* where, thd const& batch, int ranks, Gather&& ga
 template <class Gather>
 void compare_settings(char const* where, char const* whose, settings const& of, int ranks, Gather&& gather,
                       caller here) {
-    std::string name;
-    auto const numbers = of.list ? (*of.list)(-1, name) : std::vector<index_t>();
+    auto const read = [&](setting_reader reader) { return of.from ? of.from->read(std::move(reader)) : reader; };
+    std::vector<index_t> numbers, again;
+    static_cast<void>(read({.list = &numbers}));
     compare_numbers(
         where, std::ssize(numbers), [&](index_t i) { return numbers[static_cast<std::size_t>(i)]; },
         [&](index_t i) {
-            name = "more settings than these";
-            if (of.list) (*of.list)(i, name);
-            return name + " of the " + whose + " sharding";
+            return read({.list = &again, .named = i, .name = "more settings than these"}).name + " of the " + whose +
+                   " sharding";
         },
         ranks, gather, here);
 }
