@@ -27,8 +27,10 @@ struct job {
     examples::cut_spec cut;
     int ranks = 1;
     cpx::index_t chunk = 64;
+    bool serial = false; ///< how states are handed on, by tokens
 
     cpx::index_t tokens() const { return batch.tokens(); }
+    bool by_heads() const { return layout.name == "head_sharded"; }
 };
 
 /// Throws `cpx::error` unless the sizes that the file gives an operator are from 1 to 2^16: then products of some of
@@ -73,19 +75,20 @@ std::vector<T> gather(cpx::rows<T const> local, cpx::index_t width, S const& sha
 /// Calls `f(input, output)` with the job's sharding of rows of some sections: by tokens both are the same.
 template <class F>
 void with_sharding(job const& j, std::vector<cpx::section> const& in, std::vector<cpx::section> const& out, F&& f) {
-    examples::sharding_spec input = j.layout, output = j.layout;
-    input.sections = in;
-    output.sections = out;
-    examples::with_sharding(j.batch, input, j.cut, j.ranks, [&](auto const& in_sharding) {
-        using S = std::remove_cvref_t<decltype(in_sharding)>;
-        if constexpr (std::same_as<S, cpx::head_sharded<>>)
-            f(in_sharding, S(j.ranks, j.batch, out));
-        else
-            f(in_sharding, in_sharding);
-    });
+    if (j.by_heads()) return f(cpx::head_sharded<>(j.ranks, j.batch, in), cpx::head_sharded<>(j.ranks, j.batch, out));
+    examples::with_token_sharding(j.batch, j.layout, j.cut, j.ranks,
+                                  [&](auto const& sharding) { f(sharding, sharding); });
 }
 
-template <class T, class How>
+/// Calls `f(carry)`. By heads no sequence is cut and nothing is handed on: one carry is enough for `S`.
+template <class S, class F>
+void with_carry(job const& j, F&& f) {
+    if constexpr (!S::every_row)
+        if (j.serial) return f(cpx::serial());
+    f(cpx::scan());
+}
+
+template <class T>
 outputs<T> gated_delta_rule(job const& j) {
     auto const &q = j.file.tensor("q").shape, &v = j.file.tensor("v").shape;
     cpx::require(q.size() == 3 && v.size() == 3, j.file.where().c_str(), "axes of q and v", "3 and 3",
@@ -137,8 +140,7 @@ outputs<T> gated_delta_rule(job const& j) {
     final_state.resize(
         j.file.read<T>("final_state", {j.batch.sequences(), heads.value_heads, heads.key_dim, heads.value_dim}).size());
     std::mutex guard;
-    with_sharding(j, in, out, [&](auto const& sharding, auto const& out_sharding) {
-        using S = std::remove_cvref_t<decltype(sharding)>;
+    auto const run = [&]<class S, class How>(S const& sharding, S const& out_sharding, How) {
         cpx::threads::run(j.ranks, [&](cpx::threads& comm) {
             int const rank = comm.rank();
             auto const local = take(whole, width, sharding, comm);
@@ -197,6 +199,9 @@ outputs<T> gated_delta_rule(job const& j) {
                 column += columns;
             }
         });
+    };
+    with_sharding(j, in, out, [&]<class S>(S const& sharding, S const& out_sharding) {
+        with_carry<S>(j, [&](auto carry) { run(sharding, out_sharding, carry); });
     });
     return result;
 }
@@ -258,7 +263,7 @@ outputs<T> causal_conv1d(job const& j) {
 }
 
 /// Hidden states are sharded by tokens: as the layout says, or zigzag where it asks for the recurrence by heads.
-template <class T, class How>
+template <class T>
 outputs<T> gdn_layer(job const& j) {
     auto const config = cpx::json_value::parse(j.file.metadata("config"), j.file.where() + ", metadata config");
     auto const get = [&](char const* key) { return config.template get<cpx::index_t>(key); };
@@ -317,16 +322,19 @@ outputs<T> gdn_layer(job const& j) {
             if (comm.rank() == 0) result.merge(gradients);
         });
     };
-    examples::sharding_spec tokens = j.layout;
-    bool const by_heads = tokens.name == "head_sharded";
-    if (by_heads) tokens = {};
-    examples::with_token_sharding(j.batch, tokens, j.cut, j.ranks, [&](auto const& sharding) {
-        using S = std::remove_cvref_t<decltype(sharding)>;
-        if (!by_heads)
-            return run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, net); });
+    if (j.by_heads()) {
+        using S = examples::token_sharding<cpx::scope::sequence>;
+        S const tokens(j.batch, cpx::table(cpx::zigzag<>(j.ranks)),
+                       cpx::aligned<cpx::dynamic>(std::max(j.cut.unit, 1)));
         cpx::head_sharded<> const mix(j.ranks, j.batch, net.sections()), back(j.ranks, j.batch, net.output_sections());
-        run(sharding, [&](int rank) {
-            return cpx::gated_delta_net<How, S, cpx::head_sharded<>>(sharding, mix, back, rank, net);
+        run(tokens, [&](int rank) {
+            return cpx::gated_delta_net<cpx::scan, S, cpx::head_sharded<>>(tokens, mix, back, rank, net);
+        });
+        return result;
+    }
+    examples::with_token_sharding(j.batch, j.layout, j.cut, j.ranks, [&]<class S>(S const& sharding) {
+        with_carry<S>(j, [&]<class How>(How) {
+            run(sharding, [&](int rank) { return cpx::gated_delta_net<How, S>(sharding, rank, net); });
         });
     });
     return result;

@@ -13,20 +13,19 @@
 namespace {
 
 template <class T>
-verify::outputs<T> run(verify::job const& j, std::string const& kind, bool serial) {
+verify::outputs<T> run(verify::job const& j, std::string const& kind) {
     if (kind == "causal_conv1d") return verify::causal_conv1d<T>(j);
-    if (kind == "gated_delta_rule")
-        return serial ? verify::gated_delta_rule<T, cpx::serial>(j) : verify::gated_delta_rule<T, cpx::scan>(j);
-    if (kind == "gdn_layer") return serial ? verify::gdn_layer<T, cpx::serial>(j) : verify::gdn_layer<T, cpx::scan>(j);
+    if (kind == "gated_delta_rule") return verify::gated_delta_rule<T>(j);
+    if (kind == "gdn_layer") return verify::gdn_layer<T>(j);
     if (kind == "mrope_index") return verify::mrope_index<T>(j);
     throw cpx::error(j.file.where(), "kind in the metadata",
                      "gated_delta_rule, causal_conv1d, gdn_layer or mrope_index", cpx::quote(kind));
 }
 
 template <class T>
-void report(verify::job const& j, std::string const& kind, bool serial, bool json) {
+void report(verify::job const& j, std::string const& kind, bool json) {
     nlohmann::json errors = nlohmann::json::object();
-    for (auto const& [name, values] : run<T>(j, kind, serial)) {
+    for (auto const& [name, values] : run<T>(j, kind)) {
         auto const reference = j.file.read<double>(name);
         cpx::require(values.size() == reference.size(), j.file.where().c_str(), ("elements of " + name).c_str(),
                      values.size(), reference.size());
@@ -67,18 +66,19 @@ int main(int argc, char** argv) {
                             examples::parse_sharding(layout),
                             examples::parse_cut(cut),
                             examples::parse_ranks(ranks, examples::most_threads),
-                            examples::parse_number(chunk, 1, 1 << 20, "--chunk", "tokens")};
+                            examples::parse_number(chunk, 1, 1 << 20, "--chunk", "tokens"),
+                            carry == "serial"};
         cpx::require(j.layout.name != "replicated", "--layout", "sharding", "one that shares the work",
                      "\"replicated\"");
         std::string const kind = golden.metadata("kind");
-        bool const by_heads = j.layout.name == "head_sharded", layer = kind == "gdn_layer";
+        bool const by_heads = j.by_heads(), layer = kind == "gdn_layer";
         for (char const* const option : {"--carry", "--chunk"})
             app.require_effect(option, kind == "gated_delta_rule" || layer, "a file with a recurrence", kind);
         app.require_effect("--carry", !by_heads, "a --layout by tokens", layout);
         app.require_effect("--cut", !by_heads || layer, "a --layout by tokens", layout);
         if (dtype == "float64")
-            report<double>(j, kind, carry == "serial", json);
+            report<double>(j, kind, json);
         else
-            report<float>(j, kind, carry == "serial", json);
+            report<float>(j, kind, json);
     });
 }
