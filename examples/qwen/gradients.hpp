@@ -41,10 +41,11 @@ public:
         auto const& p = places_.at(name);
         return {values_.view().data() + p.first, p.count, p.width};
     }
-    /// Completes all of them in one call and returns them by name. Collective.
+    /// Completes all of them in one call, on every rank; rank 0 returns them by name, others nothing. Collective.
     std::map<std::string, gradient<T>> sum() {
         std::span<T> const all(values_.view().data(), static_cast<std::size_t>(values_.count()));
         cpx::sum_over_ranks(all, rank_.comm);
+        if (rank_.rank() != 0) return {};
         auto const values = rank_.memory().read(std::span<T const>(all));
         std::map<std::string, gradient<T>> result;
         for (auto const& [name, p] : places_) {

@@ -49,7 +49,8 @@ public:
         return predict(h, labels);
     }
 
-    /// Returns the gradients of what `forward` returned, given that of its log-probabilities, summed over ranks.
+    /// Returns, on rank 0, the gradients of what `forward` returned, given that of its log-probabilities, summed over
+    /// ranks.
     std::map<std::string, gradient<W>> backward() {
         at_.run_back();
         return at_.grads.sum();
