@@ -112,19 +112,13 @@ auto with_token_sharding(cpx::thd const& batch, sharding_spec const& spec, cut_s
     return f(token_sharding<cpx::scope::sequence>(batch, layout, where));
 }
 
-/// As `with_token_sharding`, but layouts over sequences have their own types: 4 types. The cut is a value.
+/// As `with_token_sharding`, but zigzag over sequences has its own type: 3 types. The cut is a value.
 template <class F>
 auto with_layout(cpx::thd const& batch, sharding_spec const& spec, cut_spec cut, int ranks, F&& f) {
-    auto const bind = [&]<class L>(L const& layout) {
-        cpx::aligned<cpx::dynamic> const where(std::max(cut.unit, 1));
-        return f(cpx::sharding<L, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>(batch, layout, where));
-    };
-    if (spec.scope == cpx::scope::sequence && spec.name == "sequential") return bind(cpx::sequential<>(ranks));
-    if (spec.scope == cpx::scope::sequence && spec.name == "zigzag") return bind(cpx::zigzag<>(ranks));
-    if (spec.scope == cpx::scope::sequence && spec.name == "striped") return bind(cpx::striped<>(ranks));
-    cpx::require(spec.scope == cpx::scope::batch, spec.option, "layout", "sequential, zigzag or striped", spec.name);
-    return f(token_sharding<cpx::scope::batch>(batch, make_layout(spec, ranks),
-                                               cpx::aligned<cpx::dynamic>(std::max(cut.unit, 1))));
+    using own = cpx::sharding<cpx::zigzag<>, cpx::scope::sequence, cpx::aligned<cpx::dynamic>>;
+    if (spec.name == "zigzag" && spec.scope == cpx::scope::sequence)
+        return f(own(batch, cpx::zigzag<>(ranks), cpx::aligned<cpx::dynamic>(std::max(cut.unit, 1))));
+    return with_token_sharding(batch, spec, cut, ranks, f);
 }
 
 /// As `with_token_sharding`, for head_sharded and replicated, too: 4 types.

@@ -38,7 +38,7 @@ auto with_linear(strategy const& how, Entry const& entry, std::vector<cpx::secti
     });
 }
 
-/// 4 types; and 2 for what compiles long.
+/// 3 types, one of them that of hidden states where they enter; and 2 for what compiles long.
 inline constexpr auto by_layout = [](auto const&... of) { return examples::with_layout(of...); };
 inline constexpr auto by_table = [](auto const&... of) { return examples::with_token_sharding(of...); };
 
