@@ -6695,6 +6695,7 @@ inline error apart(char const* where, identity const& mine, identity const& thei
 struct waits {
     std::vector<int> silent, deaf;
 
+    bool none() const { return silent.empty() && deaf.empty(); }
     template <class F>
     void each(F&& f) const {
         for (auto const* peers : {&silent, &deaf})
@@ -7680,33 +7681,34 @@ public:
     /// See `transport`. Also throws if a rank that this one waits for is in an exchange of another plan, or if all
     /// ranks wait for each other.
     void transfer(identity const& id, std::span<outgoing const> sends, std::span<incoming const> receives) {
-        std::unique_lock lock(world_.mutex);
+        turn mine(world_);
         member& me = world_.member_at(rank_);
         auto const end = std::chrono::steady_clock::now() + world_.deadline;
         try {
+            world_.require_none_failed();
             me.in = &id;
-            for (outgoing const& parcel : sends) {
-                world_.at(rank_, parcel.peer) = {post::ready, &parcel, &id};
-                world_.tell(parcel.peer);
-            }
-            std::vector<incoming const*> open;
-            for (incoming const& parcel : receives) open.push_back(&parcel);
-            for (bool done = false; !done;) {
-                me.news = false;
-                if (world_.failed >= 0)
-                    throw error("threads", "rank " + std::to_string(world_.failed) + " failed: " + world_.reason);
-                std::erase_if(open, [&](incoming const* parcel) { return receive(lock, id, *parcel); });
+            for (outgoing const& parcel : sends) world_.at(rank_, parcel.peer).from = &parcel;
+            for (incoming const& parcel : receives) world_.at(parcel.peer, rank_).to = &parcel;
+            for (;;) {
+                bool copied = false;
+                for (outgoing const& parcel : sends) copied |= deliver(mine, rank_, parcel.peer);
+                for (incoming const& parcel : receives) copied |= deliver(mine, parcel.peer, rank_);
+                if (copied) continue; // meanwhile others may have come
                 me.waits.silent.clear(), me.waits.deaf.clear();
-                for (incoming const* parcel : open) me.waits.silent.push_back(parcel->peer);
+                for (incoming const& parcel : receives)
+                    if (world_.at(parcel.peer, rank_).to) me.waits.silent.push_back(parcel.peer);
                 for (outgoing const& parcel : sends)
-                    if (world_.at(rank_, parcel.peer).state != post::empty) me.waits.deaf.push_back(parcel.peer);
-                done = me.waits.silent.empty() && me.waits.deaf.empty();
-                if (!done && !me.news) wait(lock, end, id);
+                    if (world_.at(rank_, parcel.peer).from) me.waits.deaf.push_back(parcel.peer);
+                if (me.waits.none()) break;
+                wait(mine, end, id);
             }
         } catch (std::exception const& e) {
-            withdraw(lock, sends);
+            me.asleep = false;
+            me.waits = {};
+            for (outgoing const& parcel : sends) still(mine, world_.at(rank_, parcel.peer)).from = nullptr;
+            for (incoming const& parcel : receives) still(mine, world_.at(parcel.peer, rank_)).to = nullptr;
             me.in = nullptr;
-            world_.fail(rank_, detail::reason(e));
+            world_.fail(mine, rank_, detail::reason(e));
             throw;
         }
         me.last = id;
@@ -7715,6 +7717,7 @@ public:
 
 private:
     struct world;
+    class turn;
 
     template <class X>
     static threads&& unstarted() {
@@ -7762,16 +7765,16 @@ private:
         }
     }
 
+    /// A message from one rank to another. Who comes last copies it, so that nobody is woken to do that.
     struct post {
-        enum { empty, ready, copying } state = empty;
-        outgoing const* parcel = nullptr;
-        identity const* id = nullptr;
+        outgoing const* from = nullptr; ///< what the sender has, until it has been taken
+        incoming const* to = nullptr;   ///< the place that the receiver has for it, until it has arrived
+        bool copying = false;
     };
 
     struct member {
         std::condition_variable wake;
-        bool news = false;            ///< something has changed since it last looked
-        bool asleep = false;          ///< it waits, without news
+        bool asleep = false;          ///< it waits, and nobody has told it anything since
         bool left = false;            ///< its program has returned
         identity const* in = nullptr; ///< its present exchange
         std::optional<identity> last; ///< its last one
@@ -7788,31 +7791,25 @@ private:
         }
         member& member_at(int rank) { return members[static_cast<std::size_t>(rank)]; }
 
-        void tell(int rank) {
-            member& m = member_at(rank);
-            m.news = true;
-            m.asleep = false;
-            m.wake.notify_one();
-        }
-        void tell_all() {
-            for (int rank = 0; rank < static_cast<int>(members.size()); ++rank) tell(rank);
+        void require_none_failed() const {
+            if (failed >= 0) throw error("threads", "rank " + std::to_string(failed) + " failed: " + reason);
         }
         void leave(int rank) {
-            std::lock_guard lock(mutex);
+            turn now(*this);
             member_at(rank).left = true;
-            tell_all();
+            now.tell_all();
         }
         /// Tells all ranks that this one fails, unless another has before.
-        void fail(int rank, std::string why) {
+        void fail(turn& now, int rank, std::string why) {
             if (failed >= 0 && failed != rank) return;
             failed = rank;
             reason = std::move(why);
-            tell_all();
+            now.tell_all();
         }
         /// Keeps the exception that ends a program: the first, or that of the rank that failed first.
         void end(int rank, std::string why) {
-            std::lock_guard lock(mutex);
-            fail(rank, why);
+            turn now(*this);
+            fail(now, rank, why);
             if (exception && rank != failed) return;
             exception = std::current_exception();
             ended = "rank " + std::to_string(rank) + " failed: " + why;
@@ -7835,26 +7832,71 @@ private:
         std::exception_ptr exception;
     };
 
+    /// The mutex of a world. Whoever is told something is woken when it has been released, not to wait for it.
+    class turn {
+    public:
+        explicit turn(world& shared) : world_(shared), lock_(shared.mutex) {}
+        turn(turn const&) = delete;
+        turn& operator=(turn const&) = delete;
+        ~turn() { unlock(); }
+
+        void lock() { lock_.lock(); }
+        void unlock() {
+            lock_.unlock();
+            for (member* const m : told_) m->wake.notify_one();
+            told_.clear();
+        }
+        void tell(int rank) {
+            member& m = world_.member_at(rank);
+            m.asleep = false;
+            told_.push_back(&m);
+        }
+        void tell_all() {
+            for (int rank = 0; rank < static_cast<int>(world_.members.size()); ++rank) tell(rank);
+        }
+        /// Wakes whoever was told something, and returns the lock, to wait with.
+        std::unique_lock<std::mutex>& pass() {
+            unlock();
+            lock();
+            return lock_;
+        }
+
+    private:
+        world& world_;
+        std::unique_lock<std::mutex> lock_;
+        std::vector<member*> told_;
+    };
+
     threads(world& shared, int rank) : world_(shared), rank_(rank) {}
 
-    /// Returns whether a message was there, and has been taken.
-    bool receive(std::unique_lock<std::mutex>& lock, identity const& id, incoming const& parcel) {
-        post& from = world_.at(parcel.peer, rank_);
-        if (from.state != post::ready) return false;
-        check_exchange(id, parcel.peer);
-        require(from.parcel->bytes() == parcel.bytes(), "threads", "bytes of a message", parcel.bytes(),
-                from.parcel->bytes());
-        from.state = post::copying;
-        lock.unlock();
-        copy(*from.parcel, parcel);
-        lock.lock();
-        from.state = post::empty;
-        world_.tell(parcel.peer);
+    /// Copies a message if both its ends are there. Returns whether it has, and so has released the mutex.
+    bool deliver(turn& mine, int from, int to) {
+        post& message = world_.at(from, to);
+        if (!message.from || !message.to || message.copying) return false;
+        int const peer = from == rank_ ? to : from;
+        identity const& id = *world_.member_at(rank_).in;
+        auto const sent = message.from->bytes(), due = message.to->bytes();
+        if (to == rank_) {
+            check_exchange(id, peer);
+            require(sent == due, "threads", "bytes of a message", due, sent);
+        } else if (sent != due || !id.same_exchange(*world_.member_at(to).in)) { // it is the receiver's error
+            mine.tell(to);
+            return false;
+        }
+        message.copying = true;
+        mine.unlock();
+        copy(*message.from, *message.to);
+        mine.lock();
+        message = {};
+        detail::waits& theirs = world_.member_at(peer).waits;
+        std::erase(from == rank_ ? theirs.silent : theirs.deaf, rank_);
+        if (theirs.none()) mine.tell(peer);
         return true;
     }
 
-    /// Waits for news from any rank. Throws if there cannot be any, or is none in time.
-    void wait(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point end, identity const& id) {
+    /// Waits until a rank tells this one something. Throws if none can, or none does in time.
+    void wait(turn& mine, std::chrono::steady_clock::time_point end, identity const& id) {
+        world_.require_none_failed();
         member& me = world_.member_at(rank_);
         me.waits.each([&](int peer) {
             check_exchange(id, peer);
@@ -7869,9 +7911,7 @@ private:
             check_exchanges(id); // nobody is left to wake another
             throw late({});
         }
-        me.wake.wait_until(lock, end, [&] { return me.news; });
-        me.asleep = false;
-        if (me.news) return;
+        if (me.wake.wait_until(mine.pass(), end, [&] { return !me.asleep; })) return;
         throw late(detail::missing(rank_, [&](int rank) {
             member const& m = world_.member_at(rank);
             return rank == rank_ || m.asleep ? &m.waits : nullptr;
@@ -7881,7 +7921,7 @@ private:
     /// Throws if `peer`, with whom a message is due, sends one of another exchange: it will not come to this one.
     void check_exchange(identity const& id, int peer) const {
         post const& from = world_.at(peer, rank_);
-        if (from.state == post::ready) require_same_exchange("threads", id, rank_, *from.id, peer);
+        if (from.from) require_same_exchange("threads", id, rank_, *world_.member_at(peer).in, peer);
     }
 
     /// Throws what lists who is in which exchange, if ranks that all wait are in different ones.
@@ -7892,13 +7932,10 @@ private:
             if (other && !id.same_exchange(*other)) throw detail::apart("threads", id, *other, in);
     }
 
-    /// Takes back what nobody has taken yet, because the caller is about to free it.
-    void withdraw(std::unique_lock<std::mutex>& lock, std::span<outgoing const> sends) {
-        for (outgoing const& parcel : sends) {
-            post& own = world_.at(rank_, parcel.peer);
-            world_.member_at(rank_).wake.wait(lock, [&] { return own.state != post::copying; });
-            own.state = post::empty;
-        }
+    /// Waits until nobody copies a message, and returns it, for its caller to take its own end back.
+    post& still(turn& mine, post& message) {
+        if (message.copying) world_.member_at(rank_).wake.wait(mine.pass(), [&] { return !message.copying; });
+        return message;
     }
 
     world& world_;
@@ -7942,8 +7979,8 @@ public:
     /// that names it. Throws `cpx::error` if there is no such rank.
     void fail(int rank, std::string why, caller here = caller::here()) {
         detail::require_rank("threads::group::fail", rank, ranks(), here);
-        std::lock_guard lock(world_.mutex);
-        world_.fail(rank, std::move(why));
+        turn now(world_);
+        world_.fail(now, rank, std::move(why));
     }
 
 private:

@@ -196,14 +196,18 @@ TEST_SUITE("transport") {
     }
 
     TEST_CASE("ranks in different exchanges are told so, with both named") {
-        auto const texts =
-            errors(2, 10s, [](cpx::threads& comm) { all_to_all(comm, 1, comm.rank() == 0 ? "relayout" : "halo"); });
-        for (std::string const& text : texts) {
-            CHECK(holds(text, "ranks are in different exchanges: operation"));
-            CHECK(holds(text, "relayout"));
-            CHECK(holds(text, "halo"));
-            CHECK(holds(text, "rank 0"));
-            CHECK(holds(text, "rank 1"));
+        for (int const last : {0, 1}) {
+            auto const texts = errors(2, 10s, [&](cpx::threads& comm) {
+                if (comm.rank() == last) std::this_thread::sleep_for(20ms);
+                all_to_all(comm, 1, comm.rank() == 0 ? "relayout" : "halo");
+            });
+            for (std::string const& text : texts) {
+                CHECK(holds(text, "ranks are in different exchanges: operation"));
+                CHECK(holds(text, "relayout"));
+                CHECK(holds(text, "halo"));
+                CHECK(holds(text, "rank 0"));
+                CHECK(holds(text, "rank 1"));
+            }
         }
     }
 
@@ -246,20 +250,54 @@ TEST_SUITE("transport") {
     }
 
     TEST_CASE("a message of another size is an error, and nothing is written") {
-        int target = 7;
-        auto const texts = errors(2, 10s, [&](cpx::threads& comm) {
-            cpx::identity const id;
-            std::array<int, 2> const source = {1, 2};
-            auto const send = cpx::consecutive(1, reinterpret_cast<std::byte const*>(source.data()), 8);
-            auto const receive = cpx::consecutive(0, reinterpret_cast<std::byte*>(&target), 4);
-            if (comm.rank() == 0)
-                comm.transfer(id, {&send, 1}, {});
-            else
-                comm.transfer(id, {}, {&receive, 1});
-        });
-        CHECK(target == 7);
-        CHECK(holds(texts[1], "bytes of a message: expected 4, got 8"));
-        CHECK(holds(texts[0], "rank 1 failed"));
+        for (int const last : {0, 1}) {
+            int target = 7;
+            auto const texts = errors(2, 10s, [&](cpx::threads& comm) {
+                if (comm.rank() == last) std::this_thread::sleep_for(20ms);
+                cpx::identity const id;
+                std::array<int, 2> const source = {1, 2};
+                auto const send = cpx::consecutive(1, reinterpret_cast<std::byte const*>(source.data()), 8);
+                auto const receive = cpx::consecutive(0, reinterpret_cast<std::byte*>(&target), 4);
+                if (comm.rank() == 0)
+                    comm.transfer(id, {&send, 1}, {});
+                else
+                    comm.transfer(id, {}, {&receive, 1});
+            });
+            CHECK(target == 7);
+            CHECK(holds(texts[1], "bytes of a message: expected 4, got 8"));
+            CHECK(holds(texts[0], "rank 1 failed"));
+        }
+    }
+
+    TEST_CASE("no error leaves a call while its message is copied") {
+        for (int const last : {0, 1}) {                                                  // which copies
+            std::array<cpx::run, 1> const rows = {{{0, 1 << 22}}}, columns = {{{0, 1}}}; // byte by byte: not at once
+            std::string source(std::size_t{1} << 23, 1), target(source.size(), 0), seen;
+            auto const texts = errors(3, 6ms, [&](cpx::threads& comm) {
+                if (comm.rank() == 2) return std::this_thread::sleep_for(30ms);
+                if (comm.rank() == last) std::this_thread::sleep_for(3ms);
+                char got = 0;
+                cpx::outgoing const send{1, reinterpret_cast<std::byte const*>(source.data()), 2, 1, rows, columns};
+                std::array<cpx::incoming, 2> const receives{
+                    {{0, reinterpret_cast<std::byte*>(target.data()), 2, 1, rows, columns},
+                     cpx::consecutive(2, reinterpret_cast<std::byte*>(&got), 1)}};
+                try {
+                    if (comm.rank() == 0)
+                        comm.transfer({}, {&send, 1}, {&receives[1], 1});
+                    else
+                        comm.transfer({}, {}, receives);
+                } catch (cpx::error const&) {
+                    if (comm.rank() == 0)
+                        std::ranges::fill(source, char{9});
+                    else
+                        seen = target;
+                    throw;
+                }
+            });
+            CHECK((!texts[0].empty() && !texts[1].empty()));
+            CHECK((seen == target)); // too long to be told
+            CHECK(std::ranges::count(target, char{9}) == 0);
+        }
     }
 
     TEST_CASE("threads do all that a transport owes, and its courtesies") {

@@ -185,6 +185,7 @@ inline error apart(char const* where, identity const& mine, identity const& thei
 struct waits {
     std::vector<int> silent, deaf;
 
+    bool none() const { return silent.empty() && deaf.empty(); }
     template <class F>
     void each(F&& f) const {
         for (auto const* peers : {&silent, &deaf})
