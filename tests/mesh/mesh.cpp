@@ -62,9 +62,10 @@ std::string problem_of(mesh const& all) {
         for (int r = 0; r < all.world(); ++r) {
             int const color = all.color(set, r), at = all.coordinate(set, r);
             if (color < 0 || at < 0 || at >= members || color * members + at >= all.world()) return "numbers with gaps";
-            if (seen[static_cast<size_t>(color * members + at)]++) return "groups that are no partition";
+            size_t const place = static_cast<size_t>(color * members + at);
+            if (seen[place]++) return "groups that are no partition";
             if (all.world_rank(set, color, at) != r) return "a way back to another rank";
-            if (at > 0 && all.world_rank(set, color, at - 1) >= r) return "coordinates in another order than ranks";
+            if (at > 0 && !seen[place - 1]) return "coordinates in another order than ranks";
         }
     }
     for (int r = 0; r < all.world(); ++r) {
