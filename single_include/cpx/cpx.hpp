@@ -3779,8 +3779,10 @@ struct identity {
             set(back.operation, marked ? std::string(name.substr(0, name.size() - mark.size()))
                                        : std::string(name) + std::string(mark));
         }
-        std::swap(back.source, back.target);
-        std::swap(back.source_settings, back.target_settings);
+        back.source = target; // a swap of arrays goes byte by byte
+        back.target = source;
+        back.source_settings = target_settings;
+        back.target_settings = source_settings;
         std::swap(back[source_hash], back[target_hash]);
         std::swap(back[source_width], back[target_width]);
         return back;
