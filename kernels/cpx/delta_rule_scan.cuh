@@ -31,6 +31,43 @@ __device__ __forceinline__ int place_of_word(int value, int key) {
     return value / 64 * snapshot_words + (key / 8 * 128 + thread) * 4 + value % 16 / 8 * 2 + key % 2;
 }
 
+/// The warp that loads the keys and gates of a stretch's chunks, the values unless M is made.
+template <bool Erases>
+__device__ __forceinline__ void load_fold(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
+                                          fold_memory<Erases>& memory, delta_sequence const& sequence, int head,
+                                          bool of_map, int first, int last) {
+    constexpr int stages = fold_memory<Erases>::stages;
+    int const heads = in.key_heads * in.group;
+    ring<stages> r;
+    for (int c = first, landings = 0; c < last; ++c, r.next()) {
+        int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+        bool const whole = n == delta_chunk;
+        barrier& full = whole ? memory.full[r.at] : memory.landed;
+        wait(memory.empty[r.at], r.parity ^ 1);
+        if (threadIdx.x == 0) {
+            full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + (Erases ? triangle_bytes : 0) +
+                                      step_gates.bytes());
+            load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+            std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+            if constexpr (Erases)
+                load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
+            else
+                load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
+            if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
+        }
+        __syncwarp();
+        if (whole) continue;
+        wait(memory.landed, landings++ % 2);
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+            clear_rows(memory.keys[r.at] + p * panel_bytes, n);
+            clear_rows(memory.values[r.at][p], n);
+        }
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.full[r.at]);
+    }
+}
+
 } // namespace delta
 
 /// A block computes E or M of a stretch and value head: what the stretch makes of zeros, or of the state before the
@@ -68,34 +105,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
-            ring<stages> r;
-            for (int c = first, landings = 0; c < last; ++c, r.next()) {
-                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
-                bool const whole = n == delta_chunk;
-                barrier& full = whole ? memory.full[r.at] : memory.landed;
-                wait(memory.empty[r.at], r.parity ^ 1);
-                if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx((of_map ? 2 : 4) * panel_bytes + (Erases ? triangle_bytes : 0) +
-                                              step_gates.bytes());
-                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
-                    if constexpr (Erases)
-                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
-                    else
-                        load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
-                    if (!of_map) load_panels<2>(values, full, memory.values[r.at][0], 128 * head, row);
-                }
-                __syncwarp();
-                if (whole) continue;
-                wait(memory.landed, landings++ % 2);
-#pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    clear_rows(memory.keys[r.at] + p * panel_bytes, n);
-                    clear_rows(memory.values[r.at][p], n);
-                }
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.full[r.at]);
-            }
+            load_fold<Erases>(keys, values, in, memory, sequence, head, of_map, first, last);
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();

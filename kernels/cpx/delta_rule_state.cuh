@@ -158,6 +158,60 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     arrive_warp(memory.empty[at]);
 }
 
+/// The warp that loads keys, values and gates of a walk along, and X's operand where something is erased.
+template <int Halves, bool Erases, bool Back>
+__device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
+                                           state_memory<Halves, Erases>& memory, delta_sequence const& sequence,
+                                           int head, int first_half, int chunks) {
+    constexpr int stages = state_memory<Halves, Erases>::stages;
+    int const heads = in.key_heads * in.group;
+    ring<stages> r;
+    for (int i = 0, landings = 0; i < chunks; ++i, r.next()) {
+        int const c = Back ? chunks - 1 - i : i;
+        int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+        bool const whole = n == delta_chunk;
+        barrier& full = whole ? memory.full[r.at] : memory.landed;
+        wait(memory.empty[r.at], r.parity ^ 1);
+        if (threadIdx.x == 0) {
+            full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) + step_gates.bytes());
+            load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
+            std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
+            if constexpr (Erases)
+                load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
+            else
+                load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
+            load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
+        }
+        __syncwarp();
+        if (whole) continue;
+        wait(memory.landed, landings++ % 2);
+        clear_rows(memory.keys[r.at], n);
+        clear_rows(memory.keys[r.at] + panel_bytes, n);
+#pragma unroll
+        for (int i = 0; i < Halves; ++i) clear_rows(memory.values[r.at][i], n);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.full[r.at]);
+    }
+}
+
+/// The thread that tells the other kernels how far a walk along has come, every so many chunks: that takes long.
+template <bool Traced, int Halves, bool Erases, bool Back>
+__device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
+                                              delta_sequence const& sequence, int number, int head, int first_half,
+                                              int chunks, int every) {
+    for (int c = 0, parity = 0; c < chunks; parity ^= 1) {
+        c = min(c + every, chunks);
+        wait(memory.written, parity);
+        memory.seen.arrive();
+#pragma unroll
+        for (int half = first_half; half < first_half + Halves; ++half)
+            if (Traced)
+                publish(in.plan.flags + 2 * in.half_of(number, head, half) + (Back ? 1 : 0), c);
+            else
+                publish(in.plan.flags + in.half_of(sequence.first_stretch + c / every, head, half), 1);
+    }
+}
+
 /// Walks along Halves halves of the value channels of a sequence and value head, `block` of all of them, up to its last
 /// stretch or, Traced, along all of it, and then writes the states before all chunks instead of those before stretches.
 /// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
@@ -179,46 +233,9 @@ __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap 
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
-            ring<stages> r;
-            for (int i = 0, landings = 0; i < chunks; ++i, r.next()) {
-                int const c = Back ? chunks - 1 - i : i;
-                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
-                bool const whole = n == delta_chunk;
-                barrier& full = whole ? memory.full[r.at] : memory.landed;
-                wait(memory.empty[r.at], r.parity ^ 1);
-                if (threadIdx.x == 0) {
-                    full.arrive_and_expect_tx((2 + Halves) * panel_bytes + (Erases ? triangle_bytes : 0) +
-                                              step_gates.bytes());
-                    load_panels<2>(keys, full, memory.keys[r.at], 128 * (head / in.group), row);
-                    std::int64_t const place = std::int64_t{sequence.first_chunk + c} * heads + head;
-                    if constexpr (Erases)
-                        load_prepared(in.prepared, place, full, memory.inverse[r.at], memory.gates[r.at], step_gates);
-                    else
-                        load_gates(in.prepared, place, full, memory.gates[r.at], step_gates);
-                    load_panels<Halves>(values, full, memory.values[r.at][0], 128 * head + 64 * first_half, row);
-                }
-                __syncwarp();
-                if (whole) continue;
-                wait(memory.landed, landings++ % 2);
-                clear_rows(memory.keys[r.at], n);
-                clear_rows(memory.keys[r.at] + panel_bytes, n);
-#pragma unroll
-                for (int i = 0; i < Halves; ++i) clear_rows(memory.values[r.at][i], n);
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.full[r.at]);
-            }
-        } else if (threadIdx.x == 32) { // to publish takes long
-            for (int c = 0, parity = 0; c < chunks; parity ^= 1) {
-                c = min(c + every, chunks);
-                wait(memory.written, parity);
-                memory.seen.arrive();
-#pragma unroll
-                for (int half = first_half; half < first_half + Halves; ++half)
-                    if (Traced)
-                        publish(in.plan.flags + 2 * in.half_of(number, head, half) + (Back ? 1 : 0), c);
-                    else
-                        publish(in.plan.flags + in.half_of(sequence.first_stretch + c / every, head, half), 1);
-            }
+            load_along<Halves, Erases, Back>(keys, values, in, memory, sequence, head, first_half, chunks);
+        } else if (threadIdx.x == 32) {
+            publish_along<Traced, Halves, Erases, Back>(in, memory, sequence, number, head, first_half, chunks, every);
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
