@@ -158,6 +158,8 @@ struct main_block {
 
     // For the warp that loads:
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, barrier& full, int at, int c) const;
+    // For a warp that stores:
+    __device__ void store(CUtensorMap const& outputs, delta_output const& to, int half) const;
     // A warpgroup:
     __device__ void make_p() const;
     // For a warpgroup that carries half the state:
@@ -178,6 +180,21 @@ __device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const&
         load_prepared(in.prepared, place, full, memory.inverse[at], memory.gates[at], all_gates);
     else
         load_gates(in.prepared, place, full, memory.gates[at], all_gates);
+}
+
+/// Stores the outputs of half the channels, by a warp.
+template <bool Erases>
+__device__ __forceinline__ void main_block<Erases>::store(CUtensorMap const& outputs, delta_output const& to,
+                                                          int half) const {
+    int const channel = 128 * head + 64 * half;
+    ring<stages> r;
+    for (int c = first; c < last; ++c, r.next()) {
+        int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
+        char* const out = memory.values[r.at][half];
+        wait(memory.out_full[r.at][half], r.parity);
+        store_rows(outputs, to.rows, out, channel, begin, n);
+        arrive_warp(memory.values_empty[r.at]);
+    }
 }
 
 /// Makes P, and X unless nothing is erased.
@@ -292,16 +309,8 @@ static __global__ void __launch_bounds__(512, 1)
                 arrive_warp(memory.full[r.at]);
                 arrive_warp(memory.values_full[r.at]);
             }
-        } else if (warp >= 2) { // stores half the channels
-            int const half = warp - 2, channel = 128 * head + 64 * half;
-            ring<stages> r;
-            for (int c = first; c < last; ++c, r.next()) {
-                int const begin = sequence.chunk_begin(c), n = sequence.chunk_end(c) - begin;
-                char* const out = memory.values[r.at][half];
-                wait(memory.out_full[r.at][half], r.parity);
-                store_rows(outputs, to.rows, out, channel, begin, n);
-                arrive_warp(memory.values_empty[r.at]);
-            }
+        } else if (warp >= 2) {
+            work.store(outputs, to, warp - 2);
         }
     } else if (group == 1) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
