@@ -10,6 +10,7 @@
 #include <cpx/core/error.hpp>
 #include <cpx/core/extent.hpp>
 #include <cpx/core/field.hpp>
+#include <cpx/core/function_ref.hpp>
 #include <cpx/core/given_rows.hpp>
 #include <cpx/core/hash.hpp>
 #include <cpx/core/index.hpp>

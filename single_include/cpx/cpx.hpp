@@ -803,6 +803,41 @@ private:
 
 } // namespace cpx
 
+// cpx/core/function_ref.hpp
+// What a call of a function is given to call, behind one type: as std::function_ref of C++26.
+
+namespace cpx::detail {
+
+template <class Signature>
+class function_ref;
+
+/// Refers to what can be called with `Args` and outlives this, and owns nothing: for parameters. Of a temporary, it is
+/// good until the end of the statement. A type costs the compiler one function, a `std::function` five.
+template <class R, class... Args>
+class function_ref<R(Args...)> {
+public:
+    template <class F>
+        requires(!std::same_as<std::remove_cvref_t<F>, function_ref> &&
+                 !std::is_member_pointer_v<std::remove_cvref_t<F>> && std::is_invocable_r_v<R, F&, Args...>)
+    function_ref(F&& f)
+        : object_((void*)std::addressof(f)), // also of a const object or a function
+          call_([](void* object, Args... args) -> R {
+              auto& called = *reinterpret_cast<std::remove_reference_t<F>*>(object);
+              if constexpr (std::is_void_v<R>)
+                  static_cast<void>(called(std::forward<Args>(args)...));
+              else
+                  return called(std::forward<Args>(args)...);
+          }) {}
+
+    R operator()(Args... args) const { return call_(object_, std::forward<Args>(args)...); }
+
+private:
+    void* object_;
+    R (*call_)(void*, Args...);
+};
+
+} // namespace cpx::detail
+
 // cpx/core/hash.hpp
 // A hash of numbers: the same on every machine, for ranks to compare.
 
@@ -7660,7 +7695,7 @@ public:
         class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
     static auto run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) -> decltype(static_cast<void>(program(std::declval<threads&>()))) {
-        run_all(ranks, std::ref(program), deadline, here);
+        run_all(ranks, program, deadline, here);
     }
     template <class X = detail::any>
     static void run(X const& = {}, detail::any = {}, detail::any = {}) {
@@ -7730,7 +7765,7 @@ private:
     }
 
     /// As `run`, compiled once for all programs.
-    static void run_all(int ranks, std::function<void(threads&)> const& program, std::chrono::milliseconds deadline,
+    static void run_all(int ranks, detail::function_ref<void(threads&)> program, std::chrono::milliseconds deadline,
                         caller here) {
         require_ranks("threads::run", ranks, here);
         world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
@@ -7755,7 +7790,7 @@ private:
                 ranks, here);
     }
 
-    static void run_rank(world& shared, std::function<void(threads&)> const& program, int rank) {
+    static void run_rank(world& shared, detail::function_ref<void(threads&)> program, int rank) {
         try {
             threads comm(shared, rank);
             program(comm);

@@ -12,7 +12,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -129,7 +128,7 @@ cpx::tensor<T, S> poisoned(S const& sharding, int rank, index_t columns) {
 /// A place that nobody holds, and one of which two ranks hold different bits, is poison.
 template <class T, cpx::any_sharding S>
 std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sections,
-                        std::type_identity_t<std::function<cpx::tensor<T, S>(cpx::threads&)>> const& program) {
+                        std::type_identity_t<cpx::detail::function_ref<cpx::tensor<T, S>(cpx::threads&)>> program) {
     std::vector<cpx::tensor<T, S>> locals(static_cast<std::size_t>(sharding.ranks()), {sharding, 0, 0});
     cpx::threads::run(sharding.ranks(),
                       [&](cpx::threads& comm) { locals[static_cast<std::size_t>(comm.rank())] = program(comm); });
@@ -179,7 +178,7 @@ inline by_tokens on_owners(cpx::thd const& batch, int ranks, std::vector<int> co
 
 /// Calls `f(name, sharding)` with four layouts over both scopes with each of the cuts. A unit of 1 is balanced.
 inline void for_each_sharding(cpx::thd const& batch, int ranks, std::vector<int> const& units,
-                              std::function<void(std::string const&, by_tokens const&)> const& f) {
+                              cpx::detail::function_ref<void(std::string const&, by_tokens const&)> f) {
     using cpx::scope;
     support::splitmix numbers(static_cast<std::uint64_t>(ranks));
     std::pair<char const*, cpx::table> const layouts[] = {

@@ -2,9 +2,9 @@
 // Any sharding behind one type, so that tests of all pairs compile one relayout and not hundreds.
 #pragma once
 
+#include <cpx/core/function_ref.hpp>
 #include <cpx/layout/sharding.hpp>
 
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -39,7 +39,7 @@ public:
     }
     template <class F>
     void for_each_holder(cpx::range rows, cpx::index_t& run, F&& f) const {
-        real_->holders(rows, run, std::ref(f));
+        real_->holders(rows, run, f);
     }
 
 private:
@@ -51,7 +51,7 @@ private:
         virtual std::span<cpx::section const> sections() const = 0;
         virtual cpx::range heads(int rank, cpx::index_t count) const = 0;
         virtual void holders(cpx::range rows, cpx::index_t& run,
-                             std::function<void(int, cpx::range)> const& f) const = 0;
+                             cpx::detail::function_ref<void(int, cpx::range)> f) const = 0;
         std::vector<std::vector<cpx::range>> pieces; ///< of each rank
         std::vector<cpx::index_t> counts;            ///< of its rows
     };
@@ -69,7 +69,8 @@ private:
         cpx::index_t rows(int rank) const override { return sharding.rows(rank); }
         std::span<cpx::section const> sections() const override { return sharding.sections(); }
         cpx::range heads(int rank, cpx::index_t count) const override { return sharding.heads(rank, count); }
-        void holders(cpx::range rows, cpx::index_t& run, std::function<void(int, cpx::range)> const& f) const override {
+        void holders(cpx::range rows, cpx::index_t& run,
+                     cpx::detail::function_ref<void(int, cpx::range)> f) const override {
             sharding.for_each_holder(rows, run, f);
         }
         S sharding;

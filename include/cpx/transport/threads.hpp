@@ -3,13 +3,13 @@
 #pragma once
 
 #include <cpx/core/error.hpp>
+#include <cpx/core/function_ref.hpp>
 #include <cpx/transport/concept.hpp>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -36,7 +36,7 @@ public:
         class F> // no concept: of a mistake within the program, clang++ would tell at length how it satisfies that
     static auto run(int ranks, F&& program, std::chrono::milliseconds deadline = std::chrono::minutes(10),
                     caller here = caller::here()) -> decltype(static_cast<void>(program(std::declval<threads&>()))) {
-        run_all(ranks, std::ref(program), deadline, here);
+        run_all(ranks, program, deadline, here);
     }
     template <class X = detail::any>
     static void run(X const& = {}, detail::any = {}, detail::any = {}) {
@@ -106,7 +106,7 @@ private:
     }
 
     /// As `run`, compiled once for all programs.
-    static void run_all(int ranks, std::function<void(threads&)> const& program, std::chrono::milliseconds deadline,
+    static void run_all(int ranks, detail::function_ref<void(threads&)> program, std::chrono::milliseconds deadline,
                         caller here) {
         require_ranks("threads::run", ranks, here);
         world shared(ranks, detail::checked_deadline("threads::run", deadline, here), here);
@@ -131,7 +131,7 @@ private:
                 ranks, here);
     }
 
-    static void run_rank(world& shared, std::function<void(threads&)> const& program, int rank) {
+    static void run_rank(world& shared, detail::function_ref<void(threads&)> program, int rank) {
         try {
             threads comm(shared, rank);
             program(comm);
