@@ -102,8 +102,7 @@ struct states_on_host {
 };
 
 /// Returns the place of exchange `k` of a carry among all: those of a forward, then those of a backward.
-template <class Plan>
-index_t exchange_number(Plan const& plan, index_t k, side from) {
+inline index_t exchange_number(carry_steps const& plan, index_t k, side from) {
     return from == side::before ? k : plan.steps + k;
 }
 
@@ -149,8 +148,8 @@ struct scan_work {
 /// Returns the states that reach the segments of one rank that are not the first on their way.
 ///
 /// `maps` and `ends` hold what each segment does to the state, of the first on the way the state that leaves it.
-template <class T, any_sharding S, class Memory>
-per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& plan, side from,
+template <class T, class Memory>
+per_segment<T, Memory> join_steps(char const* where, carry_exchanges<scan> const& plan, side from,
                                   state_shape const& shape, T const* maps, per_segment<T, Memory>& ends, Memory& memory,
                                   caller here) {
     index_t const width = shape.state_width(), map_width = shape.map_width();
@@ -211,14 +210,26 @@ per_segment<T, Memory> join_steps(char const* where, carry_plan<scan, S> const& 
     return reaching;
 }
 
+/// One rank's way through its segments, as `carry_states` asks for it.
+template <class T>
+struct states_pass {
+    /// Of the states that the rank holds.
+    virtual state_shape const& shape() const = 0;
+    /// Makes of the states that reach segments the ones that leave them; of segments that are the first on the way it
+    /// sets the state itself.
+    virtual void over(std::vector<visit<T>> visits) const = 0;
+    /// Gives the steps of segments: the maps M and, in states that are zero on entry, E.
+    virtual void fold(std::vector<visit<T>> const& visits) const = 0;
+
+protected:
+    ~states_pass() = default;
+};
+
 /// Hands states along: from the segments before, as in a forward, or from those after, as in a backward.
 ///
-/// `pass` goes over segments of the rank. `over(visits)` makes of the states that reach them the ones that leave them;
-/// of segments that are the first on the way it sets the state itself. `fold(visits)` gives the steps of segments: the
-/// maps M and, in states that are zero on entry, E. `shape()`: of the states that the rank holds.
 /// `maps` takes the M of segments that lie between two others, in rows `carry_link::map_row`; only with `scan`.
-template <class T, any_sharding S, class Pass, class Memory>
-void carry_states(char const* where, carry_plan<serial, S> const& plan, side from, Pass& pass,
+template <class T, class Memory>
+void carry_states(char const* where, carry_exchanges<serial> const& plan, side from, states_pass<T> const& pass,
                   typename Memory::template buffer<T>&, Memory& memory, caller here) {
     index_t const width = pass.shape().state_width();
     typename Memory::template buffer<T> states;
@@ -243,8 +254,8 @@ void carry_states(char const* where, carry_plan<serial, S> const& plan, side fro
     }
 }
 
-template <class T, any_sharding S, class Pass, class Memory>
-void carry_states(char const* where, carry_plan<scan, S> const& plan, side from, Pass& pass,
+template <class T, class Memory>
+void carry_states(char const* where, carry_exchanges<scan> const& plan, side from, states_pass<T> const& pass,
                   typename Memory::template buffer<T>& maps, Memory& memory, caller here) {
     state_shape const shape = pass.shape();
     maps = memory.template zeros<T>(where, {inner_segments(plan.links), shape.map_width()}, here);

@@ -39,8 +39,8 @@ void each_input(X const& x, F&& f) {
 }
 
 /// Throws unless inputs, or their gradients, and an output, or its gradient, fit the plan and the recurrence.
-template <class R, class X, class O, any_sharding S>
-void check_tensors(char const* where, carry_chains<S> const& plan, R const& r, X const& x, O const& o,
+template <class R, class X, class O, carry_kind How, any_sharding S>
+void check_tensors(char const* where, carry_plan<How, S> const& plan, R const& r, X const& x, O const& o,
                    std::array<std::string, recurrence_inputs<R>> const& names, char const* output, caller here) {
     state_shape const all = r.states();
     auto const inputs = r.inputs();
@@ -89,8 +89,8 @@ void run_recurrence(carry_plan<How, S> const& plan, R const& r, Tensors const& t
     Local local(where, plan, r, t, memory, here);
     memory.prepare(plan, shape, here);
     if (t.saved) t.saved->starts = memory.template zeros<T>(where, {std::ssize(plan.segments), width}, here);
-    recurrence_pass<T, S, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
-                                              t.saved ? t.saved->starts.data() : nullptr, nullptr, local, memory);
+    recurrence_pass<T, Local, Memory> pass(plan, shape, side::before, t.initial, t.final,
+                                           t.saved ? t.saved->starts.data() : nullptr, nullptr, local, memory);
     typename Memory::template buffer<T> maps;
     carry_states<T>(where, plan, side::before, pass, t.saved ? t.saved->maps : maps, memory, here);
     pass.without_tokens();
@@ -123,8 +123,8 @@ void run_recurrence_backward(carry_plan<How, S> const& plan, R const& r, Tensors
     require_apart(where, {dinitial}, {dfinal}, here, in_place::yes);
     Local local(where, plan, r, t, to, memory, here);
     memory.prepare(plan, shape, here);
-    recurrence_pass<T, S, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
-                                              t.saved->maps.data(), local, memory);
+    recurrence_pass<T, Local, Memory> pass(plan, shape, side::after, to.dfinal, to.dinitial, t.saved->starts.data(),
+                                           t.saved->maps.data(), local, memory);
     typename Memory::template buffer<T> maps;
     carry_states<T>(where, plan, side::after, pass, maps, memory, here);
     local.finish(where, here);

@@ -68,8 +68,8 @@ recurrence_gradients(detail::any = {}, detail::any = {}, detail::any = {}, detai
 namespace detail {
 
 /// Returns the states of the heads that the plan's rank holds.
-template <class R, any_sharding S>
-state_shape held_states(carry_chains<S> const& plan, R const& r) {
+template <class R, carry_kind How, any_sharding S>
+state_shape held_states(carry_plan<How, S> const& plan, R const& r) {
     state_shape shape = r.states();
     shape.heads = plan.sharding.heads(plan.rank, shape.heads).size();
     return shape;
@@ -77,19 +77,19 @@ state_shape held_states(carry_chains<S> const& plan, R const& r) {
 
 /// One rank's way through its segments, from either side: says where the state that reaches each comes from and where
 /// the one that leaves it goes. `Local` runs segments, or folds them.
-template <class T, any_sharding S, class Local, class Memory>
-class recurrence_pass {
+template <class T, class Local, class Memory>
+class recurrence_pass final : public states_pass<T> {
 public:
     /// `given`: the states that sequences begin with; `taken` gets those that leave them. `starts`: where those before
     /// segments are kept, or null; `maps`: of a backward, the M that its forward has kept.
-    recurrence_pass(carry_chains<S> const& plan, state_shape const& shape, side from, rows<T const> given,
-                    rows<T> taken, T* starts, T const* maps, Local& local, Memory& memory)
+    recurrence_pass(carry_steps const& plan, state_shape const& shape, side from, rows<T const> given, rows<T> taken,
+                    T* starts, T const* maps, Local& local, Memory& memory)
         : plan_(plan), shape_(shape), from_(from), given_(given), taken_(taken), starts_(starts), maps_(maps),
           local_(local), memory_(memory) {}
 
-    state_shape const& shape() const { return shape_; }
+    state_shape const& shape() const override { return shape_; }
 
-    void over(std::vector<visit<T>> visits) const {
+    void over(std::vector<visit<T>> visits) const override {
         for (visit<T>& v : visits) {
             index_t const sequence = plan_.segments[v.segment].sequence;
             carry_link const& l = plan_.links[v.segment];
@@ -101,7 +101,7 @@ public:
     }
     /// Gives the steps of segments. Those of a backward: what their outputs alone make the gradient of their start
     /// states, and the transpose of their M.
-    void fold(std::vector<visit<T>> const& visits) const {
+    void fold(std::vector<visit<T>> const& visits) const override {
         local_.fold(visits);
         if (from_ == side::before) return;
         index_t const width = shape_.map_width();
@@ -113,7 +113,7 @@ public:
     void without_tokens() const {
         std::vector<copied<T>> list;
         for (index_t s = 0; taken_.data() && s < taken_.count(); ++s)
-            if (plan_.sharding.batch().length(s) == 0 && (S::every_row || plan_.rank == 0))
+            if (plan_.batch.length(s) == 0 && (plan_.every_row || plan_.rank == 0))
                 list.push_back({given(s), taken_.row(s), taken_.width()});
         memory_.copy(list);
     }
@@ -121,7 +121,7 @@ public:
 private:
     T const* given(index_t sequence) const { return given_.data() ? given_.row(sequence) : nullptr; }
 
-    carry_chains<S> const& plan_;
+    carry_steps const& plan_;
     state_shape shape_;
     side from_;
     rows<T const> given_;
@@ -136,8 +136,10 @@ private:
 template <class R, class T, any_sharding S>
 class host_heads {
 public:
-    host_heads(char const* where, carry_chains<S> const& plan, R const& r, caller here)
-        : plan_(plan), r_(r), inputs_(r.inputs()), heads_(plan.sharding.heads(plan.rank, r.states().heads)),
+    template <carry_kind How>
+    host_heads(char const* where, carry_plan<How, S> const& plan, R const& r, caller here)
+        : plan_(plan), sharding_(plan.sharding), r_(r), inputs_(r.inputs()),
+          heads_(plan.sharding.heads(plan.rank, r.states().heads)),
           alone_(zeros<T>(where, {held_states(plan, r).state_width()}, here)) {}
 
 protected:
@@ -159,7 +161,7 @@ protected:
     template <class A>
     rows<A> input(rows<A> x, std::size_t i, index_t head) const {
         index_t const readers = r_.states().heads / inputs_[i].heads, width = inputs_[i].width;
-        index_t const first = plan_.sharding.heads(plan_.rank, inputs_[i].heads).first;
+        index_t const first = sharding_.heads(plan_.rank, inputs_[i].heads).first;
         return x.columns(((heads_.first + head) / readers - first) * width, width);
     }
     /// Returns those of all inputs, of the rows of a segment.
@@ -186,7 +188,10 @@ protected:
         return {maps + head * all.map_rows() * all.map_columns(), all.map_rows(), all.map_columns()};
     }
 
-    carry_chains<S> const& plan_;
+    index_t state_width() const { return std::ssize(alone_); }
+
+    carry_steps const& plan_;
+    S const& sharding_;
     R const& r_;
     std::array<recurrence_input, recurrence_inputs<R>> inputs_;
     range heads_;
@@ -198,13 +203,14 @@ private:
 template <class R, class T, any_sharding S, class Comm>
 class host_forward : host_heads<R, T, S> {
 public:
-    host_forward(char const* where, carry_chains<S> const& plan, R const& r,
+    template <carry_kind How>
+    host_forward(char const* where, carry_plan<How, S> const& plan, R const& r,
                  recurrence_tensors<T, S, recurrence_inputs<R>> const& t, states_on_host<Comm>&, caller here)
         : host_heads<R, T, S>(where, plan, r, here), t_(t) {}
 
     void over(std::vector<visit<T>> const& visits) {
         this->each(visits, [&](visit<T> const& v, segment const& s, T* state) {
-            if (v.start) std::copy_n(state, held_states(this->plan_, this->r_).state_width(), v.start);
+            if (v.start) std::copy_n(state, this->state_width(), v.start);
             for (index_t h = 0; h < this->heads_.size(); ++h)
                 this->r_.forward(this->inputs(t_.x, s, h), s.token, this->state(state, h), this->output(t_.o, s, h));
         });
@@ -228,7 +234,8 @@ class host_backward : host_heads<R, T, S> {
 public:
     static constexpr std::size_t N = recurrence_inputs<R>;
 
-    host_backward(char const* where, carry_chains<S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
+    template <carry_kind How>
+    host_backward(char const* where, carry_plan<How, S> const& plan, R const& r, recurrence_tensors<T, S, N> const& t,
                   recurrence_gradients<T, S, N> const& to, states_on_host<Comm>& memory, caller here)
         : host_heads<R, T, S>(where, plan, r, here), t_(t), to_(to), comm_(memory.comm) {
         for (std::size_t i = 0; i < N; ++i) {
@@ -263,7 +270,7 @@ public:
     /// Sums the terms. Collective.
     void finish(char const* where, caller here) const {
         for (group const& g : groups_)
-            sum_readers<T>(this->plan_.sharding, this->plan_.rank, g.heads, this->r_.states().heads, g.width, terms(g),
+            sum_readers<T>(this->sharding_, this->plan_.rank, g.heads, this->r_.states().heads, g.width, terms(g),
                            std::span<rows<T> const>(g.members), comm_, here, where);
     }
 

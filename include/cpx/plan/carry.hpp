@@ -72,10 +72,10 @@ private:
 
 /// What a recurrent operator needs to know of a sharding: a rank's segments, their places in their sequences' chains,
 /// and how many exchanges there are.
-template <any_sharding S>
-struct carry_chains {
-    S sharding;
+struct carry_steps {
     int rank = 0;
+    thd batch;
+    bool every_row = false; ///< as the sharding says
     std::vector<segment> segments = {};
     std::vector<carry_link> links = {}; ///< one a segment
     std::vector<int> holders = {};      ///< the ranks of the chains, see `carry_link::holders`
@@ -97,19 +97,19 @@ struct carry_chains {
                 .receives = target.messages(),
                 .kind = flow::copies,
                 .id = from == side::before ? id : id.transposed(false),
-                .local = S::every_row,
-                .batch = sharding.batch(),
+                .local = every_row,
+                .batch = batch,
                 .source_settings = settings,
                 .target_settings = settings};
     }
 };
 
 /// The exchanges by which states are handed along chains, see `serial` and `scan`.
-template <carry_kind How, any_sharding S>
-struct carry_plan;
+template <carry_kind How>
+struct carry_exchanges;
 
-template <any_sharding S>
-struct carry_plan<serial, S> : carry_chains<S> {
+template <>
+struct carry_exchanges<serial> : carry_steps {
     std::vector<index_t> by_level = {}, level_begin = {};
 
     /// Returns the segments of level `l`, 0 to `steps`, ascending.
@@ -123,17 +123,17 @@ struct carry_plan<serial, S> : carry_chains<S> {
     plan step(index_t l, side from) const {
         detail::state_rows lower, upper;
         for (index_t const i : level(l))
-            if (this->links[static_cast<std::size_t>(i)].beside(side::after) > 0)
-                lower.add(this->holder(i, 1), 1);
+            if (links[static_cast<std::size_t>(i)].beside(side::after) > 0)
+                lower.add(holder(i, 1), 1);
             else
                 lower.skip(1);
-        for (index_t const i : level(l + 1)) upper.add(this->holder(i, -1), 1);
-        return from == side::before ? this->between(lower, upper, from) : this->between(upper, lower, from);
+        for (index_t const i : level(l + 1)) upper.add(holder(i, -1), 1);
+        return from == side::before ? between(lower, upper, from) : between(upper, lower, from);
     }
 };
 
-template <any_sharding S>
-struct carry_plan<scan, S> : carry_chains<S> {
+template <>
+struct carry_exchanges<scan> : carry_steps {
     /// Returns the plan of exchange `k`: every segment that has one 2^k further on gives it the step that the last 2^k
     /// segments, itself included, make together.
     ///
@@ -143,14 +143,14 @@ struct carry_plan<scan, S> : carry_chains<S> {
         index_t const reach = index_t{1} << k, onward = from == side::before ? reach : -reach;
         index_t const width = row_width(state_width, map_width);
         detail::state_rows given, got;
-        for (index_t i = 0; i < std::ssize(this->links); ++i) {
-            carry_link const& l = this->links[static_cast<std::size_t>(i)];
+        for (index_t i = 0; i < std::ssize(links); ++i) {
+            carry_link const& l = links[static_cast<std::size_t>(i)];
             index_t const passed = l.beside(from);
             auto const rows = [&](bool has_map) { return (state_width + (has_map ? map_width : 0)) / width; };
-            if (l.beside(opposite(from)) >= reach) given.add(this->holder(i, onward), rows(passed >= reach));
-            if (passed >= reach) got.add(this->holder(i, -onward), rows(passed >= 2 * reach));
+            if (l.beside(opposite(from)) >= reach) given.add(holder(i, onward), rows(passed >= reach));
+            if (passed >= reach) got.add(holder(i, -onward), rows(passed >= 2 * reach));
         }
-        plan p = this->between(given, got, from);
+        plan p = between(given, got, from);
         p.id[identity::target_width] = static_cast<std::uint64_t>(state_width);
         p.id[identity::parameter] = static_cast<std::uint64_t>(map_width);
         return p;
@@ -160,6 +160,12 @@ struct carry_plan<scan, S> : carry_chains<S> {
     static index_t row_width(index_t state_width, index_t map_width) {
         return std::max<index_t>(1, std::gcd(state_width, map_width));
     }
+};
+
+/// The exchanges for tensors that are sharded as `S` says.
+template <carry_kind How, any_sharding S>
+struct carry_plan : carry_exchanges<How> {
+    S sharding;
 };
 
 /// Returns the plan by which `rank` hands recurrent states on: `carry<scan>(sharding, rank)`. Pure: no communication.
@@ -172,7 +178,11 @@ struct carry_plan<scan, S> : carry_chains<S> {
 template <carry_kind How, any_sharding S>
 carry_plan<How, S> carry(S const& sharding, int rank, caller here = caller::here()) {
     detail::require_rank("carry", rank, sharding.ranks(), here);
-    carry_plan<How, S> c{{sharding, rank, segments(sharding, rank, here)}};
+    carry_plan<How, S> c{{}, sharding};
+    c.rank = rank;
+    c.batch = sharding.batch();
+    c.every_row = S::every_row;
+    c.segments = segments(sharding, rank, here);
     c.links.reserve(c.segments.size());
     detail::chain_finder<S> chains(sharding, rank, c.holders);
     index_t longest = 1, maps = 0;

@@ -99,8 +99,8 @@ struct device_segments {
 /// - `check_heads(where, sharding, backward, here)` throws if it cannot run the heads of a rank.
 class device_states {
 protected:
-    template <any_sharding S, class R>
-    device_states(char const* where, carry_chains<S> const& plan, R const& r, bool backward,
+    template <carry_kind How, any_sharding S, class R>
+    device_states(char const* where, carry_plan<How, S> const& plan, R const& r, bool backward,
                   cuda::state_exchange& memory, caller here)
         : segments_(plan.segments), width_(held_states(plan, r).state_width()),
           rows_(segments_.empty() ? 0 : segments_.back().row + segments_.back().count), memory_(memory), here_(here) {
@@ -190,8 +190,8 @@ protected:
 template <class R, class Tensors>
 class device_forward : device_states {
 public:
-    template <any_sharding S>
-    device_forward(char const* where, carry_chains<S> const& plan, R const& r, Tensors const& t,
+    template <carry_kind How, any_sharding S>
+    device_forward(char const* where, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
                    cuda::state_exchange& memory, caller here)
         : device_states(where, plan, r, false, memory, here), r_(r), t_(t),
           map_width_(held_states(plan, r).map_width()) {
@@ -229,9 +229,9 @@ private:
 template <class R, class Tensors, class Gradients>
 class device_backward : device_states {
 public:
-    template <any_sharding S>
-    device_backward(char const* where, carry_chains<S> const& plan, R const& r, Tensors const& t, Gradients const& to,
-                    cuda::state_exchange& memory, caller here)
+    template <carry_kind How, any_sharding S>
+    device_backward(char const* where, carry_plan<How, S> const& plan, R const& r, Tensors const& t,
+                    Gradients const& to, cuda::state_exchange& memory, caller here)
         : device_states(where, plan, r, true, memory, here), r_(r), t_(t), to_(to) {
         this->require_there(where, t.x, input_names(r, ""));
         this->require_there(where, to.dx, input_names(r, "d"));
