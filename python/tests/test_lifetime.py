@@ -114,6 +114,7 @@ def test_an_interrupt_ends_all_ranks(to):
     """Also one that does not wake the thread that waits for them."""
     program = """
 import os, signal, threading, time, numpy as np, cpx
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started this without
 batch = cpx.thd([0, 7, 20])
 source, target = cpx.shard(batch, cpx.zigzag(2)), cpx.shard(batch, cpx.sequential(2))
 stop = threading.Event()
