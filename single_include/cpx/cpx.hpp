@@ -7890,13 +7890,15 @@ private:
         void lock() { lock_.lock(); }
         void unlock() {
             lock_.unlock();
-            for (member* const m : told_) m->wake.notify_one();
-            told_.clear();
+            while (count_ > 0) told_[--count_]->wake.notify_one();
         }
         void tell(int rank) {
             member& m = world_.member_at(rank);
             m.asleep = false;
-            told_.push_back(&m);
+            if (count_ < told_.size())
+                told_[count_++] = &m;
+            else // a list of any length could need memory that there is none of, and then nobody would wake it
+                m.wake.notify_one();
         }
         void tell_all() {
             for (int rank = 0; rank < static_cast<int>(world_.members.size()); ++rank) tell(rank);
@@ -7911,7 +7913,8 @@ private:
     private:
         world& world_;
         std::unique_lock<std::mutex> lock_;
-        std::vector<member*> told_;
+        std::array<member*, 16> told_;
+        std::size_t count_ = 0;
     };
 
     threads(world& shared, int rank) : world_(shared), rank_(rank) {}
