@@ -6,10 +6,7 @@
 
 #include <cpx/normalised_heads.cuh>
 
-#include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstddef>
 
 namespace cpx::kernels {
 
@@ -35,62 +32,6 @@ struct norm_input {
         return gate / (1 + expf(-gate));
     }
 };
-
-/// How the lanes of a warp share heads: each has 16 bytes of elements side by side, or `steps` times so many, and
-/// `lanes` of them a head. `whole`: rows of everything begin at multiples of 16 bytes; bits do not depend on it.
-struct norm_lanes {
-    int lanes, steps;
-    bool whole;
-};
-/// Returns how they share heads of `dim` elements: none a head if they cannot.
-template <class T>
-norm_lanes norm_lanes_of(index_t dim, bool whole) {
-    index_t const packs = dim * static_cast<index_t>(sizeof(T)) / 16;
-    bool const fits = dim * static_cast<index_t>(sizeof(T)) % 16 == 0 &&
-                      (packs % 32 == 0 || (packs < 32 && std::has_single_bit(static_cast<std::size_t>(packs))));
-    if (!fits) return {0, 0, false};
-    index_t const lanes = std::min<index_t>(packs, 32);
-    return {static_cast<int>(lanes), static_cast<int>(packs / lanes), whole};
-}
-
-namespace norm {
-
-template <class T>
-using pack = float[16 / sizeof(T)];
-
-template <class T>
-__device__ __forceinline__ void load(T const* from, bool whole, pack<T>& to) {
-    constexpr int count = 16 / sizeof(T);
-    alignas(16) T elements[count];
-    if (whole) {
-        *reinterpret_cast<uint4*>(elements) = *reinterpret_cast<uint4 const*>(from);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) elements[i] = from[i];
-    }
-#pragma unroll
-    for (int i = 0; i < count; ++i) to[i] = widen(elements[i]);
-}
-template <class T>
-__device__ __forceinline__ void store(pack<T> const& from, bool whole, T* to) {
-    constexpr int count = 16 / sizeof(T);
-    alignas(16) T elements[count];
-#pragma unroll
-    for (int i = 0; i < count; ++i) elements[i] = static_cast<T>(from[i]);
-    if (whole) {
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(elements);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) to[i] = elements[i];
-    }
-}
-/// Adds up over lanes that are `from` apart or more, below `lanes`; every one of them gets the sum.
-__device__ __forceinline__ float sum_over(float sum, int from, int lanes) {
-    for (int apart = lanes / 2; apart >= from; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    return sum;
-}
-
-} // namespace norm
 
 /// A warp for each row, whose heads its groups of lanes take in turn. Blocks of (32, 8) threads.
 template <class T>

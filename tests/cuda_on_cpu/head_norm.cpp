@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms of rows against float64's, forward and backward, of heads that lanes share in every way; the same bits wherever
-// rows begin.
+// Norms of rows and lengths of heads against float64's, forward and backward, of heads that lanes share in every way;
+// the same bits wherever rows begin.
 #include "words.hpp"
 
 #include <cpx/cpx.hpp>
@@ -95,9 +95,58 @@ void check(index_t dim, bool gated, bool shared_by_lanes) {
     CHECK(got.terms.has_the_bits_of(elsewhere.terms));
 }
 
+/// Heads divided by their lengths, y, and then the gradient of that, in place of dy.
+template <class T>
+void check_lengths(index_t dim, bool shared_by_lanes) {
+    CAPTURE(dim);
+    std::mt19937 random(static_cast<unsigned>(dim));
+    index_t const width = heads * dim;
+    both<T> x(random, count, width), dy(random, count, width);
+    auto const run = [&](bool whole, matrix<T>& y, bool back) {
+        auto const by = kernels::norm_lanes_of<T>(dim, whole);
+        REQUIRE((by.lanes > 0) == shared_by_lanes);
+        gpu::now().launch({(count + 7) / 8, 1}, {32, 8}, [&] {
+            int const columns = static_cast<int>(dim);
+            if (by.lanes > 0)
+                kernels::normalise_heads<T>(x.own.data(), width, y.data(), width, count, width, columns, back, by);
+            else
+                kernels::normalise_any_heads<T>(x.own.data(), width, y.data(), width, count, heads, columns, back);
+        });
+    };
+    std::vector<double> exact_y(x.wide), exact_dx(x.wide);
+    for (index_t i = 0; i < count * width; i += dim) {
+        double squares = 0, along = 0;
+        auto const at = [&](std::vector<double> const& of, index_t d) { return of[static_cast<std::size_t>(i + d)]; };
+        for (index_t d = 0; d < dim; ++d) {
+            squares += at(x.wide, d) * at(x.wide, d);
+            along += at(x.wide, d) * at(dy.wide, d);
+        }
+        double const factor = 1 / std::sqrt(squares + 1e-6);
+        for (index_t d = 0; d < dim; ++d) {
+            exact_y[static_cast<std::size_t>(i + d)] *= factor;
+            exact_dx[static_cast<std::size_t>(i + d)] =
+                factor * (at(dy.wide, d) - at(x.wide, d) * factor * factor * along);
+        }
+    }
+    matrix<T> y(count, width), elsewhere(count, width), dx(dy.own), dx_elsewhere(dy.own);
+    run(true, y, false), run(false, elsewhere, false);
+    run(true, dx, true), run(false, dx_elsewhere, true);
+    double const unit = sizeof(T) == 4 ? 1e-6 : 0x1p-8;
+    CHECK(distance(y, exact_y) < unit);
+    CHECK(distance(dx, exact_dx) < unit);
+    CHECK(y.has_the_bits_of(elsewhere));
+    CHECK(dx.has_the_bits_of(dx_elsewhere));
+}
+
 } // namespace
 
 TEST_SUITE("cuda_on_cpu") {
+    TEST_CASE("heads are divided by their lengths, however lanes share a head") {
+        for (index_t const dim : {8, 128, 256}) check_lengths<float>(dim, true);
+        for (index_t const dim : {8, 64, 128, 256, 512}) check_lengths<__nv_bfloat16>(dim, true);
+        check_lengths<float>(40, false);
+        check_lengths<__nv_bfloat16>(20, false);
+    }
     TEST_CASE("norms of rows are float64's, however lanes share a head") {
         for (bool const gated : {false, true}) {
             for (index_t const dim : {8, 16, 128, 512}) check<float>(dim, gated, true);
