@@ -467,18 +467,32 @@ def _scale(scale, heads):
     return 1 / math.sqrt(heads[2]) if scale is None else scale
 
 
-def attention(queries: Sharding, keys: Sharding, rank: int, q, k, v, heads, *, scale=None, lse=None, out=None):
+def attention(
+    queries: Sharding,
+    keys: Sharding,
+    rank: int,
+    q,
+    k,
+    v,
+    heads,
+    *,
+    scale=None,
+    lse=None,
+    out=None,
+    comm: Communicator | None = None,
+):
     """Causal softmax attention: o = softmax(scale q K^T) V over the keys of a query's sequence up to its own token.
 
     queries: the sharding of q and o, any; keys: that of k and v, where every rank holds every row: replicated, or the
     same head_sharded as q. q: (rows, query heads, dim), k, v: (tokens, key heads, dim), of the heads that the rank
     holds; heads: AttentionHeads(...). float32, float64. scale: by default 1 / sqrt(dim). lse: (rows, query heads),
-    takes what the backward needs. No communication: relayout q, k and v first.
+    takes what the backward needs. No communication: relayout q, k and v first. comm: of ranks with arrays on devices,
+    which have float32, bfloat16 and float16, and lse of float32.
     """
     given, q = q, bare("attention", "q", q, queries, rank)
     k, v = bare("attention", "k", k, keys, rank), bare("attention", "v", v, keys, rank)
     o = _result(q, bare("attention", "out", out, queries, rank), _shape("attention", "q", q))
-    _ext.attention(queries, keys, rank, q, k, v, tuple(heads), _scale(scale, heads), o, lse)
+    _ext.attention(queries, keys, rank, q, k, v, tuple(heads), _scale(scale, heads), o, lse, comm)
     return labelled(given, finish(q, o), queries, rank)
 
 
@@ -512,11 +526,8 @@ def attention_backward(
         bare(where, "dk", dk, keys, rank),
         bare(where, "dv", dv, keys, rank),
     )
-    delta = empty_like(o, _shape(where, "lse", lse))
-    _ext.attention_delta(queries, rank, o, do, heads[2], delta)
     to_q, to_k, to_v = (_result(x, d, _shape(where, "q, k and v", x)) for x, d in ((q, dq), (k, dk), (v, dv)))
-    _ext.attention_backward_queries(queries, keys, rank, q, k, v, do, lse, delta, tuple(heads), scale, to_q)
-    _ext.attention_backward_keys(queries, keys, q, k, v, do, lse, delta, tuple(heads), scale, to_k, to_v, comm)
+    _ext.attention_backward(queries, keys, q, k, v, o, lse, do, tuple(heads), scale, to_q, to_k, to_v, comm)
     of_keys = (labelled(of_k, finish(k, d), keys, rank) for d in (to_k, to_v))
     return labelled(of_q, finish(q, to_q), queries, rank), *of_keys
 

@@ -12,7 +12,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <array>
 #include <tuple>
+#include <vector>
 
 using namespace nanobind::literals;
 
@@ -24,6 +26,7 @@ using nb::object;
 using head_numbers = std::tuple<index_t, index_t, index_t>;
 
 cpx::attention_heads heads_of(head_numbers const& n) { return {std::get<0>(n), std::get<1>(n), std::get<2>(n)}; }
+std::array<index_t, 3> numbers_of(head_numbers const& n) { return {std::get<0>(n), std::get<1>(n), std::get<2>(n)}; }
 
 /// Returns a sharding of keys in which every rank holds every row.
 any_rows const& whole_keys(char const* where, any_layout const& keys) {
@@ -33,11 +36,13 @@ any_rows const& whole_keys(char const* where, any_layout const& keys) {
 }
 
 void attention(any_layout const& queries, any_layout const& keys, int rank, object q_, object k_, object v_,
-               head_numbers const& heads, double scale, object o_, object lse_) {
+               head_numbers const& heads, double scale, object o_, object lse_, communicator* comm) {
     char const* const where = "attention";
+    auto const& all = whole_keys(where, keys);
+    if (auto* const there = comm ? comm->on_device() : nullptr)
+        return there->attend({queries, keys, numbers_of(heads), scale, q_, k_, v_, o_, lse_}, false);
     array const q = read(where, "q", q_), k = read(where, "k", k_), v = read(where, "v", v_),
                 o = written(where, "out", o_), lse = written_if(where, "lse", lse_);
-    auto const& all = whole_keys(where, keys);
     with_float(q, [&]<class T>(of_type<T>) {
         auto const a = rows_of<T>(q), b = rows_of<T>(k), c = rows_of<T>(v);
         auto const to = rows_to<T>(o), numbers = rows_to<T>(lse);
@@ -50,67 +55,35 @@ void attention(any_layout const& queries, any_layout const& keys, int rank, obje
     });
 }
 
-void attention_delta(any_layout const& queries, int rank, object o_, object dout_, index_t dim, object delta_) {
-    char const* const where = "attention_delta";
-    array const o = read(where, "o", o_), dout = read(where, "dout", dout_), delta = written(where, "delta", delta_);
-    with_float(o, [&]<class T>(of_type<T>) {
-        auto const a = rows_of<T>(o), d = rows_of<T>(dout);
-        auto const to = rows_to<T>(delta);
-        nb::gil_scoped_release const free;
-        queries.visit([&](auto const& s) {
-            cpx::attention_delta(cpx::sharded(a, s, rank), cpx::sharded(d, s, rank), dim, cpx::sharded(to, s, rank));
-        });
-    });
-}
-
-void backward_queries(any_layout const& queries, any_layout const& keys, int rank, object q_, object k_, object v_,
-                      object dout_, object lse_, object delta_, head_numbers const& heads, double scale, object dq_) {
-    char const* const where = "attention_backward_queries";
-    array const q = read(where, "q", q_), k = read(where, "k", k_), v = read(where, "v", v_),
-                dout = read(where, "dout", dout_), lse = read(where, "lse", lse_), delta = read(where, "delta", delta_),
-                dq = written(where, "dq", dq_);
+void attention_backward(any_layout const& queries, any_layout const& keys, object q_, object k_, object v_, object o_,
+                        object lse_, object dout_, head_numbers const& heads, double scale, object dq_, object dk_,
+                        object dv_, communicator& comm) {
+    char const* const where = "attention_backward";
     auto const& all = whole_keys(where, keys);
-    with_float(q, [&]<class T>(of_type<T>) {
-        auto const a = rows_of<T>(q), b = rows_of<T>(k), c = rows_of<T>(v), d = rows_of<T>(dout), n = rows_of<T>(lse),
-                   e = rows_of<T>(delta);
-        auto const to = rows_to<T>(dq);
-        nb::gil_scoped_release const free;
-        queries.visit([&]<class S>(S const& s) {
-            auto const on = [&](auto const& rows) { return cpx::sharded(rows, s, rank); };
-            cpx::sharded const on_k(b, all, rank), on_v(c, all, rank);
-            cpx::attention_queries<T, S> const from{on(a), on(d), on(n), on(e)};
-            cpx::attention_backward_queries(from, on_k, on_v, heads_of(heads), scale, on(to));
-        });
-    });
-}
-
-void backward_keys(any_layout const& queries, any_layout const& keys, object q_, object k_, object v_, object dout_,
-                   object lse_, object delta_, head_numbers const& heads, double scale, object dk_, object dv_,
-                   communicator& comm) {
-    char const* const where = "attention_backward_keys";
-    array const q = read(where, "q", q_), k = read(where, "k", k_), v = read(where, "v", v_),
-                dout = read(where, "dout", dout_), lse = read(where, "lse", lse_), delta = read(where, "delta", delta_),
+    if (auto* const there = comm.on_device())
+        return there->attend({queries, keys, numbers_of(heads), scale, q_, k_, v_, o_, lse_, dout_, dq_, dk_, dv_},
+                             true);
+    array const q = read(where, "q", q_), k = read(where, "k", k_), v = read(where, "v", v_), o = read(where, "o", o_),
+                lse = read(where, "lse", lse_), dout = read(where, "dout", dout_), dq = written(where, "dq", dq_),
                 dk = written(where, "dk", dk_), dv = written(where, "dv", dv_);
-    cpx::require(queries.every_row() || keys.every_row(), where, "shardings of queries and keys",
-                 "one of which every rank holds every row", queries.text() + " and " + keys.text());
     int const rank = comm.rank();
     with_float(q, [&]<class T>(of_type<T>) {
         auto const a = rows_of<T>(q), b = rows_of<T>(k), c = rows_of<T>(v), d = rows_of<T>(dout), n = rows_of<T>(lse),
-                   e = rows_of<T>(delta);
-        auto const to_k = rows_to<T>(dk), to_v = rows_to<T>(dv);
+                   from_o = rows_of<T>(o);
+        auto const to_q = rows_to<T>(dq), to_k = rows_to<T>(dk), to_v = rows_to<T>(dv);
         call const now(where, comm);
         auto transport = comm.host(where);
-        std::visit(
-            [&]<class Q, class K>(Q const& s, K const& of_keys) {
-                if constexpr (Q::every_row || K::every_row) {
-                    auto const on = [&](auto const& rows) { return cpx::sharded(rows, s, rank); };
-                    auto const by_key = [&](auto const& rows) { return cpx::sharded(rows, of_keys, rank); };
-                    cpx::attention_queries<T, Q> const from{on(a), on(d), on(n), on(e)};
-                    cpx::attention_backward_keys(from, by_key(b), by_key(c), heads_of(heads), scale, by_key(to_k),
-                                                 by_key(to_v), transport);
-                }
-            },
-            queries.real, keys.real);
+        std::vector<T> sums(static_cast<std::size_t>(n.count() * n.width()));
+        cpx::rows<T> const delta(sums.data(), n.count(), n.width());
+        queries.visit([&]<class S>(S const& s) {
+            auto const on = [&](auto const& rows) { return cpx::sharded(rows, s, rank); };
+            auto const by_key = [&](auto const& rows) { return cpx::sharded(rows, all, rank); };
+            cpx::attention_delta(on(from_o), on(d), heads_of(heads).dim, on(delta));
+            cpx::attention_queries<T, S> const from{on(a), on(d), on(n), on(cpx::rows<T const>(delta))};
+            cpx::attention_backward_queries(from, by_key(b), by_key(c), heads_of(heads), scale, on(to_q));
+            cpx::attention_backward_keys(from, by_key(b), by_key(c), heads_of(heads), scale, by_key(to_k), by_key(to_v),
+                                         transport);
+        });
     });
 }
 
@@ -166,12 +139,9 @@ void mean_token_loss_backward(any_layout const& sharding, int rank, std::pair<do
 
 void bind_attention(nb::module_& m) {
     m.def("attention", attention, "queries"_a, "keys"_a, "rank"_a, "q"_a, "k"_a, "v"_a, "heads"_a, "scale"_a, "out"_a,
-          "lse"_a.none());
-    m.def("attention_delta", attention_delta, "queries"_a, "rank"_a, "o"_a, "dout"_a, "dim"_a, "delta"_a);
-    m.def("attention_backward_queries", backward_queries, "queries"_a, "keys"_a, "rank"_a, "q"_a, "k"_a, "v"_a,
-          "dout"_a, "lse"_a, "delta"_a, "heads"_a, "scale"_a, "dq"_a);
-    m.def("attention_backward_keys", backward_keys, "queries"_a, "keys"_a, "q"_a, "k"_a, "v"_a, "dout"_a, "lse"_a,
-          "delta"_a, "heads"_a, "scale"_a, "dk"_a, "dv"_a, "comm"_a);
+          "lse"_a.none(), "comm"_a.none() = nb::none());
+    m.def("attention_backward", attention_backward, "queries"_a, "keys"_a, "q"_a, "k"_a, "v"_a, "o"_a, "lse"_a,
+          "dout"_a, "heads"_a, "scale"_a, "dq"_a, "dk"_a, "dv"_a, "comm"_a);
     m.def("next_token_labels", next_token_labels, "plan"_a, "tokens"_a, "labels"_a, "comm"_a);
     m.def("mean_token_loss", mean_token_loss, "sharding"_a, "logp"_a, "labels"_a, "comm"_a, "weights"_a.none());
     m.def("mean_token_loss_backward", mean_token_loss_backward, "sharding"_a, "rank"_a, "loss"_a, "labels"_a,

@@ -19,6 +19,7 @@ namespace binding {
 
 namespace nb = nanobind;
 
+struct any_layout;
 struct relayout_value;
 struct halo_value;
 struct carry_value;
@@ -39,6 +40,15 @@ struct recurrence_objects {
     nb::handle o, initial, final, starts, maps;
 };
 
+/// What Python hands to attention, or to its backward; of keys every rank holds every row.
+struct attention_objects {
+    any_layout const &queries, &keys;
+    std::array<cpx::index_t, 3> heads; ///< of queries, of keys, and their width
+    double scale;
+    nb::handle q, k, v, o, lse;
+    nb::handle dout = nb::none(), dq = nb::none(), dk = nb::none(), dv = nb::none();
+};
+
 /// The operators of ranks whose arrays are on devices. Each works in the current stream of the arrays' framework, and
 /// throws `cpx::error` before anything moves if an array does not fit or is elsewhere.
 class device_operators {
@@ -47,6 +57,7 @@ public:
     virtual void convolve(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
     virtual void convolve_backward(halo_value const& before, convolution_objects const& o, cpx::activation act) = 0;
     virtual void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) = 0;
+    virtual void attend(attention_objects const& o, bool back) = 0;
 
 protected:
     ~device_operators() = default;

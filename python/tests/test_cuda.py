@@ -279,6 +279,184 @@ def test_the_gated_delta_rule_of_the_heads_that_a_rank_holds(comm):
         near("a result", got, expected.chunk(world, 1)[rank], 4e-5)
 
 
+def test_the_gated_delta_rule_of_heads_whose_norms_lanes_share_otherwise(comm):
+    """Heads of 5 columns, of 48 and of 256, in rows that are aligned and in rows that are not: norms of q and k."""
+    batch = batches[2]
+    sharding = cpx.shard(batch, cpx.sequential(world))
+    own = torch.from_numpy(sharding.global_rows(rank))
+    for dim in (5, 48, 256):
+        heads = cpx.Heads(3, 3, dim, 8)
+        whole = delta_inputs(batch, heads, torch.bfloat16)
+        upstream = rounded(numbers(batch.tokens, 3, 8, seed=6), torch.bfloat16)
+
+        def call(of, sharding, x, upstream):
+            o = ct.gated_delta_rule(*x, ct.carry(sharding, of), of)
+            return o, *torch.autograd.grad(o, x, upstream)
+
+        right = on_one_rank(
+            lambda one: call(
+                one, cpx.shard(batch, cpx.sequential(1)), [t.clone().requires_grad_() for t in whole], upstream
+            )
+        )
+        x = [share(sharding, t, torch.bfloat16 if i < 3 else torch.float32) for i, t in enumerate(whole)]
+        apart = [torch.cat([t.flatten()[:1], t.flatten()]).detach()[1:].view_as(t).requires_grad_() for t in x]
+        results = [call(comm, sharding, t, share(sharding, upstream, torch.bfloat16).detach()) for t in (x, apart)]
+        for name, got, of_apart, expected in zip(["o", "dq", "dk", "dv", "dg", "dbeta"], *results, right):
+            near(f"{name}, {dim}", got, expected[own], 2 * within[torch.bfloat16])
+            near(f"{name}, {dim}, apart", of_apart, expected[own], 2 * within[torch.bfloat16])
+
+
+# a decay a head
+
+
+@pytest.mark.parametrize("how", ["scan", "serial"])
+@pytest.mark.parametrize("dtype,heads", [
+    (torch.float32, cpx.Heads(2, 4, 40, 24)), (torch.bfloat16, cpx.Heads(2, 4, 128, 128)),
+    (torch.float16, cpx.Heads(1, 1, 64, 64)),
+])
+def test_a_decay_a_head_is_the_hosts_with_its_gradients(comm, how, dtype, heads):
+    for batch in batches:
+        whole, upstream = delta_inputs(batch, heads, dtype)[:4], rounded(numbers(batch.tokens, *heads[1::2]), dtype)
+        state = heads.value_heads * heads.key_dim * heads.value_dim
+        initial, of_final = (rounded(numbers(batch.sequences, state, seed=s), torch.float32) for s in (7, 8))
+
+        def call(of, sharding, x, initial, upstream, of_final):
+            initial = initial.clone().requires_grad_()
+            o, final = ct.head_decay_attention(*x, ct.carry(sharding, of, how), of, initial=initial, final=True)
+            torch.autograd.backward([o, final], [upstream, of_final])
+            return o, final, *(t.grad for t in x), initial.grad
+
+        right = on_one_rank(
+            lambda one: call(
+                one, cpx.shard(batch, cpx.sequential(1)), [t.clone().requires_grad_() for t in whole], initial,
+                upstream, of_final
+            )
+        )
+        for layout in layouts():
+            sharding = cpx.shard(batch, layout)
+            own = torch.from_numpy(sharding.global_rows(rank))
+            x = [share(sharding, t, dtype if i < 3 else torch.float32) for i, t in enumerate(whole)]
+            o, final, *gradients, dinitial = call(
+                comm, sharding, x, initial.float().to(device), share(sharding, upstream, dtype).detach(),
+                of_final.float().to(device)
+            )
+            near("o", o, right[0][own], within[dtype])
+            for name, got, expected in zip(["dq", "dk", "dv", "dg"], gradients, right[2:6]):
+                near(name, got, expected[own], 2 * within[dtype])
+            near("final", summed(final), right[1], within[dtype])
+            near("dinitial", summed(dinitial), right[6], 2 * within[dtype])
+    comm.wait()
+
+
+def test_recurrences_of_the_same_heads_have_states_of_their_own(comm):
+    batch, heads = batches[2], cpx.Heads(2, 2, 16, 16)
+    sharding = cpx.shard(batch, cpx.zigzag(world))
+    own = torch.from_numpy(sharding.global_rows(rank))
+    whole = delta_inputs(batch, heads, torch.float32)
+
+    def call(of, sharding, x):
+        carry = ct.carry(sharding, of)
+        for _ in range(2):
+            yield ct.gated_delta_rule(*x, carry, of)
+            yield ct.head_decay_attention(*x[:4], carry, of)
+
+    right = on_one_rank(lambda one: list(call(one, cpx.shard(batch, cpx.sequential(1)), whole)))
+    for got, expected in zip(call(comm, sharding, [share(sharding, t, torch.float32) for t in whole]), right):
+        near("o", got, expected[own], within[torch.float32])
+
+
+# attention
+
+
+def attend(of, sharding, q, k, v, heads, scale, upstream):
+    """Returns attention of rows that are on their ranks, keys and values gathered, and its gradients."""
+    keys = cpx.replicated(of.ranks, sharding.batch)
+    gather, plan = ct.relayout(sharding, keys, of), ct.attention_plan(sharding, keys, heads, of)
+    o = ct.attention(q, ct.exchange(k, gather, of), ct.exchange(v, gather, of), plan, of, scale=scale)
+    return o, *torch.autograd.grad(o, (q, k, v), upstream)
+
+
+@pytest.mark.parametrize("dtype,heads,scale", [
+    (torch.float32, cpx.AttentionHeads(4, 2, 40), None), (torch.bfloat16, cpx.AttentionHeads(4, 2, 128), None),
+    (torch.float16, cpx.AttentionHeads(2, 2, 64), 0.2), (torch.bfloat16, cpx.AttentionHeads(2, 1, 256), None),
+    (torch.float16, cpx.AttentionHeads(3, 1, 7), None),
+])
+def test_attention_is_the_hosts_with_its_gradients(comm, dtype, heads, scale):
+    for batch in batches:
+        whole = [
+            rounded(numbers(batch.tokens, n, heads.dim, seed=seed), dtype)
+            for seed, n in enumerate((heads.query_heads, heads.key_heads, heads.key_heads, heads.query_heads))
+        ]
+        right = on_one_rank(
+            lambda one: attend(
+                one, cpx.shard(batch, cpx.sequential(1)), *(t.clone().requires_grad_() for t in whole[:3]), heads,
+                scale, whole[3]
+            )
+        )
+        for layout in layouts():
+            sharding = cpx.shard(batch, layout)
+            own = torch.from_numpy(sharding.global_rows(rank))
+            mine = [share(sharding, t, dtype) for t in whole]
+            results = attend(comm, sharding, *mine[:3], heads, scale, mine[3].detach())
+            again = attend(comm, sharding, *mine[:3], heads, scale, mine[3].detach())
+            for name, got, same, expected in zip(("o", "dq", "dk", "dv"), results, again, right):
+                assert got.dtype == dtype and torch.equal(got, same), name
+                near(name, got, expected[own], within[dtype])
+    comm.wait()
+
+
+def test_attention_of_the_heads_that_a_rank_holds(comm):
+    batch, heads = batches[2], cpx.AttentionHeads(4 * world, 2 * world, 16)
+    sharding = cpx.head_sharded(world, batch, [(4 * world, 16), (2 * world, 16)])
+    whole = [numbers(batch.tokens, n, 16, seed=seed) for seed, n in enumerate((4 * world, 2 * world, 2 * world))]
+    mine = [t.chunk(world, 1)[rank].to(device, torch.float32).requires_grad_() for t in whole]
+    o = ct.attention(*mine, ct.attention_plan(sharding, sharding, heads, comm), comm)
+    (o * o).sum().backward()
+
+    def alone(one):
+        x, every = [t.clone().requires_grad_() for t in whole], cpx.replicated(1, batch)
+        o = ct.attention(*x, ct.attention_plan(every, every, heads, one), one)
+        (o * o).sum().backward()
+        return o, *(t.grad for t in x)
+
+    for got, expected in zip([o, *(t.grad for t in mine)], on_one_rank(alone)):
+        near("a result", got, expected.chunk(world, 1)[rank], 4e-5)
+
+
+def test_attention_is_compiled_checkpointed_and_captured(comm):
+    batch, heads = batches[2], cpx.AttentionHeads(2, 1, 16)
+    sharding, keys = cpx.shard(batch, cpx.zigzag(world)), cpx.replicated(world, batch)
+    plans = ct.relayout(sharding, keys, comm), ct.attention_plan(sharding, keys, heads, comm)
+
+    def f(x, gather, plan, comm):
+        q, k, v = x.split((2, 1, 1), 1)
+        return ct.attention(q, *(ct.exchange(t, gather, comm) for t in (k, v)), plan, comm).square()
+
+    x = share(sharding, numbers(batch.tokens, 4, 16).float())
+    right = f(x, *plans, comm)
+    right.sum().backward()
+    dx, x.grad = x.grad, None
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for call in (
+        lambda: compiled(x, *plans, comm), lambda: torch.utils.checkpoint.checkpoint(f, x, *plans, comm,
+                                                                                     use_reentrant=False)
+    ):
+        y = call()
+        y.sum().backward()
+        near("y", y, right.cpu(), 1e-6)
+        near("dx", x.grad, dx.cpu(), 1e-6)
+        x.grad = None
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.graph(graph):
+            y = f(x, *plans, comm)
+        x.mul_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, f(x, *plans, comm))
+
+
 # what needs no other rank
 
 
@@ -557,6 +735,27 @@ def test_exchanges_around_a_layer_take_tensors_on_devices(comm):
     assert torch.equal(twinkle.head_to_seq_shard(heads, of), mine)
 
 
+@pytest.mark.parametrize("linear", ["sequential", "in_place"])
+@pytest.mark.parametrize("name", ["tiny_qwen3_5", "tiny_qwen3_5_moe", "tiny_qwen3_5_vl", "tiny_qwen3_vl"])
+def test_checkpoints_of_transformers_have_its_own_log_probabilities_and_gradients(comm, name, linear):
+    pytest.importorskip("transformers")
+    golden = pytest.importorskip("test_dropin_transformers")
+    model, reference = golden.load(name)
+    on_device = {n: x.to(device) for n, x in reference.items()}
+    rows, logp, gradients = golden.train_step(comm, model.to(device), on_device, {"linear": linear})
+    delta = (logp.double().cpu() - reference["logprobs"][rows.cpu()]).abs()
+    assert delta.max() < 1e-3 and delta.mean() < 5e-5
+    errors = {}
+    for n in sorted(n for n in reference if n.startswith("grad.")):
+        wanted, own = reference[n].double(), gradients.get(n[5:])
+        got = summed(torch.zeros(wanted.shape, device=device) if own is None else own).double().cpu()
+        errors[n] = ((got.flatten() - wanted.flatten()).norm() / wanted.norm().clamp(min=1e-30)).item()
+    worst = max(errors, key=errors.get)
+    print(f"max {delta.max():.2e} mean {delta.mean():.2e} gradient {errors[worst]:.2e} of {worst}")
+    assert errors[worst] < 5e-3
+    comm.wait()
+
+
 # errors
 
 
@@ -593,7 +792,29 @@ def wrong_calls(comm):
         lambda: ct.gated_delta_rule(q.half(), q.half(), q.half(), g.half(), g, carry, comm)
     )
     yield "gated_delta_rule: chunk: expected 64", lambda: ct.gated_delta_rule(q, q, q, g, g, carry, comm, chunk=32)
-    yield "head_decay_attention: recurrence on devices", lambda: ct.head_decay_attention(q, q, q, g, carry, comm)
+    yield "channel_decay_attention: recurrence on devices: expected gated_delta_rule or head_decay_attention", (
+        lambda: ct.channel_decay_attention(q, q, q, g[..., None].expand_as(q), carry, comm)
+    )
+    yield "kimi_delta_attention: dtype of g|kimi_delta_attention: recurrence on devices", (
+        lambda: ct.kimi_delta_attention(q, q, q, q, g, carry, comm)
+    )
+    keys = cpx.replicated(world, batch)
+    plan_of = ct.attention_plan(s, keys, cpx.AttentionHeads(2, 2, 8), comm)
+    k = torch.zeros(batch.tokens, 2, 8, device=device)
+    yield "attention: dtype of q: expected float32, bfloat16, float16, got float64", (
+        lambda: ct.attention(q.double(), k.double(), k.double(), plan_of, comm)
+    )
+    yield "attention: shape of k: expected", lambda: ct.attention(q, k[1:], k, plan_of, comm)
+    yield "attention: device of k", lambda: ct.attention(q, k.cpu(), k, plan_of, comm)
+    yield "attention: dim: expected from 1 to 256", (
+        lambda: ct.attention(
+            torch.zeros(rows, 2, 257, device=device), *[torch.zeros(batch.tokens, 2, 257, device=device)] * 2,
+            ct.attention_plan(s, keys, cpx.AttentionHeads(2, 2, 257), comm), comm
+        )
+    )
+    yield "expert_exchange: communicator: expected one of ranks on the host.*got one on cuda", (
+        lambda: cpx.ExpertExchange(torch.zeros(rows, 1, dtype=torch.int64), world, s.global_rows(rank), comm.of)
+    )
     yield "shift_rows: memory of x: expected the host's", (
         lambda: ct.shift_rows(x, ct.halo(s, comm, 1, "after"), comm)
     )

@@ -25,23 +25,29 @@ with_images = pytest.mark.parametrize("golden", models[2:], indirect=True)
 of_text = pytest.mark.parametrize("golden", models[:1], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def golden(request):
-    directory = data / request.param
+def load(name):
+    """Returns the model of a checkpoint, and what transformers computes of it in float64."""
+    directory = data / name
     config = json.loads((directory / "config.json").read_text())
     model = getattr(transformers, config["architectures"][0]).from_pretrained(directory, dtype=torch.float32)
     return model, load_file(directory / "reference.safetensors")
 
 
+@pytest.fixture(scope="module")
+def golden(request):
+    return load(request.param)
+
+
 def pixels_of(model, grid):
     vision = model.config.vision_config
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return torch.randn(int(grid.prod(1).sum()), patch, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(int(grid.prod(1).sum()), patch, generator=torch.Generator().manual_seed(0))
+    return pixels.to(model.device)
 
 
 def tower_results(model, leaves):
     """The features of the file in the form in which the tower returns them."""
-    results, grid = {}, torch.tensor([[1, 4, 4]])
+    results, grid = {}, torch.tensor([[1, 4, 4]], device=model.device)
     with torch.no_grad():
         like = model.model.get_image_features(pixels_of(model, grid), grid, return_dict=True)
     deep = getattr(like, "deepstack_features", None) or [()]

@@ -9,16 +9,20 @@ from cpx._error import Error, require
 
 from ._group import device_extension
 from ._objects import Attention, held, taken_comm
-from ._operator import array, backward_operator, check, contiguous_like, keep, operator
+from ._operator import array, backward_operator, check, contiguous_like, keep, operator, sums
+
+
+def _results(q, heads):
+    return contiguous_like(q), q.new_empty(q.shape[0], heads, dtype=sums(q))
 
 
 def _attention(q, k, v, scale, heads, plan, comm):
-    p = held("attention", "plan", plan)
-    o, lse = contiguous_like(q), q.new_empty(q.shape[0], heads)
+    p, c = held("attention", "plan", plan), held("attention", "communicator", comm)
+    o, lse = made = _results(q, heads)
     cpx.attention(
-        p.queries, p.keys, p.rank, array(q), array(k), array(v), p.heads, scale=scale, lse=array(lse), out=array(o)
+        p.queries, p.keys, p.rank, array(q), array(k), array(v), p.heads, scale=scale, lse=lse, out=o, comm=c
     )
-    return o, lse
+    return made
 
 
 def _attention_backward(q, k, v, o, do, lse, scale, plan, comm):
@@ -53,7 +57,7 @@ _attention_back = backward_operator(
 _attention_op = operator(
     "attention(Tensor q, Tensor k, Tensor v, float? scale, SymInt heads, SymInt plan, SymInt comm) -> (Tensor, Tensor)",
     _attention,
-    lambda q, k, v, scale, heads, plan, comm: (contiguous_like(q), q.new_empty(q.shape[0], heads)),
+    lambda q, k, v, scale, heads, plan, comm: _results(q, heads),
     _save_attention, _attention_gradient,
 )
 
@@ -75,7 +79,8 @@ def attention(q, k, v, plan, comm, *, scale=None):
     q: (rows, query heads, dim), k, v: (tokens, key heads, dim), of the heads that the rank holds, as plan says, of
     `attention_plan`. scale: by default 1 / sqrt(dim). Returns o, as q. Exchange q, k and v first: k and v to
     `replicated` have the gradients of all ranks' queries added on their way back. No communication, but for the
-    gradients of keys of which several ranks have query heads.
+    gradients of keys of which several ranks have query heads. On devices of bfloat16 and float16 tensor cores multiply
+    weights, and in the backward their gradients, of that precision; of float32 a plain kernel, some ten times slower.
     """
     where = "attention"
     comm = taken_comm(where, comm)

@@ -178,19 +178,22 @@ public:
     void recur(std::string_view name, bool back, carry_value const& plan, recurrence_objects const& o) override {
         std::string const text = std::string(name) + (back ? "_backward" : "");
         char const* const where = text.c_str();
-        cpx::require(name == "gated_delta_rule", where, "recurrence on devices", "gated_delta_rule", text);
+        bool const erases = name == "gated_delta_rule";
+        cpx::require(erases || name == "head_decay_attention", where, "recurrence on devices",
+                     "gated_delta_rule or head_decay_attention", text);
         reader const read(where, device_);
         constexpr std::array names{"q", "k", "v", "g", "beta"}, of_gradients{"dq", "dk", "dv", "dg", "dbeta"};
-        cpx::require(o.x.size() == names.size(), where, "inputs", names.size(), o.x.size());
-        delta_rule_call c;
+        std::size_t const inputs = erases ? 5 : 4;
+        cpx::require(o.x.size() == inputs, where, "inputs", inputs, o.x.size());
+        state_call c;
         c.where = where;
         c.key_heads = o.heads[0], c.value_heads = o.heads[1], c.key_dim = o.heads[2], c.value_dim = o.heads[3];
         c.chunk = o.chunk, c.qk_l2norm = o.qk_l2norm, c.scale = o.scale;
-        for (std::size_t i = 0; i < names.size(); ++i) c.x.push_back(read(names[i], o.x[i]));
+        for (std::size_t i = 0; i < inputs; ++i) c.x.push_back(read(names[i], o.x[i]));
         c.starts = read.if_given("saved states", o.starts), c.maps = read.if_given("saved maps", o.maps);
         if (back) {
-            cpx::require(o.dx.size() == names.size(), where, "gradients of inputs", names.size(), o.dx.size());
-            for (std::size_t i = 0; i < names.size(); ++i) c.dx.push_back(read(of_gradients[i], o.dx[i]));
+            cpx::require(o.dx.size() == inputs, where, "gradients of inputs", inputs, o.dx.size());
+            for (std::size_t i = 0; i < inputs; ++i) c.dx.push_back(read(of_gradients[i], o.dx[i]));
             c.dout = read("dout", o.o), c.dfinal = read.if_given("dfinal", o.final);
             c.dinitial = read.if_given("dinitial", o.initial);
         } else {
@@ -198,7 +201,21 @@ public:
             c.final = read.if_given("final", o.final);
         }
         call const now(where, *this);
-        delta_rule_on(there(), plan, c, back);
+        recur_on(there(), plan, c, back);
+    }
+    void attend(attention_objects const& o, bool back) override {
+        char const* const where = back ? "attention_backward" : "attention";
+        reader const read(where, device_);
+        attention_call c;
+        c.queries = &o.queries, c.keys = &o.keys, c.scale = o.scale;
+        c.query_heads = o.heads[0], c.key_heads = o.heads[1], c.dim = o.heads[2];
+        c.q = read("q", o.q), c.k = read("k", o.k), c.v = read("v", o.v);
+        c.o = read(back ? "o" : "out", o.o), c.lse = back ? read("lse", o.lse) : read.if_given("lse", o.lse);
+        if (back) {
+            c.dout = read("dout", o.dout), c.dq = read("dq", o.dq), c.dk = read("dk", o.dk), c.dv = read("dv", o.dv);
+        }
+        call const now(where, *this);
+        attend_on(there(), c, back);
     }
 
 private:

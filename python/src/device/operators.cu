@@ -14,9 +14,17 @@ void convolve(device_group&, halo_value const&, convolution_call const&);
 template <class T>
 void convolve_backward(device_group&, halo_value const&, convolution_call const&);
 template <class T>
-void delta_rule(device_group&, carry_value const&, delta_rule_call const&);
+void attend(device_group&, attention_call const&);
 template <class T>
-void delta_rule_backward(device_group&, carry_value const&, delta_rule_call const&);
+void attend_backward(device_group&, attention_call const&);
+template <class T>
+void delta_rule(device_group&, carry_value const&, state_call const&);
+template <class T>
+void delta_rule_backward(device_group&, carry_value const&, state_call const&);
+template <class T>
+void head_decay(device_group&, carry_value const&, state_call const&);
+template <class T>
+void head_decay_backward(device_group&, carry_value const&, state_call const&);
 
 extern template void convolve<float>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);
@@ -24,12 +32,24 @@ extern template void convolve<__half>(device_group&, halo_value const&, convolut
 extern template void convolve_backward<float>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve_backward<__nv_bfloat16>(device_group&, halo_value const&, convolution_call const&);
 extern template void convolve_backward<__half>(device_group&, halo_value const&, convolution_call const&);
-extern template void delta_rule<float>(device_group&, carry_value const&, delta_rule_call const&);
-extern template void delta_rule<__nv_bfloat16>(device_group&, carry_value const&, delta_rule_call const&);
-extern template void delta_rule<__half>(device_group&, carry_value const&, delta_rule_call const&);
-extern template void delta_rule_backward<float>(device_group&, carry_value const&, delta_rule_call const&);
-extern template void delta_rule_backward<__nv_bfloat16>(device_group&, carry_value const&, delta_rule_call const&);
-extern template void delta_rule_backward<__half>(device_group&, carry_value const&, delta_rule_call const&);
+extern template void attend<float>(device_group&, attention_call const&);
+extern template void attend<__nv_bfloat16>(device_group&, attention_call const&);
+extern template void attend<__half>(device_group&, attention_call const&);
+extern template void attend_backward<float>(device_group&, attention_call const&);
+extern template void attend_backward<__nv_bfloat16>(device_group&, attention_call const&);
+extern template void attend_backward<__half>(device_group&, attention_call const&);
+extern template void delta_rule<float>(device_group&, carry_value const&, state_call const&);
+extern template void delta_rule<__nv_bfloat16>(device_group&, carry_value const&, state_call const&);
+extern template void delta_rule<__half>(device_group&, carry_value const&, state_call const&);
+extern template void delta_rule_backward<float>(device_group&, carry_value const&, state_call const&);
+extern template void delta_rule_backward<__nv_bfloat16>(device_group&, carry_value const&, state_call const&);
+extern template void delta_rule_backward<__half>(device_group&, carry_value const&, state_call const&);
+extern template void head_decay<float>(device_group&, carry_value const&, state_call const&);
+extern template void head_decay<__nv_bfloat16>(device_group&, carry_value const&, state_call const&);
+extern template void head_decay<__half>(device_group&, carry_value const&, state_call const&);
+extern template void head_decay_backward<float>(device_group&, carry_value const&, state_call const&);
+extern template void head_decay_backward<__nv_bfloat16>(device_group&, carry_value const&, state_call const&);
+extern template void head_decay_backward<__half>(device_group&, carry_value const&, state_call const&);
 
 namespace {
 
@@ -67,9 +87,19 @@ void convolve_backward_on(device_group& g, halo_value const& before, convolution
     with_float(c.x, [&]<class T>(as<T>) { convolve_backward<T>(g, before, c); });
 }
 
-void delta_rule_on(device_group& g, carry_value const& plan, delta_rule_call const& c, bool back) {
+void attend_on(device_group& g, attention_call const& c, bool back) {
     on_device const here(g.nccl().device());
-    with_float(c.x[0], [&]<class T>(as<T>) { back ? delta_rule_backward<T>(g, plan, c) : delta_rule<T>(g, plan, c); });
+    with_float(c.q, [&]<class T>(as<T>) { back ? attend_backward<T>(g, c) : attend<T>(g, c); });
+}
+
+void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back) {
+    on_device const here(g.nccl().device());
+    with_float(c.x[0], [&]<class T>(as<T>) {
+        if (c.x.size() == 4)
+            back ? head_decay_backward<T>(g, plan, c) : head_decay<T>(g, plan, c);
+        else
+            back ? delta_rule_backward<T>(g, plan, c) : delta_rule<T>(g, plan, c);
+    });
 }
 
 void rotate_on(framework& from, int device, rotary_call const& c) {

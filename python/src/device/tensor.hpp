@@ -17,6 +17,7 @@
 
 namespace binding {
 
+struct any_layout;
 struct relayout_value;
 struct halo_value;
 struct carry_value;
@@ -59,14 +60,22 @@ struct convolution_call {
     cpx::activation act = cpx::activation::none;
 };
 
-/// What a gated delta rule is given; of a backward dout, dx, dfinal and dinitial.
-struct delta_rule_call {
+/// What a recurrence is given; of a backward dout, dx, dfinal and dinitial. A decay a head takes no beta.
+struct state_call {
     char const* where = "";
     index_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0, chunk = 64;
     bool qk_l2norm = true;
     double scale = 0;
-    std::vector<tensor> x, dx; ///< q, k, v, g, beta
+    std::vector<tensor> x, dx; ///< q, k, v, g and perhaps beta
     tensor o, initial, final, starts, maps, dout, dfinal, dinitial;
+};
+
+/// What attention is given; of a backward o, lse and dout, and dq, dk and dv to fill.
+struct attention_call {
+    any_layout const *queries = nullptr, *keys = nullptr; ///< of keys every rank holds every row
+    index_t query_heads = 0, key_heads = 0, dim = 0;
+    double scale = 0;
+    tensor q, k, v, o, lse, dout, dq, dk, dv;
 };
 
 /// What a rotary embedding is given.
@@ -105,7 +114,9 @@ void fail(device_group& g, char const* why);
 void exchange_on(device_group& g, relayout_value const& plan, tensor const& x, tensor const& y);
 void convolve_on(device_group& g, halo_value const& before, convolution_call const& c);
 void convolve_backward_on(device_group& g, halo_value const& before, convolution_call const& c);
-void delta_rule_on(device_group& g, carry_value const& plan, delta_rule_call const& c, bool back);
+void attend_on(device_group& g, attention_call const& c, bool back);
+/// The gated delta rule of five inputs, a decay a head of four.
+void recur_on(device_group& g, carry_value const& plan, state_call const& c, bool back);
 void rotate_on(framework& from, int device, rotary_call const& c);
 
 } // namespace binding
