@@ -59,13 +59,14 @@ inline int multiprocessors() {
 inline bool fills_multiprocessors(index_t blocks) { return 10 * blocks >= 9 * multiprocessors(); }
 
 /// Returns how many chunks a stretch has: all, if sequences and heads alone keep the multiprocessors busy; else 16, or
-/// 32 if there are stretches enough, as a state is written and read before each. By scan it is always the same, so that
-/// the bits are those of every GPU.
+/// more if there are stretches enough for five or seven waves of blocks, as a state is written and read before each. By
+/// scan it is always the same, so that the bits are those of every GPU.
 inline index_t delta_stretch(gated_delta_rule_shape const& shape, index_t tokens, index_t sequences) {
     if (shape.stretch > 0) return shape.stretch;
     if (shape.scan) return 32;
     if (fills_multiprocessors(sequences * shape.value_heads)) return 1 << 24;
-    return tokens / kernels::delta_chunk * shape.value_heads >= 32 * 8 * multiprocessors() ? 32 : 16;
+    index_t const chunks = tokens / kernels::delta_chunk * shape.value_heads / multiprocessors(); // of one of them
+    return chunks >= 64 * 7 ? 64 : chunks >= 24 * 5 ? 24 : 16;
 }
 
 /// Whether tensor cores can be used, where the copy engine can read and write all rows.
