@@ -4,11 +4,10 @@
 
 #include <cpx/layout/head_sharded.hpp>
 #include <cpx/layout/piecewise.hpp>
-#include <cpx/ops/attention.hpp>
+#include <cpx/ops/cached_keys.hpp>
 #include <cpx/transport/exchange.hpp>
 
 #include <algorithm>
-#include <limits>
 
 namespace cpx {
 
@@ -20,22 +19,25 @@ class cached_attention;
 ///
 ///     prefill                             append, then `attention` or `cached_attention`
 ///     decode, a token a sequence a step   append over thd::uniform(sequences, 1), then `cached_attention`
-template <class T>
+/// Of tensors on devices: include <cpx/ops/cuda/attention_cache.hpp>.
+template <class T, any_memory M = host_memory>
 class attention_cache {
 public:
     /// `sharding` is on what keys and values are: by tokens, whatever their layout; by heads; or replicated. Of its
     /// batch only the number of sequences counts. Throws `cpx::error` if there is no such rank or heads do not fit.
     template <any_sharding S>
+    attention_cache(attention_heads const& heads, S const& sharding, int rank, M const& memory,
+                    caller here = caller::here())
+        : heads_(heads), keys_(checked(heads, sharding, rank, here)), rank_(rank), ranks_(sharding.ranks()),
+          whole_(S::every_row), last_(thd::uniform(sharding.batch().sequences(), 0)),
+          lengths_(static_cast<std::size_t>(last_.sequences())), tokens_(lengths_.size()),
+          kept_(last_.sequences(), keys_.size() * heads.dim, memory) {}
+    template <any_sharding S>
     attention_cache(attention_heads const& heads, S const& sharding, int rank, caller here = caller::here())
-        : heads_(heads), rank_(rank), ranks_(sharding.ranks()), whole_(S::every_row),
-          last_(thd::uniform(sharding.batch().sequences(), 0)), lengths_(static_cast<std::size_t>(last_.sequences())),
-          kept_(lengths_.size()) {
-        detail::require_rank(where, rank, ranks_, here);
-        detail::require_some_heads(where, heads, here);
-        keys_ = sharding.heads(rank, heads.key_heads);
-    }
+        requires std::default_initializable<M>
+        : attention_cache(heads, sharding, rank, M(), here) {}
     template <class X = void>
-    explicit attention_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}) {
+    explicit attention_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
         static_assert(detail::never<X>, "cpx: attention_cache<T>(heads, sharding, rank) wants attention_heads, on what "
                                         "keys and values are sharded, and a rank");
     }
@@ -45,7 +47,7 @@ public:
     ///
     /// Every rank calls it with its rows of the same batch. Throws `cpx::error` on what does not fit, before anything
     /// is kept.
-    template <sharded_like K, sharded_like V>
+    template <sharded_like<M> K, sharded_like<M> V>
     void append(K const& k, V const& v, caller here = caller::here()) {
         constexpr bool fits =
             detail::sharded_as<sharding_of<K>, V> && std::same_as<element_of<K>, T> && std::same_as<element_of<V>, T>;
@@ -72,14 +74,15 @@ private:
     template <any_sharding Q>
     friend class cached_attention;
 
-    /// Of one sequence, tokens ascending.
-    struct kept {
-        std::vector<index_t> tokens;
-        std::vector<T> k, v;
-    };
+    template <any_sharding S>
+    static range checked(attention_heads const& heads, S const& sharding, int rank, caller here) {
+        detail::require_rank(where, rank, sharding.ranks(), here);
+        detail::require_some_heads(where, heads, here);
+        return sharding.heads(rank, heads.key_heads);
+    }
 
     template <any_sharding S>
-    void keep(sharded<T const, S> const& k, sharded<T const, S> const& v, caller here) {
+    void keep(sharded<T const, S, M> const& k, sharded<T const, S, M> const& v, caller here) {
         S const& s = k.sharding();
         index_t const width = keys_.size() * heads_.dim;
         require(s.batch().sequences() == last_.sequences(), where, "sequences", last_.sequences(),
@@ -88,57 +91,37 @@ private:
         require(S::every_row == whole_ && s.heads(rank_, heads_.key_heads) == keys_, where, "sharding of k",
                 whole_ ? "every token, of the heads of this cache" : "one by tokens", "another", here);
         detail::require_shape(where, "k", k.data(), s.rows(rank_), width, here);
-        detail::require_place(where, "v", v, k, "that of k", here);
+        require(k.memory() == kept_.memory(), where, "memory of k", "that of this cache, in its stream", "another",
+                here);
+        detail::require_there(where, "v", v, k, "that of k", here);
         detail::require_shape(where, "v", v.data(), s.rows(rank_), width, here);
+        std::vector<detail::appended_rows> list;
         for (segment const& of : segments(s, rank_)) {
             auto const sequence = static_cast<std::size_t>(of.sequence);
-            kept& to = kept_[sequence];
             index_t const count = std::min(of.count, s.batch().valid(of.sequence) - of.token);
-            for (index_t i = 0; i < count; ++i) {
-                to.tokens.push_back(lengths_[sequence] + of.token + i);
-                to.k.insert(to.k.end(), k.data().row(of.row + i), k.data().row(of.row + i) + width);
-                to.v.insert(to.v.end(), v.data().row(of.row + i), v.data().row(of.row + i) + width);
-            }
+            if (count <= 0) continue;
+            list.push_back({of.sequence, of.row, count});
+            for (index_t i = 0; i < count; ++i) tokens_[sequence].push_back(lengths_[sequence] + of.token + i);
         }
+        kept_.append(list, k.data(), v.data(), here);
         last_ = s.batch();
         for (index_t i = 0; i < last_.sequences(); ++i) lengths_[static_cast<std::size_t>(i)] += last_.valid(i);
     }
 
-    /// Attention of queries of the last batch over what this rank keeps; where that is nothing of what a query sees, o
-    /// is 0 and lse minus infinity. q, o: (rows, query heads * dim), lse: (rows, query heads), if it is memory.
-    void attend(std::vector<segment> const& of, detail::attended_heads const& at, T scale, rows<T const> q, rows<T> o,
-                rows<T> lse) const {
-        std::vector<T> of_head;
+    /// Attention of queries of the last batch over what this rank keeps, see `detail::cached_keys`.
+    template <class Out, class Sum>
+    void attend(std::vector<segment> const& of, detail::attended_heads const& at, double scale, rows<T const> q,
+                rows<Out> o, rows<Sum> lse, caller here) const {
+        std::vector<detail::cached_queries> list;
         for (segment const& s : of) {
             auto const sequence = static_cast<std::size_t>(s.sequence);
-            kept const& own = kept_[sequence];
+            auto const& own = tokens_[sequence];
             index_t const before = lengths_[sequence] - last_.valid(s.sequence);
-            std::vector<index_t> seen; // the last one that a query sees
-            index_t none = 0;          // queries that see none
-            for (index_t i = 0; i < s.count; ++i) {
-                auto const end = std::ranges::upper_bound(own.tokens, before + s.token + i);
-                seen.push_back(end - own.tokens.begin() - 1);
-                none += seen.back() < 0;
-            }
-            index_t const first = s.row + none, count = s.count - none;
-            auto const positions = std::span(seen).subspan(static_cast<std::size_t>(none));
-            for (index_t i = s.row; i < first; ++i) {
-                std::fill_n(o.row(i), at.query_width(), T(0));
-                if (lse.data()) std::fill_n(lse.row(i), at.queries.size(), -std::numeric_limits<T>::infinity());
-            }
-            of_head.resize(lse.data() ? static_cast<std::size_t>(count) : 0);
-            for (index_t h = 0; h < at.queries.size() && count > 0; ++h) {
-                auto const kept_of = [&](std::vector<T> const& x) {
-                    return rows<T const>(x.data(), seen.back() + 1, at.key_width())
-                        .columns(at.key_of(h) * at.dim, at.dim);
-                };
-                auto const columns = [&](auto const& x) { return x.sub(first, count).columns(h * at.dim, at.dim); };
-                detail::attend_one_head<T>(columns(q), positions, kept_of(own.k), kept_of(own.v), scale, columns(o),
-                                           of_head);
-                for (index_t i = 0; i < std::ssize(of_head); ++i)
-                    lse(first + i, h) = of_head[static_cast<std::size_t>(i)];
-            }
+            auto& seen = list.emplace_back(detail::cached_queries{s.sequence, s.row, {}}).seen;
+            for (index_t i = 0; i < s.count; ++i)
+                seen.push_back(std::ranges::upper_bound(own, before + s.token + i) - own.begin() - 1);
         }
+        kept_.attend(list, at, scale, q, o, lse, here);
     }
 
     attention_heads heads_;
@@ -147,7 +130,8 @@ private:
     bool whole_;
     thd last_;
     std::vector<index_t> lengths_; ///< of every sequence, on all ranks
-    std::vector<kept> kept_;
+    std::vector<std::vector<index_t>> tokens_; ///< of every sequence, those that are kept here, ascending
+    detail::cached_keys<T, M> kept_;
 };
 
 /// Attention of a batch in which sequences go on, over what `attention_cache`s keep: of this batch, appended before,
@@ -173,13 +157,15 @@ public:
     ///
     /// q, o: (rows, query heads * dim). Rows behind a sequence's valid length see its last token. Collective where the
     /// cache holds tokens: two exchanges. Throws `cpx::error` on what does not fit, and what `exchange` throws.
-    template <class T, sharded_like X, sharded_like O, transport Comm>
-    void operator()(attention_cache<T> const& cache, X const& q, double scale, O&& o, Comm& comm,
+    template <class T, any_memory M, sharded_like<M> X, sharded_like<M> O, any_transport Comm>
+    void operator()(attention_cache<T, M> const& cache, X const& q, double scale, O&& o, Comm& comm,
                     caller here = caller::here()) const {
         constexpr bool fits = detail::sharded_as<Q, X, O> && std::same_as<element_of<O>, T> && detail::writes<O, X>;
+        constexpr bool there = detail::in_memory_of<Comm, X>;
         static_assert(fits, "cpx: cached_attention wants q and o of the sharding that it was made of and of the "
                             "cache's elements, and an o that is not const and has a name");
-        if constexpr (fits) run<T>(cache, q.view(), static_cast<T>(scale), o.view(), comm, here);
+        static_assert(there, "cpx: cached_attention of tensors in another memory than that of the transport's ranks");
+        if constexpr (fits && there) run<T, M>(cache, q.view(), scale, o.view(), comm, here);
     }
     template <class X>
     void operator()(X const&, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {},
@@ -232,59 +218,39 @@ private:
         }
     }
 
-    template <class T, class Comm>
-    void run(attention_cache<T> const& cache, sharded<T const, Q> const& q, T scale, sharded<T, Q> const& o, Comm& comm,
-             caller here) const {
+    template <class T, any_memory M, class Comm>
+    void run(attention_cache<T, M> const& cache, sharded<T const, Q, M> const& q, double scale,
+             sharded<T, Q, M> const& o, Comm& comm, caller here) const {
         detail::require_place(where, "q", q, queries_, rank_, "that of this plan", here);
-        detail::require_place(where, "o", o, q, "that of q", here);
+        detail::require_there(where, "o", o, q, "that of q", here);
+        require(q.memory() == cache.kept_.memory(), where, "memory of q", "that of the cache, in its stream", "another",
+                here);
         detail::require_own(where, "rank of the cache", cache.rank_, cache.ranks_, rank_, queries_.ranks(), here);
         detail::require_batch(where, "batch of q", "that appended last", cache.last_, queries_.batch(), here);
         attention_heads const& heads = cache.heads_;
         detail::attended_heads const at{queries_.heads(rank_, heads.query_heads), cache.keys_,
-                                        heads.query_heads / heads.key_heads, heads.dim, false};
+                                        heads.query_heads / heads.key_heads, heads.dim, heads.on_tensor_cores};
         detail::require_read_heads(where, at, here);
         require(cache.whole_ || at.queries.size() == heads.query_heads, where, "cache",
                 "one of every token, for queries by heads", "one by tokens", here);
         detail::require_shape(where, "q", q.data(), queries_.rows(rank_), at.query_width(), here);
         detail::require_shape(where, "o", o.data(), queries_.rows(rank_), at.query_width(), here);
         detail::require_apart(where, {{"o", o.data()}}, {{"q", q.data()}}, here);
-        if (cache.whole_) return cache.attend(segments(queries_, rank_), at, scale, q.data(), o.data(), {});
+        using sum = typename M::template sum<T>; // of parts, which are not rounded
+        if (cache.whole_)
+            return cache.attend(segments(queries_, rank_), at, scale, q.data(), o.data(), rows<sum>(), here);
 
-        tensor<T, replicated<>> all(everywhere_, rank_, Q::every_row ? 0 : at.query_width());
+        M const& memory = q.memory();
+        tensor<T, replicated<>, M> all(everywhere_, rank_, Q::every_row ? 0 : at.query_width(), memory, here);
         if constexpr (!Q::every_row) detail::exchange_rows(gather_, q.data(), all.data(), comm, here, where);
-        tensor<T, parts_type> part(back_.from, rank_, at.query_width() + at.queries.size());
+        tensor<sum, parts_type, M> part(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
         cache.attend(segments(everywhere_, rank_), at, scale, Q::every_row ? q.data() : std::as_const(all).data(),
                      part.data().columns(0, at.query_width()),
-                     part.data().columns(at.query_width(), at.queries.size()));
-        tensor<T, joined_type> every(back_.to, rank_, part.width());
+                     part.data().columns(at.query_width(), at.queries.size()), here);
+        tensor<sum, joined_type, M> every(back_.to, rank_, part.width(), memory, here);
         detail::exchange_rows(back_, std::as_const(part).data(), every.data(), comm, here, where);
-        join(at, std::as_const(every).data(), o.data());
-    }
-
-    /// o = sum over ranks, in their order, of the parts by their share of all weights.
-    template <class T>
-    void join(detail::attended_heads const& at, rows<T const> parts, rows<T> o) const {
-        std::vector<T> share(static_cast<std::size_t>(queries_.ranks()));
-        auto const of = [&](int rank) { return parts.sub(rank * o.count(), o.count()); };
-        for (index_t row = 0; row < o.count(); ++row)
-            for (index_t h = 0; h < at.queries.size(); ++h) {
-                index_t const lse = at.query_width() + h;
-                T highest = of(0)(row, lse), total = 0;
-                for (int rank = 1; rank < queries_.ranks(); ++rank) highest = std::max(highest, of(rank)(row, lse));
-                for (int rank = 0; rank < queries_.ranks(); ++rank) {
-                    T const weight = of(rank)(row, lse);
-                    // minus infinity of all: nobody keeps what the query sees
-                    total += share[static_cast<std::size_t>(rank)] =
-                        weight == -std::numeric_limits<T>::infinity() ? T(0) : std::exp(weight - highest);
-                }
-                for (index_t d = h * at.dim; d < (h + 1) * at.dim; ++d) {
-                    T sum = 0;
-                    for (int rank = 0; rank < queries_.ranks(); ++rank)
-                        if (T const weight = share[static_cast<std::size_t>(rank)]; weight != 0)
-                            sum += weight * of(rank)(row, d);
-                    o(row, d) = total == 0 ? T(0) : sum / total;
-                }
-            }
+        for_each_element(memory, o.data().count(), o.data().width(),
+                         rowwise::join_parts<sum, T>{every.data(), o.data(), queries_.ranks(), at.dim});
     }
 
     Q queries_;
