@@ -27,8 +27,7 @@ int main() {
     std::printf("%s, a copy reads and writes %.0f GB/s\n", timing::device_name().c_str(), copy * 1e-9);
     std::printf("%-12s %-14s %9s %9s %9s\n", "sequences", "heads", "us", "GB/s", "of copy");
     for (auto const& [sequences, tokens] : {std::array<index_t, 2>{1, 32768}, {16, 8192}, {64, 8192}, {4, 131072}})
-        for (auto const& [heads, key_heads, dim] :
-             {std::array<index_t, 3>{16, 2, 256}, {32, 8, 128}, {32, 32, 128}}) {
+        for (auto const& [heads, key_heads, dim] : {std::array<index_t, 3>{16, 2, 256}, {32, 8, 128}, {32, 32, 128}}) {
             index_t const width = key_heads * dim, bytes = 2 * sequences * tokens * width * index_t{sizeof(element)};
             index_t const caches = (index_t{1} << 28) / bytes + 1; // what is read again has left the GPU's own cache
             index_t const all = caches * sequences * tokens;
@@ -39,8 +38,8 @@ int main() {
             auto const view = [](auto const& x, index_t columns) {
                 return rows<element const>(x.data(), x.size() / columns, columns);
             };
-            gpu::cached_rows<element> const of{in, view(q, heads * dim), view(k, width), view(v, width), 0, heads, 0,
-                                               heads / key_heads, dim, 0.0625};
+            gpu::cached_rows<element> const of{
+                in, view(q, heads * dim), view(k, width), view(v, width), 0, heads, 0, heads / key_heads, dim, 0.0625};
             index_t next = 0;
             float const ms = timing::median_ms(
                 stream,
@@ -49,8 +48,7 @@ int main() {
                     for (index_t s = 0; s < sequences; ++s)
                         queries.push_back({s, (next * sequences + s) * tokens, tokens});
                     next = (next + 1) % caches;
-                    gpu::attend_over_cache(of, queries, rows<element>(o.data(), sequences, heads * dim),
-                                           rows<float>());
+                    gpu::attend_over_cache(of, queries, rows<element>(o.data(), sequences, heads * dim), rows<float>());
                 },
                 [] {}, 10, 5);
             double const rate = static_cast<double>(bytes) / (static_cast<double>(ms) * 1e-3);

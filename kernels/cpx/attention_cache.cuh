@@ -11,7 +11,7 @@ namespace cpx::kernels {
 /// `(first_query + h) / group - first_key`.
 template <class T>
 struct cached_tensors {
-    rows<T const> q, k, v; ///< q: (rows, heads * dim), the others: (rows, key heads * dim)
+    rows<T const> q, k, v;                           ///< q: (rows, heads * dim), the others: (rows, key heads * dim)
     std::int64_t const *split, *row, *first, *count; ///< of every query, `split` with the number behind the last
     int queries;
     std::int64_t first_query, first_key;
@@ -151,9 +151,7 @@ __global__ void __launch_bounds__(attention::threads)
                        key = t.first_query / t.group + blockIdx.y / static_cast<unsigned>(chunks);
     int const chunk = static_cast<int>(blockIdx.y) % chunks,
               first_head = static_cast<int>(key * t.group - t.first_query) + chunk * G; // on this rank
-    auto const has = [&](int g) {
-        return chunk * G + g < t.group && first_head + g >= 0 && first_head + g < t.heads;
-    };
+    auto const has = [&](int g) { return chunk * G + g < t.group && first_head + g >= 0 && first_head + g < t.heads; };
     if (first_head >= t.heads || first_head + min(G, t.group - chunk * G) <= 0) return;
 
     int const column = sums::lane() * E;
@@ -168,7 +166,7 @@ __global__ void __launch_bounds__(attention::threads)
         }
     }
     lane_columns<T, E> k[step_tokens], v[step_tokens];
-    auto const load = [&](lane_columns<T, E> (&to)[step_tokens], rows<T const> const& from, std::int64_t place) {
+    auto const load = [&](lane_columns<T, E>(&to)[step_tokens], rows<T const> const& from, std::int64_t place) {
 #pragma unroll
         for (int i = 0; i < step_tokens; ++i)
             to[i].load(place + i < end ? from.row(t.first[query] + place + i) + (key - t.first_key) * t.dim : nullptr,

@@ -36,9 +36,9 @@ std::pair<problem, lists> tokens(problem const& p, lists const& first, lists con
             some.insert(some.end(), whole.begin() + row * width, whole.begin() + (row + 1) * width);
         return some;
     };
-    return {{support::lengths(counts), p.heads, p.scale, of(p.q, p.queries()), of(p.k, p.keys()), of(p.v, p.keys()),
-             {}},
-            rows};
+    return {
+        {support::lengths(counts), p.heads, p.scale, of(p.q, p.queries()), of(p.k, p.keys()), of(p.v, p.keys()), {}},
+        rows};
 }
 
 /// Where the queries, and keys and values, of a batch are.
@@ -180,8 +180,8 @@ TEST_SUITE("cuda") {
         auto const make = [&](cudaStream_t in, index_t width) {
             return cpx::make_tensor<float>(whole, 0, width, cuda::memory(in));
         };
-        device_cache<float> cache({4, 2, 2}, whole, 0, cuda::memory(stream)), wide({1, 1, 257}, whole, 0,
-                                                                                    cuda::memory(stream));
+        device_cache<float> cache({4, 2, 2}, whole, 0, cuda::memory(stream)),
+            wide({1, 1, 257}, whole, 0, cuda::memory(stream));
         auto const k = make(stream, 4), later = make(other, 4), wide_k = make(stream, 257);
         support::rejects(
             {"attention_cache.cu", "attention_cache: memory of k: expected that of this cache, in its stream"},

@@ -57,8 +57,20 @@ void check(shape const& of, unsigned seed) {
     int const group = of.all_heads / of.key_heads, chunks = (group + G - 1) / G,
               read = (of.first_head + of.heads - 1) / group - of.first_head / group + 1;
     float const scale = 1 / std::sqrt(static_cast<float>(of.dim));
-    kernels::cached_tensors<T> const t{q,     k,     v,       split.data(), row.data(), first.data(), count.data(),
-                                       static_cast<int>(queries), of.first_head, 0, of.heads, group, of.dim, scale};
+    kernels::cached_tensors<T> const t{q,
+                                       k,
+                                       v,
+                                       split.data(),
+                                       row.data(),
+                                       first.data(),
+                                       count.data(),
+                                       static_cast<int>(queries),
+                                       of.first_head,
+                                       0,
+                                       of.heads,
+                                       group,
+                                       of.dim,
+                                       scale};
     matrix<float> parts(split.back() * of.heads, of.dim + 2), o(queries, of.heads * of.dim), lse(queries, of.heads);
     auto const size = [](index_t n) { return static_cast<unsigned>(n); };
     gpu::now().launch({size(split.back()), size(read * chunks)}, {kernels::attention::threads, 1},

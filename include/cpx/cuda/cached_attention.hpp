@@ -60,8 +60,8 @@ void require_cached(cached_rows<T> const& of, caller here) {
 /// A query's keys are taken in stretches of 256, which are joined in their order: its bits depend on nothing but itself
 /// and what it sees. Reads the cache once for every 8 query heads that read a key head.
 template <gpu_number T, gpu_number Out>
-void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const& queries, rows<Out> o,
-                       rows<float> lse, caller here = caller::here()) {
+void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const& queries, rows<Out> o, rows<float> lse,
+                       caller here = caller::here()) {
     using kernels::attention::stretch, kernels::attention::threads;
     char const* const where = "cached_attention";
     detail::require_cached(of, here);
@@ -86,9 +86,7 @@ void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const
         for (end = begin + 1; end < n && numbers[end + 1] - numbers[begin] <= most;) ++end;
         index_t const splits = numbers[end] - numbers[begin];
         if (splits * part > parts.size()) parts = of.in.template room<float>(splits * part);
-        auto const list = [&](std::size_t which) {
-            return listed.data() + (which > 0 ? which * n + 1 : 0) + begin;
-        };
+        auto const list = [&](std::size_t which) { return listed.data() + (which > 0 ? which * n + 1 : 0) + begin; };
         kernels::cached_tensors<T> const t{of.q,
                                            of.k,
                                            of.v,

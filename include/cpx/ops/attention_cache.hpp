@@ -129,7 +129,7 @@ private:
     int rank_, ranks_;
     bool whole_;
     thd last_;
-    std::vector<index_t> lengths_; ///< of every sequence, on all ranks
+    std::vector<index_t> lengths_;             ///< of every sequence, on all ranks
     std::vector<std::vector<index_t>> tokens_; ///< of every sequence, those that are kept here, ascending
     detail::cached_keys<T, M> kept_;
 };
@@ -245,8 +245,8 @@ private:
         if constexpr (!Q::every_row) detail::exchange_rows(gather_, q.data(), all.data(), comm, here, where);
         tensor<sum, parts_type, M> part(back_.from, rank_, at.query_width() + at.queries.size(), memory, here);
         cache.attend(segments(everywhere_, rank_), at, scale, Q::every_row ? q.data() : std::as_const(all).data(),
-                     part.data().columns(0, at.query_width()),
-                     part.data().columns(at.query_width(), at.queries.size()), here);
+                     part.data().columns(0, at.query_width()), part.data().columns(at.query_width(), at.queries.size()),
+                     here);
         tensor<sum, joined_type, M> every(back_.to, rank_, part.width(), memory, here);
         detail::exchange_rows(back_, std::as_const(part).data(), every.data(), comm, here, where);
         for_each_element(memory, o.data().count(), o.data().width(),

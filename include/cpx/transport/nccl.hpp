@@ -69,7 +69,9 @@ public:
         std::vector<std::unique_ptr<nccl>> group;
         for (int rank = 0; rank < ranks; ++rank) {
             int const device = devices[static_cast<std::size_t>(rank)];
-            require(done(cudaSetDevice(device)), "nccl", "device", "one of this machine", device, here);
+            cudaError_t const begun = cudaSetDevice(device); // begins to use it, which wants memory
+            require(done(begun), "nccl", ("device " + std::to_string(device)).c_str(), "one that can be used",
+                    cudaGetErrorString(begun), here);
             group.emplace_back(new nccl(rank, count_to(ranks, here), deadline, id, here)); // begins to join
         }
         for (auto& comm : group) comm->join(here, together);

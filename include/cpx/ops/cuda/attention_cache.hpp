@@ -35,8 +35,7 @@ public:
         std::vector<index_t> to(static_cast<std::size_t>(k.count()), -1); // rows of the cache
         for (appended_rows const& of : list) {
             place& own = places_[static_cast<std::size_t>(of.sequence)];
-            for (index_t i = 0; i < of.count; ++i)
-                to[static_cast<std::size_t>(of.row + i)] = own.first + own.count++;
+            for (index_t i = 0; i < of.count; ++i) to[static_cast<std::size_t>(of.row + i)] = own.first + own.count++;
         }
         auto listed = memory_.template room<index_t>(std::ssize(to));
         cuda::write_numbers(to, listed.data(), memory_.stream(), here);
