@@ -37,10 +37,8 @@ public:
         requires std::default_initializable<M>
         : attention_cache(heads, sharding, rank, M(), here) {}
     template <class X = void>
-    explicit attention_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {}) {
-        static_assert(detail::never<X>, "cpx: attention_cache<T>(heads, sharding, rank) wants attention_heads, on what "
-                                        "keys and values are sharded, and a rank");
-    }
+    explicit attention_cache(detail::any, detail::any = {}, detail::any = {}, detail::any = {}, detail::any = {})
+        : attention_cache(unfit<X>()) {}
 
     /// Appends the keys and values of a batch in which sequences go on, those of no token by none. k, v: (rows, key
     /// heads * dim) of the heads of this rank. Rows behind a sequence's valid length are not kept.
@@ -71,6 +69,12 @@ public:
 
 private:
     static constexpr char const* where = "attention_cache";
+    template <class X>
+    static attention_cache&& unfit() {
+        static_assert(detail::never<X>, "cpx: attention_cache<T>(heads, sharding, rank) wants attention_heads, on what "
+                                        "keys and values are sharded, and a rank");
+        throw;
+    }
     template <any_sharding Q>
     friend class cached_attention;
 
