@@ -117,7 +117,7 @@ template <class T, cpx::any_sharding S, class Held>
 std::vector<T> whole_states(config_type const& config, S const& sharding, caches<T>& states, Held&& held) {
     index_t const sequences = sharding.batch().sequences();
     std::vector<T> whole(at(sequences * state_width(config)), poison<T>());
-    std::vector<bool> seen(whole.size());
+    std::vector<char> seen(whole.size());
     for (int rank = 0; rank < sharding.ranks(); ++rank)
         for (index_t s = 0; s < sequences; ++s)
             if (held(rank, s))

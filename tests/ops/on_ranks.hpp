@@ -134,7 +134,7 @@ std::vector<T> assemble(S const& sharding, std::vector<cpx::section> const& sect
                       [&](cpx::threads& comm) { locals[static_cast<std::size_t>(comm.rank())] = program(comm); });
     index_t const all = width(sections);
     std::vector<T> whole(static_cast<std::size_t>(sharding.batch().tokens() * all), poison<T>());
-    std::vector<bool> held(whole.size());
+    std::vector<char> held(whole.size()); // not of bool: builds of tests inline nothing
     for (int rank = 0; rank < sharding.ranks(); ++rank) {
         auto const& local = locals[static_cast<std::size_t>(rank)];
         auto const own = columns(sharding, rank, sections);
