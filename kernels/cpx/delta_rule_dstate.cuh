@@ -343,8 +343,9 @@ constexpr int delta_walks_threads = Erases ? 512 : 256;
 template <bool Erases>
 constexpr int delta_walks_blocks = Erases ? 1 : 2;
 
-/// Walks back along all sequences, and along them, beside each other: a grid of sequences * value heads * 4 / Halves
-/// blocks of `delta_walks_threads`. Where nothing is erased no gradients of values are written.
+/// Walks back along all sequences, by sequences * value heads * 2 / Halves blocks of `delta_walks_threads`, and along
+/// them, beside each other: by as many, or, of both halves, by as many as are wanted. Where nothing is erased no
+/// gradients of values are written.
 template <int Halves, bool Erases>
 static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walks_blocks<Erases>)
     delta_rule_walks(__grid_constant__ CUtensorMap const queries, __grid_constant__ CUtensorMap const keys,
@@ -354,13 +355,13 @@ static __global__ void __launch_bounds__(delta_walks_threads<Erases>, delta_walk
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
     let_next_kernel_come();
-    int const half = static_cast<int>(gridDim.x) / 2, block = static_cast<int>(blockIdx.x);
-    if (block >= half)
-        delta::walk_along<true, Halves, Erases>(keys, values, along, block - half);
+    int const backs = back.plan.count * back.key_heads * back.group * 2 / Halves, block = static_cast<int>(blockIdx.x);
+    if (block >= backs)
+        delta::walk_along<true, Halves, Erases>(keys, values, along, backs);
     else if constexpr (Erases)
         delta::walk_back<Halves>(queries, keys, dout, dvalues, back, to, block); // which takes longer
     else
-        delta::walk_along<true, Halves, false, true>(queries, dout, back, block);
+        delta::walk_along<true, Halves, false, true>(queries, dout, back, 0);
 #endif
 }
 

@@ -30,6 +30,7 @@ struct delta_gradients {
     int key_heads, group;
     float scale;
     delta_rows<__nv_bfloat16> dv{}; ///< (tokens, value heads * 128), where nothing is erased; else a walk has made them
+    bool first_chunks_first = false; ///< of a sequence; else the last ones, as the walk back ends last
 };
 
 namespace delta {

@@ -8,8 +8,7 @@ namespace cpx::kernels::delta {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// Writes what the task of a number is, when the walks have come so far. Of a sequence the last chunks come first: the
-/// walk back ends last.
+/// Writes what the task of a number is, when the walks have come so far.
 template <bool Erases>
 __device__ __forceinline__ void grad_block<Erases>::take(int number) {
     int chunk = number / in.key_heads;
@@ -19,7 +18,8 @@ __device__ __forceinline__ void grad_block<Erases>::take(int number) {
     }
     int const s = delta_sequence_of(in.plan, chunk), head = number % in.key_heads;
     delta_sequence const sequence = in.plan.sequences[s];
-    int const place = sequence.chunks - 1 - (chunk - sequence.first_chunk);
+    int const place =
+        in.first_chunks_first ? chunk - sequence.first_chunk : sequence.chunks - 1 - (chunk - sequence.first_chunk);
     for (int i = lane; i < 4 * in.group; i += 32) // halves of heads, by both walks
         await(in.plan.flags + (std::int64_t{s} * heads + head * in.group) * 4 + i,
               i % 2 ? sequence.chunks - place : place + 1);

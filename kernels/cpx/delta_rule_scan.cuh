@@ -110,7 +110,7 @@ static __global__ void __launch_bounds__(Erases ? 512 : 384, 1)
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<104>();
         if constexpr (Erases) {
-            make_xs(memory, first, last);
+            x_maker<fold_memory<Erases>>{}.make(memory, last - first);
         }
     } else {
         if constexpr (Erases) cutlass::arch::warpgroup_reg_alloc<184>();

@@ -116,21 +116,25 @@ __device__ __forceinline__ void begin_walk(state_memory<Halves, Erases>& memory)
     __syncthreads();
 }
 
-/// Makes X of chunks, in the memory of a walk or of a fold.
+/// Makes X of chunk after chunk, in the memory of a walk or of a fold, by a warpgroup.
 template <class Memory>
-__device__ __forceinline__ void make_xs(Memory& memory, int first, int last) {
+struct x_maker {
     ring<Memory::stages> r;
     ring<2> x;
-    for (int c = first; c < last; ++c, r.next(), x.next()) {
-        wait(memory.full[r.at], r.parity);
-        // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
-        if (c > first) wait(memory.read[x.at ^ 1], c - first - 1 >> 1 & 1);
-        compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
-        cutlass::arch::fence_view_async_shared();
-        arrive_warp(memory.x_full[x.at]);
-        arrive_warp(memory.empty[r.at]);
+    int done = 0; ///< chunks
+
+    __device__ __forceinline__ void make(Memory& memory, int chunks) {
+        for (int const last = done + chunks; done < last; ++done, r.next(), x.next()) {
+            wait(memory.full[r.at], r.parity);
+            // X of two chunks before has been read, and while Y is made there is nothing else for the tensor cores
+            if (done > 0) wait(memory.read[x.at ^ 1], done - 1 >> 1 & 1);
+            compute_x(memory.inverse[r.at], memory.keys[r.at], memory.gates[r.at], memory.x[x.at]);
+            cutlass::arch::fence_view_async_shared();
+            arrive_warp(memory.x_full[x.at]);
+            arrive_warp(memory.empty[r.at]);
+        }
     }
-}
+};
 
 /// Takes half a state over a chunk, whose X is being made; its products are still under way. f: the state before it, an
 /// operand, already faded in s. Calls `meanwhile()` while the first products are.
@@ -158,16 +162,57 @@ __device__ __forceinline__ void erase_and_write(Memory& memory, int at, ring<2> 
     arrive_warp(memory.empty[at]);
 }
 
-/// The warp that loads keys, values and gates of a walk along, and X's operand where something is erased.
+/// A sequence and value head along which a block walks.
+struct walk_part {
+    delta_sequence sequence;
+    int number, head; ///< of the sequence
+    int chunks;       ///< up to its last stretch or, Traced, all
+
+    /// Number `place` of all sequences, value heads and 2 / Halves parts of their channels.
+    template <bool Traced, int Halves>
+    static __device__ __forceinline__ walk_part at(delta_walk const& in, int place) {
+        int const heads = in.key_heads * in.group, chain = place * Halves / 2;
+        delta_sequence const sequence = in.plan.sequences[chain / heads];
+        return {sequence, chain / heads, chain % heads,
+                Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.stretch_chunks};
+    }
+};
+
+/// Calls `f(walk_part)` for what a block walks along, of the blocks from number `before` on.
+template <bool Traced, int Halves, class F>
+__device__ __forceinline__ void each_part(delta_walk const& in, int before, F&& f) {
+    int place = static_cast<int>(blockIdx.x) - before;
+    if constexpr (Halves == 1) {
+        f(walk_part::at<Traced, 1>(in, place));
+    } else {
+        asm volatile("" : "+r"(place)); // or it would be kept from the kernel's beginning on
+        while (place < in.plan.count * in.key_heads * in.group) {
+            f(walk_part::at<Traced, 2>(in, place));
+            int blocks = static_cast<int>(gridDim.x);
+            asm volatile("" : "+r"(blocks)); // likewise
+            place += blocks - before;
+        }
+    }
+}
+
+/// What the warp that loads keys, values and gates of a walk along, and X's operand where something is erased, knows of
+/// the block's memory.
+template <int Halves, bool Erases>
+struct along_loads {
+    ring<state_memory<Halves, Erases>::stages> r;
+    int landings = 0;
+};
+
+/// Loads a sequence of a walk along, by a warp.
 template <int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           state_memory<Halves, Erases>& memory, delta_sequence const& sequence,
-                                           int head, int first_half, int chunks) {
-    constexpr int stages = state_memory<Halves, Erases>::stages;
-    int const heads = in.key_heads * in.group;
-    ring<stages> r;
-    for (int i = 0, landings = 0; i < chunks; ++i, r.next()) {
-        int const c = Back ? chunks - 1 - i : i;
+                                           state_memory<Halves, Erases>& memory, walk_part const& part, int first_half,
+                                           along_loads<Halves, Erases>& at) {
+    int const heads = in.key_heads * in.group, head = part.head;
+    delta_sequence const& sequence = part.sequence;
+    auto& [r, landings] = at;
+    for (int i = 0; i < part.chunks; ++i, r.next()) {
+        int const c = Back ? part.chunks - 1 - i : i;
         int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
         bool const whole = n == delta_chunk;
         barrier& full = whole ? memory.full[r.at] : memory.landed;
@@ -197,110 +242,120 @@ __device__ __forceinline__ void load_along(CUtensorMap const& keys, CUtensorMap 
 /// The thread that tells the other kernels how far a walk along has come, every so many chunks: that takes long.
 template <bool Traced, int Halves, bool Erases, bool Back>
 __device__ __forceinline__ void publish_along(delta_walk const& in, state_memory<Halves, Erases>& memory,
-                                              delta_sequence const& sequence, int number, int head, int first_half,
-                                              int chunks, int every) {
-    for (int c = 0, parity = 0; c < chunks; parity ^= 1) {
-        c = min(c + every, chunks);
+                                              walk_part const& part, int first_half, int every, int& parity) {
+    for (int c = 0; c < part.chunks; parity ^= 1) {
+        c = min(c + every, part.chunks);
         wait(memory.written, parity);
         memory.seen.arrive();
 #pragma unroll
         for (int half = first_half; half < first_half + Halves; ++half)
             if (Traced)
-                publish(in.plan.flags + 2 * in.half_of(number, head, half) + (Back ? 1 : 0), c);
+                publish(in.plan.flags + 2 * in.half_of(part.number, part.head, half) + (Back ? 1 : 0), c);
             else
-                publish(in.plan.flags + in.half_of(sequence.first_stretch + c / every, head, half), 1);
+                publish(in.plan.flags + in.half_of(part.sequence.first_stretch + c / every, part.head, half), 1);
     }
 }
 
-/// Walks along Halves halves of the value channels of a sequence and value head, `block` of all of them, up to its last
-/// stretch or, Traced, along all of it, and then writes the states before all chunks instead of those before stretches.
-/// By a warp that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
+/// Walks along Halves halves of the value channels of what one of the blocks from number `before` on has: one half of a
+/// sequence and value head up to its last stretch or, Traced, of all of it, which then writes the states before all
+/// chunks instead of those before stretches; or both halves of one sequence and value head after the other. By a warp
+/// that loads, a warpgroup that makes X, unless nothing is erased, one for each half that has its state.
 ///
 /// Where nothing is erased the gradient of the state is a walk Back: with queries for keys, dO for values.
 template <bool Traced, int Halves, bool Erases, bool Back = false>
 __device__ __forceinline__ void walk_along(CUtensorMap const& keys, CUtensorMap const& values, delta_walk const& in,
-                                           int block) {
-    static_assert(!(Erases && Back) && (Traced || !Back));
+                                           int before) {
+    static_assert(!(Erases && Back) && (Traced || !Back) && (Traced || Halves == 1));
     using layout = state_memory<Halves, Erases>;
     auto& memory = shared_memory<layout>();
     constexpr int stages = layout::stages, first_group = Erases ? 2 : 1;
     begin_walk(memory);
-    int const heads = in.key_heads * in.group, first_half = Halves == 2 ? 0 : block % 2;
-    int const head = block * Halves / 2 % heads, number = block * Halves / 2 / heads;
-    delta_sequence const sequence = in.plan.sequences[number];
-    int const chunks = Traced ? sequence.chunks : (sequence.stretches - 1) * in.plan.stretch_chunks,
-              every = Traced ? walk_chunks : in.plan.stretch_chunks, group = static_cast<int>(threadIdx.x) / 128;
+    int const first_half = Halves == 2 ? 0 : (static_cast<int>(blockIdx.x) - before) % 2;
+    int const group = static_cast<int>(threadIdx.x) / 128;
+    int const every = Traced ? walk_chunks : in.plan.stretch_chunks;
+    auto const each = [&](auto&& f) { each_part<Traced, Halves>(in, before, f); };
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
         if (threadIdx.x < 32) {
-            load_along<Halves, Erases, Back>(keys, values, in, memory, sequence, head, first_half, chunks);
+            along_loads<Halves, Erases> at;
+            each([&](walk_part const& part) {
+                load_along<Halves, Erases, Back>(keys, values, in, memory, part, first_half, at);
+            });
         } else if (threadIdx.x == 32) {
-            publish_along<Traced, Halves, Erases, Back>(in, memory, sequence, number, head, first_half, chunks, every);
+            int parity = 0;
+            each([&](walk_part const& part) {
+                publish_along<Traced, Halves, Erases, Back>(in, memory, part, first_half, every, parity);
+            });
         }
     } else if (group < first_group) {
         cutlass::arch::warpgroup_reg_dealloc<Halves == 2 ? 104 : 128>();
         if constexpr (Erases) {
-            make_xs(memory, 0, chunks);
+            x_maker<layout> maker;
+            each([&](walk_part const& part) { maker.make(memory, part.chunks); });
         }
     } else if (group < first_group + Halves) {
         cutlass::arch::warpgroup_reg_alloc<Halves == 2 ? 184 : 200>();
         int const own = Halves == 2 ? group - first_group : 0, half = first_half + own;
-        half_state s;
-        load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
-        float* snapshot = in.snapshots + in.half_of(sequence.first_stretch + 1, head, half) * snapshot_words;
-        char* trace =
-            in.states + in.half_of(sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) * (state_bytes / 2);
-        int left = every, parity = 1;
+        int parity = 1;
         ring<stages> r;
         ring<2> x;
-        std::uint32_t v[16];
-        float fading = 0;
-        auto const await_chunk = [&] {
-            wait(memory.full[r.at], r.parity);
-            load_transposed(memory.values[r.at][own], v);
-            fading = memory.gates[r.at].decay[delta_chunk - 1];
-        };
-        if (chunks > 0) await_chunk();
-        for (int c = 0; c < chunks; ++c, x.next()) {
-            std::uint32_t f[32], y[16];
-            if constexpr (Erases || Traced) round_to_operand(s, f);
-            scale(s, fading); // while products are under way, the compiler would await them
-            auto const leave_trace = [&] {
-                if constexpr (Traced) {
-                    store_trace(f, trace);
-                    trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
-                }
+        each([&](walk_part const& part) {
+            int const number = part.number, head = part.head, chunks = part.chunks;
+            half_state s;
+            load_state(in.initial ? in.initial + in.state_of(number, head) : nullptr, half, s);
+            float* snapshot = in.snapshots + in.half_of(part.sequence.first_stretch + 1, head, half) * snapshot_words;
+            char* trace = in.states + in.half_of(part.sequence.first_chunk + (Back ? chunks - 1 : 0), head, half) *
+                                          (state_bytes / 2);
+            int left = every;
+            std::uint32_t v[16];
+            float fading = 0;
+            auto const await_chunk = [&] {
+                wait(memory.full[r.at], r.parity);
+                load_transposed(memory.values[r.at][own], v);
+                fading = memory.gates[r.at].decay[delta_chunk - 1];
             };
-            if constexpr (Erases) {
-                erase_and_write(memory, r.at, x, f, v, s, leave_trace);
-            } else {
-                delta_gates const& gates = memory.gates[r.at];
-                scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
-                keep(s);
-                cute::warpgroup_arrive();
-                multiply_down(s, y, memory.keys[r.at], true);
-                cute::warpgroup_commit_batch();
-                leave_trace();
-            }
-            barrier& read = memory.empty[r.at];
-            r.next();
-            if (c + 1 < chunks) await_chunk();
-            cute::warpgroup_wait<0>();
-            keep(s);
-            if constexpr (!Erases) arrive_warp(read);
-            if (--left == 0 || c + 1 == chunks) {
-                left = every;
-                if (!Traced) {
-                    store_words(s, snapshot);
-                    snapshot += in.half_of(1, 0, 0) * snapshot_words;
+            if (chunks > 0) await_chunk();
+            for (int c = 0; c < chunks; ++c, x.next()) {
+                std::uint32_t f[32], y[16];
+                if constexpr (Erases || Traced) round_to_operand(s, f);
+                scale(s, fading); // while products are under way, the compiler would await them
+                auto const leave_trace = [&] {
+                    if constexpr (Traced) {
+                        store_trace(f, trace);
+                        trace += (Back ? -1 : 1) * in.half_of(1, 0, 0) * (state_bytes / 2);
+                    }
+                };
+                if constexpr (Erases) {
+                    erase_and_write(memory, r.at, x, f, v, s, leave_trace);
+                } else {
+                    delta_gates const& gates = memory.gates[r.at];
+                    scale_tokens(v, Back ? gates.decay : gates.onward, Back ? in.scale : 1.0f, y);
+                    keep(s);
+                    cute::warpgroup_arrive();
+                    multiply_down(s, y, memory.keys[r.at], true);
+                    cute::warpgroup_commit_batch();
+                    leave_trace();
                 }
-                wait(memory.seen, parity);
-                parity ^= 1;
-                arrive_warp(memory.written);
+                barrier& read = memory.empty[r.at];
+                r.next();
+                if (c + 1 < chunks) await_chunk();
+                cute::warpgroup_wait<0>();
+                keep(s);
+                if constexpr (!Erases) arrive_warp(read);
+                if (--left == 0 || c + 1 == chunks) {
+                    left = every;
+                    if (!Traced) {
+                        store_words(s, snapshot);
+                        snapshot += in.half_of(1, 0, 0) * snapshot_words;
+                    }
+                    wait(memory.seen, parity);
+                    parity ^= 1;
+                    arrive_warp(memory.written);
+                }
             }
-        }
-        if constexpr (Back)
-            if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+            if constexpr (Back)
+                if (in.last) store_state(s, half, in.last + in.state_of(number, head));
+        });
     }
 }
 
@@ -321,7 +376,7 @@ static __global__ void __launch_bounds__(delta_state_threads<Erases>, delta_stat
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     wait_for_previous_kernel();
     let_next_kernel_come();
-    delta::walk_along<false, 1, Erases>(keys, values, in, static_cast<int>(blockIdx.x));
+    delta::walk_along<false, 1, Erases>(keys, values, in, 0);
 #endif
 }
 

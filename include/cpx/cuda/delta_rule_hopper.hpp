@@ -224,6 +224,14 @@ void launch_delta_hopper_fold(gated_delta_rule_shape const& shape, gated_delta_r
     launch_delta_fold<Erases>(shape, k, v, walk, {maps.data(), ends.data(), true}, space.sequences, stream, here);
 }
 
+/// Returns by how many blocks the backward walks along so many chains, both halves each, while as many walk back: where
+/// these leave no room, by few, which take one chain after the other, so that gradients can follow them while what they
+/// have read and written is in L2.
+inline index_t delta_walks_along(gated_delta_rule_shape const& shape, index_t chains) {
+    index_t const room = multiprocessors() - chains, heads = shape.value_heads;
+    return chains <= room ? chains : std::min(chains, std::max({heads, multiprocessors() / 4 / heads * heads, room}));
+}
+
 template <bool Erases, class T>
 void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_delta_rule_input<T> const& in,
                                   rows<T const> dout, std::span<float const> dlast,
@@ -238,25 +246,28 @@ void launch_delta_hopper_backward(gated_delta_rule_shape const& shape, gated_del
     back.states = workspace + space.dstates;
     back.initial = dlast.data();
     back.last = to.dstate.data();
-    auto const launch_walks = [&](auto halves) {
-        constexpr std::size_t along = sizeof(delta::state_memory<halves, Erases>);
-        launch_hopper(kernels::delta_rule_walks<halves, Erases>, space.sequences * shape.value_heads * 4 / halves,
+    index_t const chains = space.sequences * shape.value_heads;
+    auto const launch_walks = [&](auto halves, index_t along) {
+        constexpr std::size_t bytes = sizeof(delta::state_memory<halves, Erases>);
+        launch_hopper(kernels::delta_rule_walks<halves, Erases>, chains * 2 / halves + along,
                       kernels::delta_walks_threads<Erases>,
-                      Erases ? std::max(along, sizeof(delta::dstate_memory<halves>)) : along, stream,
+                      Erases ? std::max(bytes, sizeof(delta::dstate_memory<halves>)) : bytes, stream,
                       "delta_rule_walks", here, q, k, v, d, dv, walk, back, kernels::delta_dvalues{delta_view(to.dv)});
     };
+    bool const both = Erases && fills_multiprocessors(2 * chains); // then what both halves share counts
+    index_t const along = delta_walks_along(shape, chains);
     if constexpr (!Erases) // where halves share little
-        launch_walks(std::integral_constant<int, 1>());
-    else if (fills_multiprocessors(2 * space.sequences * shape.value_heads)) // then what both halves share counts
-        launch_walks(std::integral_constant<int, 2>());
+        launch_walks(std::integral_constant<int, 1>(), 2 * chains);
+    else if (both)
+        launch_walks(std::integral_constant<int, 2>(), along);
     else // then how long a step takes
-        launch_walks(std::integral_constant<int, 1>());
+        launch_walks(std::integral_constant<int, 1>(), 2 * chains);
     index_t const tasks = space.chunks * shape.key_heads;
     launch_hopper(kernels::delta_rule_grad<Erases>, std::min<index_t>(tasks, multiprocessors()), 512,
                   sizeof(delta::grad_memory), stream, "delta_rule_grad", here, q, k, v, d, dv,
                   kernels::delta_gradients{walk.plan, walk.prepared, walk.states, back.states, delta_view(to.dq),
                                            delta_view(to.dk), delta_view(to.dg), delta_view(to.dbeta), walk.key_heads,
-                                           walk.group, walk.scale, delta_view(to.dv)});
+                                           walk.group, walk.scale, delta_view(to.dv), both && along < chains});
 }
 
 } // namespace cpx::cuda::detail
