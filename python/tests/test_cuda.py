@@ -72,10 +72,12 @@ def share(sharding, x, dtype=None):
     return rows.requires_grad_(rows.is_floating_point())
 
 
-def near(name, got, expected, most):
+def near(name, got, expected, most, whole=None):
+    """Asserts that an error is small beside what is expected; whole: of all ranks, where a rank's share may be 0."""
     got, expected = got.detach().double().cpu(), expected.detach().double()
     assert got.shape == expected.shape, name
-    error = ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item() if expected.numel() else 0.0
+    size = (expected if whole is None else whole.detach().double()).norm().clamp_min(1e-30)
+    error = ((got - expected).norm() / size).item() if expected.numel() else 0.0
     assert error <= most, f"{name}: {error}"
 
 
@@ -401,7 +403,8 @@ def test_attention_is_the_hosts_with_its_gradients(comm, dtype, heads, scale):
             again = attend(comm, sharding, *mine[:3], heads, scale, mine[3].detach())
             for name, got, same, expected in zip(("o", "dq", "dk", "dv"), results, again, right):
                 assert got.dtype == dtype and torch.equal(got, same), name
-                near(name, got, expected[own], within[dtype])
+                # the gradient of a sequence's first query is 0, and a rank may hold no other
+                near(name, got, expected[own], within[dtype], expected)
     comm.wait()
 
 
