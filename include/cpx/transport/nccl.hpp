@@ -69,9 +69,7 @@ public:
         std::vector<std::unique_ptr<nccl>> group;
         for (int rank = 0; rank < ranks; ++rank) {
             int const device = devices[static_cast<std::size_t>(rank)];
-            cudaError_t const begun = cudaSetDevice(device); // begins to use it, which wants memory
-            require(done(begun), "nccl", ("device " + std::to_string(device)).c_str(), "one that can be used",
-                    cudaGetErrorString(begun), here);
+            detail::use_device(device, here);
             group.emplace_back(new nccl(rank, count_to(ranks, here), deadline, id, here)); // begins to join
         }
         for (auto& comm : group) comm->join(here, together);
@@ -99,7 +97,7 @@ public:
         int devices = 0;
         require(done(cudaGetDeviceCount(&devices)) && devices > 0, "nccl", "GPUs", "at least 1", devices, here);
         int const local = detail::variable("LOCAL_RANK", 0, devices - 1, here);
-        require(done(cudaSetDevice(local)), "nccl", "cudaSetDevice", "success", local, here);
+        detail::use_device(local, here);
         detail::comm_id_for_now const id(detail::meeting_place(here).c_str());
         static std::atomic<int> before = 0; // communicators of this address, which is the id of all of them
         auto joined =

@@ -2,6 +2,7 @@
 // Joins a communicator of NCCL with a deadline.
 #pragma once
 
+#include <cpx/core/error.hpp>
 #include <cpx/transport/nccl_watchdog.hpp>
 
 #include <chrono>
@@ -16,6 +17,14 @@
 #include <utility>
 
 namespace cpx::detail {
+
+/// Makes a device the current one and begins to use it, which wants memory; says why it cannot be used.
+inline void use_device(int device, caller here) {
+    cudaError_t const begun = cudaSetDevice(device);
+    if (begun != cudaSuccess) static_cast<void>(cudaGetLastError()); // the next call does not report it again
+    require(begun == cudaSuccess, "nccl", ("device " + std::to_string(device)).c_str(), "one that can be used",
+            cudaGetErrorString(begun), here);
+}
 
 /// A rank that joins. NCCL does not give up joining, so a thread does it that may outlive this object.
 class joining_comm {
