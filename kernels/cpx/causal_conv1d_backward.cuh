@@ -77,6 +77,17 @@ __global__ void __launch_bounds__(128)
 
 namespace conv {
 
+/// Loads dz of a row after a segment, number `number` of `out.after`, which another segment has computed, if one has.
+template <class T, class Dy, std::size_t V>
+__device__ __forceinline__ void look_ahead(conv_backward<T, Dy> const& out, std::int64_t number, std::int64_t channel,
+                                           float (&dz)[V]) {
+    std::int64_t const i = out.after[number];
+    if (i < 0) return;
+    float const* const known = i < out.edges ? out.edge.at(i, channel) : out.dz_halo.at(i - out.edges, channel);
+#pragma unroll
+    for (int v = 0; v < V; ++v) dz[v] = known[v];
+}
+
 /// Adds what a token gives to dweight and dbias. `token(age)`: x of the token `age` tokens ago.
 template <std::size_t V, std::size_t Window, class F>
 __device__ __forceinline__ void add_terms(float const (&dz)[V], F&& token, float (&dweight)[Window][V],
@@ -201,13 +212,7 @@ __global__ void __launch_bounds__(128, conv_backward_resident(V, conv::may_norma
                         weight.bias, [&](int age) { return x[lag - age]; }, result);
                     with_heads<Dy, V>(heads, [&](auto of_heads) { backward(of_heads, result, dz[lag]); });
                 } else if (done < count + reach) {
-                    std::int64_t const i = out.after[std::int64_t{s} * reach + row - next];
-                    if (i >= 0) {
-                        float const* const known = i < out.edges ? out.edge.at(i, place.channel)
-                                                                 : out.dz_halo.at(i - out.edges, place.channel);
-#pragma unroll
-                        for (int v = 0; v < V; ++v) dz[lag][v] = known[v];
-                    }
+                    look_ahead(out, std::int64_t{s} * reach + row - next, place.channel, dz[lag]);
                 }
                 if (done < count)
                     add_terms(

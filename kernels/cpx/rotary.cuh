@@ -175,6 +175,55 @@ __device__ __forceinline__ void find_angle(rotary_call const& a, index_t row, in
         if (a.round_each) cosine = rounded_to<T>(cosine), sine = rounded_to<T>(sine);
 }
 
+/// Where the heads of a row are.
+struct heads_of_row {
+    rotary_call const& a;
+    index_t row;
+
+    __device__ __forceinline__ rotated_rows const& tensor_of(int head) const {
+        int t = 0;
+#pragma unroll
+        for (int k = 1; k < most_rotated; ++k) t += head >= a.tensor[k].first_head;
+        return a.tensor[t];
+    }
+    template <class T>
+    __device__ __forceinline__ T const* source(rotated_rows const& t, int head) const {
+        return reinterpret_cast<T const*>(t.x + row * t.x_stride +
+                                          static_cast<index_t>(head - t.first_head) * a.head_bytes);
+    }
+    template <class T>
+    __device__ __forceinline__ T* target(rotated_rows const& t, int head) const {
+        return reinterpret_cast<T*>(t.y + row * t.y_stride + static_cast<index_t>(head - t.first_head) * a.head_bytes);
+    }
+};
+
+/// Copies what is not turned of heads `[first, last)`, N channels at once, unless y is x: by `across` threads.
+template <class T, int N>
+__device__ __forceinline__ void copy_others(heads_of_row const& of, int first, int last, int across) {
+    using vector = bytes_at_once<N* static_cast<int>(sizeof(T))>;
+    int const vectors = of.a.others / N, all = (last - first) * vectors;
+    constexpr int unroll = 4;
+    for (int i = static_cast<int>(threadIdx.x); i < all; i += unroll * across) {
+        vector held[unroll];
+        auto const with = [&](int u, auto&& f) {
+            int const at = i + u * across, h = at / vectors, head = first + h;
+            if (at >= all) return;
+            rotated_rows const& t = of.tensor_of(head);
+            if (t.x != t.y) f(t, head, of.a.rotated + (at - h * vectors) * N);
+        };
+#pragma unroll
+        for (int u = 0; u < unroll; ++u)
+            with(u, [&](rotated_rows const& t, int head, int c) {
+                held[u] = *reinterpret_cast<vector const*>(of.source<T>(t, head) + c);
+            });
+#pragma unroll
+        for (int u = 0; u < unroll; ++u)
+            with(u, [&](rotated_rows const& t, int head, int c) {
+                *reinterpret_cast<vector*>(of.target<T>(t, head) + c) = held[u];
+            });
+    }
+}
+
 /// Turns channel i of every head with channel i + half by the angle of pair i of its row.
 ///
 /// A thread holds N neighbouring pairs of `rotary_heads` heads of one row, which it loads at once; while they are
@@ -195,19 +244,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
     int const first = static_cast<int>(blockIdx.y) * groups * rotary_heads,
               last = min(first + groups * rotary_heads, a.heads);
     int const first_pair = static_cast<int>(blockIdx.z) * a.lanes * N, pairs = min(a.lanes * N, a.half - first_pair);
-    auto const tensor_of = [&](int head) -> rotated_rows const& {
-        int t = 0;
-#pragma unroll
-        for (int k = 1; k < most_rotated; ++k) t += head >= a.tensor[k].first_head;
-        return a.tensor[t];
-    };
-    auto const source = [&](rotated_rows const& t, int head) {
-        return reinterpret_cast<T const*>(t.x + row * t.x_stride +
-                                          static_cast<index_t>(head - t.first_head) * a.head_bytes);
-    };
-    auto const target = [&](rotated_rows const& t, int head) {
-        return reinterpret_cast<T*>(t.y + row * t.y_stride + static_cast<index_t>(head - t.first_head) * a.head_bytes);
-    };
+    heads_of_row const of{a, row};
 
     bool const turns = row < a.rows && lane * N < pairs;
     vector low[rotary_heads], high[rotary_heads];
@@ -215,9 +252,9 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
 #pragma unroll
     for (int u = 0; u < rotary_heads; ++u)
         if (int const head = first + u * groups + group; turns && head < last) {
-            rotated_rows const& t = tensor_of(head);
-            T const* const x = source(t, head) + first_pair + lane * N;
-            to[u] = target(t, head) + first_pair + lane * N;
+            rotated_rows const& t = of.tensor_of(head);
+            T const* const x = of.source<T>(t, head) + first_pair + lane * N;
+            to[u] = of.target<T>(t, head) + first_pair + lane * N;
             low[u] = read_once<WholeLines, vector>(x);
             high[u] = read_once<WholeLines, vector>(x + a.half);
         }
@@ -253,28 +290,7 @@ __global__ void __launch_bounds__(rotary_threads, rotary_resident) rotary(__grid
         });
     }
 
-    if (a.others == 0 || row >= a.rows || blockIdx.z > 0) return;
-    int const vectors = a.others / N, all = (last - first) * vectors;
-    constexpr int unroll = 4;
-    for (int i = static_cast<int>(threadIdx.x); i < all; i += unroll * across) {
-        vector held[unroll];
-        auto const with = [&](int u, auto&& f) {
-            int const at = i + u * across, h = at / vectors, head = first + h;
-            if (at >= all) return;
-            rotated_rows const& t = tensor_of(head);
-            if (t.x != t.y) f(t, head, a.rotated + (at - h * vectors) * N);
-        };
-#pragma unroll
-        for (int u = 0; u < unroll; ++u)
-            with(u, [&](rotated_rows const& t, int head, int c) {
-                held[u] = *reinterpret_cast<vector const*>(source(t, head) + c);
-            });
-#pragma unroll
-        for (int u = 0; u < unroll; ++u)
-            with(u, [&](rotated_rows const& t, int head, int c) {
-                *reinterpret_cast<vector*>(target(t, head) + c) = held[u];
-            });
-    }
+    if (a.others != 0 && row < a.rows && blockIdx.z == 0) copy_others<T, N>(of, first, last, across);
 }
 
 /// Most warps of a block of `rotary_lines`, and blocks of a multiprocessor at once.
