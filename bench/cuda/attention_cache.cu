@@ -12,20 +12,11 @@ namespace {
 
 using cpx::index_t, cpx::rows;
 namespace gpu = cpx::cuda;
-using element = __nv_bfloat16;
 
-} // namespace
-
-int main() {
-    if (gpu::devices() == 0) {
-        std::printf("cpx: skipped, no GPU\n");
-        return 0;
-    }
-    gpu::stream const stream;
+template <class element>
+void table(char const* name, gpu::stream const& stream, double copy) {
     gpu::memory const in(stream);
-    double const copy = timing::copy_bandwidth(stream);
-    std::printf("%s, a copy reads and writes %.0f GB/s\n", timing::device_name().c_str(), copy * 1e-9);
-    std::printf("%-12s %-14s %9s %9s %9s\n", "sequences", "heads", "us", "GB/s", "of copy");
+    std::printf("%-12s %-14s %9s %9s %9s   %s\n", "sequences", "heads", "us", "GB/s", "of copy", name);
     for (auto const& [sequences, tokens] : {std::array<index_t, 2>{1, 32768}, {16, 8192}, {64, 8192}, {4, 131072}})
         for (auto const& [heads, key_heads, dim] : {std::array<index_t, 3>{16, 2, 256}, {32, 8, 128}, {32, 32, 128}}) {
             index_t const width = key_heads * dim, bytes = 2 * sequences * tokens * width * index_t{sizeof(element)};
@@ -59,5 +50,19 @@ int main() {
                         static_cast<double>(ms) * 1e3, rate * 1e-9, 100 * rate / copy);
             std::fflush(stdout);
         }
+}
+
+} // namespace
+
+int main() {
+    if (gpu::devices() == 0) {
+        std::printf("cpx: skipped, no GPU\n");
+        return 0;
+    }
+    gpu::stream const stream;
+    double const copy = timing::copy_bandwidth(stream);
+    std::printf("%s, a copy reads and writes %.0f GB/s\n", timing::device_name().c_str(), copy * 1e-9);
+    table<__nv_bfloat16>("bfloat16", stream, copy);
+    table<float>("float", stream, copy);
     return 0;
 }

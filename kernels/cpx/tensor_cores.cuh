@@ -32,6 +32,14 @@ __device__ __forceinline__ void copy_later(std::uint32_t to, void const* from, b
 /// Waits for all copies of this thread.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+/// Ends a group of copies of this thread, those since the group before.
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits for the copies of this thread in all groups but the last N.
+template <int N>
+__device__ __forceinline__ void wait_for_copies_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 /// Loads four matrices of 8 rows of 16 bytes: lane l says where row l % 8 of matrix l / 8 is, and gets of each the
 /// elements 2 (l % 4) and the next of row l / 4.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&to)[4], std::uint32_t row) {
@@ -44,6 +52,13 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&to)[4], std::uin
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(row));
+}
+
+/// Returns of a matrix of 8 rows of 8 elements, of which every lane has as above, what this lane has of the transposed.
+__device__ __forceinline__ std::uint32_t transpose(std::uint32_t two) {
+    std::uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));
+    return result;
 }
 
 /// sum += a b, of 16 x 16 and 16 x 8 elements. Lane l has of the sum rows l / 4 and l / 4 + 8, columns 2 (l % 4) and

@@ -101,14 +101,25 @@ public:
         threads_[static_cast<std::size_t>(now_)].copies.push_back({sixteen_bytes(to), there ? from : nullptr});
         if (arrive == copies::at_once) wait_for_copies();
     }
+    /// Ends a group of this thread's copies.
+    void end_of_copies() {
+        auto& t = threads_[static_cast<std::size_t>(now_)];
+        t.groups.push_back(t.copies.size());
+    }
+    /// Copies what is in all groups of this thread but the last ones.
+    void wait_for_copies(std::size_t but_groups) {
+        auto& t = threads_[static_cast<std::size_t>(now_)];
+        if (t.groups.size() <= but_groups) return;
+        auto const waited = t.groups.end() - static_cast<std::ptrdiff_t>(but_groups);
+        std::size_t const count = waited[-1];
+        copy_first(t, count);
+        t.groups.erase(t.groups.begin(), waited);
+        for (std::size_t& end : t.groups) end -= count;
+    }
     void wait_for_copies() {
-        auto& list = threads_[static_cast<std::size_t>(now_)].copies;
-        for (auto const& c : list)
-            if (c.from)
-                std::memcpy(c.to, c.from, 16);
-            else
-                std::memset(c.to, 0, 16);
-        list.clear();
+        auto& t = threads_[static_cast<std::size_t>(now_)];
+        copy_first(t, t.copies.size());
+        for (std::size_t& end : t.groups) end = 0;
     }
 
 private:
@@ -122,6 +133,7 @@ private:
         std::vector<char> stack = std::vector<char>(128 * 1024);
         state is = state::ready;
         std::vector<copy> copies;
+        std::vector<std::size_t> groups; // copies before the end of each
     };
     struct warp {
         int arrived = 0;
@@ -129,6 +141,14 @@ private:
         void* of_lane[warp_size] = {};
     };
 
+    static void copy_first(fiber& t, std::size_t count) {
+        for (std::size_t i = 0; i < count; ++i)
+            if (copy const& c = t.copies[i]; c.from)
+                std::memcpy(c.to, c.from, 16);
+            else
+                std::memset(c.to, 0, 16);
+        t.copies.erase(t.copies.begin(), t.copies.begin() + static_cast<std::ptrdiff_t>(count));
+    }
     void run_block(unsigned threads) {
         std::memset(shared_, 0xff, sizeof shared_);
         threads_.resize(threads);
@@ -138,6 +158,7 @@ private:
         for (auto& t : threads_) {
             t.is = state::ready;
             t.copies.clear();
+            t.groups.clear();
             getcontext(&t.context);
             t.context.uc_stack.ss_sp = t.stack.data();
             t.context.uc_stack.ss_size = t.stack.size();

@@ -47,6 +47,23 @@ void with_lane_columns(index_t dim, F&& f) {
     dim <= 128 ? f(std::integral_constant<int, 4>()) : f(std::integral_constant<int, 8>());
 }
 
+/// Calls `f` with the columns for which tensor cores' kernels of heads are made, as an std::integral_constant.
+template <class F>
+void with_core_columns(index_t dim, F&& f) {
+    if (dim <= 64)
+        f(std::integral_constant<int, 64>());
+    else if (dim <= 128)
+        f(std::integral_constant<int, 128>());
+    else
+        f(std::integral_constant<int, 256>());
+}
+
+/// Whether tensor cores can read and write these rows.
+template <class... X>
+bool in_core_rows(X const&... x) {
+    return vector_bytes({address(x.data())..., row_bytes(x)...}) == 16;
+}
+
 /// Throws `cpx::error` unless `place` is memory of the current device: at any other address a kernel would fail, and
 /// with it all that comes after. Cost: some 0.1 us.
 inline void require_memory(char const* where, char const* what, void const* place, caller here) {

@@ -92,23 +92,6 @@ void launch_warps(char const* name, void (*kernel)(P...), index_t items, cudaStr
     check(cudaGetLastError(), name, here);
 }
 
-/// Calls `f` with the columns for which tensor cores' kernels of heads are made, as an std::integral_constant.
-template <class F>
-void with_core_columns(index_t dim, F&& f) {
-    if (dim <= 64)
-        f(std::integral_constant<int, 64>());
-    else if (dim <= 128)
-        f(std::integral_constant<int, 128>());
-    else
-        f(std::integral_constant<int, 256>());
-}
-
-/// Whether tensor cores can read and write these rows.
-template <class... X>
-bool in_core_rows(X const&... x) {
-    return vector_bytes({address(x.data())..., row_bytes(x)...}) == 16;
-}
-
 } // namespace detail
 
 /// Returns the path that attention of such elements takes on the current device, forward and back, where all rows begin

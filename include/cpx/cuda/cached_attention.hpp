@@ -3,13 +3,15 @@
 #pragma once
 
 #include <cpx/cuda/arguments.hpp>
+#include <cpx/cuda/launch.hpp>
 #include <cpx/cuda/memory.hpp>
 #include <cpx/cuda/nvtx.hpp>
 #include <cpx/cuda/write_numbers.hpp>
 
-#include <cpx/attention_cache.cuh>
+#include <cpx/attention_cache_cores.cuh>
 
 #include <algorithm>
+#include <span>
 #include <type_traits>
 #include <vector>
 
@@ -31,7 +33,7 @@ struct cached_query {
 
 namespace detail {
 
-inline constexpr index_t most_parts = index_t{1} << 22; ///< floats of one launch, unless one query wants more
+inline constexpr index_t most_parts = index_t{1} << 24; ///< floats of one launch, unless one query wants more
 
 /// Calls `f` with how many query heads that read one key head a block takes.
 template <class F>
@@ -42,6 +44,48 @@ void with_heads_at_once(index_t group, F&& f) {
         f(std::integral_constant<int, 4>());
     else
         f(std::integral_constant<int, 8>());
+}
+
+/// Lets a kernel on tensor cores take as much shared memory; returns whether this GPU has that, and code of sm_80 or
+/// later.
+template <class... P>
+bool has_core_memory(void (*kernel)(P...), int bytes, caller here) {
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes", here);
+    int most = 0;
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device()),
+          "cudaDeviceGetAttribute", here);
+    if (code.ptxVersion < 80 || bytes + static_cast<int>(code.sharedSizeBytes) > most) return false;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute",
+          here);
+    return true;
+}
+
+/// Launches the kernel for the parts of so many stretches.
+template <gpu_number T>
+void launch_stretches(cached_rows<T> const& of, kernels::cached_tensors<T> const& t, index_t stretches,
+                      kernels::stretch_parts const& parts, caller here) {
+    auto const grid = [&](int heads_at_once) {
+        return dim3(static_cast<unsigned>(stretches * t.keys() * ((of.group + heads_at_once - 1) / heads_at_once)));
+    };
+    char const* const where = "cached_attention";
+    if constexpr (sizeof(T) == 2)
+        if (of.dim % 8 == 0 && in_core_rows(of.q, of.k, of.v)) {
+            bool done = false;
+            with_core_columns(of.dim, [&](auto D) {
+                auto* const kernel = kernels::attend_over_stretch_on_cores<T, D>;
+                if (!(done = has_core_memory(kernel, kernels::attention::cache_memory(D), here))) return;
+                launch_early(kernel, grid(kernels::attention::cache_heads), kernels::attention::cache_threads,
+                             kernels::attention::cache_memory(D), of.in.stream(), where, here, t, parts);
+            });
+            if (done) return;
+        }
+    with_heads_at_once(of.group, [&](auto G) {
+        with_lane_columns(of.dim, [&](auto E) {
+            launch_early(kernels::attend_over_stretch<T, E, G>, grid(G), kernels::attention::threads, 0, of.in.stream(),
+                         where, here, t, parts);
+        });
+    });
 }
 
 template <gpu_number T>
@@ -57,64 +101,62 @@ void require_cached(cached_rows<T> const& of, caller here) {
 
 /// Writes o and, if it is memory, lse, of every query; where it sees nothing, 0 and minus infinity. Out: T, or float.
 ///
-/// A query's keys are taken in stretches of 256, which are joined in their order: its bits depend on nothing but itself
-/// and what it sees. Reads the cache once for every 8 query heads that read a key head.
+/// A query's keys are taken in stretches, whose length depends on their number and which are joined in their order: its
+/// bits depend on nothing but itself and what it sees. Reads the cache once for every 8 query heads that read a key
+/// head. Elements of 16 bits are multiplied on tensor cores, by weights to some 16 bits or more, where `dim` is a
+/// multiple of 8, rows begin at multiples of 16 bytes, and code and GPU are of sm_80 or later.
 template <gpu_number T, gpu_number Out>
 void attend_over_cache(cached_rows<T> const& of, std::vector<cached_query> const& queries, rows<Out> o, rows<float> lse,
                        caller here = caller::here()) {
-    using kernels::attention::stretch, kernels::attention::threads;
+    using kernels::attention::stretch_of, kernels::attention::threads;
     char const* const where = "cached_attention";
     detail::require_cached(of, here);
     detail::require_memory(where, "o", o, here);
     if (queries.empty() || of.query_heads == 0) return;
     auto const range = named_range<"cpx cached_attention">();
-    auto const n = queries.size();
-    std::vector<index_t> numbers(4 * n + 1); // splits, and the number behind the last; rows, firsts, counts
-    for (std::size_t i = 0; i < n; ++i) {
+    std::vector<kernels::seen_rows> seen(queries.size() + 1);
+    for (std::size_t i = 0; i < queries.size(); ++i) {
         auto const& [row, first, count] = queries[i];
-        numbers[i + 1] = numbers[i] + (count + stretch - 1) / stretch;
-        numbers[n + 1 + i] = row;
-        numbers[2 * n + 1 + i] = first;
-        numbers[3 * n + 1 + i] = count;
+        seen[i] = {seen[i].stretch, row, first, count};
+        seen[i + 1].stretch = seen[i].stretch + (count + stretch_of(count) - 1) / stretch_of(count);
     }
-    auto listed = of.in.template room<index_t>(std::ssize(numbers));
-    write_numbers(numbers, listed.data(), of.in.stream(), here);
-    index_t const part = of.query_heads * (of.dim + 2);
+    kernels::cached_tensors<T> t{of.q,
+                                 of.k,
+                                 of.v,
+                                 {},
+                                 static_cast<int>(of.query_heads),
+                                 static_cast<int>(of.group),
+                                 static_cast<int>(of.first_query / of.group - of.first_key),
+                                 static_cast<int>(of.first_query % of.group),
+                                 static_cast<int>(of.dim),
+                                 static_cast<float>(of.scale)};
+    block<index_t> listed;
+    if (queries.size() > kernels::seen_list::most) {
+        static_assert(sizeof(kernels::seen_rows) == 4 * sizeof(index_t));
+        std::span const numbers(reinterpret_cast<index_t const*>(seen.data()), 4 * seen.size());
+        listed = of.in.template room<index_t>(std::ssize(numbers));
+        write_numbers(numbers, listed.data(), of.in.stream(), here);
+    }
+    index_t const part = of.query_heads * (kernels::part_width(t.dim) + 2); // floats
     index_t const most = std::clamp<index_t>(detail::most_parts / part, 1, (index_t{1} << 31) - 1);
-    block<float> parts;
-    for (std::size_t begin = 0, end = 0; begin < n; begin = end) {
-        for (end = begin + 1; end < n && numbers[end + 1] - numbers[begin] <= most;) ++end;
-        index_t const splits = numbers[end] - numbers[begin];
-        if (splits * part > parts.size()) parts = of.in.template room<float>(splits * part);
-        auto const list = [&](std::size_t which) { return listed.data() + (which > 0 ? which * n + 1 : 0) + begin; };
-        kernels::cached_tensors<T> const t{of.q,
-                                           of.k,
-                                           of.v,
-                                           list(0),
-                                           list(1),
-                                           list(2),
-                                           list(3),
-                                           static_cast<int>(end - begin),
-                                           of.first_query,
-                                           of.first_key,
-                                           static_cast<int>(of.query_heads),
-                                           static_cast<int>(of.group),
-                                           static_cast<int>(of.dim),
-                                           static_cast<float>(of.scale)};
-        index_t const keys = (of.first_query + of.query_heads - 1) / of.group - of.first_query / of.group + 1;
-        if (splits > 0)
-            detail::with_heads_at_once(of.group, [&](auto G) {
-                detail::with_lane_columns(of.dim, [&](auto E) {
-                    dim3 const grid(static_cast<unsigned>(splits),
-                                    static_cast<unsigned>(keys * ((of.group + G - 1) / G)));
-                    kernels::attend_over_stretch<T, E, G><<<grid, threads, 0, of.in.stream()>>>(t, parts.data());
-                });
-            });
-        check(cudaGetLastError(), where, here);
+    block<float> room;
+    for (std::size_t begin = 0, end = 0; begin < queries.size(); begin = end) {
+        for (end = begin + 1; end < queries.size() && seen[end + 1].stretch - seen[begin].stretch <= most;) ++end;
+        index_t const stretches = seen[end].stretch - seen[begin].stretch;
+        if (stretches * part > room.size()) room = of.in.template room<float>(stretches * part);
+        kernels::stretch_parts const parts{
+            room.data(),
+            reinterpret_cast<float2*>(room.data() + stretches * of.query_heads * kernels::part_width(t.dim))};
+        t.queries.queries = static_cast<int>(end - begin);
+        if (listed.size() > 0)
+            t.queries.elsewhere = reinterpret_cast<kernels::seen_rows const*>(listed.data()) + begin;
+        else
+            std::copy(seen.begin() + static_cast<std::ptrdiff_t>(begin),
+                      seen.begin() + static_cast<std::ptrdiff_t>(end) + 1, t.queries.here);
+        if (stretches > 0) detail::launch_stretches(of, t, stretches, parts, here);
         dim3 const grid(static_cast<unsigned>(end - begin), static_cast<unsigned>(of.query_heads));
-        kernels::join_stretches<Out>
-            <<<grid, threads, 0, of.in.stream()>>>(o, lse, t.split, t.row, parts.data(), static_cast<int>(of.dim));
-        check(cudaGetLastError(), where, here);
+        launch_early(kernels::join_stretches<Out>, grid, threads, 0, of.in.stream(), where, here, o, lse, t.queries,
+                     parts, t.dim);
     }
 }
 

@@ -19,6 +19,11 @@ std::uint32_t two_elements(float first, float second) {
 inline std::uint32_t shared_address(void const* place) { return gpu::now().shared_offset(place); }
 inline void copy_later(std::uint32_t to, void const* from, bool there) { gpu::now().copy_later(to, from, there); }
 inline void wait_for_copies() { gpu::now().wait_for_copies(); }
+inline void end_of_copies() { gpu::now().end_of_copies(); }
+template <int N>
+void wait_for_copies_but() {
+    gpu::now().wait_for_copies(N);
+}
 
 namespace detail {
 
@@ -100,6 +105,19 @@ struct put_tf32 {
 
 inline void load_matrices(std::uint32_t (&to)[4], std::uint32_t row) { detail::load<false>(to, row); }
 inline void load_transposed(std::uint32_t (&to)[4], std::uint32_t row) { detail::load<true>(to, row); }
+inline std::uint32_t transpose(std::uint32_t two) {
+    gpu::now().meet_in_warp(
+        [](void* const* lanes) {
+            std::uint16_t of[8][8], to[2];
+            for (int l = 0; l < 32; ++l) std::memcpy(&of[l / 4][l % 4 * 2], lanes[l], 4);
+            for (int l = 0; l < 32; ++l) {
+                for (int e = 0; e < 2; ++e) to[e] = of[l % 4 * 2 + e][l / 4];
+                std::memcpy(lanes[l], to, 4);
+            }
+        },
+        &two);
+    return two;
+}
 
 template <class T>
 void multiply(float (&sum)[4], std::uint32_t const (&a)[4], std::uint32_t b0, std::uint32_t b1) {
