@@ -30,10 +30,9 @@ struct delta_prepared {
 namespace delta {
 
 struct prep_memory {
-    char keys[2][panel_bytes];        ///< and then an inverse of each warp
-    uint4 products[10][32];           ///< K K^T, in __half: of block `lower_block(i, j)` a lane's four words
-    __half blocks[2][delta_chunk][8]; ///< of a warp: the 8 x 8 blocks on the diagonal, and then their inverses
-    float beta[2][delta_chunk];
+    char keys[2][2 * panel_bytes]; ///< of two heads; and then an inverse of each warp
+    uint4 products[2][10][32];     ///< K K^T, in __half: of block `lower_block(i, j)` a lane's four words
+    float beta[4][delta_chunk];
     barrier full;
 };
 
@@ -60,40 +59,32 @@ __device__ __forceinline__ void add_product(float (&sum)[4], std::uint32_t a0, s
 /// Where block (i, j) of 16 x 16 is in a list of those on the diagonal and below.
 constexpr int lower_block(int i, int j) { return i * (i + 1) / 2 + j; }
 
-/// Computes rows First and Second of K K^T's blocks of 16 x 16, on the diagonal and below, by a warp. Of a block's
-/// words, number 2h + d is of columns 8h on and rows 8d on.
-template <int First, int Second>
-__device__ __forceinline__ void multiply_keys_by_keys(char const* keys, uint4 (*products)[32]) {
-    int const lane = threadIdx.x % 32;
-    float sums[First + Second + 2][2][4] = {};
-    constexpr auto place = [](int i, int j) { return i == First ? j : First + 1 + j; };
+/// Computes K K^T of N tiles of keys by a warpgroup: rows 16 w on by warp w, of which it keeps the blocks of 16 x 16 on
+/// the diagonal and below. Of a block's words, number 2h + d is of columns 8h on and rows 8d on.
+template <std::size_t N>
+__device__ __forceinline__ void multiply_keys_by_keys(char const (&keys)[N][2 * panel_bytes],
+                                                      uint4 (&products)[N][10][32]) {
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sums[N][32];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        std::uint32_t a[Second + 1][4]; // words 0 and 2 are a right operand of the first 8 rows, 1 and 3 of the others
-#pragma unroll
-        for (int i = 0; i <= Second; ++i)
-            load_left(keys + k / 4 * panel_bytes + swizzled(16 * i + lane % 16, k % 4 * 2 + lane / 16), a[i]);
-#pragma unroll
-        for (int i = First; i <= Second; i += Second - First)
-#pragma unroll
-            for (int j = 0; j <= i; ++j)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float(&sum)[4] = sums[place(i, j)][half];
-                    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(sum[0], sum[1], sum[2], sum[3], a[i][0], a[i][1], a[i][2],
-                                                              a[i][3], a[j][half], a[j][half + 2], sum[0], sum[1],
-                                                              sum[2], sum[3]);
-                }
+    for (int t = 0; t < N; ++t) {
+        keep(sums[t]);
+        cute::warpgroup_arrive();
+        multiply_panels<Major::K, Major::K, 8>(sums[t], keys[t], keys[t], false);
+        cute::warpgroup_commit_batch();
     }
+    cute::warpgroup_wait<0>();
 #pragma unroll
-    for (int i = First; i <= Second; i += Second - First)
+    for (int t = 0; t < N; ++t) {
+        keep(sums[t]);
+        float const(&sum)[32] = sums[t];
 #pragma unroll
-        for (int j = 0; j <= i; ++j) {
-            float const(&sum)[2][4] = sums[place(i, j)];
-            products[lower_block(i, j)][lane] =
-                make_uint4(two_halves(sum[0][0], sum[0][1]), two_halves(sum[0][2], sum[0][3]),
-                           two_halves(sum[1][0], sum[1][1]), two_halves(sum[1][2], sum[1][3]));
-        }
+        for (int j = 0; j < 4; ++j)
+            if (j <= warp)
+                products[t][lower_block(warp, j)][lane] =
+                    make_uint4(two_halves(sum[8 * j], sum[8 * j + 1]), two_halves(sum[8 * j + 2], sum[8 * j + 3]),
+                               two_halves(sum[8 * j + 4], sum[8 * j + 5]), two_halves(sum[8 * j + 6], sum[8 * j + 7]));
+    }
 }
 
 /// Inverts a 8 x 8 block on the diagonal of I + L, one row a lane; `row`: L's, in __half. Returns the inverse's row.
@@ -271,10 +262,11 @@ struct delta_prep_input {
     int key_heads, group;            ///< value heads a key head
 };
 
-/// Two warps compute a chunk's inverses for a key head, of every second value head each, or gates alone where nothing
-/// is erased. A grid of (chunks at most) * key heads blocks of 64 threads.
+/// A warpgroup multiplies keys of a chunk by themselves for two key heads; two warps each compute the inverses of one,
+/// of every second value head, or gates alone where nothing is erased. A grid of (chunks at most) * (half of the key
+/// heads, rounded up) blocks of 128 threads.
 template <bool Erases>
-static __global__ void __launch_bounds__(64, 10)
+static __global__ void __launch_bounds__(128, 5)
     delta_rule_prep(__grid_constant__ CUtensorMap const keys, delta_prep_input const in, delta_prepared const to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace delta;
@@ -285,48 +277,51 @@ static __global__ void __launch_bounds__(64, 10)
         cutlass::arch::fence_barrier_init();
     }
     wait_for_previous_kernel();
-    int const chunk = static_cast<int>(blockIdx.x) / in.key_heads,
-              key_head = static_cast<int>(blockIdx.x) % in.key_heads;
+    int const pairs = (in.key_heads + 1) / 2, chunk = static_cast<int>(blockIdx.x) / pairs,
+              first_head = static_cast<int>(blockIdx.x) % pairs * 2, tile = warp / 2, key_head = first_head + tile;
     if (chunk >= in.plan.totals[0]) return;
     delta_sequence const sequence = in.plan.sequences[delta_sequence_of(in.plan, chunk)];
     int const begin = sequence.chunk_begin(chunk - sequence.first_chunk);
     int const n = sequence.chunk_end(chunk - sequence.first_chunk) - begin;
-    if (Erases && threadIdx.x == 0) {
-        memory.full.arrive_and_expect_tx(2 * panel_bytes);
-        load_panels<2>(keys, memory.full, memory.keys[0], 128 * key_head, begin);
+    if (Erases && threadIdx.x == 0) { // of a head that there is not zeros come
+        memory.full.arrive_and_expect_tx(4 * panel_bytes);
+        load_panels<2>(keys, memory.full, memory.keys[0], 128 * first_head, begin);
+        load_panels<2>(keys, memory.full, memory.keys[1], 128 * first_head + 128, begin);
     }
     std::int64_t const place = (std::int64_t{chunk} * in.key_heads + key_head) * in.group;
+    int const first = warp % 2, heads = key_head < in.key_heads ? in.group : 0;
     auto const write_gates = [&](int number) {
         int const head = key_head * in.group + number;
         compute_gates(in.g.at(begin) + head, in.g.stride, Erases ? in.beta.at(begin) + head : nullptr, in.beta.stride,
                       n, to.gates[place + number], Erases ? memory.beta[warp] : nullptr);
     };
     if constexpr (!Erases) {
-        for (int number = warp; number < in.group; number += 2) write_gates(number);
+        for (int number = first; number < heads; number += 2) write_gates(number);
         return;
     }
-    if (warp < in.group) write_gates(warp); // while keys come
+    if (first < heads) write_gates(first); // while keys come
     __syncthreads();
     wait(memory.full, 0);
     if (n < delta_chunk) {
-        clear_rows(memory.keys[warp], n);
+        clear_rows(memory.keys[tile] + first * panel_bytes, n);
+        cutlass::arch::fence_view_async_shared();
         __syncthreads();
     }
-    if (warp == 0)
-        multiply_keys_by_keys<0, 3>(memory.keys[0], memory.products);
-    else
-        multiply_keys_by_keys<1, 2>(memory.keys[0], memory.products);
+    multiply_keys_by_keys(memory.keys, memory.products);
     __syncthreads();
-    char* const triangle = memory.keys[warp];
+    char* const triangle = memory.keys[tile] + first * panel_bytes;
+    // 8 x 8 blocks on the diagonal: where the triangle has the zeros that memory leaves out
+    auto* const blocks = reinterpret_cast<__half(*)[8]>(triangle + half_panel);
     for (int i = lane; i < 512; i += 32)
-        if (i % 8 > i / 64) *reinterpret_cast<uint4*>(triangle + in_triangle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
-    for (int number = warp; number < in.group; number += 2) {
-        if (number > warp) {
+        if (i % 8 > i / 64 && (i % 8 < 4 || i / 8 >= 32))
+            *reinterpret_cast<uint4*>(triangle + in_triangle(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+    for (int number = first; number < heads; number += 2) {
+        if (number > first) {
             write_gates(number);
             if (lane == 0) cute::tma_store_wait<0>(); // the inverse before has been read
         }
         __syncwarp();
-        write_inverse(memory.products, memory.beta[warp], memory.blocks[warp], triangle);
+        write_inverse(memory.products[tile], memory.beta[warp], blocks, triangle);
         cutlass::arch::fence_view_async_shared();
         __syncwarp();
         if (lane == 0) {
