@@ -275,6 +275,38 @@ def test_attention_is_torchs():
     torch.testing.assert_close(one_rank(program), torch.cat(right))
 
 
+def test_rows_come_to_their_experts_and_back_with_their_gradients():
+    chosen = numbers(batch.tokens, 6, seed=1).argsort(1)[:, :2]
+    x, upstream = numbers(batch.tokens, 4), numbers(batch.tokens, 2, 4, seed=2)
+
+    def mix(world):
+        sharding = cpx.shard(batch, cpx.zigzag(world))
+
+        def program(comm):
+            own = torch.from_numpy(sharding.global_rows(comm.rank))
+            mine = share(sharding, comm, x)
+            at = ct.ExpertExchange(chosen[own], 6, own.numpy(), comm)
+            each = 6 // world
+            assert at.own == (each * comm.rank, each * (comm.rank + 1))
+            assert at.count == at.begins[-1] == len(at.places)
+            rows = at.to_experts(mine)
+            weight = torch.arange(*at.own).repeat_interleave(torch.from_numpy(at.begins).diff()) + 1.0
+            y = at.to_tokens(rows * weight[:, None])
+            back = at.to_experts(y, 4)
+            assert torch.equal(back, rows * weight[:, None])
+            (dx,) = torch.autograd.grad([y, back], mine, [share(sharding, comm, upstream), torch.ones_like(back)])
+            return y, dx
+
+        y, dx = zip(*cpx.run(world, program))
+        return whole(sharding, y), whole(sharding, dx)
+
+    weight = chosen[..., None] + 1.0
+    right = weight * x[:, None], (weight * (upstream + 1)).sum(1)
+    for world in (1, 2, 3):
+        for got, expected in zip(mix(world), right):
+            near(got, expected, torch.float64)
+
+
 def one_rank(program):
     """Runs a program in this thread: torch 2.11 ends the process if a second thread traces."""
     return program(ct.communicator(cpx.threads(1)[0]))
@@ -300,6 +332,12 @@ def calls(comm):
     yield ops.causal_conv1d_backward, (
         x.detach(), weight.detach(), None, x.detach(), None, "by_row", halo.handle, comm.handle
     )
+    at = ct.ExpertExchange(torch.arange(20).reshape(10, 2) % 3, 3, range(10), comm)
+    yield ops.to_experts, (x, [20, 4], 10, 2, at.handle)
+    yield ops.to_experts, (x, [20, 2], 10, 2, at.handle)
+    yield ops.to_experts_backward, (numbers(20, 4), [10, 2, 4], at.handle)
+    yield ops.to_tokens, (numbers(20, 3, 2).requires_grad_(), 10, 2, at.handle)
+    yield ops.to_tokens_backward, (numbers(10, 2, 4), [20, 4], at.handle)
     plan = ct.attention_plan(zigzag, cpx.replicated(1, small), cpx.AttentionHeads(2, 1, 3), comm)
     q, k, v = numbers(10, 2, 3).requires_grad_(), numbers(10, 1, 3, seed=1), numbers(10, 1, 3, seed=2).requires_grad_()
     yield ops.attention, (q, k, v, None, 2, plan.handle, comm.handle)
@@ -533,6 +571,16 @@ def wrong_calls(comm):
     every = ct.attention_plan(zigzag, cpx.replicated(1, small), cpx.AttentionHeads(2, 2, 3), comm)
     yield "attention: .*v", lambda: ct.attention(delta[0], delta[1], delta[2][:9], every, comm)
     yield "gated_delta_rule: .*initial", lambda: ct.gated_delta_rule(*delta, carry, comm, initial=torch.zeros(3, 2))
+    at = ct.ExpertExchange(torch.zeros(10, 1, dtype=torch.int64), 2, range(10), comm)
+    yield "expert_exchange: chosen: expected a torch.Tensor, got ndarray", (
+        lambda: ct.ExpertExchange(torch.zeros(10, 1).numpy(), 2, range(10), comm)
+    )
+    yield "expert_exchange: dtype of chosen.*float32", lambda: ct.ExpertExchange(x[:, :1], 2, range(10), comm)
+    yield "ExpertExchange.to_experts: x: expected an array of rows", lambda: at.to_experts(torch.tensor(1.0))
+    yield "expert_exchange::to_experts: .*x", lambda: at.to_experts(x[1:])
+    yield "expert_exchange::to_tokens: .*x", lambda: at.to_tokens(x[1:])
+    yield "ExpertExchange.to_tokens: device of x", lambda: at.to_tokens(x.to("meta"))
+    yield "ExpertExchange.to_experts: experts.*is gone", lambda: torch.ops.cpx.to_experts(x, [10, 4], 10, 1, -1)
     yield "exchange: plan.*is gone", lambda: torch.ops.cpx.exchange(x, -1, comm.handle, [10, 4])
 
 

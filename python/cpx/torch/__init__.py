@@ -20,6 +20,7 @@ packings. Every rank makes the same calls in the same order, in the backward, to
 """
 
 from ._attention import attention, attention_plan, rotary
+from ._experts import ExpertExchange
 from ._group import communicator
 from ._objects import Attention, Carry, Communicator, Halo, Relayout, carry, halo, relayout
 from ._ops import (
@@ -37,6 +38,7 @@ __all__ = [
     "Attention",
     "Carry",
     "Communicator",
+    "ExpertExchange",
     "Halo",
     "Relayout",
     "attention",
