@@ -171,9 +171,9 @@ public:
     var<S> norm(std::string const& weight, var<S> const& x, var<S> const& z = {}) {
         auto const y = beside(x, x->width());
         auto const& config = rank.model.config;
-        auto const norm = [=, this, gain = rank.weight(weight)]() -> cpx::head_norm<T> {
-            return {x->data(), z ? z->data() : rows(), gain, static_cast<W>(*config.rms_norm_eps),
-                    static_cast<W>(config.zero_centred_norms())};
+        auto const norm = [x, z, gain = rank.weight(weight), eps = static_cast<W>(*config.rms_norm_eps),
+                           shift = static_cast<W>(config.zero_centred_norms())]() -> cpx::head_norm<T> {
+            return {x->data(), z ? z->data() : rows(), gain, eps, shift};
         };
         normalise(rank.memory(), norm(), y->data());
         back([=, this] {
