@@ -6,6 +6,7 @@
 // and where nothing is erased P = s lower(Q K^T) . decay and Y = V.
 #pragma once
 
+#include <cpx/delta_rule_main_tokens.cuh>
 #include <cpx/delta_rule_state.cuh>
 
 #include <cstddef>
@@ -24,79 +25,6 @@ struct main_memory : erasing_memory<Erases, 3> {
     barrier full[stages], empty[stages], values_full[stages], values_empty[stages], out_full[stages][2];
     barrier aux_full[2], aux_empty[2], landed, values_landed;
 };
-
-/// What P is, but for lower(Q K^T) A, of a thread's accumulators: s b_j and the decay from token j to i, 0 above the
-/// diagonal. Beside the 16 x 16 block on the diagonal the decay is a product of two, of which no one is above 1.
-__device__ __forceinline__ void load_factors(delta_gates const& gates, float scale, float (&factor)[32]) {
-    int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
-    int const first = 16 * warp, row = first + lane / 4, two = lane % 4 * 2;
-    float const begin = gates.sum[first], g[2] = {gates.sum[row], gates.sum[row + 8]};
-    float const since[2] = {warp ? scale * power_of_two(g[0] - begin) : 0.0f,
-                            warp ? scale * power_of_two(g[1] - begin) : 0.0f};
-    float const* const until = gates.until[warp ? warp - 1 : 0] + two; // of no effect from the diagonal on
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        float2 const u = *reinterpret_cast<float2 const*>(until + 8 * j);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) factor[4 * j + 2 * i] = since[i] * u.x, factor[4 * j + 2 * i + 1] = since[i] * u.y;
-    }
-    float diagonal[8];
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            int const across = 8 * j + two + k;
-            float const from = gates.sum[first + across], b = scale * gates.beta[first + across];
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                diagonal[4 * j + 2 * i + k] = across <= lane / 4 + 8 * i ? b * power_of_two(g[i] - from) : 0.0f;
-        }
-#pragma unroll
-    for (int block = 0; block < 4; ++block)
-        if (block == warp) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) factor[8 * block + i] = diagonal[i];
-        }
-}
-
-/// Computes P of a chunk by a warpgroup, of 16 tokens by a warp. Those beyond the chunk's end have anything. No inverse
-/// is read where nothing is erased.
-template <bool Erases>
-__device__ __forceinline__ void compute_p(char const* queries, char const* keys, char const* inverse,
-                                          delta_gates const& gates, float scale, std::uint32_t (&words)[16]) {
-    int const warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
-    float sum[32], factor[32];
-    std::uint64_t const a = along_rows(queries), b = along_rows(keys);
-    keep(sum);
-    cute::warpgroup_arrive();
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-        fma_shared<shared_64<Major::K, Major::K>>(sum, step_along(a, k), step_along(b, k),
-                                                  k ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<32>());
-    cute::warpgroup_commit_batch();
-    load_factors(gates, scale, factor);
-    std::uint32_t const triangle =
-        (lane % 4 * 2 <= lane / 4 ? 0xffffu : 0u) | (lane % 4 * 2 + 1 <= lane / 4 ? 0xffff0000u : 0u);
-    cute::warpgroup_wait<0>();
-    keep(sum);
-    auto const lower = [&](int i) { // of 16 columns four words, of which the third one is above the diagonal
-        std::uint32_t const on_diagonal = i % 4 == 1 ? ~0u : i % 4 == 2 ? 0u : triangle;
-        return i / 4 < warp ? ~0u : i / 4 == warp ? on_diagonal : 0u;
-    };
-    if constexpr (Erases) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) words[i] = two_bf16(sum[2 * i], sum[2 * i + 1]) & lower(i);
-        keep(sum);
-        cute::warpgroup_arrive();
-        multiply_triangle(sum, words, inverse);
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<0>();
-        keep(sum);
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-        words[i] = two_bf16(factor[2 * i] * sum[2 * i], factor[2 * i + 1] * sum[2 * i + 1]) & (Erases ? ~0u : lower(i));
-}
 
 /// Stores n rows of a panel, from (row, column) on, by a warp; returns when the panel has been read.
 __device__ __forceinline__ void store_rows(CUtensorMap const& map, delta_rows<__nv_bfloat16> const& rows,
@@ -158,11 +86,13 @@ struct main_block {
 
     // For the warp that loads:
     __device__ void load_keys(CUtensorMap const& queries, CUtensorMap const& keys, barrier& full, int at, int c) const;
+    __device__ void load(CUtensorMap const& queries, CUtensorMap const& keys, CUtensorMap const& values) const;
     // For a warp that stores:
     __device__ void store(CUtensorMap const& outputs, delta_output const& to, int half) const;
     // A warpgroup:
     __device__ void make_p() const;
     // For a warpgroup that carries half the state:
+    __device__ void carry(delta_stretch const& stretch, delta_output const& to, int group) const;
     __device__ void erase_and_read(half_state& s, std::uint32_t const (&f)[32], std::uint32_t const (&v)[16], int at,
                                    int i, int group, float (&o)[32], std::uint32_t (&y)[16]) const;
 };
@@ -180,6 +110,39 @@ __device__ __forceinline__ void main_block<Erases>::load_keys(CUtensorMap const&
         load_prepared(in.prepared, place, full, memory.inverse[at], memory.gates[at], all_gates);
     else
         load_gates(in.prepared, place, full, memory.gates[at], all_gates);
+}
+
+/// Loads a stretch, by a warp.
+template <bool Erases>
+__device__ __forceinline__ void main_block<Erases>::load(CUtensorMap const& queries, CUtensorMap const& keys,
+                                                         CUtensorMap const& values) const {
+    int const lane = static_cast<int>(threadIdx.x) % 32;
+    ring<stages> r;
+    for (int c = first, landings = 0; c < last; ++c, r.next()) {
+        int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
+        bool const whole = n == delta_chunk;
+        barrier& full = whole ? memory.full[r.at] : memory.landed;
+        wait(memory.empty[r.at], r.parity ^ 1);
+        if (lane == 0) load_keys(queries, keys, full, r.at, c);
+        barrier& values_full = whole ? memory.values_full[r.at] : memory.values_landed;
+        wait(memory.values_empty[r.at], r.parity ^ 1);
+        if (lane == 0) {
+            values_full.arrive_and_expect_tx(2 * panel_bytes);
+            load_panels<2>(values, values_full, memory.values[r.at][0], 128 * head, row);
+        }
+        __syncwarp();
+        if (whole) continue;
+        wait(memory.landed, landings % 2);
+        wait(memory.values_landed, landings++ % 2);
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+            clear_rows(memory.keys[r.at] + p * panel_bytes, n);
+            clear_rows(memory.values[r.at][p], n);
+        }
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.full[r.at]);
+        arrive_warp(memory.values_full[r.at]);
+    }
 }
 
 /// Stores the outputs of half the channels, by a warp.
@@ -207,8 +170,8 @@ __device__ __forceinline__ void main_block<Erases>::make_p() const {
         std::uint32_t words[16];
         char const* inverse = nullptr;
         if constexpr (Erases) inverse = memory.inverse[r.at];
-        compute_p<Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words);
-        wait(memory.aux_empty[b.at], b.parity ^ 1);
+        compute_p<Erases>(memory.queries[r.at], memory.keys[r.at], inverse, memory.gates[r.at], in.scale, words,
+                          [&] { wait(memory.aux_empty[b.at], b.parity ^ 1); });
         store_operand(words, memory.p[b.at]);
         if constexpr (Erases) compute_x(inverse, memory.keys[r.at], memory.gates[r.at], memory.x[b.at]);
         cutlass::arch::fence_view_async_shared();
@@ -254,6 +217,100 @@ main_block<Erases>::erase_and_read(half_state& s, std::uint32_t const (&f)[32], 
     }
 }
 
+/// Carries half the state over a stretch and computes the outputs of its channels, by warpgroup number `group`.
+template <bool Erases>
+__device__ __forceinline__ void main_block<Erases>::carry(delta_stretch const& stretch, delta_output const& to,
+                                                          int group) const {
+    int const count = last - first, half = group - 2;
+    half_state s;
+    if (stretch.number == 0) {
+        load_state(in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half, s);
+    } else {
+        auto const place = in.half_of(sequence.first_stretch + stretch.number, head, half);
+        if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place, 1);
+        join_group(group);
+        load_words(in.snapshots + place * snapshot_words, s);
+    }
+    ring<stages> r;
+    std::uint32_t v[16];
+    float fading = 1;
+    auto const await_chunk = [&] {
+        wait(memory.full[r.at], r.parity);
+        wait(memory.values_full[r.at], r.parity);
+        load_transposed(memory.values[r.at][half], v);
+        fading = memory.gates[r.at].decay[delta_chunk - 1];
+    };
+    // Now, or the compiler would do it between products; while they are under way, it would await them.
+    auto const fade = [&] {
+        scale(s, fading);
+        keep(s);
+    };
+    std::uint32_t f[32];
+    if (count > 0) await_chunk();
+    if (Erases) {
+        round_to_operand(s, f);
+        fade();
+    }
+    if (Erases && group == 3 && count > 0) give_turn(2);
+    for (int i = 0; i < count; ++i) {
+        int const at = r.at, side = i & 1;
+        std::uint32_t y[16];
+        if (!Erases) {
+            round_to_operand(s, f);
+            fade();
+        }
+        float o[32];
+        if constexpr (Erases) {
+            erase_and_read(s, f, v, at, i, group, o, y);
+        } else {
+            std::uint32_t written[16];
+            scale_tokens(v, memory.gates[at].onward, 1.0f, written);
+            keep(o);
+            keep(s);
+            cute::warpgroup_arrive();
+            multiply_along<8>(o, f, memory.queries[at], false);
+            cute::warpgroup_commit_batch();
+            multiply_down(s, written, memory.keys[at], true);
+            cute::warpgroup_commit_batch();
+            wait(memory.aux_full[side], i >> 1 & 1);
+            cute::warpgroup_wait<1>();
+            keep(o);
+            load_transposed(memory.values[at][half], y); // again: there were no registers for it
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                float2 const e = decays_of(memory.gates[at], j / 2);
+                o[2 * j] *= in.scale * e.x;
+                o[2 * j + 1] *= in.scale * e.y;
+            }
+        }
+        keep(o);
+        cute::warpgroup_arrive();
+        multiply_along<4>(o, y, memory.p[side], true);
+        cute::warpgroup_commit_batch();
+        if (Erases) round_to_operand(s, f);
+        r.next();
+        fading = 1;
+        if (i + 1 < count) await_chunk();
+        cute::warpgroup_wait<0>();
+        if constexpr (!Erases) {
+            keep(s);
+            arrive_warp(memory.empty[at]);
+        }
+        keep(o);
+        if (Erases) fade();
+        arrive_warp(memory.aux_empty[side]);
+        round_to_operand(o, y);
+        store_transposed(y, memory.values[at][half]);
+        cutlass::arch::fence_view_async_shared();
+        arrive_warp(memory.out_full[at][half]);
+    }
+    int block = static_cast<int>(blockIdx.x);
+    asm volatile("" : "+r"(block)); // or what follows would be kept in registers that are wanted above
+    delta_stretch const done = in.plan.stretches[block / heads];
+    if (in.last && done.number + 1 == in.plan.sequences[done.sequence].stretches)
+        store_state(s, half, in.last + in.state_of(done.sequence, block % heads));
+}
+
 } // namespace delta
 #endif
 
@@ -281,34 +338,9 @@ static __global__ void __launch_bounds__(512, 1)
     main_block<Erases> const work{in, memory, heads, head, sequence, first, last};
     if (group == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+        int const warp = static_cast<int>(threadIdx.x) / 32;
         if (warp == 0) {
-            ring<stages> r;
-            for (int c = first, landings = 0; c < last; ++c, r.next()) {
-                int const row = sequence.chunk_begin(c), n = sequence.chunk_end(c) - row;
-                bool const whole = n == delta_chunk;
-                barrier& full = whole ? memory.full[r.at] : memory.landed;
-                wait(memory.empty[r.at], r.parity ^ 1);
-                if (lane == 0) work.load_keys(queries, keys, full, r.at, c);
-                barrier& values_full = whole ? memory.values_full[r.at] : memory.values_landed;
-                wait(memory.values_empty[r.at], r.parity ^ 1);
-                if (lane == 0) {
-                    values_full.arrive_and_expect_tx(2 * panel_bytes);
-                    load_panels<2>(values, values_full, memory.values[r.at][0], 128 * head, row);
-                }
-                __syncwarp();
-                if (whole) continue;
-                wait(memory.landed, landings % 2);
-                wait(memory.values_landed, landings++ % 2);
-#pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    clear_rows(memory.keys[r.at] + p * panel_bytes, n);
-                    clear_rows(memory.values[r.at][p], n);
-                }
-                cutlass::arch::fence_view_async_shared();
-                arrive_warp(memory.full[r.at]);
-                arrive_warp(memory.values_full[r.at]);
-            }
+            work.load(queries, keys, values);
         } else if (warp >= 2) {
             work.store(outputs, to, warp - 2);
         }
@@ -317,79 +349,7 @@ static __global__ void __launch_bounds__(512, 1)
         work.make_p();
     } else {
         cutlass::arch::warpgroup_reg_alloc<184>();
-        int const count = last - first, half = group - 2;
-        half_state s;
-        if (stretch.number == 0) {
-            load_state(in.initial ? in.initial + in.state_of(stretch.sequence, head) : nullptr, half, s);
-        } else {
-            auto const place = in.half_of(sequence.first_stretch + stretch.number, head, half);
-            if (to.after_state && threadIdx.x % 128 == 0) await(in.plan.flags + place, 1);
-            join_group(group);
-            load_words(in.snapshots + place * snapshot_words, s);
-        }
-        ring<stages> r;
-        std::uint32_t v[16];
-        float fading = 0;
-        auto const await_chunk = [&] {
-            wait(memory.full[r.at], r.parity);
-            wait(memory.values_full[r.at], r.parity);
-            load_transposed(memory.values[r.at][half], v);
-            fading = memory.gates[r.at].decay[delta_chunk - 1];
-        };
-        if (count > 0) await_chunk();
-        if (Erases && group == 3 && count > 0) give_turn(2);
-        for (int i = 0; i < count; ++i) {
-            int const at = r.at, side = i & 1;
-            std::uint32_t f[32], y[16];
-            round_to_operand(s, f);
-            scale(s, fading); // while products are under way, the compiler would await them
-            float o[32];
-            if constexpr (Erases) {
-                work.erase_and_read(s, f, v, at, i, group, o, y);
-            } else {
-                std::uint32_t written[16];
-                scale_tokens(v, memory.gates[at].onward, 1.0f, written);
-                keep(o);
-                keep(s);
-                cute::warpgroup_arrive();
-                multiply_along<8>(o, f, memory.queries[at], false);
-                cute::warpgroup_commit_batch();
-                multiply_down(s, written, memory.keys[at], true);
-                cute::warpgroup_commit_batch();
-                wait(memory.aux_full[side], i >> 1 & 1);
-                cute::warpgroup_wait<1>();
-                keep(o);
-                load_transposed(memory.values[at][half], y); // again: there were no registers for it
-#pragma unroll
-                for (int j = 0; j < 16; ++j) {
-                    float2 const e = decays_of(memory.gates[at], j / 2);
-                    o[2 * j] *= in.scale * e.x;
-                    o[2 * j + 1] *= in.scale * e.y;
-                }
-            }
-            keep(o);
-            cute::warpgroup_arrive();
-            multiply_along<4>(o, y, memory.p[side], true);
-            cute::warpgroup_commit_batch();
-            r.next();
-            if (i + 1 < count) await_chunk();
-            cute::warpgroup_wait<0>();
-            if constexpr (!Erases) {
-                keep(s);
-                arrive_warp(memory.empty[at]);
-            }
-            keep(o);
-            arrive_warp(memory.aux_empty[side]);
-            round_to_operand(o, y);
-            store_transposed(y, memory.values[at][half]);
-            cutlass::arch::fence_view_async_shared();
-            arrive_warp(memory.out_full[at][half]);
-        }
-        int block = static_cast<int>(blockIdx.x);
-        asm volatile("" : "+r"(block)); // or what follows would be kept in registers that are wanted above
-        delta_stretch const done = in.plan.stretches[block / heads];
-        if (in.last && done.number + 1 == in.plan.sequences[done.sequence].stretches)
-            store_state(s, half, in.last + in.state_of(done.sequence, block % heads));
+        work.carry(stretch, to, group);
     }
 #endif
 }
